@@ -1,4 +1,4 @@
-"""Commands and flags, and a server as a process: started, asked, and ended by a signal."""
+"""Commands and flags, and a server process: started, queried, and ended by a signal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parsed(words: str = "") -> ServeConfig:
     return config_of(parser.parse_args(words.split()))
 
 
-def test_flags_are_the_settings():
+def test_flags_become_settings():
     assert parsed() == ServeConfig()
     made = parsed(
         "Qwen/Qwen3-8B --mesh 4x2 --ttft-slo 8s --tpot-slo 50ms --no-enable-prefix-caching --share-devices "
@@ -64,7 +64,7 @@ def test_flags_win_over_the_file(tmp_path):
         ("srve", "did you mean 'serve'"),
     ],
 )
-def test_mistakes_are_explained(words, said, capsys):
+def test_errors_name_the_value_and_a_remedy(words, said, capsys):
     try:
         status = cli.main(words.split())
     except SystemExit as end:
@@ -79,7 +79,7 @@ def test_mistakes_are_explained(words, said, capsys):
         (["--tokenizer", "./nope"], "tokenizer folder './nope' does not exist"),
     ],
 )
-def test_a_missing_folder_is_said_before_anything_slow_is_imported(words, said):
+def test_a_missing_folder_is_reported_before_slow_imports(words, said):
     code = (
         f"import sys; from jaxserve.cli.main import main; status = main({['serve', *words]})\n"
         "sys.exit(3 if {'jax', 'transformers', 'fastapi'} & set(sys.modules) else status)"
@@ -88,14 +88,14 @@ def test_a_missing_folder_is_said_before_anything_slow_is_imported(words, said):
     assert done.returncode == 2 and said in done.stderr, done.stderr
 
 
-def test_a_config_with_a_typo(tmp_path, capsys):
+def test_a_typo_in_the_config_is_reported(tmp_path, capsys):
     path = tmp_path / "a.yaml"
     path.write_text("model: x\nmax_num_seq: 3\n")
     assert cli.main(["serve", "--config", str(path)]) == 2
     assert f"{path}:2: unknown key 'max_num_seq'; did you mean 'max_num_seqs'?" in capsys.readouterr().err
 
 
-def test_a_port_in_use(capsys):
+def test_a_port_in_use_is_reported(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -113,7 +113,7 @@ def test_help(capsys):
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_every_command_describes_itself_and_gives_examples(command, capsys):
+def test_every_command_has_a_description_and_examples(command, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([command, "--help"])
     text = capsys.readouterr().out
@@ -126,7 +126,7 @@ def test_every_command_describes_itself_and_gives_examples(command, capsys):
 
 
 class Process:
-    """`python -m jaxserve.run` on a port of its own; killed at the end where it still runs."""
+    """`python -m jaxserve.run` on a free port; killed at the end if it is still running."""
 
     def __init__(self, *words: str, **environment: str) -> None:
         inherited = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
@@ -150,7 +150,7 @@ class Process:
                 self.url = found[1]
             if "curl" in line:
                 self._ready.set()
-        self._ready.set()  # it has ended
+        self._ready.set()  # the process has ended
 
     def __enter__(self) -> Self:
         self._reader.start()
@@ -165,7 +165,7 @@ class Process:
         self.end()
 
     def end(self, timeout: float = 30.0) -> tuple[int, str]:
-        """Wait until it has ended: (status, all it said)."""
+        """Wait for the process to end; returns its status and output."""
         status = self.child.wait(timeout)
         self._reader.join(timeout)
         assert self.child.stdout is not None
@@ -184,7 +184,7 @@ def test_a_server_drains_on_sigterm():
             next(lines)
             server.child.send_signal(signal.SIGTERM)
             rest = list(lines)
-        assert "data: [DONE]" in rest, "what was running has finished"
+        assert "data: [DONE]" in rest, "running requests have finished"
         with pytest.raises(httpx.HTTPError):
             for _ in range(400):
                 assert httpx.get(f"{server.url}/health", timeout=5).status_code == 503
@@ -209,7 +209,7 @@ def test_a_server_ends_on_sigint():
 
 
 @pytest.mark.timeout(240)
-def test_a_mesh_is_all_it_takes_on_cpu():
+def test_a_mesh_needs_no_other_flag_on_a_cpu():
     with Process("--mesh", "2x1") as server:
         assert "prefill-0" in "".join(server.said)
         server.child.send_signal(signal.SIGINT)

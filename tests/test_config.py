@@ -1,4 +1,4 @@
-"""Settings from keywords, files and flags: strict, and with errors that name the value and what is allowed."""
+"""Settings from keywords, files and flags: strict, with errors that name the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.yamlio import seconds, size
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = "red"
 
 
@@ -36,7 +36,7 @@ class Whole:
     pair: tuple[int, float] | None = None
     kind: Literal["a", "b"] = "a"
     tiers: Mapping[str, SLO] | None = None
-    colour: Colour = Colour.RED
+    color: Color = Color.RED
     either: int | str = 0
     path: Path = Path()
     on: bool = False
@@ -50,7 +50,7 @@ def test_yaml_becomes_a_dataclass():
         parts: [{name: p, share: 1e-3}, {name: q}]
         pair: [1, 250us]
         tiers: {fast: {ttft: .5}, none: {}}
-        colour: red
+        color: red
         either: word
         path: a/b
         on: true
@@ -79,7 +79,7 @@ def test_yaml_becomes_a_dataclass():
         ("kind: a", "missing 'title'"),
         ("title: 3", "title: 3 must be a text"),
         ("title: x\nkind: c", "kind: 'c' must be one of 'a', 'b'"),
-        ("title: x\ncolour: blue", "'blue' must be one of 'red'"),
+        ("title: x\ncolor: blue", "'blue' must be one of 'red'"),
         ("title: x\non: 1", "on: 1 must be true or false"),
         ("title: x\nparts: p", "parts must be a list"),
         ("title: x\npair: [1]", "pair has 1 entries and must have 2"),
@@ -91,12 +91,12 @@ def test_yaml_becomes_a_dataclass():
         ("title: [", "f.yaml is not valid YAML"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(text, said):
+def test_errors_in_a_file_name_their_line(text, said):
     with pytest.raises(InvalidValue, match=said):
         parse_yaml(text, Whole, "f.yaml")
 
 
-def test_measures():
+def test_units_are_parsed():
     assert [seconds(t) for t in ("8s", "50ms", "1.5", "2m", "1e-3", "inf", 3)] == [
         8,
         0.05,
@@ -153,14 +153,14 @@ def test_mesh_and_roles():
         ({"max_num_seqs": "many"}, None),
     ],
 )
-def test_what_cannot_be_is_refused(given, param):
+def test_invalid_values_are_refused(given, param):
     with pytest.raises(InvalidValue) as caught:
         ServeConfig.load(**given)
     assert str(next(iter(given.values()))) in str(caught.value) or param in str(caught.value)
     assert param is None or caught.value.param == param
 
 
-def test_what_is_given_wins_over_the_file(tmp_path):
+def test_flags_override_the_file(tmp_path):
     path = tmp_path / "serve.yaml"
     path.write_text("ttft-slo: 500ms\nmax_num_seqs: 4\nport: 9\n")
     made = ServeConfig.load(path, port=10, tpot_slo="20ms")
@@ -184,7 +184,7 @@ def test_stages_in_flags_and_tiers(tmp_path):
     plain = ServeConfig.load(tpot_slo="50ms", thinking_tpot_slo="20ms", answer_tpot_slo="60ms")
     assert dict(plain.slo.stages) == {"thinking": 0.02, "answer": 0.06} and plain.slo.tpot == 0.05
     assert plain.tier("standard")[1] == plain.slo
-    assert plain.tier("interactive")[1].stages == (), "its own TPOT stands for every stage"
+    assert plain.tier("interactive")[1].stages == (), "its own TPOT applies to every stage"
     path = tmp_path / "tiers.yaml"
     path.write_text(
         "tiers:\n"
@@ -209,20 +209,20 @@ def test_stages_in_flags_and_tiers(tmp_path):
         ("night: {best_effort: true, tpot: 1s}", "tiers.yaml:2: a tier with best_effort: true has no objectives"),
     ],
 )
-def test_tiers_that_make_no_sense_are_refused_at_the_start(tmp_path, text, said):
+def test_invalid_tiers_are_refused_at_startup(tmp_path, text, said):
     path = tmp_path / "tiers.yaml"
     path.write_text(f"tiers:\n  {text}\n")
     with pytest.raises(InvalidValue, match=said):
         ServeConfig(slo_tiers=str(path))
 
 
-def test_a_tiers_file_that_is_not_there_is_refused_at_the_start(tmp_path):
+def test_a_missing_tiers_file_is_refused_at_startup(tmp_path):
     with pytest.raises(InvalidValue, match=r"slo_tiers='.*none.yaml' does not exist") as caught:
         ServeConfig(slo_tiers=str(tmp_path / "none.yaml"))
     assert caught.value.param == "slo_tiers"
 
 
-def test_classes_are_those_of_the_configuration(tmp_path):
+def test_classes_come_from_the_configuration(tmp_path):
     path = tmp_path / "tiers.yaml"
     path.write_text("tiers: {gold: {ttft: 1s}, night: {best_effort: true}}")
     config = ServeConfig(slo_tiers=str(path))
@@ -247,12 +247,12 @@ def test_presets_load(repo):
         load_yaml(path, ServeConfig)
 
 
-def test_every_setting_says_what_it_does():
+def test_every_setting_has_a_description():
     for field in fields(ServeConfig):
         assert field.metadata["help"].endswith("."), field.name
 
 
-def test_settings_do_not_wait_for_jax():
+def test_settings_import_no_jax():
     code = (
         "import sys, jaxserve, jaxserve.config, jaxserve.cli.flags, jaxserve.cli.main\n"
         "jaxserve.SamplingParams, jaxserve.SLO, jaxserve.InvalidValue\n"
@@ -263,7 +263,7 @@ def test_settings_do_not_wait_for_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_copy_without_the_link_says_so(tmp_path, repo):
+def test_a_copy_without_the_symlink_is_reported(tmp_path, repo):
     (tmp_path / "jaxserve").mkdir()
     (tmp_path / "jaxserve" / "__init__.py").write_text((repo / "jaxserve" / "__init__.py").read_text())
     done = subprocess.run(
@@ -287,13 +287,13 @@ def test_a_copy_without_the_link_says_so(tmp_path, repo):
         ('{"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "probabilistic"}', "strict"),
     ],
 )
-def test_what_speculative_config_refuses(text: str, words: str) -> None:
+def test_invalid_speculative_configs_are_refused(text: str, words: str) -> None:
     with pytest.raises(InvalidValue, match=words) as raised:
         ServeConfig(speculative_config=text)
     assert raised.value.param == "speculative_config"
 
 
-def test_what_speculative_config_says() -> None:
+def test_speculative_configs_are_parsed() -> None:
     text = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'
     config = ServeConfig(speculative_config=text, policy="kairos")
     assert config.speculative is not None and config.speculative.lookup == (3, 3)

@@ -1,4 +1,4 @@
-"""scripts/decisions finds a changed plan, and nothing where all is equal."""
+"""scripts/decisions finds a changed plan, and nothing if all plans are equal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_equal_runs_are_equal(decisions: ModuleType, tmp_path: Path, capsys: pyt
 def test_a_changed_plan_is_found(
     decisions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The change: one decision in the middle of a run grants nothing to the prompt that was first."""
+    """The change: one decision in the middle of a run schedules no token of the first prompt."""
     path, asked = tmp_path / "before.txt", [0]
     assert decisions.main(["sjf", "least_work", "--out", str(path)]) == 0
     plain = Ordered.decide
@@ -50,7 +50,7 @@ def test_a_changed_plan_is_found(
     assert "\nsjf least_work colocated: " in f"\n{out}" and "1 combinations, 1 differ" in out
 
 
-def test_what_is_refused_or_only_on_one_side_is_a_difference(decisions: ModuleType) -> None:
+def test_refused_and_one_sided_cases_are_differences(decisions: ModuleType) -> None:
     refused = decisions.decide("kairos:nonsense", "least_work", "split")
     assert refused == decisions.Decided(0, "refused")
     one = decisions.Decided(3, "ab")
@@ -71,7 +71,7 @@ def test_every_field_of_a_span_is_hashed(decisions: ModuleType) -> None:
     assert len(digests) == 1 + len(changes) == 1 + len(span)
 
 
-def test_the_script_says_what_it_knows(repo: Path) -> None:
+def test_the_script_has_help_and_lists_combinations(repo: Path) -> None:
     script = [str(repo / "scripts" / "decisions")]
     helped = subprocess.run([*script, "--help"], capture_output=True, text=True, env={**os.environ})
     assert helped.returncode == 0 and "scripts/decisions --compare before.txt" in helped.stdout

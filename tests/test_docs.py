@@ -1,4 +1,4 @@
-"""The documentation: pages written from code are current, links lead somewhere, and figures name their source."""
+"""The documentation: generated pages are current, links resolve, and figures name their source."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def pages(repo: Path) -> list[Path]:
 
 
 def prose(text: str) -> str:
-    """The text without blocks of code."""
+    """Return the text without code blocks."""
     return re.sub(r"(?ms)^ *```.*?^ *```", "", text)
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    """Return the anchors of a page's headings, as GitHub and MkDocs make them."""
     heads = re.findall(r"(?m)^#+ +(.*)$", prose(path.read_text(encoding="utf-8")))
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
-def test_pages_from_code_are_current(repo: Path) -> None:
-    """Flags, metrics and names; `python scripts/docs.py` writes them anew."""
+def test_generated_pages_are_current(repo: Path) -> None:
+    """Regenerate flags, metrics and names with `python scripts/docs.py`."""
     command = [sys.executable, "scripts/docs.py", "--check"]
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_links_lead_to_files_and_headings(repo: Path) -> None:
+def test_links_resolve_to_files_and_headings(repo: Path) -> None:
     broken = []
     for page in pages(repo):
         for path, anchor in LINK.findall(prose(page.read_text(encoding="utf-8"))):
@@ -71,7 +71,7 @@ def test_pages_hold_no_history(repo: Path) -> None:
     assert found == []
 
 
-def test_links_that_leave_the_site_are_rewritten(load_file: Callable[[str], ModuleType]) -> None:
+def test_links_outside_the_site_are_rewritten(load_file: Callable[[str], ModuleType]) -> None:
     hook = load_file("scripts/docs_links.py")
     page = "guide/plan.md"
     text = "[presets](../../configs/device/published.yaml), [kernels](../reference/kernels.md#a), [x](../../nowhere)"

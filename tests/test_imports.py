@@ -1,4 +1,4 @@
-"""scripts/imports draws what is imported, and finds circles."""
+"""scripts/imports prints the import graph and finds circles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def imports(load_file: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def plant(root: Path, **texts: str) -> Path:
-    """Files of a tree: `sched__policies__edf` is sched/policies/edf.py."""
+    """Write the files of a tree: `sched__policies__edf` is sched/policies/edf.py."""
     for name, text in texts.items():
         path = root / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def test_a_planted_circle_is_found(imports: ModuleType, tmp_path: Path, name: st
     assert any(line.startswith(f"circle of {found}") for line in said), said
 
 
-def test_scripts_that_import_one_another_by_their_bare_names(imports: ModuleType, tmp_path: Path) -> None:
+def test_scripts_that_import_each_other_by_bare_names(imports: ModuleType, tmp_path: Path) -> None:
     said: list[str] = []
     root = plant(tmp_path, benchmarks__common="import soak", benchmarks__soak="from common import ROOT")
     assert imports.check(root, (), said.append) == 1
@@ -78,9 +78,7 @@ def test_scripts_that_import_one_another_by_their_bare_names(imports: ModuleType
     ]
 
 
-def test_what_is_allowed_passes_until_it_grows_and_is_noted_once_it_is_gone(
-    imports: ModuleType, tmp_path: Path
-) -> None:
+def test_an_allowed_circle_passes_until_it_grows_and_is_reported_once_gone(imports: ModuleType, tmp_path: Path) -> None:
     said: list[str] = []
     root = plant(tmp_path, **{**TREE, "sched__errors": "from . import plan"})
     known = frozenset({"jaxserve.sched.errors", "jaxserve.sched.plan"})
@@ -99,7 +97,7 @@ def test_the_repository_has_no_other_circle(repo: Path) -> None:
     ("flags", "why"),
     [([], "give a package, or --check"), (["no/such"], "package='no/such' must be a folder of Python files")],
 )
-def test_bad_flags_are_answered(
+def test_invalid_flags_are_reported(
     imports: ModuleType, capsys: pytest.CaptureFixture[str], flags: list[str], why: str
 ) -> None:
     with pytest.raises(SystemExit):

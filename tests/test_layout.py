@@ -1,4 +1,4 @@
-"""What tests share is in tests/support: no test module imports another, and each is collected on its own."""
+"""Shared test code is in tests/support: no test module imports another, and each is collected on its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def imported(source: str) -> Iterator[str]:
-    """Names of modules that a source imports or takes something from."""
+    """Return the names of modules that a source imports."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -19,7 +19,10 @@ def imported(source: str) -> Iterator[str]:
 
 
 def offences(source: str, modules: frozenset[str]) -> list[str]:
-    """Imports of a test module or a conftest. `modules` are those there are: a function may be called test_ too."""
+    """Return imports of test modules or conftests.
+
+    `modules` are the existing ones, since functions may be called test_ too.
+    """
     return [name for name in imported(source) if name.rpartition(".")[2] in modules]
 
 
@@ -28,7 +31,7 @@ def test_no_test_module_imports_another(repo: Path) -> None:
     modules = frozenset(path.stem for path in sources if path.stem.startswith("test_") or path.stem == "conftest")
     assert {"test_layout", "conftest"} <= modules
     found = {path.relative_to(repo).as_posix(): offences(path.read_text(encoding="utf-8"), modules) for path in sources}
-    assert not {path: names for path, names in found.items() if names}, "move what is shared to tests/support"
+    assert not {path: names for path, names in found.items() if names}, "move shared code to tests/support"
 
 
 def test_the_check_finds_every_form_of_import() -> None:
@@ -40,7 +43,7 @@ def test_the_check_finds_every_form_of_import() -> None:
 
 
 def test_support_holds_no_tests(repo: Path) -> None:
-    """pytest would not collect them: no file there is called test_*.py."""
+    """pytest would not collect them, since no file there is called test_*.py."""
     found = [
         f"{path.relative_to(repo)}:{node.lineno}"
         for path in sorted((repo / "tests" / "support").rglob("*.py"))

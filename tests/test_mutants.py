@@ -1,4 +1,4 @@
-"""scripts/mutants: what is planted, and what it says of tests that do not notice."""
+"""scripts/mutants: planted bugs, and the report about tests that miss them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ def script(load_file: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def test_every_bug_can_be_planted(script: ModuleType, repo: Path) -> None:
-    """After a change of code that a bug is in: change its entry in scripts/mutants.yaml. That its tests exist is held
-    with all other names of tests (test_repo.py)."""
+    """If a mutated code line changes, update its entry in scripts/mutants.yaml.
+
+    test_repo.py checks that the named tests exist.
+    """
     mutants = script.load(script.TABLE)
     assert len(mutants) >= 30
     assert [one.problem(repo) for one in mutants] == [None] * len(mutants)
 
 
 def test_the_newest_list_of_results_has_every_bug_caught(script: ModuleType, repo: Path) -> None:
-    """After a change of the table: run scripts/mutants and commit what it says (its head says how)."""
+    """After a change of the table, run scripts/mutants and commit its output, as its docstring says."""
     newest = max((repo / "benchmarks" / "results").glob("mutants-*.txt"))
     listed = re.findall(r"^(\S+) +[\d.]+ s  (.+?) +\S+\.py ", newest.read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(listed) == sorted(("caught", one.name) for one in script.load(script.TABLE))
@@ -32,7 +34,7 @@ def test_the_newest_list_of_results_has_every_bug_caught(script: ModuleType, rep
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Callable[[str], tuple[Path, Path]]:
-    """A small tree with one function, its test, and a table with the given entry."""
+    """A factory of small trees with one function, its test, and a table with the given entry."""
     root = tmp_path / "root"
     root.mkdir()
     (root / "code.py").write_text("def double(x):\n    return x + x\n")
@@ -56,7 +58,7 @@ ENTRY = "- {{name: bug, file: code_.py, old: '{}', new: '{}', tests: test_code.p
     [
         ("x + x", "x * x", 0, "caught"),
         ("x + x", "2 * x", 1, "SURVIVED"),
-        ("x + x", "x +", 1, "BROKEN"),  # nothing but a file that cannot be imported
+        ("x + x", "x +", 1, "BROKEN"),  # a file that cannot be imported proves nothing
     ],
 )
 def test_a_bug_is_caught_or_the_status_says_so(
@@ -74,7 +76,7 @@ def test_a_bug_is_caught_or_the_status_says_so(
     assert "x + x" in (root / "code_.py").read_text(), "only copies are changed"
 
 
-def test_text_that_is_not_there_once_is_refused(
+def test_text_that_does_not_occur_exactly_once_is_refused(
     script: ModuleType, tree: Callable[[str], tuple[Path, Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for old, count in (("y + y", 0), ("x", 3)):
@@ -83,7 +85,7 @@ def test_text_that_is_not_there_once_is_refused(
         assert f"bug: its text occurs {count} times in code_.py, and must occur once" in capsys.readouterr().err
 
 
-def test_tests_that_fail_without_any_bug_are_no_proof(
+def test_tests_that_fail_without_a_bug_are_reported(
     script: ModuleType, tree: Callable[[str], tuple[Path, Path]]
 ) -> None:
     root, table = tree(ENTRY.format("x + x", "x * x"))
@@ -93,7 +95,7 @@ def test_tests_that_fail_without_any_bug_are_no_proof(
 
 
 @pytest.mark.parametrize("entry", ["- {name: bug, file: a.py, old: x, new: x, tests: t}\n", "- {name: bug}\n"])
-def test_entries_that_say_too_little_are_refused(script: ModuleType, tmp_path: Path, entry: str) -> None:
+def test_incomplete_entries_are_refused(script: ModuleType, tmp_path: Path, entry: str) -> None:
     table = tmp_path / "table.yaml"
     table.write_text(entry)
     with pytest.raises(ValueError, match="bug"):

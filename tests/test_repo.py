@@ -1,4 +1,4 @@
-"""The repository as a whole: what is installed, under which names, and what may import what."""
+"""The repository as a whole: installed files, module names, and allowed imports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCES = ("jaxserve", "sched", "configs", "pallas_kernels", "pyproject.toml", "
 
 
 def python(code: str, *flags: str, cwd: Path, path: Path | None = None) -> str:
-    """Output of `code` run by a new interpreter that sees this environment and, before it, `path`."""
+    """Return the output of `code` in a new interpreter with this environment and, before it, `path`."""
     environment = {**os.environ, "PYTHONPATH": str(path) if path else ""}
     done = subprocess.run(
         [sys.executable, *flags, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True
@@ -33,7 +33,7 @@ def python(code: str, *flags: str, cwd: Path, path: Path | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of the checkout, unpacked."""
+    """An unpacked wheel of the checkout."""
     pytest.importorskip("setuptools", minversion="77")
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
@@ -52,7 +52,7 @@ def wheel(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(repo: Path, folder: str, installed: str) -> set[str]:
-    """Files of a folder that users need, by the name they have once installed."""
+    """Return the files of a folder that users need, by their installed names."""
     kept = {".py", ".yaml", ".json", ".safetensors", ".html", ".jinja"}
     return {
         f"{installed}/{path.relative_to(repo / folder)}"
@@ -69,7 +69,7 @@ def test_the_wheel_holds_every_module_preset_and_the_demo_model(repo: Path, whee
 
 
 def test_packaged_patterns_match_files(repo: Path) -> None:
-    """A pattern that matches nothing is a file that was renamed, or never there."""
+    """A pattern without a match is a file that was renamed or never existed."""
     project = tomllib.loads((repo / "pyproject.toml").read_text())
     for package, patterns in project["tool"]["setuptools"]["package-data"].items():
         root = repo if package == "*" else repo / package.replace(".", "/")
@@ -89,7 +89,7 @@ def test_the_wheel_leaves_the_standard_librarys_sched_alone(wheel: Path, tmp_pat
     assert Path(file) == wheel / "jaxserve/sched/__init__.py"
 
 
-def test_a_copy_that_dropped_the_link_says_so(repo: Path, tmp_path: Path) -> None:
+def test_a_copy_without_the_symlink_is_reported(repo: Path, tmp_path: Path) -> None:
     (tmp_path / "jaxserve").mkdir()
     shutil.copy(repo / "jaxserve/__init__.py", tmp_path / "jaxserve/__init__.py")
     code = "try:\n    import jaxserve\nexcept ImportError as error:\n    print(error)"
@@ -97,12 +97,12 @@ def test_a_copy_that_dropped_the_link_says_so(repo: Path, tmp_path: Path) -> Non
     assert "jaxserve/sched is missing" in python(code, "-S", cwd=tmp_path, path=tmp_path)
 
 
-def test_the_links_are_links(repo: Path) -> None:
+def test_the_symlinks_are_symlinks(repo: Path) -> None:
     assert os.readlink(repo / "jaxserve/sched") == "../sched"
     assert os.readlink(repo / "jaxserve/presets") == "../configs"
 
 
-# The simulator, the benchmark client and the reports: what a laptop without jax runs.
+# The simulator, the benchmark client and the reports run on a laptop without jax.
 WITHOUT_JAX = """
 import importlib, pkgutil, sys
 import jaxserve, jaxserve.sched, jaxserve.bench, jaxserve.report
@@ -113,7 +113,7 @@ print(*[name for name in ("jax", "flax", "torch", "transformers") if name in sys
 """
 
 
-def test_deciding_measuring_and_reporting_import_no_jax(repo: Path) -> None:
+def test_simulator_client_and_reports_import_no_jax(repo: Path) -> None:
     assert python(WITHOUT_JAX, cwd=repo, path=repo) == ""
 
 
@@ -122,15 +122,15 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
-def test_links_and_python_of_the_pages_are_sound(repo: Path, page: str) -> None:
+def test_links_and_python_blocks_in_pages_are_valid(repo: Path, page: str) -> None:
     text = (repo / page).read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#]+)", text):
-        assert link.startswith("https://") or (repo / link).exists(), f"{page} links to {link}, which is not there"
+        assert link.startswith("https://") or (repo / link).exists(), f"{page} links to {link}, which does not exist"
     for block in blocks(re.sub(r"(?m)^   ", "", text), "python"):
         compile(block, page, "exec")
 
 
-def test_the_readme_asks_for_the_model_that_is_served(repo: Path) -> None:
+def test_the_readme_requests_the_served_model(repo: Path) -> None:
     text = (repo / "README.md").read_text(encoding="utf-8")
     asked = set(re.findall(r'"model": "([^"]+)"', text) + re.findall(r'model="([^"]+)"', text))
     assert asked == {ServeConfig().names[0]}
@@ -161,13 +161,13 @@ def test_what_contributing_says_adds_a_policy_and_a_router(repo: Path, tmp_path:
         assert shows in python(code, cwd=tmp_path, path=tmp_path)
 
 
-def test_the_license_is_the_whole_of_apache_2(repo: Path) -> None:
+def test_the_license_is_the_complete_apache_2(repo: Path) -> None:
     text = (repo / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text and len(text) > 11_000
 
 
 def test_ci_pins_a_version_of_everything_it_installs(repo: Path) -> None:
-    """A dependency that is new, or asks for more than is pinned, needs new pins: the file's head says how."""
+    """New or stricter dependencies need new pins, as the head of the file says."""
     project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
     asked = list(project["dependencies"])
     for extra in ("train", "test", "dev", "audit", "fuzz"):
@@ -184,17 +184,19 @@ def test_ci_pins_a_version_of_everything_it_installs(repo: Path) -> None:
         assert name in pins, f"{name} is not in .ci/constraints.txt"
         for pin in pins[name]:
             (version,) = (one.version for one in pin.specifier)
-            assert requirement.specifier.contains(version), f"{pin} is pinned, and pyproject.toml asks {requirement}"
+            assert requirement.specifier.contains(version), (
+                f"{pin} is pinned, and pyproject.toml requires {requirement}"
+            )
     run = (repo / ".ci" / "run").read_text()
     assert run.count("pip install --quiet -c .ci/constraints.txt") == 2
 
 
 @pytest.mark.parametrize("name", ["run", "nightly", "compiler"])
-def test_ci_is_bash_that_can_be_read(repo: Path, name: str) -> None:
+def test_ci_scripts_are_valid_bash(repo: Path, name: str) -> None:
     subprocess.run(["bash", "-n", str(repo / ".ci" / name)], check=True)
 
 
-def test_the_nightly_is_a_script_that_runs(repo: Path) -> None:
+def test_the_nightly_script_runs(repo: Path) -> None:
     path = repo / ".ci" / "nightly"
     assert os.access(path, os.X_OK)
     subprocess.run(["bash", "-n", str(path)], check=True)
@@ -220,7 +222,7 @@ def test_the_nightly_is_a_script_that_runs(repo: Path) -> None:
         ("", 127, False),
     ],
 )
-def test_an_audit_that_reached_no_database_says_so_and_fails(
+def test_an_audit_without_a_database_fails_with_a_reason(
     repo: Path, tmp_path: Path, said: str, status: int, audited: bool
 ) -> None:
     fake = tmp_path / "pip-audit"
@@ -233,7 +235,7 @@ def test_an_audit_that_reached_no_database_says_so_and_fails(
 
 
 def defined(path: Path) -> set[str]:
-    """Names of the tests in a module: functions, methods as `Class::method`, and classes made by assignment."""
+    """Return the tests in a module: functions, methods as `Class::method`, and classes made by assignment."""
     names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -246,8 +248,8 @@ def defined(path: Path) -> set[str]:
     return names
 
 
-def test_every_test_that_is_named_exists(repo: Path) -> None:
-    """In the pages, where they say what holds something, and in the table of scripts/mutants."""
+def test_every_named_test_exists(repo: Path) -> None:
+    """This covers names in the docs and in the table of scripts/mutants."""
     pages = [*repo.glob("*.md"), *(repo / "docs").rglob("*.md"), repo / "scripts" / "mutants.yaml"]
     named = {
         (file, name, page.name)

@@ -1,4 +1,4 @@
-"""The gates in scripts/ find what they are for."""
+"""The gates in scripts/ find violations."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_size_gate(
     assert out == "" if found is None else found in out
 
 
-def test_a_long_file_fails_whatever_else_only_warns(load_file: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_a_long_file_fails_and_other_findings_only_warn(load_file: Callable[[str], ModuleType], tmp_path: Path) -> None:
     write(tmp_path, "sched/a.py", "x = 1\n" * 501)
     write(tmp_path, "sched/b.py", "x = 1\n" * 801)
     write(tmp_path, "sched/c.py", "x = 1\n" * 501)
     assert load_file("scripts/size_gate.py").main(tmp_path) == 1
 
 
-def test_size_gate_reads_what_lies_behind_a_link_once(
+def test_the_size_gate_reads_linked_files_once(
     load_file: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, "sched/a.py", "x = 1\n" * 801)

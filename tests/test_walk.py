@@ -1,4 +1,4 @@
-"""scripts/walk records the files that a call enters, and the server's walk begins and ends where it should."""
+"""scripts/walk records the files that a call enters, and the server's walk has the expected start and end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ THIRD = "def end(): return 1"
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A tree of three files, of which the first is imported."""
+    """A tree of three files, with the first one imported."""
     for name, text in (("first", FIRST), ("second", SECOND), ("third", THIRD)):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -85,7 +85,7 @@ def test_stays_and_returns_of_a_call(walk: ModuleType, tree: ModuleType, tmp_pat
     assert list(walk.every_file("a", thread))[1:] == ["     2  first.py", "     2  second.py", "     1  third.py"]
 
 
-def test_a_coroutine_that_goes_on_and_other_threads(walk: ModuleType, tree: ModuleType, tmp_path: Path) -> None:
+def test_resumed_coroutines_and_other_threads(walk: ModuleType, tree: ModuleType, tmp_path: Path) -> None:
     def work() -> None:
         thread = threading.Thread(target=tree.start, name="worker_3")
         thread.start()

@@ -1,4 +1,4 @@
-"""`jaxserve bench` from its flags to its files."""
+"""`jaxserve bench`, from its flags to its files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def saved(folder: Path) -> dict[str, Any]:
     return found
 
 
-# Keys that tools written for `vllm bench serve` read.
+# Keys read by tools written for `vllm bench serve`.
 VLLM_KEYS = {
     *("date", "backend", "model_id", "num_prompts", "request_rate", "burstiness", "max_concurrency", "duration"),
     *("completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput"),
@@ -41,7 +41,7 @@ VLLM_KEYS = {
 DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "errors"}
 
 
-def test_a_run_with_all_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_writes_all_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--num-prompts 12 --random-input-len 9 --random-output-len 4 --request-rate 60 --num-warmups 2"
     flags += " --goodput ttft:5000 tpot:5000 --metric-percentiles 50,99 --save-result --save-detailed"
     with Endpoint(ttft=0.02, gap=0.002, fail=7).running() as endpoint:
@@ -56,7 +56,7 @@ def test_a_run_with_all_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert 20 <= found["median_ttft_ms"] < 80 and 2 <= found["median_tpot_ms"] < 20
     assert [bool(error) for error in found["errors"]].count(True) == 2
     assert len(endpoint.bodies) == 14  # two warm-ups
-    assert all(set(body["prompt"]) <= {10, 11, 12} for body in endpoint.bodies)  # what /tokenize named
+    assert all(set(body["prompt"]) <= {10, 11, 12} for body in endpoint.bodies)  # tokens listed by /tokenize
     out = capsys.readouterr().out
     assert "time to first token" in out and "10 / 2" in out and "the queue is full" in out
 
@@ -78,7 +78,7 @@ def test_a_trace_with_classes(tmp_path: Path) -> None:
 
 
 def test_find_goodput_finds_the_capacity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # One request at a time, 20 ms each: 50 a second. Two thirds of that leave most waits below the objective.
+    # One request at a time, 20 ms each: 50/s. At two thirds of that, most waits meet the objective.
     flags = "--num-prompts 30 --random-input-len 4 --random-output-len 1 --request-rate 20 --ttft-slo 100ms"
     with Endpoint(ttft=0.02, gap=0.0, slots=1).running() as endpoint:
         command = [*flags.split(), "--find-goodput", "--save-result", "--result-dir", str(tmp_path)]
@@ -112,7 +112,7 @@ def test_openai_servers_get_standard_fields_and_text(backend: str, client: str, 
         assert bench(endpoint, *flags) == 0
     found = saved(tmp_path)
     assert (found["completed"], found["failed"]) == (4, 0)
-    assert found["slo_attainment"] == 1.0, "objectives are judged though they are not sent"
+    assert found["slo_attainment"] == 1.0, "objectives are evaluated though they are not sent"
     for body in endpoint.bodies:
         text = body["messages"][0]["content"] if "chat" in backend else body["prompt"]
         assert len(text.split()) == 40
@@ -130,21 +130,21 @@ def test_a_tokenizer_makes_text_of_exact_lengths(repo: Path, tmp_path: Path) -> 
     assert saved(tmp_path)["total_input_tokens"] == 160
 
 
-def test_what_is_asked_for_is_sent_to_openai_servers_too() -> None:
+def test_explicit_fields_are_sent_to_openai_servers() -> None:
     with Endpoint(ttft=0.0, gap=0.0).running() as endpoint:
         flags = ["--backend", "openai", "--ignore-eos", "--extra-body", '{"top_k": 3}']
         assert bench(endpoint, "--num-prompts", "1", *flags) == 0
     assert endpoint.bodies[0]["ignore_eos"] is True and endpoint.bodies[0]["top_k"] == 3
 
 
-def test_a_refusal_is_shown_with_what_the_server_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_is_shown_with_the_servers_message(capsys: pytest.CaptureFixture[str]) -> None:
     with Endpoint(strict=True).running() as endpoint:
         assert bench(endpoint, "--num-prompts", "1", "--backend", "openai", "--ignore-eos") == 1
     assert "Extra inputs are not permitted: ['ignore_eos']" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("backend", ["vllm", "jaxserve"])
-def test_other_servers_get_what_they_take(backend: str) -> None:
+def test_other_servers_get_their_own_fields(backend: str) -> None:
     with Endpoint(ttft=0.0, gap=0.0).running() as endpoint:
         assert bench(endpoint, *STRICT.split(), "--backend", backend) == 0
     for body in endpoint.bodies:
@@ -152,7 +152,7 @@ def test_other_servers_get_what_they_take(backend: str) -> None:
         assert ("tpot_slo_ms" in body) is (backend == "jaxserve")
 
 
-def test_without_tokenize_ids_are_guessed_and_can_be_named() -> None:
+def test_without_tokenize_token_ids_are_guessed_or_given() -> None:
     with Endpoint(ttft=0.0, gap=0.0, tokenize=False).running() as endpoint:
         assert bench(endpoint, "--num-prompts", "2") == 0
         assert bench(endpoint, "--num-prompts", "2", "--random-ids", "7:9") == 0
@@ -160,7 +160,7 @@ def test_without_tokenize_ids_are_guessed_and_can_be_named() -> None:
     assert all(token in (7, 8) for body in endpoint.bodies[2:] for token in body["prompt"])
 
 
-def test_status_is_1_when_nothing_succeeded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_is_1_if_no_request_succeeded(capsys: pytest.CaptureFixture[str]) -> None:
     with Endpoint(fail=1).running() as endpoint:
         assert bench(endpoint, "--num-prompts", "2") == 1
     assert "2 × " in capsys.readouterr().out
@@ -181,7 +181,7 @@ def test_status_is_1_when_nothing_succeeded(capsys: pytest.CaptureFixture[str]) 
         ("--tokenizer nowhere/at/all", "no tokenizer could be loaded"),
     ],
 )
-def test_what_a_person_got_wrong_is_one_line(flags: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_one_line(flags: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
     with FAST.running() as endpoint:
         assert bench(endpoint, *flags.split()) == 2
     error = capsys.readouterr().err
@@ -206,14 +206,14 @@ def test_flags_are_checked(flags: str, capsys: pytest.CaptureFixture[str]) -> No
     assert flags.split()[1] in capsys.readouterr().err
 
 
-def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_server_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with FAST.running() as endpoint:
         pass
     assert bench(endpoint) == 2
     assert "no OpenAI-compatible server answers" in capsys.readouterr().err
 
 
-def test_the_commands_of_the_guide_parse(repo: Path) -> None:
+def test_the_commands_of_the_guide_are_parsed(repo: Path) -> None:
     pages = [repo / "README.md", *sorted((repo / "docs" / "guide").glob("*.md"))]
     text = "".join(page.read_text(encoding="utf-8") for page in pages).replace("\\\n", " ")
     commands = re.findall(r"(?m)^jaxserve bench (.*)$", text) + re.findall(r"(?m)^  jaxserve bench (.*)$", cli.EPILOG)

@@ -1,4 +1,4 @@
-"""What the benchmark measures on a server whose delays are known."""
+"""Measurements of the benchmark client against a server with known delays."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def alone(endpoint: Endpoint, call: Call, client: str, **target: Any) -> Outcome
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("chat", [False, True])
-def test_latencies_are_those_of_the_server(client: str, chat: bool) -> None:
+def test_latencies_match_the_servers_delays(client: str, chat: bool) -> None:
     prompt = "one two three" if chat else (1, 2, 3)
     with Endpoint(ttft=0.2, gap=0.03).running() as endpoint:
-        alone(endpoint, Call(0.0, prompt, 3, 2), client, chat=chat)  # imports, connection
+        alone(endpoint, Call(0.0, prompt, 3, 2), client, chat=chat)  # warm-up of imports and connection
         outcome = alone(endpoint, Call(0.0, prompt, 3, 6), client, chat=chat)
     assert outcome.error == ""
     assert (outcome.prompt_tokens, outcome.output_tokens, len(outcome.itls)) == (3, 6, 5)
     assert 0.2 <= outcome.ttft < 0.2 + SLACK
-    assert outcome.tpot == pytest.approx(0.03, abs=SLACK / 5)  # the first token may be late, and then it is less
+    assert outcome.tpot == pytest.approx(0.03, abs=SLACK / 5)  # a late first token makes it smaller
     assert outcome.latency == pytest.approx(outcome.ttft + sum(outcome.itls))
 
 
@@ -66,27 +66,27 @@ def test_the_body_carries_lengths_and_objectives(client: str) -> None:
         (Endpoint(ttft=0.0, gap=0.0, cut=1), ""),
     ],
 )
-def test_failures_are_outcomes(client: str, server: Endpoint, part: str) -> None:
+def test_failures_are_recorded_as_outcomes(client: str, server: Endpoint, part: str) -> None:
     with server.running() as endpoint:
         outcome = alone(endpoint, Call(0.0, (1,), 1, 4), client)
     assert not outcome.ok and part in outcome.error
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_nobody_there(client: str) -> None:
+def test_an_unreachable_server_fails_each_call(client: str) -> None:
     with Endpoint().running() as endpoint:
         pass
     assert "onnect" in alone(endpoint, Call(0.0, (1,), 1, 4), client).error
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_without_usage_a_chunk_is_a_token(client: str) -> None:
+def test_without_usage_each_chunk_counts_as_a_token(client: str) -> None:
     with Endpoint(ttft=0.0, gap=0.0, usage=False).running() as endpoint:
         outcome = alone(endpoint, Call(0.0, (1, 2), 2, 7), client)
     assert (outcome.prompt_tokens, outcome.output_tokens) == (2, 7)
 
 
-def test_calls_are_sent_at_their_times_whatever_became_of_the_others() -> None:
+def test_calls_are_sent_on_time_whatever_the_outcome_of_others() -> None:
     with Endpoint(ttft=0.3, gap=0.0).running() as endpoint:
         alone(endpoint, Call(0.0, (1,), 1, 1), "http")
         run = go(endpoint, [Call(at, (1,), 1, 1) for at in (0.0, 0.1, 0.2)], "http")
@@ -96,7 +96,7 @@ def test_calls_are_sent_at_their_times_whatever_became_of_the_others() -> None:
     assert run.duration == pytest.approx(0.5, abs=2 * SLACK)
 
 
-def test_waiting_for_a_place_is_lag_and_not_ttft() -> None:
+def test_waiting_for_a_connection_counts_as_lag_and_not_ttft() -> None:
     async def run(endpoint: Endpoint) -> Run:
         async with open_sender("http", Target(endpoint.url, "toy")) as sender:
             return await drive([Call(0.0, (1,), 1, 1)] * 3, sender, max_concurrency=1)
@@ -107,7 +107,7 @@ def test_waiting_for_a_place_is_lag_and_not_ttft() -> None:
     assert all(outcome.ttft < 0.1 + SLACK for outcome in outcomes)
 
 
-def test_progress_counts_to_the_end() -> None:
+def test_progress_counts_all_calls() -> None:
     seen: list[tuple[int, int]] = []
 
     async def run(endpoint: Endpoint) -> None:
@@ -126,7 +126,7 @@ def test_progress_counts_to_the_end() -> None:
         ("openai", Target("http://127.0.0.1:1", "toy", endpoint="/generate"), "endpoint"),
     ],
 )
-def test_what_cannot_be_is_refused(client: str, target: Target, param: str) -> None:
+def test_invalid_arguments_are_refused(client: str, target: Target, param: str) -> None:
     async def run() -> None:
         async with open_sender(client, target):
             pass

@@ -1,4 +1,4 @@
-"""The HTTP half of benchmarks/compare.py: what it sends, and that its figures add up."""
+"""The HTTP part of benchmarks/compare.py: requests sent, and figures of the results."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def online(repo: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return online
 
 
-def test_the_load_is_half_of_each_class_and_the_same_for_a_seed(online: Any) -> None:
+def test_the_load_has_half_of_each_class_and_depends_on_the_seed_only(online: Any) -> None:
     calls = online.mixed(41, 2.0, 7, 3.0, VOCABULARY)
     assert calls == online.mixed(41, 2.0, 7, 3.0, VOCABULARY) != online.mixed(41, 2.0, 8, 3.0, VOCABULARY)
     assert [call.at for call in calls] == sorted(call.at for call in calls)
     assert calls[-1].at == pytest.approx(len(calls) / 2.0)
     for one, slo in zip(online.CLASSES, ((1500, 180), (24000, 600)), strict=True):
         mine = [call for call in calls if call.slo.name == one.name]
-        assert len(mine) == 21, "an odd number is rounded up to halves"
+        assert len(mine) == 21, "an odd number is rounded up"
         assert all(one.prompt[0] <= len(call.prompt) == call.prompt_tokens <= one.prompt[1] for call in mine)
         assert all(one.output[0] <= call.output_tokens <= one.output[1] for call in mine)
         assert {(call.slo.ttft_slo_ms, call.slo.tpot_slo_ms) for call in mine} == {slo}
     assert {call.at for call in online.mixed(4, inf, 7, 1.0, VOCABULARY)} == {0.0}
 
 
-def test_figures_of_a_server_whose_delays_are_known(online: Any) -> None:
+def test_figures_of_a_server_with_known_delays(online: Any) -> None:
     with Endpoint(ttft=0.05, gap=0.002, fail=5).running() as endpoint:
         calls = online.mixed(10, 100.0, 0, 100.0, VOCABULARY)
         outcomes = asyncio.run(online.send(endpoint.url, "toy", calls)).outcomes
@@ -59,9 +59,9 @@ def test_figures_of_a_server_whose_delays_are_known(online: Any) -> None:
     assert body["ignore_eos"] and body["temperature"] == 0 and {"ttft_slo_ms", "tpot_slo_ms"} <= set(body)
 
 
-def test_a_request_attains_when_it_keeps_both_objectives(online: Any) -> None:
+def test_a_request_attains_if_it_meets_both_objectives(online: Any) -> None:
     call = Call(0.0, (1, 2), 2, 3, Objective(100.0, 10.0, "chat"))
-    times = [(0.09, 0.108), (0.11, 0.12), (0.09, 0.12)]  # seconds of TTFT and latency: kept, late, slow
+    times = [(0.09, 0.108), (0.11, 0.12), (0.09, 0.12)]  # seconds of TTFT and latency: on time, late, slow
     outcomes = [Outcome(call, ttft=ttft, latency=latency, output_tokens=3) for ttft, latency in times]
     assert online.figures(outcomes)["attained"] == pytest.approx(1 / 3)
     failed = online.figures([Outcome(call, error="HTTP 503")])
@@ -77,7 +77,7 @@ def test_memory_is_that_of_the_process_tree(online: Any) -> None:
         child.communicate(b"\n")
 
 
-def test_the_server_of_llama_cpp_gets_a_file_that_is_written_for_it(
+def test_the_llama_cpp_server_gets_a_converted_file(
     online: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(online.gguf_file, "write", lambda folder, path: path.write_bytes(b"GGUF") and path)
@@ -89,11 +89,11 @@ def test_the_server_of_llama_cpp_gets_a_file_that_is_written_for_it(
         assert weights.read_bytes() == b"GGUF"
     assert not weights.exists() and program == "llama-server"
     longest = max(one.prompt[1] + one.output[1] for one in online.CLASSES)
-    assert int(values["--ctx-size"]) // int(values["--parallel"]) >= longest, "a slot holds any request of the load"
+    assert int(values["--ctx-size"]) // int(values["--parallel"]) >= longest, "a slot fits any request of the load"
     assert values["--threads"] == "3" and "--no-cache-prompt" in flags
 
 
-def test_sides_that_cannot_start_say_why(online: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sides_that_cannot_start_give_a_reason(online: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = str(tmp_path / "llama-server")
     monkeypatch.setattr(online.gguf_file, "write", lambda folder, path: path)
     for server in ({}, {"llamacpp": missing}):
@@ -107,11 +107,11 @@ def test_sides_that_cannot_start_say_why(online: Any, tmp_path: Path, monkeypatc
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_compare_http(repo: Path, tmp_path: Path) -> None:
-    """The demo model's server from start to table; sides without a server, or that do not start, are left out."""
+    """Run the demo model's server through to the table; sides without a server, or that fail to start, are left out."""
     path = tmp_path / "compare.json"
     flags = "--http --sides jaxserve transformers vllm --models demo --rates 0.25 0.5 --duration 2 --repeats 1"
     command = [sys.executable, "-W", "error", "benchmarks/compare.py", *flags.split(), "--starts", "1"]
-    command += ["--python", f"vllm={sys.executable}", "--output", str(path)]  # it has no vLLM
+    command += ["--python", f"vllm={sys.executable}", "--output", str(path)]  # this interpreter has no vLLM
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(path.read_text())["models"]

@@ -1,4 +1,4 @@
-"""The GGUF file that benchmarks/compare.py hands to llama.cpp."""
+"""The GGUF file that benchmarks/compare.py writes for llama.cpp."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = {
     "rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"},
     "eos_token_id": None,
 }
-LAYER = {  # GGUF's name, then the shape
+LAYER = {  # GGUF's name and shape
     "self_attn.q_proj": ("attn_q", (24, 24)),
     "self_attn.k_proj": ("attn_k", (8, 24)),
     "self_attn.v_proj": ("attn_v", (8, 24)),
@@ -59,7 +59,7 @@ def writer(repo: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def model(folder: Path, config: dict[str, Any] | None = None, **tensors: np.ndarray) -> Path:
-    """Write a Llama of random bfloat16 weights, with more tensors where given."""
+    """Write a Llama with random bfloat16 weights, and extra tensors if given."""
     rng = np.random.default_rng(0)
     weights = {
         f"{name}.weight": rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for name, (_, shape) in NAMES.items()
@@ -75,7 +75,7 @@ def test_tensors_keep_their_values_and_q_and_k_are_permuted(writer: Any, tmp_pat
     found = {one.name: one for one in gguf.GGUFReader(writer.write(folder, tmp_path / "model.gguf")).tensors}
     assert set(found) == {f"{theirs}.weight" for theirs, _ in NAMES.values()}
     original = load_file(folder / "model.safetensors")
-    rows = np.array([[pair, pair + 4] for pair in range(4)]).ravel()  # of a head: where llama.cpp's rows come from
+    rows = np.array([[pair, pair + 4] for pair in range(4)]).ravel()  # sources of llama.cpp's rows of a head
     for name, (theirs, shape) in NAMES.items():
         tensor, expected = found[f"{theirs}.weight"], original[f"{name}.weight"].astype(np.float32)
         assert tensor.tensor_type == gguf.GGMLQuantizationType.F32 and tensor.data.shape == shape
@@ -104,11 +104,11 @@ def test_metadata_and_vocabulary(writer: Any, tmp_path: Path) -> None:
     assert fields["general.architecture"] == "llama"
     assert {name: fields[f"llama.{name}"] for name in expected} == expected
     tokens = fields["tokenizer.ggml.tokens"]
-    assert len(set(tokens)) == 30 and all(tokens), "every token has a text of its own"
+    assert len(set(tokens)) == 30 and all(tokens), "two tokens have the same text"
     assert fields["tokenizer.ggml.eos_token_id"] == 7 and fields["tokenizer.ggml.add_bos_token"] is False
 
 
-def test_models_that_llama_cpp_would_read_wrongly_are_refused(writer: Any, tmp_path: Path) -> None:
+def test_models_that_llama_cpp_would_misread_are_refused(writer: Any, tmp_path: Path) -> None:
     biased = model(tmp_path / "biased", **{"model.layers.0.self_attn.q_proj.bias": np.zeros(24, ml_dtypes.bfloat16)})
     scaled = model(tmp_path / "scaled", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}})
     other = model(tmp_path / "other", {"model_type": "qwen3"})

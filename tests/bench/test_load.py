@@ -1,4 +1,4 @@
-"""Arrival times, lengths, prompts and objectives of the load."""
+"""Arrival times, lengths, prompts and objectives of the benchmark load."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ VOCABULARY = range(100, 164)
 
 
 @given(st.integers(1, 300), st.floats(0.1, 100), st.floats(0.1, 10), st.integers(0, 5))
-def test_arrivals_ascend_and_have_the_rate_asked_for(count: int, rate: float, burstiness: float, seed: int) -> None:
+def test_arrivals_ascend_at_the_requested_rate(count: int, rate: float, burstiness: float, seed: int) -> None:
     times = load.arrivals(count, rate, burstiness, seed)
     assert (np.diff(times) >= 0).all()
     assert times[-1] == pytest.approx(count / rate)
     assert (times == load.arrivals(count, rate, burstiness, seed)).all()
 
 
-def test_burstiness_is_the_shape_of_the_gaps() -> None:
+def test_burstiness_is_the_shape_of_the_gap_distribution() -> None:
     for shape in (0.25, 1.0, 4.0):
         gaps = np.diff(load.arrivals(20_000, 10.0, shape, 0))
         assert gaps.std() / gaps.mean() == pytest.approx(shape**-0.5, rel=0.05)
@@ -38,12 +38,12 @@ def test_an_infinite_rate_sends_all_at_once() -> None:
 
 
 @given(st.integers(1, 200), st.floats(0, 0.99), st.integers(0, 5))
-def test_lengths_stay_in_their_range(mean: int, ratio: float, seed: int) -> None:
+def test_lengths_stay_within_their_range(mean: int, ratio: float, seed: int) -> None:
     drawn = load.lengths(50, mean, ratio, np.random.default_rng(seed))
     assert drawn.min() >= max(1, round(mean * (1 - ratio))) and drawn.max() <= max(1, round(mean * (1 + ratio)))
 
 
-def test_random_prompts_have_the_length_they_say() -> None:
+def test_random_prompts_have_the_stated_length() -> None:
     calls = load.random_calls(20, input_len=30, output_len=9, range_ratio=0.5, vocabulary=VOCABULARY, seed=3)
     assert all(len(call.prompt) == call.prompt_tokens and set(call.prompt) <= set(VOCABULARY) for call in calls)
     assert len({call.prompt for call in calls}) == 20
@@ -71,14 +71,14 @@ def test_random_prompts_have_the_length_they_say() -> None:
         (lambda: load.parse_slo_class("chat=1,tier:"), "slo_class"),
     ],
 )
-def test_what_cannot_be_is_refused(action: object, param: str) -> None:
+def test_invalid_arguments_are_refused(action: object, param: str) -> None:
     assert callable(action)
     with pytest.raises(InvalidValue) as caught:
         action()
     assert caught.value.param == param
 
 
-def test_custom_lines(tmp_path: Path) -> None:
+def test_custom_prompts(tmp_path: Path) -> None:
     path = tmp_path / "load.jsonl"
     rows = [{"prompt": "a b"}, {"prompt": "c", "output_tokens": 7, "ttft_slo_ms": 100}]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
@@ -91,7 +91,7 @@ def test_custom_lines(tmp_path: Path) -> None:
     ("line", "part"),
     [("{", "2: not JSON"), ('{"text": "x"}', "2: an object"), ('{"prompt": "x", "ttft": 1}', "2: unknown .'ttft'.")],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, part: str) -> None:
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, part: str) -> None:
     path = tmp_path / "load.jsonl"
     path.write_text('{"prompt": "x"}\n' + line)
     with pytest.raises(InvalidValue, match=part):
@@ -101,7 +101,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, part: str) -> None:
         load.custom_calls(path, 3, 4)
 
 
-def test_plain_traces_give_their_objectives(tmp_path: Path) -> None:
+def test_plain_traces_provide_objectives(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(
         "id,arrival_s,input_tokens,output_tokens,ttft_slo_s,tpot_slo_s,class\n"
@@ -120,7 +120,7 @@ def test_plain_traces_give_their_objectives(tmp_path: Path) -> None:
     assert set(calls[0].prompt) <= set(VOCABULARY)
 
 
-def test_requests_that_share_a_prefix_in_the_trace_share_it_here(tmp_path: Path) -> None:
+def test_prefixes_shared_in_the_trace_are_shared_in_prompts(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [1, 2]},
@@ -142,7 +142,7 @@ def test_a_public_trace(traces: Path) -> None:
     assert len({call.prompt for call in calls}) == 200
 
 
-def test_classes_are_drawn_by_share_and_leave_a_requests_own_objective() -> None:
+def test_classes_are_drawn_by_share_and_keep_a_requests_own_objective() -> None:
     classes = [load.parse_slo_class("chat=3,ttft:500,tpot:50"), SloClass(1.0, Objective(name="batch"))]
     calls = [Call(0.0, "x", 1, 1) for _ in range(4000)] + [Call(0.0, "x", 1, 1, Objective(7.0))]
     drawn = load.with_classes(calls, classes, 0)
@@ -167,6 +167,6 @@ def test_a_class_may_have_gaps_stages_and_a_tier() -> None:
     assert set(load.NONE.body().values()) == {None}
 
 
-def test_faster_keeps_order_and_burstiness() -> None:
+def test_speedup_keeps_order_and_burstiness() -> None:
     calls = load.schedule([Call(0.0, "x", 1, 1)] * 3, [0.0, 1.0, 4.0])
     assert [call.at for call in load.faster(calls, 4.0)] == [0.0, 0.25, 1.0]

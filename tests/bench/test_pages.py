@@ -1,4 +1,4 @@
-"""Reproduction pages and the JSON that their tables come from say the same."""
+"""Reproduction pages agree with the JSON files behind their tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_page_shows_its_newest_results(page: ModuleType, repo: Path, paper: st
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_pictures_of_a_page_are_there_and_small(repo: Path, paper: str) -> None:
+def test_pictures_of_a_page_exist_and_are_small(repo: Path, paper: str) -> None:
     folder = repo / "docs" / "research"
     for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", (folder / f"{paper}.md").read_text()):
         assert (folder / name).is_file(), name
@@ -58,7 +58,7 @@ def test_a_table_is_written_between_its_markers(page: ModuleType, tmp_path: Path
         page.write(written, Path("x.json"), {"command": "", "tables": {"two": table}})
 
 
-def test_other_counts_are_printed_and_not_kept(repo: Path, page: ModuleType) -> None:
+def test_runs_with_other_counts_are_printed_and_not_saved(repo: Path, page: ModuleType) -> None:
     before = {path: path.read_bytes() for path in page.PAGES.glob("*.md")}
     command = [sys.executable, "benchmarks/reproduce/flowprefill.py", "tasks", "--requests", "500"]
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120, check=False)

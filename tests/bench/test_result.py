@@ -1,4 +1,4 @@
-"""Figures from outcomes that were made by hand."""
+"""Figures computed from hand-made outcomes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ONE = outcome(0.2, [])
 FAILED = outcome(0.0, [], error="HTTP 503")
 
 
-def test_goodput_counts_requests_that_keep_all_objectives() -> None:
+def test_goodput_counts_requests_that_meet_all_objectives() -> None:
     found = result.summary([GOOD, LATE, SLOW, ONE, FAILED], 2.0, goals=GOALS)
     assert (found["completed"], found["failed"]) == (4, 1)
     assert found["request_goodput"] == pytest.approx(1.0)  # GOOD and ONE in 2 s
@@ -45,10 +45,10 @@ def test_goodput_counts_requests_that_keep_all_objectives() -> None:
     assert found["request_throughput"] == pytest.approx(2.0)
 
 
-def test_latencies_are_means_over_what_vllm_takes_them_over() -> None:
+def test_mean_latencies_match_vllms_definitions() -> None:
     found = result.summary([GOOD, LATE, SLOW, ONE, FAILED], 2.0, goals=Goals(), percentiles=(50.0, 99.0, 99.9))
     assert found["mean_ttft_ms"] == pytest.approx((400 + 600 + 100 + 200) / 4)
-    assert found["mean_tpot_ms"] == pytest.approx((50 + 10 + 80) / 3)  # requests of one token have none
+    assert found["mean_tpot_ms"] == pytest.approx((50 + 10 + 80) / 3)  # requests with one token have none
     assert found["mean_itl_ms"] == pytest.approx((40 + 60 + 10 + 80 + 80) / 5)
     assert found["mean_e2el_ms"] == pytest.approx((500 + 610 + 260 + 200) / 4)
     assert found["p50_ttft_ms"] == found["median_ttft_ms"] == pytest.approx(300)
@@ -56,7 +56,7 @@ def test_latencies_are_means_over_what_vllm_takes_them_over() -> None:
     assert found["request_goodput"] is None and "slo_attainment" not in found
 
 
-def test_a_requests_own_objective_comes_before_the_runs() -> None:
+def test_a_requests_own_objective_overrides_that_of_the_run() -> None:
     lenient = outcome(0.6, [0.2], Objective(1000.0, 250.0, "batch"))
     strict = outcome(0.2, [0.02], Objective(100.0, None, "chat"))
     found = result.summary([lenient, strict, GOOD], 1.0, goals=GOALS)
@@ -64,7 +64,7 @@ def test_a_requests_own_objective_comes_before_the_runs() -> None:
     assert found["slo_attainment_by_class"] == {"batch": 1.0, "chat": 0.0}
 
 
-def test_the_largest_gap_is_held_against_its_objective() -> None:
+def test_the_largest_gap_is_compared_to_its_objective() -> None:
     tight = outcome(0.1, [0.01, 0.2, 0.01], Objective(500.0, 100.0, "tight", tbt_slo_ms=100.0))
     loose = outcome(0.1, [0.01, 0.2, 0.01], Objective(500.0, 100.0, "loose", tbt_slo_ms=300.0))
     found = result.summary([tight, loose], 1.0, goals=Goals())
@@ -75,14 +75,14 @@ def test_the_largest_gap_is_held_against_its_objective() -> None:
     assert Goals.parse(["tbt:150"]).kept(outcome(0.1, [])) == {"tbt": True}
 
 
-def test_stages_are_left_to_the_server_to_judge() -> None:
+def test_stages_are_left_for_the_server_to_evaluate() -> None:
     staged = outcome(0.1, [0.9], Objective(500.0, 10.0, "reason", stages=(("thinking", 20.0),)))
     assert Goals.parse(["tpot:50"]).of(staged) == {"ttft": 500.0}
     tier = outcome(0.1, [0.9], Objective(service_tier="interactive", name="tier"))
     assert Goals().of(tier) == {} and Goals.parse(["ttft:50"]).kept(tier) == {"ttft": False}
 
 
-def test_shares_by_length_of_prompt_show_who_was_sacrificed() -> None:
+def test_attainment_by_prompt_length_shows_sacrificed_requests() -> None:
     long = outcome(9.0, [0.01])
     long.prompt_tokens = 20_000
     found = result.summary([GOOD, ONE, ONE, long], 1.0, goals=GOALS)
@@ -104,22 +104,22 @@ def test_the_simulator_measures_the_same(seen: Outcome) -> None:
     assert (here.ttft_attained, here.tpot_attained) == (simulated.ttft_attained, simulated.tpot_attained)
 
 
-def test_end_to_end_goal() -> None:
+def test_an_end_to_end_goal() -> None:
     assert Goals.parse(["e2el:500"]).kept(LATE) == {"e2el": False}
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:x", "itl:5", "ttft:-1", "ttft:nan"])
-def test_bad_goals(text: str) -> None:
+def test_invalid_goals_are_refused(text: str) -> None:
     with pytest.raises(InvalidValue, match="goodput"):
         Goals.parse([text])
 
 
-def test_unknown_metric() -> None:
+def test_unknown_metrics_are_refused() -> None:
     with pytest.raises(InvalidValue, match="ttlt"):
         result.summary([GOOD], 1.0, goals=GOALS, metrics=["ttlt"])
 
 
-def test_nothing_succeeded() -> None:
+def test_a_run_without_success_has_no_latencies() -> None:
     found = result.summary([FAILED, FAILED], 1.0, goals=GOALS)
     assert found["completed"] == 0 and found["mean_ttft_ms"] == 0.0 and found["slo_attainment"] == 0.0
     assert result.errors([FAILED, FAILED, GOOD]) == ["2 × HTTP 503"]
@@ -131,7 +131,7 @@ def test_peaks() -> None:
     assert result.peak_output_rate(outcomes) == 7.0  # tokens at 1.0, 1.25, 1.5 and 1.0, 1.25, 1.5, 1.75
 
 
-def test_attainment_grows_with_lenient_objectives() -> None:
+def test_attainment_grows_with_looser_objectives() -> None:
     run = Run((GOOD, LATE, SLOW, ONE, FAILED), 1.0)
     shares = [share_at(run, GOALS, scale) for scale in (0.1, 1.0, 1.3, 10.0)]
     assert shares == pytest.approx([0.0, 0.4, 0.6, 0.8])

@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/ start, and the one that needs no server runs."""
+"""The scripts in benchmarks/ start, and those that need no server run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def helps(repo: Path) -> dict[str, tuple[int, str]]:
-    """What each script says to --help, and the status it ends with: all in one process."""
+    """Return each script's --help output and exit status, all from one process."""
     command = [sys.executable, "-W", "error", "-c", HELPS, *SCRIPTS]
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -87,7 +87,7 @@ def test_help(helps: dict[str, tuple[int, str]], script: str) -> None:
 
 
 def test_overload(repo: Path, tmp_path: Path) -> None:
-    """A long queue costs no throughput; how the times compare is the script's to say on a quiet machine."""
+    """A long queue costs no throughput; the script compares times, which need a quiet machine."""
     flags = ["--policies", "unified", "kairos", "--rows", "8", "--waiting", "50", "2000", "--steps", "30"]
     run(repo, "overload", *flags, "--output", str(tmp_path / "overload.json"))
     found = json.loads((tmp_path / "overload.json").read_text())
@@ -116,7 +116,7 @@ def test_simulation_cost(repo: Path, tmp_path: Path) -> None:
 
 
 def test_slos_serve_tables(repo: Path, tmp_path: Path) -> None:
-    """The page shows the newest results, a table each; one that is printed only leaves both as they are."""
+    """The page shows the newest results in one table each; a table printed only leaves page and results unchanged."""
     page = repo / "docs" / "research" / "slos_serve.md"
     before, path = page.read_text(), tmp_path / "found.json"
     helps = run(repo, "reproduce/slos_serve", "--help")
@@ -132,13 +132,13 @@ def test_slos_serve_tables(repo: Path, tmp_path: Path) -> None:
 
 
 def tables_of(page: str) -> dict[str, str]:
-    """The tables that a page marks as written by a script, by name."""
+    """Return the tables that a page marks as written by a script, by name."""
     return dict(re.findall(r"<!-- table: (.*?) -->\n(.*?)<!-- end -->", page, re.DOTALL))
 
 
 @pytest.mark.full
-def test_served_policies(repo: Path, tmp_path: Path) -> None:
-    """Two cases of it; a second run finds them, serves nothing, and writes the tables into the page."""
+def test_served_policies_resumes_and_writes_the_page(repo: Path, tmp_path: Path) -> None:
+    """Serve two cases; a second run finds their results, serves nothing, and writes the tables into the page."""
     path, page = tmp_path / "served.json", tmp_path / "served.md"
     before = (repo / "docs" / "research" / "served.md").read_text()
     page.write_text(before)
@@ -198,14 +198,14 @@ def test_compare(repo: Path, tmp_path: Path) -> None:
         ("--http --server llamacpp", "must be SIDE=FILE"),
     ],
 )
-def test_compare_refuses_a_server_that_it_cannot_use(repo: Path, flags: str, why: str) -> None:
+def test_compare_refuses_an_unusable_server(repo: Path, flags: str, why: str) -> None:
     command = [sys.executable, "benchmarks/compare.py", *flags.split()]
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and why in done.stderr
 
 
 def dry_kernels(repo: Path, folder: Path, *flags: str) -> dict[str, Any]:
-    """What a dry run found. Its parts may fail for what is not here (a GPU's libraries, torch, a newer jax) alone."""
+    """Return the results of a dry run. Its parts may fail only for missing GPU libraries, torch or a newer jax."""
     assert "rows" in run(repo, "kernels", "--dry", "--output", str(folder), *flags, timeout=1500)
     found: dict[str, Any] = json.loads((folder / "kernels.json").read_text())
     allowed = ("NotImplementedError: ", "ModuleNotFoundError: No module named 'torch'")
@@ -232,7 +232,7 @@ OURS = {"mosaic", "mosaic wgmma", "mosaic wgmma P in registers", "mosaic P in re
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_kernels_dry_to_the_end(repo: Path, tmp_path: Path) -> None:
-    """Every section does something. Kernels for Hopper only where the interpreter knows enough, from jax 0.11 on."""
+    """Every section does something; Hopper kernels run only if the interpreter supports them (jax >= 0.11)."""
     from pallas_kernels.mosaic.compat import DETECTS_RACES
 
     found = dry_kernels(repo, tmp_path)
@@ -249,8 +249,8 @@ def test_kernels_dry_to_the_end(repo: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_storm(repo: Path, tmp_path: Path) -> None:
-    """Twenty seconds of it; the script ends with 1, and run() fails, where anything is wrong."""
+def test_a_short_storm_passes(repo: Path, tmp_path: Path) -> None:
+    """Run the storm for 20 s; the script exits with 1, and run() fails, on any problem."""
     flags = "--minutes 0.34 --measure 5 --turn-every 1 --most-growth 1000 --output"
     assert "all checks passed" in run(repo, "soak", *flags.split(), str(tmp_path / "soak.json"), timeout=600)
     found: dict[str, Any] = json.loads((tmp_path / "soak.json").read_text())
@@ -264,9 +264,9 @@ def test_cpu_floor(repo: Path, tmp_path: Path) -> None:
     run(repo, "cpu_floor", "--tokens", "1", "64", "--repeats", "1", "--output", str(path))
     found = json.loads(path.read_text())
     one, many = found["rows"]
-    assert one["kv_s"] > 0 == many["kv_s"]  # a step of 64 tokens is a prompt's
+    assert one["kv_s"] > 0 == many["kv_s"]  # a step of 64 tokens is prefill
     assert one["weights_s"] == pytest.approx(found["bytes"] / found["bandwidth"])
-    assert many["flops"] == 64 * one["flops"] == 32 * found["bytes"]  # two for each number of four bytes
+    assert many["flops"] == 64 * one["flops"] == 32 * found["bytes"]  # two FLOPs per number of four bytes
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""What fits is what the engine's own arithmetic says, and the largest batch is the largest."""
+"""Capacity agrees with the engine's own arithmetic, and the largest batch is the largest that fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.examples import examples
 
 SPEC = spec_from_config({**SIZES, "max_position_embeddings": 64})
 WEIGHTS = Costs.of(SPEC, 1, "float32").weights
-DEVICE = Device("made up", "gpu", 1e6, 1e9, 1e9, "nobody")
+DEVICE = Device("made up", "gpu", 1e6, 1e9, 1e9, "a test")
 HELD = Activations(1000, 10, 24)
 
 
@@ -30,7 +30,7 @@ def setting(**changes: Any) -> Setting:
     return replace(made, **changes)
 
 
-def test_pages_by_hand() -> None:
+def test_hand_computed_pages() -> None:
     made = fit(SPEC, setting(), 1, 1, HELD)
     left = 500_000 - WEIGHTS - 1024
     pages = left // (4 * KV)
@@ -39,10 +39,10 @@ def test_pages_by_hand() -> None:
     assert made.pool == made.pages * 4 * KV
     assert made.fits and made.activations == HELD
     both = fit(SPEC, setting(), 1, 2, HELD)
-    assert both.tokens > 2 * made.tokens  # half the weights on each, and pages on both
+    assert both.tokens > 2 * made.tokens  # half the weights on each device, and pages on both
 
 
-def test_what_does_not_fit_says_so_in_the_words_of_the_engine() -> None:
+def test_models_that_do_not_fit_give_the_engines_error() -> None:
     small = replace(DEVICE, memory=100_000.0)
     refused = fit(SPEC, setting(device=small), 1, 1, HELD)
     assert refused.refusal.startswith("gpu_memory_utilization=0.5 of 100000 bytes on made-up leaves nothing for the KV")
@@ -53,7 +53,7 @@ def test_what_does_not_fit_says_so_in_the_words_of_the_engine() -> None:
     assert not any(one.fits for one in (refused, tight))
 
 
-def test_a_pool_of_a_given_size() -> None:
+def test_a_configured_pool_size_is_used() -> None:
     asked = setting(kv_cache_memory=2 * 64 * 4 * KV)
     made = fit(SPEC, asked, 2, 1, HELD)
     assert made.pages == 64 and made.fits
@@ -62,7 +62,7 @@ def test_a_pool_of_a_given_size() -> None:
     assert refused.endswith("KV pools of 1000000 are more than the 1000000 bytes of made-up: lower kv_cache_memory")
 
 
-def test_a_cpu_shares_one_memory_among_instances() -> None:
+def test_instances_on_a_cpu_share_its_memory() -> None:
     cpu = replace(DEVICE, platform="cpu", memory=4e6 + WEIGHTS)
     one, two = (fit(SPEC, setting(device=cpu, max_model_len=8), r, 1, HELD) for r in (1, 2))
     assert one.pages == 1_000_000 // (4 * KV) // 32 * 32
@@ -84,8 +84,8 @@ def test_the_largest_batch_cannot_be_larger(pages: int, tpot: float, context: in
 
 
 @pytest.mark.parametrize("name", published())
-def test_every_published_model_can_be_planned_for(name: str) -> None:
-    """On as many of the largest devices as the table allows; what a step holds is more than its hidden states."""
+def test_every_published_model_can_be_planned(name: str) -> None:
+    """Plan for as many of the largest devices as the table allows; a step holds more than its hidden states."""
     spec = published_spec(name)
     able = [one for one in (fit(spec, h200(8, max_model_len=2048), 1, tp) for tp in (1, 8)) if one.fits]
     assert able and all(one.batch is not None for one in able)
@@ -114,7 +114,7 @@ def test_llama_3_70b_needs_two_h200() -> None:
     assert remedy(spec, h200(1), fits[:1]) == "one instance needs at least 2 of h200: --devices h200:2"
 
 
-def test_choosing_without_a_choice() -> None:
+def test_choosing_if_no_mesh_keeps_the_tpot() -> None:
     spec = published_spec("llama3-70b")
     slow = [fit(spec, replace(h200(4), tpot=1e-4), *mesh) for mesh in meshes(4)]
     chosen = choose(slow)
@@ -134,7 +134,7 @@ def test_choosing_without_a_choice() -> None:
         ("", "no device '' is known"),
     ],
 )
-def test_devices_that_are_none_are_named(text: str, message: str) -> None:
+def test_unknown_devices_are_named(text: str, message: str) -> None:
     with pytest.raises(InvalidValue, match=f"devices='{text}'.*{message}"):
         parse_devices(text)
 

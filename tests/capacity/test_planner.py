@@ -1,4 +1,4 @@
-"""The command: what it prints, what it refuses, and that it needs neither network nor device."""
+"""`jaxserve plan`: output and refusals, without network or device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "fetch_config", fetch)
 
 
-def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--model", "meta-llama/meta-llama-3-70b", "--devices", "h200:8") == 0
     out = capsys.readouterr().out
     for part in (
@@ -41,7 +41,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in out
 
 
-def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--model", "llama3-8b", "--devices", "h200", "--json") == 0
     made = json.loads(capsys.readouterr().out)
     (only,) = made["meshes"]
@@ -52,7 +52,7 @@ def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert made["settings"]["tpot"] == 0.05 and made["devices"]["source"]
 
 
-def test_a_cache_of_8_bits_holds_twice_as_much(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_8_bit_cache_holds_twice_as_much(capsys: pytest.CaptureFixture[str]) -> None:
     tokens = []
     for dtype in ("auto", "fp8"):
         assert plan("--model", "llama3-8b", "--devices", "h100", "--kv-cache-dtype", dtype, "--json") == 0
@@ -60,7 +60,7 @@ def test_a_cache_of_8_bits_holds_twice_as_much(capsys: pytest.CaptureFixture[str
     assert tokens[1] == 2 * tokens[0]
 
 
-def test_weights_of_8_bits_leave_more_for_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+def test_8_bit_weights_leave_more_for_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for words in ((), ("--quantization", "fp8")):
         assert plan("--model", "llama3-8b", "--devices", "l4", "--json", *words) == 0
@@ -69,14 +69,14 @@ def test_weights_of_8_bits_leave_more_for_the_cache(capsys: pytest.CaptureFixtur
     assert found[1]["kv_tokens"] > 1.5 * found[0]["kv_tokens"]
 
 
-def test_a_folder_and_one_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_folder_and_one_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "max_position_embeddings": 64}))
     assert plan("--model", str(tmp_path), "--devices", "l4:4", "--mesh", "2x2", "--tpot-ms", "20", "--json") == 0
     made = json.loads(capsys.readouterr().out)
     assert [one["mesh"] for one in made["meshes"]] == ["2x2"] and made["settings"]["tpot"] == 0.02
 
 
-def test_what_does_not_fit_ends_in_status_1_and_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_exits_with_status_1_and_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--model", "llama3-70b", "--devices", "h200:1") == 1
     assert "does not fit: one instance needs at least 2 of h200: --devices h200:2" in capsys.readouterr().out
     assert plan("--model", "llama3.1-8b", "--devices", "l4:1", "--json") == 1
@@ -105,16 +105,14 @@ def test_what_does_not_fit_ends_in_status_1_and_a_remedy(capsys: pytest.CaptureF
         (("--model", "llama3-8b", "--devices", "h200:2", "--compile"), "add --mesh, one of 2x1, 1x2"),
     ],
 )
-def test_what_a_person_got_wrong_is_named(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_named(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     import re
 
     assert plan(*words) == 2
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_mesh_that_does_not_divide_the_model_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mesh_that_does_not_divide_the_model_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--model", "qwen2.5-0.5b", "--devices", "h200:4", "--mesh", "1x4") == 1
     assert "tensor parallel size 4 does not fit Qwen2ForCausalLM: it must divide heads=14" in capsys.readouterr().out
 
@@ -126,7 +124,7 @@ def test_numbers_must_be_numbers(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{value!r} must be" in capsys.readouterr().err
 
 
-def test_the_hub_is_asked_for_what_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_models_are_looked_up_on_the_hub(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--model", "someone/else", "--devices", "h200") == 1
     assert "model 'someone/else' is not a local folder" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""`jaxserve simulate`: what a person types, and what is written for them."""
+"""`jaxserve simulate`: flags and output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxserve.sched.sim import Arrival, Latency, sweep
 from jaxserve.yamlio import load_yaml
 from tests.support.sched.presets import CHAT, ROOT, TINY
 
-RATES = ([20, 40], [30], [20, 30, 40])  # the processes stay from one sweep to the next
+RATES = ([20, 40], [30], [20, 30, 40])  # worker processes are kept from one sweep to the next
 TRACE = "id,arrival_s,input_tokens,output_tokens\n" + "".join(
     f"{n},{n / 4},{100 * n + 1},{n % 5 + 1}\n" for n in range(20)
 )
@@ -29,7 +29,7 @@ TRACE = "id,arrival_s,input_tokens,output_tokens\n" + "".join(
 
 @pytest.fixture
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take a second each."""
+    """Skip plots, which take a second each."""
     monkeypatch.setattr(plots, "draw", lambda out, results: [])
 
 
@@ -42,24 +42,24 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
         ("2.0:5.0:0.2", [2 + i / 5 for i in range(16)]),
     ],
 )
-def test_rates(text: str, rates: list[float]) -> None:
+def test_rates_are_parsed(text: str, rates: list[float]) -> None:
     assert parse_rates(text) == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "3:2:1", "1:2:0", "1:2", "1,,2", "inf", "nan"])
-def test_rates_that_are_none(text: str) -> None:
+def test_invalid_rates_are_refused(text: str) -> None:
     with pytest.raises(InvalidValue, match=r"must be as 3, 2,3,4 or 2\.0:5\.0:0\.2"):
         parse_rates(text)
 
 
-def test_policies_with_a_comma_of_their_own() -> None:
+def test_policy_options_may_contain_commas() -> None:
     text = "distserve,prefill=kairos,decode=continuous,kairos,kairos"
     assert parse_policies(text) == ["distserve", "prefill=kairos,decode=continuous", "kairos"]
     with pytest.raises(InvalidValue, match="at least one"):
         parse_policies(" , ")
 
 
-def test_a_slowdown_is_of_the_papers_devices_or_of_those_simulated() -> None:
+def test_a_slowdown_is_relative_to_the_papers_or_the_simulated_devices() -> None:
     parser, latency = argparse.ArgumentParser(), load_yaml(preset("latency", "minimax-m2.5-h200-tp4"), Latency)
     add_arguments(parser)
 
@@ -75,8 +75,8 @@ def test_a_slowdown_is_of_the_papers_devices_or_of_those_simulated() -> None:
     assert own.slo.ttft == pytest.approx(5 * alone, rel=0.05) != theirs.slo.ttft
 
 
-def test_processes_give_what_one_gives() -> None:
-    def go(jobs: int) -> str:  # as text: what is NaN differs from itself
+def test_several_processes_give_the_same_results_as_one() -> None:
+    def go(jobs: int) -> str:  # as text, since NaN differs from itself
         with processes(jobs) as run:
             reports = [sweep(CHAT, ["kairos"], "2x1", TINY, rates=rates, num_requests=15, run=run) for rates in RATES]
         return repr(reports)
@@ -146,10 +146,10 @@ def test_a_timeline_and_a_life_of_one_simulation(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize("named", [[7, 8], []])
-def test_what_prefix_caches_found_is_told_where_it_was_something(
+def test_prefix_hits_are_reported_only_if_there_are_any(
     named: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three prompts a minute apart, of whose four blocks the first two are the same, or none."""
+    """Return three prompts a minute apart that share the first two of four blocks, or nothing."""
     trace = tmp_path / "trace.jsonl"
     own = {n: range(10 * n, 10 * n + 4) for n in (1, 2, 3)}
     lines = [
@@ -167,7 +167,7 @@ def test_what_prefix_caches_found_is_told_where_it_was_something(
 
 @pytest.mark.usefixtures("no_plots")
 def test_flags_reach_the_simulation(tmp_path: Path) -> None:
-    """Each flag changes what comes out, in the direction that it should."""
+    """Each flag changes the results in the expected direction."""
 
     def ttft(*words: str) -> float:
         flags = ["--policy", "distserve", "--qps", "4", "--num-requests", "25", "--jobs", "1", "--out", str(tmp_path)]
@@ -188,7 +188,7 @@ def test_flags_reach_the_simulation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("attain", "share"), [("ttft", "ttft_attained"), ("worst", "worst_attained"), ("tokens", "token_weighted")]
 )
-def test_goodput_can_ask_for_other_shares(attain: str, share: str, tmp_path: Path) -> None:
+def test_goodput_accepts_other_goals(attain: str, share: str, tmp_path: Path) -> None:
     words = ["--policy", "kairos", "--qps", "1,6", "--num-requests", "30", "--goal", "0.8", "--out", str(tmp_path)]
     assert main(["simulate", "--jobs", "1", "--attain", attain, *words]) == 0
     document = json.loads((tmp_path / "results.json").read_text())
@@ -197,9 +197,7 @@ def test_goodput_can_ask_for_other_shares(attain: str, share: str, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_the_mesh_is_of_as_many_devices_as_the_latency_preset_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_mesh_has_as_many_devices_as_the_latency_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--latency", "qwen3-32b-h20-tp2", "--policy", "kairos", "--qps", "1", "--num-requests", "5"]
     assert main(["simulate", "--jobs", "1", *words, "--out", str(tmp_path)]) == 0
     assert "K128 on 2x2 of qwen3-32b-h20-tp2" in capsys.readouterr().out
@@ -229,21 +227,19 @@ def test_the_mesh_is_of_as_many_devices_as_the_latency_preset_says(
         (["--qps", "3", "--num-requests", "5", "--policy", "kairos", "--explain", "5"], "0 to 4"),
     ],
 )
-def test_mistakes_end_in_one_line_and_status_2(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_one_line_with_status_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *words]) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.strip().splitlines()) == 1
 
 
-def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])
     assert "jaxserve simulate --policy distserve,kairos --qps 2.0:5.0:0.2" in capsys.readouterr().out
 
 
-def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_in_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "guide" / "simulator.md").read_text(encoding="utf-8")
     [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len([line for line in example.splitlines() if line and "import" not in line]) <= 10

@@ -1,4 +1,4 @@
-"""Tables, plots and bars: they show what they were given, and stay silent when there is nothing to wait for."""
+"""Tables, plots and progress bars of `jaxserve simulate`."""
 
 import io
 import re
@@ -33,7 +33,7 @@ def test_markdown() -> None:
     assert table.markdown(["a", "b"], [[1, 2.5]]).splitlines()[-1] == "| 1 | 2.5 |"
 
 
-def test_bar_is_silent_when_quick_and_speaks_when_slow() -> None:
+def test_the_progress_bar_appears_only_for_slow_runs() -> None:
     for patience, spoken in ((60.0, False), (0.0, True)):
         out = io.StringIO()
         with progress.bar("work", patience=patience, console=Console(file=out)) as tick:
@@ -41,7 +41,7 @@ def test_bar_is_silent_when_quick_and_speaks_when_slow() -> None:
         assert ("work: 1/4" in out.getvalue()) is spoken
 
 
-def test_bar_draws_on_a_terminal() -> None:
+def test_the_progress_bar_redraws_on_a_terminal() -> None:
     out = io.StringIO()
     with progress.bar("work", patience=0.0, console=Console(file=out, force_terminal=True)) as tick:
         tick(1, 4)
@@ -60,7 +60,7 @@ def test_plots_write_pictures(tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bars_say_which_values_are_lower_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_mark_lower_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(plot, "_save", lambda figure, path: drawn.append(figure))
     plot.bars(tmp_path / "goodput.png", {"kairos": 5.0, "edf": 3.0, "unified": 5.0}, at_least={"kairos", "unified"})
@@ -69,13 +69,13 @@ def test_bars_say_which_values_are_lower_bounds(tmp_path: Path, monkeypatch: pyt
     assert [bar.get_hatch() for bar in axes.patches] == ["//", None, "//"]
 
 
-def test_a_goodput_at_the_highest_rate_may_be_more() -> None:
+def test_goodput_at_the_highest_rate_is_a_lower_bound() -> None:
     reports = [SimpleNamespace(rate=rate) for rate in (2.0, 5.0)]
     found = {"kairos": 5.0, "edf": 2.0, "sjf": None}
     assert Results("", reports, found).at_least == {"kairos"}  # type: ignore[arg-type]
     assert Results("", reports, found, searched=True).at_least == frozenset()  # type: ignore[arg-type]
 
 
-def test_results_say_which_source_they_came_from() -> None:
+def test_results_name_their_source() -> None:
     found = origin.commit()
     assert found is None or re.fullmatch(r"[0-9a-f]{12}\+?", found)

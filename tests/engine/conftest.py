@@ -1,4 +1,4 @@
-"""A tiny random Llama in a folder, executors on it, and engines to break."""
+"""A tiny random Llama on disk, executors for it, and engines to break."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # pytest may read this file before tests/conftest.py has conf
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, 4 heads, 2 kv heads, vocabulary of 96, embeddings and head apart."""
+    """A folder with two layers, 4 heads, 2 KV heads, a vocabulary of 96, and separate embeddings and head."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -50,7 +50,7 @@ def executor(tiny: Path) -> JaxExecutor:
 
 @pytest.fixture(scope="session")
 def pair(tiny: Path) -> list[JaxExecutor]:
-    """Two instances of two devices."""
+    """An executor with two instances of two devices."""
     from tests.support.engine.steps import executors
 
     return executors(tiny, "2x2")
@@ -58,7 +58,7 @@ def pair(tiny: Path) -> list[JaxExecutor]:
 
 @pytest.fixture(scope="module")
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
-    """The demo model on the mesh that the test module names as MESH."""
+    """Executors of the demo model on the mesh named as MESH in the test module."""
     from jaxserve.config import ServeConfig
     from jaxserve.engine.startup.assemble import assemble
     from tests.support.engine.faults import SMALL
@@ -70,7 +70,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 
 @pytest.fixture
 def start(machine: Machine) -> Iterator[Starter]:
-    """Starts engines on that machine; they are closed when the test ends."""
+    """A factory of engines on that machine, closed at the end of the test."""
     from tests.support.engine.faults import Starter
 
     starter = Starter(machine)

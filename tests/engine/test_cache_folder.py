@@ -1,4 +1,4 @@
-"""A folder for compiled programs that cannot be written is said once, counted, and no reason not to serve."""
+"""An unwritable compile cache folder is reported once and counted, and the engine still serves."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxserve.engine.startup.warmup import compile_counter, use_persistent_cache
 
 @pytest.fixture
 def unchanged():
-    """What the test changes of jax and of the counter of this process."""
+    """Restore what the test changes in jax and in the counter of this process."""
     before, writable = jax.config.jax_compilation_cache_dir, compile_counter().writable
     yield
     jax.config.update("jax_compilation_cache_dir", before)
     compile_counter().writable = writable
 
 
-def test_a_folder_that_cannot_be_written(tmp_path, caplog, unchanged):
+def test_an_unwritable_cache_folder_is_reported_once(tmp_path, caplog, unchanged):
     (tmp_path / "file").write_text("not a folder")
     folder, counter = tmp_path / "file" / "cache", compile_counter()
     with caplog.at_level(logging.WARNING):

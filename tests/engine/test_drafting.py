@@ -1,4 +1,4 @@
-"""Engines that speculate: nothing is compiled while they serve, drafts that must hold do, draws are the target's."""
+"""Engines with speculative decoding: no compilation while serving, correct drafts accepted, unchanged distribution."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def start(tiny: Path, **speculative: object) -> Engine:
             max_model_len=64,
             block_size=4,
             kv_cache_memory=1 << 20,
-            max_num_queued_reqs=1000,  # the test that counts draws hands in as many
+            max_num_queued_reqs=1000,  # the test that counts samples submits as many
             speculative_config=json.dumps(settings),
         )
     )
@@ -44,7 +44,7 @@ def start(tiny: Path, **speculative: object) -> Engine:
 
 @pytest.fixture(scope="module")
 def itself(tiny: Path) -> Iterator[Engine]:
-    """The model drafts for itself."""
+    """An engine with the model as its own draft model."""
     engine = start(tiny, method="draft_model", model=str(tiny), rejection_sample_method="probabilistic")
     yield engine
     engine.check()
@@ -52,7 +52,7 @@ def itself(tiny: Path) -> Iterator[Engine]:
 
 
 def served(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
-    """Tokens of each, all served together."""
+    """Serve all prompts together and return the tokens of each."""
     told: queue.SimpleQueue[Delta] = queue.SimpleQueue()
     ids = [
         engine.submit(prompt, one, slo=NO_SLO, on_delta=told.put) for prompt, one in zip(prompts, params, strict=True)
@@ -69,8 +69,8 @@ def served(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sa
 
 
 @pytest.mark.full
-def test_a_model_that_drafts_for_itself_is_always_right(itself: Engine) -> None:
-    """So its KV is complete: after prompts, after drafts that all held, and in pages that others computed."""
+def test_a_model_as_its_own_draft_is_always_accepted(itself: Engine) -> None:
+    """So its KV is complete after prompts, after fully accepted drafts, and in pages computed by other requests."""
     before = itself.stats().counters
     prompts = [REPEATED, (9, 8, 7), tuple(range(20, 50)), tuple(range(20, 45)), REPEATED]
     greedy = [SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)] * len(prompts)
@@ -84,8 +84,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(itself: Engine) -> None:
 
 
 @pytest.mark.full
-def test_rows_that_draw_alone_beside_rows_that_draft(itself: Engine) -> None:
-    """Penalties, biases, log-probabilities are for single tokens; the others draft in the same steps."""
+def test_rows_that_do_not_draft_run_beside_rows_that_do(itself: Engine) -> None:
+    """Rows with penalties, biases or log-probabilities do not draft; the others do in the same steps."""
     alone = [
         SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.4, ignore_eos=True),
         SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True),
@@ -98,8 +98,8 @@ def test_rows_that_draw_alone_beside_rows_that_draft(itself: Engine) -> None:
 
 
 @pytest.mark.full
-def test_draws_are_the_targets(itself: Engine, tiny: Path) -> None:
-    """Tokens 2 and 3 of many requests against their exact chances, all continuations summed, by transformers."""
+def test_sampled_tokens_follow_the_target_distribution(itself: Engine, tiny: Path) -> None:
+    """Compare tokens 2 and 3 of many requests to exact probabilities by transformers, summed over continuations."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -119,7 +119,7 @@ def test_draws_are_the_targets(itself: Engine, tiny: Path) -> None:
 
 
 @pytest.mark.full
-def test_text_that_repeats_itself_is_looked_up(tiny: Path) -> None:
+def test_repeated_text_is_drafted_by_prompt_lookup(tiny: Path) -> None:
     engine = start(tiny, method="ngram", prompt_lookup_min=1, prompt_lookup_max=3)
     try:
         params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 3
@@ -131,10 +131,13 @@ def test_text_that_repeats_itself_is_looked_up(tiny: Path) -> None:
         engine.close()
 
 
-def test_a_draft_that_is_not_finite_fails_its_row_alone_and_leaves_nothing(tiny: Path) -> None:
-    """A token is drafted whose embedding is NaN, and would be rejected. The token before it attends to it with a weight
-    of zero, and zero times NaN is NaN: no row keeps such a draft behind its tokens unnoticed, where a kernel would read
-    it for the next request that fills the page in part."""
+def test_a_draft_with_nonfinite_logits_fails_its_row_alone_and_leaves_no_trace(tiny: Path) -> None:
+    """A drafted token with a NaN embedding must not stay in a page unnoticed.
+
+    The draft would be rejected. The token before it attends to it with a weight of zero, and zero
+    times NaN is NaN. A kernel would read the draft for the next request that fills part of the
+    page.
+    """
     (executor,) = executors(
         tiny, warm=False, speculative=Speculative("ngram", 2, prompt_lookup_min=1, prompt_lookup_max=2)
     )
@@ -165,15 +168,17 @@ def test_a_draft_that_is_not_finite_fails_its_row_alone_and_leaves_nothing(tiny:
 
 
 async def generate_one(executor: JaxExecutor, job: Job) -> None:
-    """The prompt and the first token of a request, which keeps its slot."""
+    """Compute the prompt and the first token of a request, which keeps its slot."""
     result = await executor.submit(StepPlan(1, (job.span(),)))
     assert isinstance(result, StepResult)
     job.settle(result, 0)
 
 
 def text_with_a_wrong_draft(executor: JaxExecutor) -> tuple[tuple[int, ...], int]:
-    """A prompt of different tokens in which its first output occurs, and the token behind it there, which is drafted
-    and is not what comes next."""
+    """Return a prompt for which prompt lookup drafts a wrong token.
+
+    It contains its first output token once, followed by a token that is not the next one.
+    """
     for seed in range(100):
         prompt = tuple(np.random.default_rng(seed).permutation(np.arange(2, 96))[:30].tolist())
         first, second = alone(executor, Job(prompt), 2)
@@ -182,7 +187,7 @@ def text_with_a_wrong_draft(executor: JaxExecutor) -> tuple[tuple[int, ...], int
     raise AssertionError("no such prompt")
 
 
-def test_a_draft_must_fit_its_model(tiny: Path, tmp_path: Path) -> None:
+def test_a_draft_model_must_match_its_target(tiny: Path, tmp_path: Path) -> None:
     config = json.loads((tiny / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 97}))
     with pytest.raises(InvalidValue, match=r"97 tokens.*96"):

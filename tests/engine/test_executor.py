@@ -1,4 +1,4 @@
-"""Plans through real devices: tokens, page moves, failures."""
+"""Plans on real devices: tokens, KV transfers and failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Array = npt.NDArray[Any]
 
 @pytest.fixture(scope="module")
 def reference(tiny: Path) -> list[list[int]]:
-    """transformers' greedy tokens of PROMPTS."""
+    """Return transformers' greedy tokens for PROMPTS."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -59,7 +59,7 @@ def reference(tiny: Path) -> list[list[int]]:
 
 
 def noise(seed: int, position: int, vocab: int) -> Array:
-    """Gumbel noise of one position, in numpy: what `sampling.gumbel` documents."""
+    """Compute the Gumbel noise of one position in numpy, as documented in `sampling.gumbel`."""
 
     def mix(x: Array) -> Array:
         x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
@@ -74,11 +74,12 @@ def noise(seed: int, position: int, vocab: int) -> Array:
 
 
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_a_seeded_output_is_drawn_with_the_noise_of_its_positions(
-    executor: JaxExecutor, tiny: Path, chunk: int
-) -> None:
-    """A token's noise is that of (seed, its own position), however its prompt was cut: an output is reproducible by its
-    seed, and would be another one where all positions were one off."""
+def test_a_seeded_output_uses_the_noise_of_its_positions(executor: JaxExecutor, tiny: Path, chunk: int) -> None:
+    """The noise of a token depends on the seed and its position, not on the chunks of its prompt.
+
+    Otherwise an output would not be reproducible by its seed, and an off-by-one in all positions
+    would change it.
+    """
     import torch
     from transformers import LlamaForCausalLM
 
@@ -95,16 +96,14 @@ def test_a_seeded_output_is_drawn_with_the_noise_of_its_positions(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_greedy_tokens_are_those_of_transformers(
-    executor: JaxExecutor, reference: list[list[int]], ahead: bool
-) -> None:
+def test_greedy_tokens_match_transformers(executor: JaxExecutor, reference: list[list[int]], ahead: bool) -> None:
     jobs = [Job(prompt, slot=i) for i, prompt in enumerate(PROMPTS)]
     rng = random.Random(0)
     run(generate(executor, jobs, NEW, chunk=lambda: rng.randint(1, 5), ahead=ahead))
     assert [job.output for job in jobs] == reference
 
 
-def test_tensor_parallel_tokens_are_the_same(pair: list[JaxExecutor], reference: list[list[int]]) -> None:
+def test_tensor_parallel_tokens_are_equal(pair: list[JaxExecutor], reference: list[list[int]]) -> None:
     for instance in pair:
         jobs = [Job(prompt, slot=i) for i, prompt in enumerate(PROMPTS)]
         run(generate(instance, jobs, NEW, chunk=lambda: 5))
@@ -139,7 +138,7 @@ def test_a_surplus_row_and_a_reused_slot_leave_no_trace(executor: JaxExecutor, r
 
 
 @pytest.mark.parametrize("cut_at", [0, 3, NEW - 1])
-def test_kv_moves_between_instances(pair: list[JaxExecutor], reference: list[list[int]], cut_at: int) -> None:
+def test_kv_is_transferred_between_instances(pair: list[JaxExecutor], reference: list[list[int]], cut_at: int) -> None:
     source, target = pair
 
     async def scenario() -> Job:
@@ -156,8 +155,8 @@ def test_kv_moves_between_instances(pair: list[JaxExecutor], reference: list[lis
     assert run(scenario()).output == reference[3]
 
 
-def test_every_number_of_pages_moves(pair: list[JaxExecutor]) -> None:
-    """Whole, and onto no page but those that it was sent to: pieces are padded."""
+def test_any_number_of_pages_can_be_transferred(pair: list[JaxExecutor]) -> None:
+    """Pages arrive whole and overwrite no others although buffers are padded."""
     source, target = pair
 
     def fill(state: Any, value: Callable[[int, int], float]) -> None:
@@ -208,7 +207,7 @@ def test_a_resumed_request_continues_its_text(executor: JaxExecutor) -> None:
     assert alone(executor, resumed, 12) == whole
 
 
-def test_a_step_that_raises_fails_all_in_flight_and_the_executor_lives_on(
+def test_a_step_that_raises_fails_all_in_flight_and_the_executor_survives(
     executor: JaxExecutor, reference: list[list[int]]
 ) -> None:
     async def scenario(broken: Job) -> None:
@@ -229,7 +228,7 @@ def test_a_step_that_raises_fails_all_in_flight_and_the_executor_lives_on(
     assert alone(executor, Job(PROMPTS[1], slot=1), NEW) == reference[1]
 
 
-def test_an_error_before_the_device_fails_the_step_too(executor: JaxExecutor, reference: list[list[int]]) -> None:
+def test_an_error_before_dispatch_fails_the_step(executor: JaxExecutor, reference: list[list[int]]) -> None:
     async def scenario() -> None:
         job = Job(tuple(range(2, 60)), slot=1)  # more tokens than any program takes
         with pytest.raises(StepFailed, match="58 tokens is larger than 8 rows and 32 tokens"):
@@ -240,8 +239,8 @@ def test_an_error_before_the_device_fails_the_step_too(executor: JaxExecutor, re
     assert alone(executor, Job(PROMPTS[1], slot=1), NEW) == reference[1]
 
 
-def test_no_page_crosses_the_loss_of_a_pool(pair: list[JaxExecutor]) -> None:
-    """Pages were set aside in the pool that is gone: filled in the new one, they would be somebody else's."""
+def test_no_page_is_written_into_a_rebuilt_pool(pair: list[JaxExecutor]) -> None:
+    """Pages were reserved in the lost pool: written into the new one, they would overwrite those of other requests."""
     source, target = pair
 
     async def scenario() -> None:
@@ -264,7 +263,7 @@ def test_no_page_crosses_the_loss_of_a_pool(pair: list[JaxExecutor]) -> None:
     run(scenario())
 
 
-def test_a_row_that_is_not_finite_fails_alone(tiny: Path, reference: list[list[int]]) -> None:
+def test_a_row_with_nonfinite_logits_fails_alone(tiny: Path, reference: list[list[int]]) -> None:
     executor = executors(tiny)[0]
     poison = 95
     state = executor.state
@@ -276,18 +275,18 @@ def test_a_row_that_is_not_finite_fails_alone(tiny: Path, reference: list[list[i
     run(generate(executor, jobs, 4, ahead=False))
     assert [job.output for job in jobs[:3]] == expected
     assert [job.failed for job in jobs] == [None] * 3 + ["the model's logits are not finite"]
-    heir = Job(prompts[0], slot=3)  # the same pages: what NaN they hold must not matter
+    heir = Job(prompts[0], slot=3)  # the same pages: their NaN must not matter
     assert heir.pages == jobs[3].pages
     assert not finite_pages(executor, jobs[3].pages[:2])
     assert alone(executor, heir, 2) == expected[0][:2]
-    # The heir writes six of the eight positions of its pages. XLA ignores what is behind them, but kernels multiply it
+    # The heir writes six of the eight positions of its pages. XLA ignores the rest, but kernels multiply it
     # by zero, and zero times NaN is NaN: the pool itself has to be clean.
     assert heir.computed == 6 and heir.told == 2
     assert finite_pages(executor, heir.pages[: heir.told])
 
 
-def test_pages_that_no_token_vouches_for_are_zeroed_before_others_fill_them(executor: JaxExecutor) -> None:
-    """A chunk that nothing is drawn from may leave NaN unnoticed. Here it is planted, after the chunk."""
+def test_unvalidated_pages_are_zeroed_before_reuse(executor: JaxExecutor) -> None:
+    """A chunk without a sampled token may leave NaN unnoticed. The test plants it after the chunk."""
     job, heir, sure = Job(PROMPTS[3], slot=3), Job(PROMPTS[0], slot=3), Job(PROMPTS[3], slot=3)
 
     async def scenario() -> None:
@@ -302,12 +301,14 @@ def test_pages_that_no_token_vouches_for_are_zeroed_before_others_fill_them(exec
         await generate(executor, [sure], 2, chunk=lambda: 5)
 
     run(scenario())
-    assert not executor._unsure.intersection(sure.pages[: sure.told]), "pages of a finite token are still in doubt"
+    assert not executor._unsure.intersection(sure.pages[: sure.told]), (
+        "pages before a finite token are still unvalidated"
+    )
     executor.rebuild()
 
 
-def test_unused_entries_of_a_table_name_pages_of_the_row(executor: JaxExecutor) -> None:
-    """Kernels read whole tiles of pages: page 0, and what the slot's last request had, are others' by then."""
+def test_unused_block_table_entries_name_pages_of_the_row(executor: JaxExecutor) -> None:
+    """Kernels read whole tiles of pages: page 0, and those of the slot's last request, may belong to other requests."""
     slots = SlotTable(executor.state.programs.limits)
     begun = Job(PROMPTS[0]).span().begin
     assert begun is not None
@@ -320,7 +321,7 @@ def test_unused_entries_of_a_table_name_pages_of_the_row(executor: JaxExecutor) 
     assert slots.tables[2].tolist() == [3] + [5] * (ROW_PAGES - 1)
 
 
-def test_a_released_slot_knows_nothing_of_its_request(executor: JaxExecutor) -> None:
+def test_a_released_slot_keeps_no_state_of_its_request(executor: JaxExecutor) -> None:
     limits = executor.state.programs.limits
     slots, fresh = SlotTable(limits), SlotTable(limits)
     everything = SamplingParams(
@@ -332,12 +333,12 @@ def test_a_released_slot_knows_nothing_of_its_request(executor: JaxExecutor) -> 
     assert all((slots.bans, slots.biases, slots.begins, slots.scored)) and slots.held(2) == [3, 4]
     slots.release(2)
     for name, value in vars(fresh).items():
-        if name != "tables":  # whose used columns are counted in `pages`
+        if name != "tables":  # its used columns are counted in `pages`
             np.testing.assert_equal(getattr(slots, name), value, name)
 
 
 def test_nothing_compiles_after_warm_up(pair: list[JaxExecutor]) -> None:
-    """Random plans: chunks, decodes, every kind of parameters, moves, a failure."""
+    """Run random plans of chunks, decodes, all kinds of parameters, transfers and a failure."""
     rng, counter = random.Random(3), compile_counter()
     kinds = [
         GREEDY,

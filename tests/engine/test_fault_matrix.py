@@ -1,9 +1,9 @@
-"""The fault matrix on two instances of two emulated devices each: what every request gets. Nothing is lost in silence.
+"""The fault matrix on two instances of two emulated devices each: every request ends with a reason.
 
-A sample of it, on one device an instance, is in test_faults.py and runs always; in virtual time, with two instances of
-each kind, it is tests/sched/cluster/test_fault_matrix.py. Signals to a
-whole process are in tests/server/test_killed.py.
-`python benchmarks/fault_matrix.py` makes a table of what each request got.
+A sample of it, with one device per instance, is in test_faults.py and always runs;
+tests/sched/cluster/test_fault_matrix.py runs it in virtual time with two instances per role.
+Signals to a whole process are in tests/server/test_killed.py. `python benchmarks/fault_matrix.py`
+makes a table of the outcomes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.startup.assemble import Machine
 from jaxserve.errors import JaxserveError
 from jaxserve.sched.api.plan import UNAVAILABLE, StepPlan
-from tests.support.engine.faults import LONG, Heard, Starter, Stuck
+from tests.support.engine.faults import LONG, HangingDevice, Starter, Submitted
 
-MESH = "2x2"  # of the fixture `machine`
+MESH = "2x2"  # for the fixture `machine`
 COUNT = 12
 PREFILL, DECODE = 0, 1
 INSTANCES = ("the prefill instance", "the decode instance")
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture
 def record(record_property: Callable[[str, object], None]) -> Callable[[str, str, Counter[str]], None]:
-    """Note a row of the table that benchmarks/fault_matrix.py writes."""
+    """Record a row of the table that benchmarks/fault_matrix.py writes."""
 
     def note(fault: str, at: str, found: Counter[str]) -> None:
         record_property("fault", fault)
@@ -43,18 +43,18 @@ def record(record_property: Callable[[str, object], None]) -> Callable[[str, str
     return note
 
 
-def ends(many: list[Heard]) -> Counter[str]:
-    """Each is told once; none waits for ever."""
+def ends(many: list[Submitted]) -> Counter[str]:
+    """Check that each request ends exactly once."""
     return Counter(str(one.end(60.0).finish_reason) for one in many)
 
 
 def works(engine: Engine) -> None:
-    """Afterwards it serves as before, and no page, slot or request is lost."""
+    """Check that the engine serves as before, with no page, slot or request lost."""
     deadline = time.monotonic() + 20
     while not engine.healthy and time.monotonic() < deadline:
         time.sleep(0.05)
     assert engine.ailment is None
-    assert ends([Heard(engine) for _ in range(4)]) == {"length": 4}
+    assert ends([Submitted(engine) for _ in range(4)]) == {"length": 4}
     assert engine.drain(20)
     engine.check()
 
@@ -69,7 +69,7 @@ def test_a_step_raises(machine: Machine, start: Starter, record: Any, index: int
             raise OSError("injected")
 
     machine.executors[index].fault = raises
-    found = ends([Heard(engine, LONG) for _ in range(COUNT)])
+    found = ends([Submitted(engine, LONG) for _ in range(COUNT)])
     record("a step raises", INSTANCES[index], found)
     assert found == {"length": COUNT}
     machine.executors[index].fault = None
@@ -79,8 +79,8 @@ def test_a_step_raises(machine: Machine, start: Starter, record: Any, index: int
 @pytest.mark.parametrize("index", [PREFILL, DECODE])
 def test_a_step_hangs(machine: Machine, start: Starter, record: Any, index: int) -> None:
     engine = start(patience=0.5)
-    stuck = Stuck(machine, index)
-    found = ends([Heard(engine, LONG) for _ in range(COUNT)])
+    stuck = HangingDevice(machine, index)
+    found = ends([Submitted(engine, LONG) for _ in range(COUNT)])
     record("a step hangs", INSTANCES[index], found)
     assert set(found) <= {"length", UNAVAILABLE} and found[UNAVAILABLE] >= 1, found
     assert not engine.healthy
@@ -98,7 +98,7 @@ def test_a_step_returns_late(machine: Machine, start: Starter, record: Any, inde
             time.sleep(1.0)
 
     machine.executors[index].fault = late
-    found = ends([Heard(engine, LONG) for _ in range(COUNT)])
+    found = ends([Submitted(engine, LONG) for _ in range(COUNT)])
     record("a step returns late", INSTANCES[index], found)
     assert found == {"length": COUNT}
     works(engine)
@@ -123,7 +123,7 @@ def test_transfers_fail(
         await moves(*given)
 
     monkeypatch.setattr(machine.executors[DECODE], "import_kv", fails)
-    found = ends([Heard(engine, LONG) for _ in range(COUNT)])
+    found = ends([Submitted(engine, LONG) for _ in range(COUNT)])
     record(f"{'two' if times == 2 else 'all'} KV transfers fail", INSTANCES[DECODE], found)
     assert found == expected
     works(engine)
@@ -138,7 +138,7 @@ def test_a_transfer_hangs(machine: Machine, start: Starter, record: Any, monkeyp
         await (asyncio.sleep(3600) if count[0] == 2 else moves(*given))
 
     monkeypatch.setattr(machine.executors[DECODE], "import_kv", hangs)
-    found = ends([Heard(engine, LONG) for _ in range(COUNT)])
+    found = ends([Submitted(engine, LONG) for _ in range(COUNT)])
     record("a KV transfer hangs", INSTANCES[DECODE], found)
     assert found == {"length": COUNT - 1, UNAVAILABLE: 1}
     works(engine)
@@ -147,7 +147,7 @@ def test_a_transfer_hangs(machine: Machine, start: Starter, record: Any, monkeyp
 @pytest.mark.parametrize("index", [PREFILL, DECODE])
 def test_a_thread_dies(machine: Machine, start: Starter, record: Any, index: int) -> None:
     engine = start()
-    many = [Heard(engine, LONG) for _ in range(COUNT)]
+    many = [Submitted(engine, LONG) for _ in range(COUNT)]
 
     def dies(plan: StepPlan) -> None:
         machine.executors[index].fault = None
@@ -158,12 +158,12 @@ def test_a_thread_dies(machine: Machine, start: Starter, record: Any, index: int
     record("the thread of an instance dies", INSTANCES[index], found)
     assert set(found) <= {"length", "error"} and found["error"] >= 1, found
     with pytest.raises(JaxserveError, match="SystemExit: injected"):
-        Heard(engine)
+        Submitted(engine)
 
 
 def test_clients_vanish(start: Starter, record: Any) -> None:
     engine = start()
-    many = [Heard(engine, LONG) for _ in range(COUNT)]
+    many = [Submitted(engine, LONG) for _ in range(COUNT)]
     many[0].first()
     for one in many[::2]:
         engine.cancel(one.id)
@@ -177,7 +177,7 @@ def test_the_disk_is_full(start: Starter, record: Any) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     engine = start(journal="/dev/full")
-    found = ends([Heard(engine, LONG) for _ in range(COUNT)])
+    found = ends([Submitted(engine, LONG) for _ in range(COUNT)])
     record("the disk of the journal is full", "the process", found)
     assert found == {"length": COUNT}
     assert engine.stats().journal_errors == 1

@@ -1,4 +1,4 @@
-"""What requests get when something under them fails, hangs or dies: an end and a reason, always."""
+"""Faults below an engine, such as failures and hangs: every request ends with a reason."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from jaxserve.errors import JaxserveError, QueueFull
 from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta, StepPlan
 from jaxserve.sched.api.slo import NO_SLO
-from tests.support.engine.faults import LONG, PARAMS, Heard, Starter, Stuck
+from tests.support.engine.faults import LONG, PARAMS, HangingDevice, Starter, Submitted
 
-MESH = "2x1"  # of the fixture `machine`
+MESH = "2x1"  # for the fixture `machine`
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_step_that_hangs_is_noticed_and_the_others_are_served(machine: Machine, start: Starter, index: int) -> None:
+def test_a_hung_step_is_noticed_and_other_requests_are_served(machine: Machine, start: Starter, index: int) -> None:
     engine = start(patience=0.4)
-    stuck = Stuck(machine, index)
-    lost = Heard(engine)
+    stuck = HangingDevice(machine, index)
+    lost = Submitted(engine)
     assert stuck.reached.wait(20)
     told = lost.end()
     assert told.finish_reason == UNAVAILABLE and f"a step of instance {stuck.executor.name}" in str(told.error)
     assert not engine.healthy and "does not end" in str(engine.ailment)
-    assert Heard(engine).end().finish_reason == "length"
+    assert Submitted(engine).end().finish_reason == "length"
     assert engine.stats().hung_steps == 1
     stuck.free.set()
     deadline = time.monotonic() + 10
     while not engine.healthy and time.monotonic() < deadline:
         time.sleep(0.02)
     assert engine.ailment is None and [role.value for role in engine.roles] == ["prefill", "decode"]
-    assert Heard(engine).end().finish_reason == "length"
+    assert Submitted(engine).end().finish_reason == "length"
     assert engine.drain(10)
     engine.check()
 
 
-def test_an_engine_whose_steps_all_hang_refuses_at_once_and_closes(
+def test_an_engine_with_all_steps_hung_refuses_at_once_and_closes(
     machine: Machine, start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assemble, "CLOSING", 0.3)
     engine = start(patience=0.3)
-    stuck = [Stuck(machine, 0)]
-    lost = [Heard(engine)]
+    stuck = [HangingDevice(machine, 0)]
+    lost = [Submitted(engine)]
     assert stuck[0].reached.wait(20) and lost[0].end().finish_reason == UNAVAILABLE
-    stuck.append(Stuck(machine, 1))
-    lost.append(Heard(engine))
+    stuck.append(HangingDevice(machine, 1))
+    lost.append(Submitted(engine))
     assert stuck[1].reached.wait(20) and lost[1].end().finish_reason == UNAVAILABLE
     with pytest.raises(Unavailable, match="does not end"):
-        Heard(engine)
+        Submitted(engine)
     began = time.monotonic()
     assert engine.close() is False
     assert time.monotonic() - began < 5.0
@@ -65,7 +65,7 @@ def test_an_engine_whose_steps_all_hang_refuses_at_once_and_closes(
     time.sleep(0.1)
 
 
-def test_the_death_of_the_thread_that_waits_is_the_engines_and_says_why(machine: Machine, start: Starter) -> None:
+def test_the_death_of_the_device_thread_fails_the_engine_with_the_cause(machine: Machine, start: Starter) -> None:
     engine = start()
 
     def dies(plan: StepPlan) -> None:
@@ -73,20 +73,20 @@ def test_the_death_of_the_thread_that_waits_is_the_engines_and_says_why(machine:
         raise SystemExit("out of luck")
 
     machine.executors[0].fault = dies
-    many = [Heard(engine)]
+    many = [Submitted(engine)]
     with suppress(JaxserveError):
-        many += [Heard(engine) for _ in range(4)]
+        many += [Submitted(engine) for _ in range(4)]
     for one in many:
         told = one.end()
         assert told.finish_reason == "error" and "SystemExit: out of luck" in str(told.error), told
     assert "ExceptionGroup" not in str(engine.ailment) and "out of luck" in str(engine.ailment)
     with pytest.raises(JaxserveError, match="out of luck"):
-        Heard(engine)
+        Submitted(engine)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit("broken"), KeyboardInterrupt("broken")])
-def test_every_request_hears_of_the_engines_death(start: Starter, error: BaseException) -> None:
-    """Also those that are handed in while it dies."""
+def test_every_request_ends_when_the_engine_dies(start: Starter, error: BaseException) -> None:
+    """This includes requests that are submitted while it dies."""
     engine = start()
     scheduler = engine._cluster.cores[0].scheduler
 
@@ -132,38 +132,38 @@ def test_a_full_disk_stops_the_journal_only(start: Starter, tmp_path: Path, capl
         pytest.skip("no /dev/full here")
     with caplog.at_level(logging.ERROR, "jaxserve"):
         engine = start(journal=str(full))
-        assert [Heard(engine, LONG).end().finish_reason for _ in range(3)] == ["length"] * 3
+        assert [Submitted(engine, LONG).end().finish_reason for _ in range(3)] == ["length"] * 3
         assert engine.stats().journal_errors == 1 and engine.healthy
         engine.close()
     said = [record.message for record in caplog.records if "journal" in record.message]
     assert len(said) == 1 and "No space left" in said[0]
 
 
-def test_the_queue_is_bounded_where_nothing_is_said(machine: Machine, start: Starter) -> None:
+def test_the_queue_is_bounded_by_default(machine: Machine, start: Starter) -> None:
     engine = start()
-    stuck = Stuck(machine, 0)
+    stuck = HangingDevice(machine, 0)
     many = []
     with pytest.raises(QueueFull, match=r"128 requests wait, and max_num_queued_reqs=128") as full:
         for _ in range(1000):
-            many.append(Heard(engine))
+            many.append(Submitted(engine))
             time.sleep(0.0002)
     assert 128 <= len(many) <= 160 and full.value.retry_after >= 1.0
     stuck.free.set()
     assert {one.end().finish_reason for one in many} == {"length"}
 
 
-def test_a_request_that_waits_too_long_is_told(machine: Machine, start: Starter) -> None:
-    engine = start(queue_timeout="900ms")
-    stuck = Stuck(machine, 0)
-    begun = Heard(engine)
+def test_a_request_that_waits_too_long_fails(machine: Machine, start: Starter) -> None:
+    engine = start(queue_timeout="1500ms")
+    stuck = HangingDevice(machine, 0)
+    begun = Submitted(engine)
     assert stuck.reached.wait(20)
-    waiting = [Heard(engine) for _ in range(20)]
+    waiting = [Submitted(engine) for _ in range(20)]
     ends = [one.end() for one in waiting[8:]]  # the first may be in the step that is planned ahead
-    assert {one.finish_reason for one in ends} == {"expired"} and "waited 0.9 s" in str(ends[0].error)
+    assert {one.finish_reason for one in ends} == {"expired"} and "waited 1.5 s" in str(ends[0].error)
     stuck.free.set()
     assert begun.end().finish_reason == "length"
     assert {one.end().finish_reason for one in waiting[:8]} <= {"length", "expired"}
-    assert Heard(engine).end().finish_reason == "length"
+    assert Submitted(engine).end().finish_reason == "length"
     engine.drain(10)
     engine.check()
 
@@ -181,6 +181,6 @@ def test_failing_steps_do_not_end_health_while_requests_are_served(machine: Mach
         engine.submit([turn] * 7, PARAMS, slo=NO_SLO, on_delta=news.put)
         told = news.get(timeout=20)
         assert told.finish_reason == "error" and "failed twice" in str(told.error)
-        assert Heard(engine).end().finish_reason == "length"
+        assert Submitted(engine).end().finish_reason == "length"
         assert engine.healthy, engine.ailment
     assert engine.stats().counters.rebuilds == 8

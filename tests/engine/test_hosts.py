@@ -1,5 +1,8 @@
-"""An instance over processes that hold a share of its devices each, as hosts do: nothing of it is emulated but the
-devices. Steps are stopped at random, and no process waits for another for ever; tokens are those of one process."""
+"""Multi-host instances in several processes that each hold a share of the devices; only devices are emulated.
+
+Steps are stopped at random, no process waits for another forever, and tokens equal those of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ from tests.support.engine.host import DRAFTS, LONG, NEW, PARAMS, PROMPTS, REPEAT
 from tests.support.engine.mixed import jobs_of
 from tests.support.engine.steps import Job, alone, executors
 
-LIMIT = 200  # seconds until processes that wait for each other are ended
+LIMIT = 200  # seconds until processes that wait for each other are killed
 
 
 @pytest.fixture(scope="module")
 def expected(executor: JaxExecutor, pair: list[JaxExecutor]) -> list[list[int]]:
-    """Each request alone, by whole steps, on one device; and the same on two devices of one process."""
+    """Return the tokens of each request alone in whole steps, on one device and on two devices of one process."""
     found = [[alone(one, job, NEW) for job in jobs_of(PROMPTS, PARAMS)] for one in (executor, pair[0])]
     assert found[0] == found[1]
     return found[0]
@@ -44,7 +47,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def together(case: Case, repo: Path, folder: Path) -> tuple[dict[str, Any], list[int], list[str]]:
-    """What the leader printed; and of each process its exit status and errors."""
+    """Return the leader's output, and of each process its exit status and errors."""
     running, logs = [], [folder / f"host{rank}.log" for rank in range(case.processes)]
     try:
         for rank, log in enumerate(logs):
@@ -59,7 +62,7 @@ def together(case: Case, repo: Path, folder: Path) -> tuple[dict[str, Any], list
             process.kill()  # jax catches SIGTERM
             process.wait()
     texts = [log.read_text() for log in logs]
-    lines = [line for line in said.splitlines() if line.startswith("{")]  # gloo talks too
+    lines = [line for line in said.splitlines() if line.startswith("{")]  # gloo prints too
     assert len(lines) == 1, (said, *texts)
     return json.loads(lines[0]), status, texts
 
@@ -85,7 +88,7 @@ def test_hosts_stop_and_resume_together(tiny: Path, expected: list[list[int]], r
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("processes", "devices", "boundary"), [(2, 1, "op"), (2, 1, "layer"), (2, 2, "op")])
-def test_any_hosts_stop_and_resume_together(
+def test_any_number_of_hosts_stop_and_resume_together(
     tiny: Path,
     expected: list[list[int]],
     repo: Path,
@@ -104,29 +107,33 @@ def test_hosts_draft_together(tiny: Path, executor: JaxExecutor, repo: Path, tmp
     told, status, texts = together(case(tiny, what=DRAFTS), repo, tmp_path)
     assert status == [0, 0], texts
     assert told["output"] == alone(executor, Job(REPEATED), LONG)
-    assert told["steps"] < LONG  # some drafts held
+    assert told["steps"] < LONG  # some drafts were accepted
 
 
 @pytest.mark.full
-def test_a_host_that_is_told_a_wrong_index_ends_and_its_leader_says_why(tiny: Path, repo: Path, tmp_path: Path) -> None:
+def test_a_wrong_segment_index_ends_the_follower_and_its_leader_reports_why(
+    tiny: Path, repo: Path, tmp_path: Path
+) -> None:
     told, (leader, follower), texts = together(case(tiny, what=WRONG), repo, tmp_path)
     assert "told to dispatch segment 3 of walk 1, of which segment 1 is next here" in told["error"]
     assert leader == 0 and follower != 0
     assert "OutOfStep: told to dispatch segment 3" in texts[1]
 
 
-# a follower alone, on one device
+# One follower on one device
 
 
 @pytest.fixture(scope="module")
 def cut(tiny: Path) -> JaxExecutor:
-    """Two layers, four segments."""
+    """An executor with two layers and four segments."""
     return executors(tiny, preempt_boundary="op", warm=False)[0]
 
 
 def told(state: Any, *messages: tuple[Any, ...] | None) -> tuple[BaseException | None, str | None]:
-    """What a follower raises that is sent these messages, of which the last is wrong or None, and what its leader hears
-    of it. Without any the leader goes."""
+    """Send messages to a follower; return its exception and the error that its leader receives.
+
+    The last message is wrong, or None. Without messages the leader disconnects.
+    """
     here, there = Pipe()
     raised: list[BaseException | None] = []
 
@@ -154,7 +161,7 @@ def told(state: Any, *messages: tuple[Any, ...] | None) -> tuple[BaseException |
     return error, heard
 
 
-def test_a_follower_does_only_what_can_be_next(cut: JaxExecutor) -> None:
+def test_a_follower_refuses_messages_out_of_order(cut: JaxExecutor) -> None:
     limits = cut.state.programs.limits
     prompt, decode = limits.buckets[-1], limits.buckets[0]
     batch, whole = (idle_batch(bucket, limits.row_pages, SlotTable(limits), full=False) for bucket in (prompt, decode))
@@ -179,12 +186,12 @@ def test_a_follower_does_only_what_can_be_next(cut: JaxExecutor) -> None:
     assert "told to dispatch segment 4 of walk 7, of which its end is next here" in str(error)
 
 
-def test_a_leader_that_goes_without_a_word_is_noticed(cut: JaxExecutor) -> None:
+def test_a_leader_that_disconnects_is_noticed(cut: JaxExecutor) -> None:
     error, _ = told(cut.state)
     assert isinstance(error, OutOfStep) and "the leader has gone" in str(error)
 
 
-def test_a_leader_takes_as_many_followers_as_its_mesh_has_processes(cut: JaxExecutor) -> None:
+def test_a_leader_accepts_as_many_followers_as_its_mesh_has_processes(cut: JaxExecutor) -> None:
     here, _ = Pipe()
     with pytest.raises(InvalidValue, match="1 followers for a mesh over 1 processes"):
         Leading(cut.state, [here])

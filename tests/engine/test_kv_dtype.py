@@ -1,4 +1,4 @@
-"""A KV cache of another type than the model: what it takes, what it costs in accuracy, what is refused."""
+"""KV caches with another dtype than the model: accepted values, loss of accuracy, and refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LATENT = registry.spec_from_config(
 )  # fmt: skip
 
 
-def test_the_flag_and_the_engine_know_the_same_names() -> None:
+def test_the_flag_and_the_engine_accept_the_same_names() -> None:
     (hint,) = (h for name, h in typing.get_type_hints(ServeConfig).items() if name == "kv_cache_dtype")
     assert typing.get_args(hint) == ("auto", *kv.STORED)
     with pytest.raises(InvalidValue, match=r"kv_cache_dtype='fp4' must be one of auto, bfloat16, .*, int8"):
@@ -58,18 +58,18 @@ def test_the_flag_and_the_engine_know_the_same_names() -> None:
         ("fp8", 0.01),
         pytest.param("int8", 0.01, marks=pytest.mark.full),
     ],
-)  # shares of the perplexity
-def test_the_demo_model_loses_at_most_one_per_cent(name: str, most: float) -> None:
+)  # relative loss of perplexity
+def test_the_demo_model_loses_at_most_one_percent(name: str, most: float) -> None:
     executor = demo(kv_cache_dtype=name)
     assert {str(part.dtype) for pool in executor.state.pools for part in pool} == {kv.STORED[name]}
     found = perplexity(executor, 3)
-    assert found != unquantised(3), "the cache was not rounded"
-    assert abs(found / unquantised(3) - 1) <= most, f"{found} against {unquantised(3)}"
+    assert found != unquantised(3), "the cache was not quantized"
+    assert abs(found / unquantised(3) - 1) <= most, f"perplexity {found}, unquantized {unquantised(3)}"
 
 
 def test_the_same_memory_holds_four_times_the_pages_of_float32(tiny: Path) -> None:
     pages = {name: executors(tiny, kv_cache_dtype=name, warm=False)[0].pages for name in ("auto", "bfloat16", "int8")}
-    assert pages["auto"] * 4 == pages["bfloat16"] * 2 == pages["int8"], f"{pages} of {POOL} bytes"
+    assert pages["auto"] * 4 == pages["bfloat16"] * 2 == pages["int8"], f"{pages} pages of {POOL} bytes"
 
 
 def test_instances_share_scales_measured_once(tiny: Path) -> None:
@@ -83,8 +83,8 @@ def test_instances_share_scales_measured_once(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_what_is_measured_is_what_the_cache_is_given(tp: int) -> None:
-    """Largest keys and values are those that a float32 pool holds after the same step."""
+def test_measured_scales_equal_the_largest_cached_values(tp: int) -> None:
+    """The measured maxima are those in a float32 pool after the same step."""
     found, pools = measured(SPEC, tp)
     for (k, v), (k_pool, v_pool) in zip(found, pools, strict=True):
         np.testing.assert_allclose(k, np.abs(k_pool).max(axis=(0, 1, 3)), rtol=1e-5)
@@ -92,18 +92,18 @@ def test_what_is_measured_is_what_the_cache_is_given(tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_columns_of_a_latent_are_measured_one_by_one_and_those_that_turn_for_any_position(tp: int) -> None:
+def test_latent_columns_are_measured_singly_and_rotary_ones_for_any_position(tp: int) -> None:
     found, pools = measured(LATENT, tp)
     for (peak,), (pool,) in zip(found, pools, strict=True):
         largest = np.abs(pool).max(axis=(0, 1, 2))  # [D]
         np.testing.assert_allclose(peak[:24], largest[:24], rtol=1e-5)
-        norms = np.hypot(pool[..., 24:28], pool[..., 28:]).max(axis=(0, 1, 2))  # [Z / 2], the same at any position
+        norms = np.hypot(pool[..., 24:28], pool[..., 28:]).max(axis=(0, 1, 2))  # [Z / 2], equal at any position
         np.testing.assert_array_equal(peak[24:28], peak[28:])
         assert (peak[24:28] >= norms * 0.9999).all() and (peak[24:28] <= norms * 2**0.5 * 1.0001).all()
 
 
 def measured(spec: ModelSpec, tp: int) -> tuple[Any, Any]:
-    """What is measured of each layer, and the pools of float32 after the same step."""
+    """Return the measured maxima of each layer, and the float32 pools after the same step."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:tp]), ("tp",))
     spec = replace(spec.for_tp(tp), kv_scales=True)
     (tree,) = random_init(1)(spec, "float32", [mesh])

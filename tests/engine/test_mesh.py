@@ -1,4 +1,4 @@
-"""Meshes, memory and start-up: what is asked for, what is refused, what is shared."""
+"""Meshes, memory and startup: requested, refused and shared devices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
         ("3x1", {}, (P, D, D)),
     ],
 )
-def test_plans(text: str, options: dict[str, Any], roles: tuple[Role, ...]) -> None:
+def test_meshes_are_parsed(text: str, options: dict[str, Any], roles: tuple[Role, ...]) -> None:
     plan = plan_mesh(text, **options)
     assert plan.roles == roles and str(plan) == text
     meshes = sub_meshes(plan)
@@ -52,17 +52,17 @@ def test_plans(text: str, options: dict[str, Any], roles: tuple[Role, ...]) -> N
 
 
 @pytest.mark.parametrize("text", ["4", "x2", "0x1", "2x", "axb", ""])
-def test_what_is_no_mesh(text: str) -> None:
+def test_invalid_meshes_are_refused(text: str) -> None:
     with pytest.raises(InvalidValue, match=f"mesh={text!r} must be RxT"):
         plan_mesh(text)
 
 
-def test_too_few_devices() -> None:
+def test_too_few_devices_are_refused() -> None:
     with pytest.raises(InvalidValue, match=r"16x2 needs 32 devices; jax has already started with \d+ on CPU. Set"):
         sub_meshes(plan_mesh("16x2"))
 
 
-def test_accelerators_are_shared_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerators_are_shared_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gpu:  # hashable, as a device is
         platform = "gpu"
 
@@ -111,8 +111,8 @@ def test_a_vocabulary_that_tp_does_not_divide_gives_the_same_tokens(tiny: Path) 
     assert jobs[0].output == jobs[1].output
 
 
-def test_alike_instances_share_programs(tmp_path: Path) -> None:
-    """The guard of compat.share_programs: jax must take a program compiled for other devices from its cache."""
+def test_equal_instances_share_programs(tmp_path: Path) -> None:
+    """Guard compat.share_programs: jax must take a program compiled for other devices from its cache."""
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
     from jax.experimental.compilation_cache import compilation_cache
 
@@ -147,7 +147,7 @@ def test_pool_sizes(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kv.cpu_pool_bytes(None, 2) == 1 << 30
     assert kv.cpu_pool_bytes(640, 2) == 320
     sizes = {kv.fit_pages(spec, 4, "float32", pool_bytes=each * n, max_model_len=64) for n in range(1000, 1024)}
-    assert sizes == {992}  # free memory that differs a little does not change the programs
+    assert sizes == {992}  # small differences in free memory do not change the programs
     with pytest.raises(InvalidValue, match=r"holds 3 pages of 4 tokens .* the 16 that max_model_len=64 needs"):
         kv.fit_pages(spec, 4, "float32", pool_bytes=each * 3, max_model_len=64)
     with pytest.raises(InvalidValue, match="max_model_len=500 is above the model's 128 positions"):
@@ -155,7 +155,7 @@ def test_pool_sizes(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kv.free_memory() > 0
 
 
-def test_pool_of_an_accelerator() -> None:
+def test_the_pool_of_an_accelerator_fits_its_memory() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
     size = {"utilization": 0.5, "weights": 100, "temporaries": 50, "memory": 1000}
     assert kv.device_pool_bytes(mesh, sharing=1, **size) == 2 * 350
@@ -166,7 +166,7 @@ def test_pool_of_an_accelerator() -> None:
         kv.device_pool_bytes(mesh, sharing=1, **size | {"memory": None})
 
 
-def test_temporaries_are_measured_before_there_is_a_pool(tiny: Path) -> None:
+def test_temporaries_are_measured_before_the_pool_is_allocated(tiny: Path) -> None:
     spec, mesh = registry.load_spec(tiny), Mesh(np.array(jax.devices()[:1]), ("tp",))
     limits = Limits(slots=4, tokens=32, pages=16, page_size=4, row_pages=16, vocab=96)
     tree = weights.random_weights(spec, jnp.float32, [mesh])[0]
@@ -174,7 +174,7 @@ def test_temporaries_are_measured_before_there_is_a_pool(tiny: Path) -> None:
     assert 4 * 96 * 2 + 32 * 32 * 4 < measured < 1 << 20
 
 
-def test_pieces_of_a_parcel() -> None:
+def test_chunks_of_a_transfer_buffer() -> None:
     assert piece_sizes(LENGTH) == (1, 4, 16, 64) and piece_sizes(10) == (1, 4, 16)
     for count in range(1, 200):
         pieces = cut(range(count), (1, 4, 16, 64))

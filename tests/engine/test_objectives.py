@@ -1,4 +1,4 @@
-"""The objectives of requests that bring none: given ones, or from step times."""
+"""Default objectives of requests: configured, or derived from step times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMITS = Limits(512, 16, 256, 16)  # tokens and rows of a step, pages of 16 toke
 SLOW = GeneralModel(Coefficients(0.05, 2e-3, 3e-3, 0.0, 5e-8, 5e-8))
 
 
-def test_auto_is_stated_multiples_of_what_the_model_does_at_full_batch() -> None:
+def test_auto_is_a_documented_multiple_of_the_step_times_at_full_batch() -> None:
     made = promise(ServeConfig(), SLOW, LIMITS, 2048)
     context = 256 * 16 // 16 // 2
     step = SLOW.step_time(Load().add_rows(16, context, 16 * context))
@@ -29,14 +29,14 @@ def test_auto_is_stated_multiples_of_what_the_model_does_at_full_batch() -> None
     assert made.automatic == {"ttft", "tpot"} and not made.broken
 
 
-def test_what_is_given_wins_over_what_is_measured() -> None:
+def test_configured_objectives_override_measured_ones() -> None:
     made = promise(ServeConfig.load(tpot_slo="200ms"), SLOW, LIMITS, 2048)
     assert made.slo.tpot == 0.2 and made.automatic == {"ttft"} and made.slo.ttft > 1
     both = promise(ServeConfig(ttft_slo=3.0, tpot_slo=0.3), SLOW, LIMITS, 2048)
     assert both.slo == SLO(3.0, 0.3) and not both.automatic and not both.broken
 
 
-def test_what_cannot_be_kept_says_why() -> None:
+def test_infeasible_objectives_are_reported() -> None:
     made = promise(ServeConfig(ttft_slo=0.5, tpot_slo=0.05), SLOW, LIMITS, 2048)
     assert set(made.broken) == {"ttft", "tpot"}
     assert made.broken["tpot"].startswith("tpot_slo=50ms cannot be kept: a decode step of 4 requests takes ")
@@ -46,7 +46,7 @@ def test_what_cannot_be_kept_says_why() -> None:
 @given(
     base=st.floats(0, 10), token=st.floats(0, 0.1), rows=st.integers(1, 512), length=st.integers(2, 200_000)
 )  # fmt: skip
-def test_auto_can_always_be_kept(base: float, token: float, rows: int, length: int) -> None:
+def test_auto_objectives_are_always_feasible(base: float, token: float, rows: int, length: int) -> None:
     perf = GeneralModel(Coefficients(base, token, 0.0, 0.0, 0.0, 0.0))
     limits = Limits(512, rows, 4096, 16)
     made = promise(ServeConfig(), perf, limits, length)
@@ -56,13 +56,13 @@ def test_auto_can_always_be_kept(base: float, token: float, rows: int, length: i
     assert again.slo == made.slo and not again.broken
 
 
-def test_without_a_machine_auto_promises_nothing() -> None:
+def test_without_a_machine_auto_sets_no_objective() -> None:
     assert ServeConfig().slo == NO_SLO
     assert ServeConfig(tpot_slo=0.1).slo == SLO(inf, 0.1)
     assert ServeConfig.load(thinking_tpot_slo="20ms").slo.stages == (("thinking", 0.02),)
 
 
 @pytest.mark.parametrize("text", ["never", "Auto", "-1s", "0"])
-def test_neither_a_time_nor_auto_is_refused(text: str) -> None:
+def test_invalid_objectives_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"auto|positive"):
         _ = ServeConfig.load(ttft_slo=text)

@@ -1,4 +1,4 @@
-"""Parameters of a request through the executor: what ends, biases and reports."""
+"""Sampling parameters through the executor: stopping, biases and log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.engine.steps import GREEDY, Job, alone
 PROMPT = (7, 3, 9, 3, 20, 41, 5)
 
 
-def test_min_tokens_holds_back_what_would_end_the_text(executor: JaxExecutor) -> None:
+def test_min_tokens_holds_back_stop_tokens(executor: JaxExecutor) -> None:
     free = alone(executor, Job(PROMPT), 8)
     ends = (free[1], free[4])
     held = alone(executor, Job(PROMPT, SamplingParams(temperature=0, min_tokens=6, max_tokens=None), eos=ends), 12)
@@ -42,7 +42,7 @@ def test_penalties_see_prompt_and_output(executor: JaxExecutor) -> None:
     assert counts.max() < free.max()
 
 
-def test_a_neighbour_that_needs_more_changes_nothing(executor: JaxExecutor) -> None:
+def test_parameters_of_a_neighboring_row_change_nothing(executor: JaxExecutor) -> None:
     from tests.support.engine.steps import generate, run
 
     jobs = [Job(PROMPT, slot=0), Job(PROMPT, SamplingParams(top_p=0.5, logprobs=2, max_tokens=None), slot=1)]
@@ -51,7 +51,7 @@ def test_a_neighbour_that_needs_more_changes_nothing(executor: JaxExecutor) -> N
     assert (len(jobs[0].logprobs), len(jobs[1].logprobs)) == (0, 8)
 
 
-def test_logprobs_are_those_of_the_model_before_any_parameter(executor: JaxExecutor) -> None:
+def test_logprobs_are_those_of_the_model_without_parameters(executor: JaxExecutor) -> None:
     plain = Job(PROMPT, SamplingParams(temperature=0, logprobs=3, max_tokens=None))
     alone(executor, plain, 6)
     assert [entry.token for entry in plain.logprobs] == plain.output
@@ -67,7 +67,7 @@ def test_logprobs_are_those_of_the_model_before_any_parameter(executor: JaxExecu
 
 @pytest.mark.parametrize("chunk", [3, 12, 40])
 def test_prompt_logprobs(executor: JaxExecutor, chunk: int) -> None:
-    """Those of the prompt's second half are what the model says when it decodes that half."""
+    """Log-probabilities of the prompt's second half equal those of decoding that half."""
     from tests.support.engine.steps import generate, run
 
     start = Job(PROMPT, SamplingParams(temperature=0, logprobs=2, max_tokens=None))
@@ -99,7 +99,7 @@ def test_seeds_matter(executor: JaxExecutor) -> None:
     assert alone(executor, Job(PROMPT, GREEDY, seed=1), 8) == alone(executor, Job(PROMPT, GREEDY, seed=2), 8)
 
 
-def test_buckets_are_few_and_hold_every_step() -> None:
+def test_buckets_are_few_and_cover_every_step() -> None:
     for slots, tokens in ((1, 1), (4, 16), (64, 512), (256, 8192), (100, 3000), (64, 8)):
         limits = Limits(slots, tokens, 100, 16, 8, 96)
         buckets = limits.buckets

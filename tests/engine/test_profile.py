@@ -1,4 +1,4 @@
-"""Step times measured by a real executor, kept on disk between starts, and taken from presets that fit."""
+"""Profiles measured by a real executor, kept on disk between starts, or taken from matching presets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Profiles of a test's own, compiled programs of all."""
+    """Use profiles of this test only, but share compiled programs."""
     monkeypatch.setattr(profile, "cache_folder", lambda: tmp_path)
     return tmp_path
 
@@ -41,7 +41,7 @@ def started(**settings: Any) -> Machine:
     return machine
 
 
-def test_a_start_measures_and_the_next_one_does_not(
+def test_the_first_start_measures_and_the_next_one_does_not(
     cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = started()
@@ -54,7 +54,7 @@ def test_a_start_measures_and_the_next_one_does_not(
     measured = profile.measured
 
     def looked(*given: Any, **options: Any) -> list[Point]:
-        assert given[4] == profile.CHECK, "measured again"
+        assert given[4] == profile.CHECK, "the profile was measured again"
         return measured(*given, **options)
 
     with monkeypatch.context() as only, caplog.at_level(logging.INFO, "jaxserve"):
@@ -62,7 +62,7 @@ def test_a_start_measures_and_the_next_one_does_not(
         again = started()
     assert again.recipe == first.recipe and "measured at an earlier start" in caplog.text
 
-    kept = json.loads(path.read_text())  # as a start on a busy machine leaves it
+    kept = json.loads(path.read_text())  # as after a start on a busy machine
     path.write_text(json.dumps(kept | {"points": [(load, 100 * seconds) for load, seconds in kept["points"]]}))
     caplog.clear()
     with caplog.at_level(logging.WARNING, "jaxserve"):
@@ -70,7 +70,7 @@ def test_a_start_measures_and_the_next_one_does_not(
     assert caplog.text.count("measured again") == 1
     assert max(seconds for _, seconds in again.recipe.points) < 50 * max(seconds for _, seconds in kept["points"])
 
-    path.write_text(path.read_text()[:200])  # as a full disk leaves it
+    path.write_text(path.read_text()[:200])  # as after a full disk
     caplog.clear()
     with caplog.at_level(logging.WARNING, "jaxserve"):
         third = started(perf="linear")
@@ -78,7 +78,7 @@ def test_a_start_measures_and_the_next_one_does_not(
     assert len(json.loads(path.read_text())["points"]) == len(third.recipe.points)
 
 
-def test_presets_of_other_models_devices_and_meshes_say_which(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_presets_of_other_models_devices_and_meshes_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def preset(**more: Any) -> str:
         fields = {"name": "mine", "kv_bytes_per_token": 0, "kv_tokens": 4096, **more}
         fields["coefficients"] = {"fixed": 0.003, "prefill": 1e-4, "decode": 1e-4, "quadratic": 0.0, "longest": 0.0}
@@ -105,7 +105,7 @@ def test_presets_of_other_models_devices_and_meshes_say_which(tmp_path: Path, ca
         started(perf=preset(tensor_parallel=2))
 
 
-def test_an_engine_starts_where_an_event_loop_runs() -> None:
+def test_an_engine_starts_inside_a_running_event_loop() -> None:
     async def within() -> Machine:
         machine = assemble.assemble(ServeConfig.load(**SMALL))
         await machine.close()
@@ -114,9 +114,7 @@ def test_an_engine_starts_where_an_event_loop_runs() -> None:
     assert asyncio.run(within()).recipe.points
 
 
-def test_a_folder_that_cannot_be_written_is_no_reason_not_to_serve(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_folder_does_not_prevent_serving(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / profile.FOLDER).write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING, "jaxserve"):
         profile.ProfileCache({"model": "m"}, tmp_path).save([(Load(decode=1), 0.1)])
@@ -130,12 +128,12 @@ def test_a_folder_that_cannot_be_written_is_no_reason_not_to_serve(
         ("nowhere/mine.yaml", "perf='nowhere/mine.yaml' does not exist: `jaxserve profile --out FILE` writes one"),
     ],
 )
-def test_unknown_forms_and_files_are_clear_errors(perf: str, said: str) -> None:
+def test_unknown_models_and_files_are_clear_errors(perf: str, said: str) -> None:
     with pytest.raises(InvalidValue, match=said):
         ServeConfig(perf=perf)
 
 
-def test_the_command_writes_what_serve_simulate_and_fit_read(
+def test_the_profile_command_writes_a_file_for_serve_simulate_and_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     preset, steps = tmp_path / "mine.yaml", tmp_path / "steps.csv"
@@ -163,7 +161,7 @@ def test_the_command_writes_what_serve_simulate_and_fit_read(
         (["--out", "nowhere/mine.yaml"], "out='nowhere/mine.yaml': folder 'nowhere' does not exist"),
     ],
 )
-def test_what_the_command_cannot_do_is_a_clear_error(
+def test_invalid_arguments_of_the_profile_command_are_clear_errors(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.dispatch("profile", words) == 2
@@ -185,9 +183,7 @@ def test_what_the_command_cannot_do_is_a_clear_error(
         ({}, {"model": "anything", "device": "cpu"}, True),
     ],
 )
-def test_names_of_models_and_devices_are_compared_by_words(
-    known: dict[str, str], here: dict[str, str], fits: bool
-) -> None:
+def test_model_and_device_names_are_compared_by_words(known: dict[str, str], here: dict[str, str], fits: bool) -> None:
     if fits:
         profile.check_measured_on("mine", known, here)
         return
@@ -195,7 +191,7 @@ def test_names_of_models_and_devices_are_compared_by_words(
         profile.check_measured_on("mine", known, here)
 
 
-def test_published_presets_say_what_they_are_of(repo: Path) -> None:
+def test_published_presets_name_their_model_and_device(repo: Path) -> None:
     names = [path.stem for path in (repo / "configs" / "latency").glob("*.yaml")]
     assert names
     for name in names:

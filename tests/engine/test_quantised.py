@@ -1,4 +1,4 @@
-"""The demo model with weights in 8 bits: what it loses, and the memory that pays for it."""
+"""The demo model with 8-bit weights: loss of accuracy, and memory."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from tests.support.engine.steps import Job, alone, executors
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] if name == "fp8" else []) for name in FLAG]
 )
-def test_the_demo_model_loses_at_most_one_per_cent(name: str) -> None:
+def test_the_demo_model_loses_at_most_one_percent(name: str) -> None:
     executor = demo(spec=registry.load_spec(model_path()).quantised_as(name))
     tree = executor.state.weights["layers"]
     held, count = (sum(getattr(leaf, what) for leaf in jax.tree.leaves(tree)) for what in ("nbytes", "size"))
-    assert held < 1.05 * count, f"{held} bytes for {count} numbers"
+    assert held < 1.05 * count, f"{held} bytes for {count} weights"
     found = perplexity(executor, pieces=1)
-    assert found != unquantised(1), "no weight was rounded"
-    assert abs(found / unquantised(1) - 1) <= 0.01, f"{found} against {unquantised(1)}"
+    assert found != unquantised(1), "no weight was quantized"
+    assert abs(found / unquantised(1) - 1) <= 0.01, f"perplexity {found}, unquantized {unquantised(1)}"
 
 
 def test_weights_and_cache_in_8_bits_together() -> None:
@@ -53,7 +53,7 @@ def test_a_converted_folder_is_served_like_its_source(tiny: Path, tmp_path: Path
     assert found == want
 
 
-def test_the_flag_is_checked_where_it_is_given() -> None:
+def test_the_flag_is_checked_at_startup() -> None:
     assert ServeConfig(quantization="fp8").quantization == "fp8"
     with pytest.raises(InvalidValue, match="quantization='awq' must be one of int8, fp8, fp8_per_block"):
         ServeConfig(quantization="awq")  # type: ignore[arg-type]
@@ -65,11 +65,11 @@ def test_the_flag_is_checked_where_it_is_given() -> None:
         ("qwen3-30b-a3b", None, "", 0),
         ("qwen3-30b-a3b", "int8", "int8", 0),
         ("deepseek-v2-lite", "fp8_per_block", "float8_e4m3fn", 128),
-        ("minimax-m2", None, "float8_e4m3fn", 128),  # as it is published
-        ("gpt-oss-20b", "int8", "", 0),  # its experts stay wide
+        ("minimax-m2", None, "float8_e4m3fn", 128),  # as published
+        ("gpt-oss-20b", "int8", "", 0),  # its experts are not quantized
     ],
 )
-def test_the_products_of_experts_are_chosen_for_the_weights_that_experts_have(
+def test_the_matmul_of_experts_depends_on_the_dtype_of_their_weights(
     model: str, flag: str | None, weights: str, block: int
 ) -> None:
     spec = published_spec(model).quantised_as(flag)

@@ -1,4 +1,4 @@
-"""What is drawn on the device against plain numpy."""
+"""Sampling on the device against plain numpy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.engine.statistics import DRAWS, LIMITS, V, table
 
 draw, draw_full = jax.jit(sampling.draw), jax.jit(sampling.draw_full)
 LOGITS = np.random.default_rng(0).normal(size=V).astype(np.float32) * 2
-HISTORY = np.array([3, 3, 3, 7, 9], np.int64)  # drawn before
+HISTORY = np.array([3, 3, 3, 7, 9], np.int64)  # earlier output tokens
 PROMPT = np.array([1, 3, 12], np.int64)
 
 Array = npt.NDArray[Any]
@@ -53,7 +53,7 @@ def plain_adjust(draws: int) -> Adjust:
 
 
 def reference(params: SamplingParams, logits: Array = LOGITS) -> Array:
-    """Probability of each token, in the order of vLLM. What ties with the last that is kept is kept."""
+    """Return the probability of each token, in the order of vLLM. Ties with the last kept token are kept."""
     x = logits.astype(np.float64)
     drawn = np.bincount(HISTORY, minlength=V)
     seen = (drawn > 0) | np.isin(np.arange(V), PROMPT)
@@ -87,7 +87,7 @@ def reference(params: SamplingParams, logits: Array = LOGITS) -> Array:
     ],
     ids=lambda options: "-".join(options),
 )
-def test_distribution(options: dict[str, Any]) -> None:
+def test_samples_follow_the_distribution(options: dict[str, Any]) -> None:
     check_distribution(options, LOGITS)
 
 
@@ -99,7 +99,7 @@ TIED = np.round(LOGITS)  # seven values, twenty-four tokens
     [{"top_k": 4}, {"top_k": 1}, {"top_p": 0.55}, {"top_k": 7, "top_p": 0.6}, {"top_k": 7, "top_p": 0.99}],
     ids=lambda options: "-".join(f"{name}{value}" for name, value in options.items()),
 )
-def test_distribution_with_ties_at_the_border(options: dict[str, Any]) -> None:
+def test_samples_with_ties_at_the_threshold_follow_the_distribution(options: dict[str, Any]) -> None:
     check_distribution({"temperature": 1.0, **options}, TIED)
 
 
@@ -110,10 +110,10 @@ def check_distribution(options: dict[str, Any], values: Array) -> None:
     adjust = plain_adjust(DRAWS)
     for i, (token, bias) in enumerate(params.logit_bias):
         adjust = Adjust(adjust.ids.at[:, i].set(token), adjust.values.at[:, i].set(bias), jnp.asarray(i + 1, jnp.int32))
-    # Every draw sees the same history: the counts that come back are left alone.
+    # Every draw sees the same history: updated counts are ignored.
     tokens = np.asarray(draw_full(logits, rows, adjust, counts())[0])
     seen = np.bincount(tokens, minlength=V)
-    assert not seen[expected == 0].any(), "a token was drawn that the parameters rule out"
+    assert not seen[expected == 0].any(), "an excluded token was sampled"
     # Tokens too rare for the test's normal approximation are pooled.
     rare = expected * DRAWS < 5
     pooled = np.append(expected[~rare], expected[rare].sum()) * DRAWS
@@ -133,8 +133,8 @@ ALIKE: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_both_programs_draw_the_same_where_both_may() -> None:
-    """Whichever row is beside them: some ask for no cut, some are greedy, and in `draw_full` one wants more."""
+def test_both_programs_sample_equally_if_both_apply() -> None:
+    """Whatever the other rows: some have no thresholds, some are greedy, and in `draw_full` one needs more."""
     tables = [table(SamplingParams(**asked, max_tokens=None), 16, seed=9) for asked in ALIKE]
     rows = SamplingRows(jnp.concatenate([one.packed for one in tables]))
     count, vocab = rows.packed.shape[0], 4096
@@ -153,7 +153,7 @@ def test_both_programs_draw_the_same_where_both_may() -> None:
         assert (mine == np.asarray(full)[:-1]).all()
 
 
-def test_cuts_are_drawn_without_what_penalties_need() -> None:
+def test_thresholds_need_no_penalty_state() -> None:
     slots = SlotTable(LIMITS)
     for asked, full in (
         ({"top_p": 0.9, "top_k": 5, "min_p": 0.1}, False),
@@ -176,7 +176,7 @@ def test_noise_is_gumbel_and_independent_between_seeds_positions_and_tokens() ->
         assert abs(np.corrcoef(pair[0].ravel(), pair[1].ravel())[0, 1]) < 0.01
 
 
-def test_counts_grow_where_kept_and_do_not_overflow() -> None:
+def test_counts_are_updated_only_if_requested_and_do_not_overflow() -> None:
     params = SamplingParams(temperature=0.0, presence_penalty=-0.1, max_tokens=None)
     rows, logits = table(params, 1), jnp.asarray(LOGITS)[None]
     best = int(LOGITS.argmax())
@@ -189,7 +189,7 @@ def test_counts_grow_where_kept_and_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_rows_that_are_not_finite_are_told(bad: float) -> None:
+def test_rows_with_nonfinite_logits_are_reported(bad: float) -> None:
     logits = jnp.tile(jnp.asarray(LOGITS)[None], (3, 1)).at[1, 4].set(bad)
     for temperature in (0.0, 1.0):
         rows = table(SamplingParams(temperature=temperature, max_tokens=None), 3)
@@ -197,7 +197,7 @@ def test_rows_that_are_not_finite_are_told(bad: float) -> None:
             assert [int(token) == BAD for token in tokens] == [False, True, False]
 
 
-def test_argmax_takes_the_first_of_equals() -> None:
+def test_argmax_takes_the_first_of_equal_scores() -> None:
     x = jnp.asarray([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-jnp.inf, MASKED, -jnp.inf]])
     assert argmax(x).tolist() == [1, 0, 1]
 
@@ -217,7 +217,7 @@ def test_logprobs(vocab: int) -> None:
     assert unpack(packed[0], token, 0).top == ()
 
 
-def test_log_probabilities_are_told_where_some_row_wants_them() -> None:
+def test_logprobs_are_computed_if_some_row_requests_them() -> None:
     logits = jnp.tile(jnp.asarray(LOGITS)[None], (2, 1))
     for wanted in (None, 0):
         rows = table(SamplingParams(max_tokens=None, logprobs=wanted), 2)
@@ -226,8 +226,8 @@ def test_log_probabilities_are_told_where_some_row_wants_them() -> None:
         assert (np.asarray(packed) == np.asarray(expected)).all()
 
 
-def test_the_best_are_those_of_a_sort() -> None:
-    """Ties, which come in the order of the vocabulary, and banned tokens included."""
+def test_the_top_tokens_equal_those_of_a_sort() -> None:
+    """This includes banned tokens, and ties, which are in order of the vocabulary."""
     vocab = 4 * 20 * CHUNK + 1
     x = jax.random.uniform(jax.random.key(vocab), (4, vocab))
     x = x.at[1].set(jnp.round(x[1])).at[2].set(jnp.round(x[2] * 1000)).at[2, vocab - 30 :].add(900.0)
@@ -236,7 +236,7 @@ def test_the_best_are_those_of_a_sort() -> None:
         assert (np.asarray(found) == np.asarray(expected)).all()
 
 
-def test_adjusted_tokens_have_a_limit_that_is_told() -> None:
+def test_the_number_of_adjusted_tokens_has_a_documented_limit() -> None:
     many = range(300)
     params = SamplingParams(min_tokens=1, stop_token_ids=tuple(many), logit_bias=tuple((i, 1.0) for i in many))
     with pytest.raises(InvalidValue, match=r"300 ids that end a text .* 300 in logit_bias .* more than 512"):

@@ -1,4 +1,4 @@
-"""Steps of prompts by segments: stopped at any boundary, in any order, they give the bits of a step in one go."""
+"""Prefill steps in segments: stopped at any boundary and resumed in any order, they match whole steps bitwise."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def spec_of(name: str, layers: int) -> ModelSpec:
 
 
 async def stepwise(executor: JaxExecutor, spans: Sequence[Span], depths: Sequence[int]) -> tuple[StepResult, int]:
-    """A step that goes on by so many segments at a time, and at last to its end; also how often it was stopped."""
+    """Run a step `depths` segments at a time and then to its end; also return how often it was stopped."""
     number, resume = 1, None
     for depth in depths:
         executor.depth = depth
@@ -113,17 +113,17 @@ def run_plan(executor: JaxExecutor, plan: StepPlan) -> StepResult:
 
 
 @pytest.mark.parametrize(("name", "mesh", "boundary"), BARE)
-def test_a_step_in_pieces_has_the_bits_of_one_in_one_go(name: str, mesh: str, boundary: str) -> None:
+def test_a_segmented_step_equals_a_whole_one_bitwise(name: str, mesh: str, boundary: str) -> None:
     check(name, mesh, boundary)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "mesh", "boundary"), [case for case in CASES if case not in BARE])
-def test_a_step_in_pieces_has_the_bits_of_one_in_one_go_anywhere(name: str, mesh: str, boundary: str) -> None:
+def test_a_segmented_step_equals_a_whole_one_bitwise_anywhere(name: str, mesh: str, boundary: str) -> None:
     check(name, mesh, boundary)
 
 
-def test_layers_of_a_kind_share_a_program() -> None:
+def test_equal_layers_share_a_program() -> None:
     spec = spec_of("Gemma3", 6)  # windows in every other layer
     assert spec.kinds == (0, 1) * 3
     kinds = {boundary: [link.kind for link in links(spec, Boundary.parse(boundary))] for boundary in ("op", "layer")}
@@ -148,12 +148,12 @@ def test_short_steps_run_as_a_whole_but_the_largest_never() -> None:
     assert sizes(100) == [100]
 
 
-# several steps at once, on one executor
+# Several steps at once on one executor
 
 
 @pytest.fixture(scope="module")
 def cut(tiny: Path) -> JaxExecutor:
-    """Two layers, four segments."""
+    """An executor with two layers and four segments."""
     return executors(tiny, preempt_boundary="op", preempt_depth=1)[0]
 
 
@@ -164,7 +164,7 @@ NEW = 4
 
 @pytest.fixture(scope="module")
 def expected(executor: JaxExecutor) -> list[list[int]]:
-    """Each request alone, by whole steps, on another executor."""
+    """Return the tokens of each request alone, in whole steps on another executor."""
     return [alone(executor, Job(PROMPTS[i], PARAMS[i], seed=7 * i), NEW) for i in range(4)]
 
 
@@ -176,7 +176,7 @@ ACTION = st.tuples(
 
 @given(actions=st.lists(ACTION, max_size=24))
 @settings(max_examples=examples(40))
-def test_steps_stopped_at_random_keep_their_tokens(
+def test_randomly_stopped_steps_keep_their_tokens(
     cut: JaxExecutor, expected: list[list[int]], actions: list[tuple[int, int, int | None, str]]
 ) -> None:
     mixed = Mixed(cut, jobs_of(PROMPTS, PARAMS), NEW)
@@ -194,7 +194,7 @@ def test_nothing_is_compiled_after_warm_up(cut: JaxExecutor) -> None:
     assert (compile_counter().compilations_total, compile_counter().cache_loads_total) == before
 
 
-def test_no_more_segments_are_ahead_than_asked_for(cut: JaxExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_segments_are_dispatched_than_allowed(cut: JaxExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     most: list[int] = []
     segment = cut.state.segment
 
@@ -217,8 +217,8 @@ async def _whole(executor: JaxExecutor, job: Job) -> None:
     assert isinstance(await executor.submit(StepPlan(0, (job.span(20),), preemptible=True)), StepResult)
 
 
-def test_a_step_is_committed_before_it_is_done_and_another_may_follow(cut: JaxExecutor) -> None:
-    """All is dispatched: stopping it has no effect, and what is submitted behind it runs behind it."""
+def test_a_fully_dispatched_step_cannot_be_stopped_and_another_may_follow(cut: JaxExecutor) -> None:
+    """Stopping a fully dispatched step has no effect, and the next submitted step runs behind it."""
 
     async def scenario() -> None:
         cut.depth = 4
@@ -236,7 +236,7 @@ def test_a_step_is_committed_before_it_is_done_and_another_may_follow(cut: JaxEx
     run(scenario())
 
 
-def test_a_step_waits_for_one_that_is_not_all_dispatched(cut: JaxExecutor) -> None:
+def test_a_step_waits_for_one_that_is_not_fully_dispatched(cut: JaxExecutor) -> None:
     async def scenario() -> None:
         cut.depth = 1
         first, second = Job(PROMPTS[3], slot=0), Job(PROMPTS[2], slot=1)
@@ -260,10 +260,10 @@ def test_a_step_waits_for_one_that_is_not_all_dispatched(cut: JaxExecutor) -> No
     run(scenario())
 
 
-def test_a_step_that_raises_takes_the_suspended_ones_along(
+def test_a_step_that_raises_discards_suspended_steps(
     cut: JaxExecutor, expected: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also one that raises between two segments; what they held on the devices is let go."""
+    """This includes one that raises between two segments; their device memory is freed."""
 
     async def scenario(fails: StepPlan) -> weakref.ref[jax.Array]:
         held = Job(PROMPTS[3], slot=0)
@@ -292,7 +292,7 @@ def test_a_step_that_raises_takes_the_suspended_ones_along(
     for preemptible, resume in ((True, None), (False, None), (True, 1)):
         other = Job(PROMPTS[2], slot=1)
         activations = run(scenario(StepPlan(7, (other.span(20),), preemptible=preemptible, resume=resume)))
-        caplog.clear()  # the error, and with it the frames that it went through
+        caplog.clear()  # drop the error with the frames that it references
         gc.collect()
         assert activations() is None
         assert alone(cut, Job(PROMPTS[1], PARAMS[1], seed=7), NEW) == expected[1]
@@ -305,10 +305,10 @@ async def stepwise_stopped(executor: JaxExecutor, job: Job) -> tuple[Step, int]:
     return step, int(isinstance(await step, Suspended))
 
 
-def test_steps_with_rows_that_decode_and_steps_of_single_tokens_run_as_a_whole(cut: JaxExecutor) -> None:
+def test_steps_with_decodes_and_single_token_steps_run_as_a_whole(cut: JaxExecutor) -> None:
     async def scenario() -> None:
         job = Job(PROMPTS[0], slot=0)
-        step = cut.submit(StepPlan(1, (job.span(1),), preemptible=True))  # the bucket of one token a row
+        step = cut.submit(StepPlan(1, (job.span(1),), preemptible=True))  # the bucket of one token per row
         cut.preempt(step)
         assert isinstance(await step, StepResult)
         cut.release([0])
@@ -317,7 +317,7 @@ def test_steps_with_rows_that_decode_and_steps_of_single_tokens_run_as_a_whole(c
 
 
 def test_bytes_held_by_a_suspended_step(cut: JaxExecutor) -> None:
-    """Those of what `begin` gives: activations, turns, the rows and tables of the attention."""
+    """They are those of the outputs of `begin`: activations, rotary tables, and rows and tables of the attention."""
     segments, state = cut.state.segments, cut.state
     assert isinstance(segments, Segments)
     job = Job(PROMPTS[3], slot=0)

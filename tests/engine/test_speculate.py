@@ -1,4 +1,4 @@
-"""Judging drafts on the device: what is drawn is what the target would draw, however good or bad the draft."""
+"""Verification of drafts on the device: samples follow the target distribution, whatever the drafts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRAWS, DEPTH = 24_576, 2
 RANDOM = np.random.default_rng(0)
 TARGET = (RANDOM.normal(size=(DEPTH + 1, V)) * 2).astype(np.float32)  # logits at the three positions of a row
 NEAR = TARGET[:DEPTH] + RANDOM.normal(size=(DEPTH, V)).astype(np.float32)
-WRONG = -TARGET[:DEPTH]  # likes best what the target likes least
+WRONG = -TARGET[:DEPTH]  # prefers the tokens that the target likes least
 STYLES = (
     SamplingParams(temperature=0.5, top_k=8),
     SamplingParams(temperature=1.0, top_p=0.85),
@@ -32,7 +32,7 @@ STYLES = (
 
 
 def drawn(params: SamplingParams, guesses: Array, method: str) -> tuple[Array, Array]:
-    """Tokens [DRAWS, 1 + DEPTH] of as many requests (NONE behind the last), and what was drafted."""
+    """Return tokens [DRAWS, 1 + DEPTH] of as many requests (NONE after the last), and the drafts."""
     packed = np.asarray(table(params, DRAWS).packed).copy()
     packed[:, Column.SEED] = RANDOM.permutation(DRAWS)
     packed[:, Column.POSITION] = 7
@@ -57,9 +57,11 @@ def expected(params: SamplingParams, position: int) -> Array:
 @pytest.mark.parametrize("method", ["strict", "probabilistic"])
 @pytest.mark.parametrize("guesses", [NEAR, WRONG], ids=["near", "wrong"])
 @pytest.mark.parametrize("params", STYLES, ids=lambda one: f"t{one.temperature}-k{one.top_k}-p{one.top_p}")
-def test_the_distribution_is_the_targets(params: SamplingParams, guesses: Array, method: str) -> None:
-    """At the first position by all rows, at the others by those that came so far; each given what came before, since
-    the target's logits here do not depend on it."""
+def test_samples_follow_the_target_distribution(params: SamplingParams, guesses: Array, method: str) -> None:
+    """Check the first position over all rows, later ones over the rows that reached them.
+
+    The target's logits do not depend on earlier tokens here.
+    """
     found, _ = drawn(params, guesses, method)
     for position in range(DEPTH + 1):
         mine = found[:, position]
@@ -70,15 +72,15 @@ def test_the_distribution_is_the_targets(params: SamplingParams, guesses: Array,
     assert len(found) >= 20_000
 
 
-def test_a_wrong_distribution_is_found() -> None:
-    """The test above tells them apart: what was drafted is not what the target would draw."""
+def test_a_wrong_distribution_is_detected() -> None:
+    """The test above can fail: drafts do not follow the target distribution."""
     params = STYLES[3]
     _, draft = drawn(params, NEAR, "strict")
     assert chi_square(np.bincount(draft[:, 0], minlength=V), expected(params, 0)) < 1e-6
 
 
-def test_rejection_sampling_keeps_what_it_can() -> None:
-    """min(p, q) summed over the tokens is the share of drafts that are kept at best: probabilistic reaches it."""
+def test_rejection_sampling_accepts_as_many_drafts_as_possible() -> None:
+    """The highest possible acceptance is the sum of min(p, q) over tokens, which the probabilistic method reaches."""
     params = STYLES[3]
     rows = table(params, 1)
     q = np.asarray(jax.nn.softmax(heated_and_cut(jnp.asarray(NEAR[:1]), rows)))[0]
@@ -99,8 +101,11 @@ def test_rejection_sampling_keeps_what_it_can() -> None:
     lengths=st.lists(st.integers(0, 3), min_size=4, max_size=4),
     method=st.sampled_from(["strict", "probabilistic"]),
 )
-def test_rows_of_all_lengths(seed: int, temperature: float, lengths: list[int], method: str) -> None:
-    """What is kept is a prefix of the draft, then comes one token. Strict, and greedy ones, are those of no draft."""
+def test_rows_of_all_draft_lengths(seed: int, temperature: float, lengths: list[int], method: str) -> None:
+    """A prefix of the draft is accepted, then one token follows.
+
+    Strict and greedy tokens equal those without drafts.
+    """
     random = np.random.default_rng(seed)
     logits = jnp.asarray(random.normal(size=(4 * 4, V)).astype(np.float32) * 3)
     packed = jnp.asarray(np.asarray(table(SamplingParams(temperature=temperature), 4, seed=seed).packed))
@@ -123,7 +128,7 @@ DRAW, STRICT, PROBABILISTIC = jax.jit(draw), jax.jit(strict), jax.jit(probabilis
 
 
 @pytest.mark.parametrize("method", ["strict", "probabilistic"])
-def test_logits_that_are_not_finite_fail_the_row(method: str) -> None:
+def test_nonfinite_logits_fail_the_row(method: str) -> None:
     logits = np.zeros((2 * 3, V), np.float32)
     logits[:, 5] = 9
     logits[1] = np.nan  # the second position of the first row
@@ -133,11 +138,12 @@ def test_logits_that_are_not_finite_fail_the_row(method: str) -> None:
     assert found.tolist() == [[5, BAD, NONE], [5, 5, 5]]
 
 
-# ---- n-grams -----------------------------------------------------------------------------------------------------
+# ---- prompt lookup
+# ---------------------------------------------------------------------------------------------------
 
 
 def looked_up(text: list[int], count: int, least: int, most: int) -> list[int] | None:
-    """What followed the first occurrence of the longest suffix, by plain search."""
+    """Return the tokens after the first occurrence of the longest suffix, by plain search."""
     for size in range(min(most, len(text) - 1), least - 1, -1):
         suffix = text[-size:]
         for at in range(len(text) - size):
@@ -169,8 +175,8 @@ LOOKUPS = {
 }
 
 
-def test_noise_of_different_kinds_is_independent() -> None:
-    """To draft, to judge and to draw again: were two alike, drafts would be kept too often or too seldom."""
+def test_noise_for_different_purposes_is_independent() -> None:
+    """Equal noise for drafting, verification and resampling would bias acceptance."""
     packed = table(SamplingParams(), 20_000).packed
     from jaxserve.engine.programs.sampling import gumbel
 

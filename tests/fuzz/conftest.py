@@ -14,18 +14,18 @@ from jaxserve.tokenizer import Tokenizer
 
 @pytest.fixture(autouse=True, scope="module")
 def _little_memory() -> None:
-    """Nothing: the engine here lives on, and says how often it compiles."""
+    """Keep compiled programs between files, since the engine stays alive and counts compilations."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_mappings(compiled_is_let_go: Callable[[int], None]) -> None:
-    """Before the engine only, which lives on."""
+    """Forget compiled programs before the engine only, which stays alive."""
     compiled_is_let_go(10_000)
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    """A small context and a short queue: what is valid ends soon."""
+    """A service with a small context and a short queue, so that valid requests end soon."""
     from jaxserve.engine.engine import Engine
 
     config = ServeConfig.load(

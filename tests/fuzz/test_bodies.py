@@ -1,6 +1,7 @@
-"""Mutated bodies against a real engine: each gets an answer of its own making, nothing hangs, nothing is left.
+"""Mutated bodies against a real engine: each gets a valid answer, nothing hangs, and nothing is leaked.
 
-`JAXSERVE_FUZZ_SEED=N` draws others; `pytest -m full tests/fuzz` takes 100,000. A failure prints the case.
+`JAXSERVE_FUZZ_SEED=N` draws others; `pytest -m full tests/fuzz` takes 100,000. A failure prints the
+case.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from tests.support.fuzz.mutation import Case, case
 
 BARE, FULL = 2_000, 100_000
 AT_ONCE = 24
-PATIENCE = 60.0  # seconds for one answer, on a busy machine
+PATIENCE = 60.0  # seconds for one answer on a busy machine
 ALLOWED = {200, 400, 401, 404, 413, 415, 429, 499, 503}
-OURS = {"queue_full"}  # codes of 503 that are ours to give here: the queue holds 64
+OURS = {"queue_full"}  # codes of 503 that are expected here: the queue holds 64
 
 
 async def ask(app: Any, one: Case) -> tuple[int, bytes]:
@@ -65,7 +66,7 @@ async def ask(app: Any, one: Case) -> tuple[int, bytes]:
 
 
 def judge(one: Case, status: int, body: bytes) -> str | None:
-    """What is wrong with an answer; None where nothing is."""
+    """Return what is wrong with an answer, or None."""
     if status not in ALLOWED:
         return f"status {status}"
     if one.leaves is not None:
@@ -91,13 +92,13 @@ def judge(one: Case, status: int, body: bytes) -> str | None:
 
 
 def memory() -> float:
-    """Resident memory in MiB."""
+    """Return the resident memory in MiB."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def fuzz(service: Service, count: int) -> tuple[Counter[int], list[float]]:
-    """Ask `count` times; returns how often each status came, and memory after each tenth."""
+    """Send `count` requests; returns the count of each status, and the memory after each tenth."""
     draw = random.Random(int(os.environ.get("JAXSERVE_FUZZ_SEED", "20")))
     app, seen, sizes = create_app(service), Counter[int](), list[float]()
 
@@ -120,7 +121,7 @@ def fuzz(service: Service, count: int) -> tuple[Counter[int], list[float]]:
             sizes.append(memory())
         end = asyncio.get_running_loop().time() + PATIENCE
         while (stats := service.engine.stats()).running or stats.waiting or stats.kv_usage:
-            assert asyncio.get_running_loop().time() < end, f"left in the engine: {stats}"
+            assert asyncio.get_running_loop().time() < end, f"not released by the engine: {stats}"
             await asyncio.sleep(0.02)
 
     asyncio.run(main())
@@ -128,7 +129,7 @@ def fuzz(service: Service, count: int) -> tuple[Counter[int], list[float]]:
 
 
 def check(service: Service, caplog: pytest.LogCaptureFixture, count: int, growth: float) -> None:
-    """Fuzz, and see that nothing is left; memory may grow by `growth` MiB after the first fifth."""
+    """Fuzz and check for leaks; memory may grow by `growth` MiB after the first fifth."""
     with caplog.at_level(logging.WARNING):
         seen, sizes = fuzz(service, count)
     assert sum(seen.values()) == count

@@ -1,4 +1,4 @@
-"""`jaxserve convert` and back: the same arrays on any mesh, and every way to go wrong named."""
+"""`jaxserve convert` and back: equal arrays on any mesh, and errors that name the problem."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installe
 
 
 def make(folder: Path, case: str = "minimax-m2", **changes: Any) -> Path:
-    """A small random model in `folder`."""
+    """Write a small random model into `folder`."""
     family, facts = CASES[case]
     peer(family, **{**facts, **changes}).save_pretrained(folder)  # type: ignore[operator]
     return folder
@@ -43,7 +43,7 @@ def same(found: Any, want: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "name"), [("minimax-m2", None), ("gpt-oss", "int8"), ("deepseek-v2, groups, a latent of queries", "fp8")]
 )
-def test_what_is_restored_is_what_is_loaded(tmp_path: Path, case: str, name: str | None) -> None:
+def test_restored_weights_equal_loaded_ones(tmp_path: Path, case: str, name: str | None) -> None:
     source, out = make(tmp_path / "a", case, vocab_size=97), tmp_path / "b"
     assert convert(source, out, *([] if name is None else ["--quantization", name])) == 0
     want = registry.load_spec(source).quantised_as(name)
@@ -55,7 +55,7 @@ def test_what_is_restored_is_what_is_loaded(tmp_path: Path, case: str, name: str
             same(converted.load(out, spec, dtype, where), load_weights(source, spec, dtype, where))
 
 
-def test_progress_counts_parts_and_scales_of_the_cache_are_made(tmp_path: Path) -> None:
+def test_progress_counts_parts_and_cache_scales_are_converted(tmp_path: Path) -> None:
     source, out, seen = make(tmp_path / "a", "llama3, biases"), tmp_path / "b", []
     spec = registry.load_spec(source)
     converted.save(source, out, spec, "float32", progress=lambda *at: seen.append(at))
@@ -64,8 +64,8 @@ def test_progress_counts_parts_and_scales_of_the_cache_are_made(tmp_path: Path) 
     same(converted.load(out, spec, "float32", [mesh(2)]), load_weights(source, spec, "float32", [mesh(2)]))
 
 
-def test_kv_heads_that_are_copied_need_a_conversion_of_their_own(tmp_path: Path) -> None:
-    source, out = make(tmp_path / "a", "llama3, biases"), tmp_path / "b"  # two kv heads
+def test_replicated_kv_heads_need_their_own_conversion(tmp_path: Path) -> None:
+    source, out = make(tmp_path / "a", "llama3, biases"), tmp_path / "b"  # two KV heads
     assert convert(source, out) == 0
     spec = registry.load_spec(out).for_tp(4)
     with pytest.raises(WeightsError, match="1 copies of each kv head, this mesh needs 2: convert with --mesh 1x4"):
@@ -75,7 +75,7 @@ def test_kv_heads_that_are_copied_need_a_conversion_of_their_own(tmp_path: Path)
     same(converted.load(tmp_path / "c", spec, "float32", where), load_weights(source, spec, "float32", where))
 
 
-def test_an_interrupted_conversion_is_told_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_conversion_is_reported_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = make(tmp_path / "a", "llama3, biases"), tmp_path / "b"
 
     def stop(done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""The embedded model is small, loads like any Hugging Face folder, and has learnt something."""
+"""The embedded demo model is small, loads like any Hugging Face folder, and is trained."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def model() -> Any:
     return net.to(torch.float32).eval()
 
 
-def test_the_whole_demo_fits_in_twelve_megabytes() -> None:
+def test_the_demo_folder_is_below_twelve_megabytes() -> None:
     files = [path for path in model_path().parent.rglob("*") if "__pycache__" not in path.parts]
     size = sum(path.stat().st_size for path in files if path.is_file())
     assert size <= 12_000_000, f"{size=}"
 
 
-def test_the_draft_knows_what_the_model_says_next(tokenizer: Any, model: Any) -> None:
+def test_the_draft_model_predicts_the_model(tokenizer: Any, model: Any) -> None:
     import torch
 
     draft = transformers.AutoModelForCausalLM.from_pretrained(draft_path(), local_files_only=True).to(torch.float32)
@@ -45,7 +45,7 @@ def test_the_draft_knows_what_the_model_says_next(tokenizer: Any, model: Any) ->
     with torch.no_grad():
         p, q = (net(ids).logits[0].softmax(-1) for net in (model, draft))
     overlap = float(torch.minimum(p, q).sum(-1).mean())
-    assert overlap > 0.3, f"{overlap=}"  # of what the folder's acceptance.json says of answers: 0.46
+    assert overlap > 0.3, f"{overlap=}"  # acceptance.json of the folder says 0.46 for answers
 
 
 def test_the_draft_shares_the_vocabulary_and_is_a_fraction_of_the_model() -> None:
@@ -55,7 +55,7 @@ def test_the_draft_shares_the_vocabulary_and_is_a_fraction_of_the_model() -> Non
     assert configs[1]["num_hidden_layers"] * 4 <= configs[0]["num_hidden_layers"]
 
 
-def test_config_is_what_the_weights_are() -> None:
+def test_the_config_matches_the_weights() -> None:
     numpy = pytest.importorskip("safetensors")
     config = json.loads((model_path() / "config.json").read_text())
     with numpy.safe_open(model_path() / "model.safetensors", "numpy") as weights:
@@ -72,7 +72,7 @@ def test_config_is_what_the_weights_are() -> None:
     )
 
 
-def test_any_text_survives_the_tokenizer(tokenizer: Any) -> None:
+def test_any_text_round_trips_through_the_tokenizer(tokenizer: Any) -> None:
     rng = random.Random(0)
     letters = "".join(chr(rng.choice([rng.randrange(32, 0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(400))
     for text in ["def f(x):\n\treturn  x\n", "naïve 東京 🦜👩‍👩‍👧 \u200f\x00\r\n", " a  b ", letters]:
@@ -100,13 +100,13 @@ def test_chat_template(tokenizer: Any) -> None:
     )
 
 
-def test_the_template_renders_what_was_trained_on(tokenizer: Any) -> None:
+def test_the_template_renders_the_training_format(tokenizer: Any) -> None:
     corpus = pytest.importorskip("jaxserve.demo.corpus")
     chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == corpus.END_OF_TEXT + corpus.turn("Q", "A")
 
 
-def test_held_out_code_is_far_from_a_surprise(tokenizer: Any, model: Any) -> None:
+def test_held_out_code_has_a_low_loss(tokenizer: Any, model: Any) -> None:
     import torch
 
     functions = (textwrap.wrap, textwrap.shorten, textwrap.dedent, textwrap.indent)  # held out of training
@@ -128,7 +128,7 @@ def test_a_chat_is_answered_with_code_and_ends(tokenizer: Any, model: Any) -> No
     assert text.endswith("```<|end|>")
 
 
-def test_the_corpus_holds_modules_out_and_chats_in(tmp_path: Path) -> None:
+def test_the_corpus_excludes_held_out_modules_and_includes_chats(tmp_path: Path) -> None:
     corpus = pytest.importorskip("jaxserve.demo.corpus")
     code = 'def twice(x):\n    """Return twice the given number."""\n    return x + x  # long enough\n'
     (tmp_path / "textwrap.py").write_text("# held out\n")

@@ -1,4 +1,4 @@
-"""Models by Hub id, from a hub made up on this machine: the endpoints that huggingface_hub asks."""
+"""Models by Hub id, from a fake hub on this machine with the endpoints that huggingface_hub uses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FILES = {
 
 
 class FakeHub(BaseHTTPRequestHandler):
-    """`someone/model` for whoever shows the token, at revisions `main` and COMMIT."""
+    """A fake hub with `someone/model`, which requires the token, at revisions `main` and COMMIT."""
 
     asked: list[str]  # set per server, on a subclass
 
@@ -88,14 +88,14 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 def resolve(
     home: Path, endpoint: str, *args: str, function: str = "resolve_model", **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """`function(*args)` in a process of its own, because huggingface_hub reads the environment at import."""
+    """Call `function(*args)` in a new process, since huggingface_hub reads the environment at import."""
     return ask(
         home, endpoint, f"from jaxserve.models.hub import {function} as get; print(get(*sys.argv[1:]))", *args, **env
     )
 
 
 def ask(home: Path, endpoint: str, code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process whose hub is at `endpoint`."""
+    """Run code in a new process that uses the hub at `endpoint`."""
     settings = {
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(home),
@@ -109,7 +109,7 @@ def ask(home: Path, endpoint: str, code: str, *args: str, **env: str) -> subproc
     return subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=120)
 
 
-def test_a_model_is_fetched_once_and_only_what_is_needed(tmp_path: Path, hub: tuple[str, list[str]]) -> None:
+def test_a_model_is_fetched_once_and_only_the_needed_files(tmp_path: Path, hub: tuple[str, list[str]]) -> None:
     endpoint, asked = hub
     first = resolve(tmp_path, endpoint, "someone/model")
     assert first.returncode == 0, first.stderr
@@ -136,7 +136,7 @@ def test_a_config_is_fetched_without_weights(tmp_path: Path, hub: tuple[str, lis
 
 
 def test_dummy_weights_are_not_downloaded(tmp_path: Path, hub: tuple[str, list[str]]) -> None:
-    """Config and tokenizer are; of the draft model too."""
+    """Only the config and tokenizer of a model and its draft model are downloaded."""
     endpoint, asked = hub
     code = (
         "from jaxserve.config import ServeConfig; from jaxserve.engine.startup.assemble import _draft;"
@@ -163,7 +163,7 @@ def test_dummy_weights_are_not_downloaded(tmp_path: Path, hub: tuple[str, list[s
 
 @pytest.mark.parametrize("name", ["llama3-8b", "minimax-m2", "Opt-125M"])
 def test_dummy_weights_of_a_short_name_need_no_file(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """As for `jaxserve plan`. Its tokenizer comes from the Hub, or is the demo model's: here there is no network."""
+    """`jaxserve plan` works like this. The tokenizer comes from the Hub or is the demo model's: here is no network."""
     config = ServeConfig(model=name, load_format="dummy")
     assert find_model(config.model_source, None, "dummy") == (published_spec(name.lower()), None)
     assert len(find_tokenizer(config)) == 4096
@@ -179,7 +179,7 @@ def test_a_short_name_stands_for_its_repository(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ModelNotFound, match=r"(?s)tokenizer 'Qwen/Qwen3-8B' is not .* pass its path as --tokenizer"):
         find_tokenizer(config)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "llama3-8b").symlink_to(DEMO)  # a folder of that name is itself
+    (tmp_path / "llama3-8b").symlink_to(DEMO)  # a folder of that name takes precedence
     assert find_model("llama3-8b", None, "dummy").folder == Path("llama3-8b")
 
 
@@ -192,7 +192,7 @@ def test_a_short_name_stands_for_its_repository(tmp_path: Path, monkeypatch: pyt
         (("someone/model",), {"HF_ENDPOINT": "http://127.0.0.1:9"}, "LocalEntryNotFound|Connect"),
     ],
 )
-def test_what_cannot_be_had_says_what_to_do(
+def test_download_errors_suggest_a_remedy(
     tmp_path: Path, hub: tuple[str, list[str]], args: tuple[str, ...], env: dict[str, str], reason: str
 ) -> None:
     done = resolve(tmp_path, hub[0], *args, **env)
@@ -204,7 +204,7 @@ def test_what_cannot_be_had_says_what_to_do(
     assert any(part in last for part in reason.split("|")), last
 
 
-def test_a_folder_is_itself_and_a_missing_one_is_named(tmp_path: Path) -> None:
+def test_local_folders_are_used_and_missing_ones_are_named(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
     for name in (str(tmp_path / "nowhere"), "./nowhere", "a/b/c", ""):
         with pytest.raises(InvalidValue, match="does not exist; expected a folder with config"):

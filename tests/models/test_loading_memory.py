@@ -1,4 +1,4 @@
-"""What the host holds while it loads: the weight that is being built, and little else."""
+"""Host memory during loading: the weight being built, and little else."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def test_the_host_holds_one_weight_at_a_time(tmp_path: Path, monkeypatch: pytest
         save_file(held, tmp_path / f"{i}.safetensors")
     del held
     largest, whole = 2 * max(prod(info.shape) for info in infos), 2 * sum(map(prod, shapes.values()))
-    monkeypatch.setattr(
-        weights.jax, "device_put", lambda x, where: np.zeros(())
-    )  # as if devices had memory of their own
+    monkeypatch.setattr(weights.jax, "device_put", lambda x, where: np.zeros(()))  # as if devices had their own memory
 
     def load() -> Any:
         return weights.load_weights(tmp_path, spec.quantised_as(name), "bfloat16", [mesh(1)])

@@ -1,4 +1,4 @@
-"""What a mixture of experts computes, against every expert for every token in float64."""
+"""A mixture of experts against every expert for every token in float64."""
 
 from __future__ import annotations
 

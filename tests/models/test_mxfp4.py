@@ -1,4 +1,4 @@
-"""Weights packed to four bits are what transformers makes of them, and load as bfloat16 ones do."""
+"""MXFP4 weights: equal to transformers' dequantization, and loaded like bfloat16 ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxserve.models.weights import WeightsError, load_weights, random_weights
 from tests.support.models.configs import GPT_OSS, TOKENS
 from tests.support.models.driver import Driver, expected, mesh, peer
 
-WIDTH = {**GPT_OSS, "intermediate_size": 32, "num_hidden_layers": 1}  # whole blocks of 32 both ways
+WIDTH = {**GPT_OSS, "intermediate_size": 32, "num_hidden_layers": 1}  # whole blocks of 32 in both dimensions
 
 
 def packed(experts: int, outputs: int, inputs: int, seed: int = 0) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -30,7 +30,7 @@ def packed(experts: int, outputs: int, inputs: int, seed: int = 0) -> tuple[npt.
     return blocks, rng.integers(122, 127, blocks.shape[:-1]).astype(np.uint8)
 
 
-def test_every_byte_under_every_power_is_that_of_transformers() -> None:
+def test_every_byte_with_every_exponent_matches_transformers() -> None:
     blocks = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16), (2, 120, 16, 16)).copy()
     scales = np.broadcast_to(np.arange(5, 245, dtype=np.uint8).reshape(2, 120, 1), (2, 120, 16)).copy()
     want = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
@@ -41,7 +41,7 @@ def test_every_byte_under_every_power_is_that_of_transformers() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> tuple[Path, Any]:
-    """A checkpoint with packed experts, and the model of transformers with the weights that they stand for."""
+    """A checkpoint with packed experts, and a transformers model with the dequantized weights."""
     model = peer("GptOss", **WIDTH)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     file = tmp_path / "model.safetensors"
@@ -65,7 +65,7 @@ def test_a_packed_checkpoint_gives_the_logits_of_its_weights(folder: tuple[Path,
     np.testing.assert_allclose(got, expected(model, TOKENS[:16]), atol=2e-4, rtol=0)
 
 
-def test_blocks_and_scales_that_do_not_fit_are_named(folder: tuple[Path, Any]) -> None:
+def test_mismatched_blocks_and_scales_are_named(folder: tuple[Path, Any]) -> None:
     path, name = folder[0], "model.layers.0.mlp.experts.down_proj"
     tensors = load_file(path / "model.safetensors")
     tensors[name + "_scales"] = tensors[name + "_scales"][:, 1:].copy()

@@ -1,4 +1,4 @@
-"""Logits are those of transformers: at once, in chunks, token by token, and on any number of shards."""
+"""Logits match transformers in one step, in chunks, token by token, and on any number of shards."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ def check(path: Path, case: tuple[str, dict[str, Any]], tps: tuple[int, ...]) ->
         got = np.concatenate([first, *rest])  # two chunks, and 32 tokens one by one
         np.testing.assert_allclose(got, want, atol=2e-4, rtol=0, err_msg=f"{tp=}")
         np.testing.assert_array_equal(got.argmax(-1), want.argmax(-1))
-        driver.done = 0  # the same pages again: what they hold must not matter
+        driver.done = 0  # the same pages again: their contents must not matter
         np.testing.assert_allclose(driver.feed(TOKENS[:16]), want[:16], atol=2e-4, rtol=0, err_msg=f"{tp=}")
 
 
 @pytest.mark.parametrize(
     ("name", "tps"), list(zip(CASES, [(2,), (1,), (4,), (2,), (4,), (4,), (1,), (4,), (1,), (4,)], strict=True))
 )
-def test_logits_are_those_of_transformers(tmp_path: Path, name: str, tps: tuple[int, ...]) -> None:
+def test_logits_match_transformers(tmp_path: Path, name: str, tps: tuple[int, ...]) -> None:
     check(tmp_path, CASES[name], tps)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", [*CASES, *FULL])
-def test_logits_are_those_of_transformers_full(tmp_path: Path, name: str) -> None:
+def test_logits_match_transformers_full(tmp_path: Path, name: str) -> None:
     check(tmp_path, {**CASES, **FULL}[name], (1, 2, 4))
 
 
 @pytest.mark.parametrize(("family", "reductions"), [("Qwen3", 2 * 2 + 1), ("DeepseekV2", 2 * 3 + 1)])
-def test_shards_reduce_and_move_nothing_else(tmp_path: Path, family: str, reductions: int) -> None:
-    """Two reductions per layer and one for the embedding; no weight and no page is gathered."""
+def test_shards_communicate_by_reductions_only(tmp_path: Path, family: str, reductions: int) -> None:
+    """There are two reductions per layer and one for the embedding; no weight or page is gathered."""
     changes = {"Qwen3": {"head_dim": 16}, "DeepseekV2": {**DEEPSEEK, **GROUPS}}[family]
     peer(family, **changes).save_pretrained(tmp_path)  # type: ignore[operator]
-    driver = Driver.of(tmp_path, tp=4)  # four shards of two kv heads
+    driver = Driver.of(tmp_path, tp=4)  # four shards with two KV heads
     assert driver.pools[0][0].shape[2] == 4
     text = driver.compiled(TOKENS[:1])
     moved = {name: text.count(f" {name}(") for name in ("all-gather", "all-to-all", "collective-permute", "all-reduce")}

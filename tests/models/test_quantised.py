@@ -1,4 +1,4 @@
-"""Weights in 8 bits: exact against the same weights dequantised first, in every family, on any number of shards."""
+"""Weights in 8 bits: equal to the same weights dequantized first, in every family, on any number of shards."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def is_quantised(x: Any) -> bool:
 
 
 def narrow_names(spec: ModelSpec, how: Quantisation) -> set[str]:
-    """Tensors of the checkpoint that the tree keeps in 8 bits."""
+    """Return the names of checkpoint tensors that are kept in 8 bits."""
     tree = registry.abstract_weights(replace(spec, quantised=how), "float32")
     params = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (Info, Quantised)))
     return {source.name for param in params if is_quantised(param) for source in param.values.sources}
 
 
 def rounded(tensors: Tensors, names: set[str], how: Quantisation) -> Tensors:
-    """The float checkpoint whose weights are those of the quantised one."""
+    """Return a float checkpoint with the dequantized weights."""
     out = dict(tensors)
     for name in names:
         block = how.block or (1, tensors[name].shape[1])
@@ -60,7 +60,7 @@ def logits(folder: Path, spec: ModelSpec, tp: int) -> npt.NDArray[np.float32]:
 
 
 def save(folder: Path, family: str, changes: dict[str, Any]) -> Tensors:
-    """A small random model as one file; its tensors."""
+    """Write a small random model as one file; returns its tensors."""
     peer(family, **changes).save_pretrained(folder)  # type: ignore[operator]
     (file,) = folder.glob("*.safetensors")
     return load_file(file)
@@ -70,7 +70,7 @@ def check_flag(tmp_path: Path, case: str, name: str, tps: tuple[int, ...]) -> No
     tensors = save(tmp_path, *MODELS[case])
     spec, how = registry.load_spec(tmp_path), FLAG[name]
     names = narrow_names(spec, how)
-    assert names, "nothing is quantised"
+    assert names, "no weight is quantized"
     mine = {tp: logits(tmp_path, spec.quantised_as(name), tp) for tp in tps}
     (file,) = tmp_path.glob("*.safetensors")
     save_file(rounded(tensors, names, how), file)
@@ -97,11 +97,11 @@ def test_the_flag_computes_with_the_rounded_weights_full(tmp_path: Path, case: s
     check_flag(tmp_path, case, name, (1, 2, 4))
 
 
-# checkpoints
+# Checkpoints
 
 
 def as_fp8(folder: Path, tensors: Tensors, how: Quantisation) -> Tensors:
-    """Writes the folder's model as FP8 checkpoints are; returns the tensors that it holds, dequantised."""
+    """Rewrite the folder's model as an FP8 checkpoint; returns its dequantized tensors."""
     assert how.block is not None
     linear = {name for name, x in tensors.items() if x.ndim == 2 and how.takes(name) and "embed" not in name}
     held: Tensors = {}
@@ -124,7 +124,7 @@ def as_fp8(folder: Path, tensors: Tensors, how: Quantisation) -> Tensors:
 
 
 def save_fp8(tensors: Tensors, file: Path) -> None:
-    """As torch writes it: the library's numpy side has no 8-bit floats."""
+    """Write the file with torch, since the numpy side of safetensors has no 8-bit floats."""
     import torch
     from safetensors.torch import save_file as save
 
@@ -149,7 +149,7 @@ def save_fp8(tensors: Tensors, file: Path) -> None:
         pytest.param("qwen3, own head_dim", ODD, (1, 2, 4), marks=pytest.mark.full),
     ],
 )
-def test_an_fp8_checkpoint_loads_as_it_is(
+def test_an_fp8_checkpoint_loads_unchanged(
     tmp_path: Path, case: str, block: tuple[int, int], tps: tuple[int, ...]
 ) -> None:
     how = replace(FP8, block=block)
@@ -170,7 +170,7 @@ def test_an_fp8_checkpoint_loads_as_it_is(
         np.testing.assert_allclose(found, want, atol=2e-5, rtol=0, err_msg=f"{tp=}")
 
 
-def test_what_is_missing_or_of_another_type_is_named(tmp_path: Path) -> None:
+def test_missing_tensors_and_wrong_dtypes_are_named(tmp_path: Path) -> None:
     tensors = save(tmp_path, *MODELS["minimax-m2"])
     as_fp8(tmp_path, tensors, FP8)
     (file,) = tmp_path.glob("*.safetensors")
@@ -195,14 +195,14 @@ def test_what_is_missing_or_of_another_type_is_named(tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
-# the parts
+# Single functions
 
 
 @given(
     st.integers(1, 70), st.integers(1, 70), st.sampled_from([None, (128, 128), ODD, (1, 7)]),
     st.sampled_from(["int8", "float8_e4m3fn"]), st.integers(0, 2**32 - 1),
 )  # fmt: skip
-def test_a_weight_is_rounded_to_the_nearest(
+def test_a_weight_is_rounded_to_nearest(
     outputs: int, inputs: int, block: tuple[int, int] | None, dtype: str, seed: int
 ) -> None:
     how = Quantisation(dtype, block)
@@ -216,7 +216,7 @@ def test_a_weight_is_rounded_to_the_nearest(
     assert (np.abs(back - x) <= most * 1.0001).all()
 
 
-def test_random_weights_are_those_of_any_mesh_and_nearly_those_unquantised(tmp_path: Path) -> None:
+def test_random_weights_are_equal_on_any_mesh_and_close_to_unquantized_ones(tmp_path: Path) -> None:
     save(tmp_path, *MODELS["qwen3-moe"])
     spec = registry.load_spec(tmp_path).quantised_as("int8")
     one, four = (random_weights(spec.for_tp(tp), "float32", [mesh(tp)])[0] for tp in (1, 2))
@@ -229,7 +229,7 @@ def test_random_weights_are_those_of_any_mesh_and_nearly_those_unquantised(tmp_p
     assert named.values.spec == four["layers"][0]["mlp"]["down"].values.sharding.spec
 
 
-def test_scales_are_split_with_the_inputs_where_blocks_divide_them(tmp_path: Path) -> None:
+def test_scales_are_sharded_with_the_inputs_if_blocks_divide_them(tmp_path: Path) -> None:
     save(tmp_path, *MODELS["llama3, biases"])
     spec = replace(registry.load_spec(tmp_path), quantised=Quantisation("float8_e4m3fn", (16, 16)))
     down = shardings(spec, mesh(2))["layers"][0]["mlp"]["down"]  # 64 inputs over 2 shards, 4 scales
@@ -243,7 +243,7 @@ def test_scales_are_split_with_the_inputs_where_blocks_divide_them(tmp_path: Pat
     [{"quant_method": "awq"}, {"quant_method": "fp8"}, {"quant_method": "fp8", "weight_block_size": [128]},
      {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}],
 )  # fmt: skip
-def test_other_forms_are_refused_by_name(given_config: dict[str, Any]) -> None:
+def test_other_formats_are_refused_by_name(given_config: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue, match=r"method '\w+' is not supported with .*; supported are quant_method 'fp8'"):
         read({"quantization_config": given_config})
 

@@ -1,4 +1,4 @@
-"""Configs become numbers, or an error that names the value and what is supported."""
+"""Model configs become specs, or an error names the value and what is supported."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ROPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: "-".join(map(str, rope.values())))
-def test_rotary_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> None:
+def test_rotary_frequencies_match_transformers(rope: dict[str, Any]) -> None:
     config = transformers.LlamaConfig(
         **SIZES, head_dim=64, max_position_embeddings=2048, rope_parameters={"rope_theta": 5e5, **rope}
     )
@@ -99,7 +99,7 @@ def test_the_older_spelling_of_rope_is_read() -> None:
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, r"per layer type \(full_attention\)"),
     ],
 )
-def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_values_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         spec_from_config({**LLAMA, **changes})
 
@@ -137,7 +137,7 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str) -
         ("GptOss", {"num_experts_per_tok": 2}, "no 'num_experts', which GptOssForCausalLM needs"),
     ],
 )
-def test_what_a_family_cannot_do_is_named(name: str, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_features_of_a_family_are_named(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         spec_from_config({**SIZES, "architectures": [f"{name}ForCausalLM"], **changes})
 
@@ -151,7 +151,7 @@ def test_experts_divide_among_shards() -> None:
 
 
 def test_windows_follow_the_spelling_of_each_family() -> None:
-    """By layer types, by a pattern, from a layer on, or in every layer."""
+    """Windows are set by layer types, by a pattern, from a layer on, or in every layer."""
     sizes = {**SIZES, "num_hidden_layers": 4, "sliding_window": 8}
     for name, changes, want in (
         ("Mistral", {}, (8, 8, 8, 8)),
@@ -165,7 +165,7 @@ def test_windows_follow_the_spelling_of_each_family() -> None:
         assert set(spec.windows) == set(want)
 
 
-def test_dimensions_that_do_not_turn_come_last() -> None:
+def test_non_rotary_dimensions_come_last() -> None:
     spec = spec_from_config(
         {
             **SIZES, "architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -176,7 +176,7 @@ def test_dimensions_that_do_not_turn_come_last() -> None:
     np.testing.assert_allclose(spec.rope.frequencies(8), [1.0, 0.01, 0.0, 0.0], rtol=1e-6)
 
 
-def test_a_window_that_is_switched_off_is_accepted() -> None:
+def test_a_disabled_window_is_accepted() -> None:
     spec = spec_from_config(
         {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}
     )
@@ -193,7 +193,7 @@ def test_eos_comes_from_both_configs(tmp_path: Path) -> None:
     ("text", "message"),
     [(None, "config.json' is missing; expected a folder"), ("{", "is not valid JSON"), ("[]", "list")],
 )
-def test_a_bad_config_file_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+def test_an_invalid_config_file_is_named(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(InvalidValue, match=message):
@@ -206,14 +206,14 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tp", "copies", "heads"), [(1, 1, 2), (2, 1, 2), (4, 2, 4)])
-def test_kv_heads_are_copied_where_shards_outnumber_them(tp: int, copies: int, heads: int) -> None:
+def test_kv_heads_are_replicated_if_there_are_more_shards(tp: int, copies: int, heads: int) -> None:
     spec = spec_from_config(LLAMA).for_tp(tp)
     assert (spec.kv_copies, spec.pool_heads) == (copies, heads)
     assert spec.cache.shape(10, 16) == (10, 16, heads, 8)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_a_latent_is_one_array_and_each_shard_has_a_copy(tp: int) -> None:
+def test_a_latent_is_one_array_replicated_on_each_shard(tp: int) -> None:
     spec = spec_from_config({**SIZES, **MLA, "architectures": ["DeepseekV2ForCausalLM"]}).for_tp(tp)
     assert spec.cache.latent and spec.cache.shape(10, 16) == (10, 16, tp, 16 + 4)
     assert spec.cache.parcel_shape(3, 16) == (2, 1, 3, 16, tp, 20)
@@ -221,8 +221,8 @@ def test_a_latent_is_one_array_and_each_shard_has_a_copy(tp: int) -> None:
     assert spec.cache.page_bytes(16, "int8") == 2 * 16 * tp * 20
 
 
-def test_scores_of_a_stretched_latent_attention_are_sharper() -> None:
-    """DeepSeek-V2-Lite's own numbers: the two factors of cos and sin cancel, that of the scores stays."""
+def test_yarn_scales_the_scores_of_latent_attention() -> None:
+    """With DeepSeek-V2-Lite's values, the two factors of cos and sin cancel and that of the scores stays."""
     rope = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
     scaled = {"rope_scaling": {**rope, "mscale": 0.707, "mscale_all_dim": 0.707}, "max_position_embeddings": 163840}
     spec = spec_from_config({**SIZES, **MLA, **scaled, "architectures": ["DeepseekV2ForCausalLM"]})
@@ -230,7 +230,7 @@ def test_scores_of_a_stretched_latent_attention_are_sharper() -> None:
     assert spec.scale == pytest.approx(12**-0.5 * (0.0707 * np.log(40) + 1) ** 2)
 
 
-def test_the_bias_that_chooses_experts_stays_in_float32() -> None:
+def test_the_router_bias_stays_in_float32() -> None:
     minimax = {"num_local_experts": 4, "num_experts_per_tok": 2, "architectures": ["MiniMaxM2ForCausalLM"]}
     v3 = {**MLA, "n_group": 2, "topk_group": 1, "architectures": ["DeepseekV3ForCausalLM"]}
     for config in (minimax, v3):
@@ -261,7 +261,7 @@ def test_a_vocabulary_is_padded_so_that_shards_divide_it(tp: int, padding: int) 
     assert built.shape == tree["head"].shape and not built[97:].any()
 
 
-def test_two_axes_of_a_weight_on_one_mesh_axis_are_both_named() -> None:
+def test_two_weight_axes_on_one_mesh_axis_are_both_named() -> None:
     with pytest.raises(InvalidValue, match=r"of a\.weight: axes 'heads' and 'ff' would both be split over .* 'tp'"):
         Info((4, 8), ("heads", "ff"), (Source("a.weight", (8, 4)),), lambda x: x)
     with pytest.raises(InvalidValue, match=r"of a\.weight: 1 axes \('heads',\) for 2 dimensions"):

@@ -1,4 +1,4 @@
-"""Where a model's thinking begins and ends is read from its tokenizer's files, and found in what they make of text."""
+"""Thinking markers are read from tokenizer files and found in tokenized text."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SAYINGS = ["", ".", "\n", "\n\n", " ", "so it is", "so it is.", ".\n", "a < b"]
 
 
 def make(folder: Path, specials: list[str], template: str = "") -> Tokenizer:
-    """A byte-level BPE as Qwen and gpt-oss have one, with special tokens, written to `folder`."""
+    """Write a byte-level BPE with special tokens, as Qwen and gpt-oss have, to `folder`."""
     made = Tokenizer(models.BPE())
-    splits = pre_tokenizers.Split(  # cl100k's, which joins punctuation with newlines after it
+    splits = pre_tokenizers.Split(  # as in cl100k, which joins punctuation with newlines after it
         pattern=Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
         behavior="isolated",
     )
@@ -43,7 +43,7 @@ def make(folder: Path, specials: list[str], template: str = "") -> Tokenizer:
 
 
 def reader(tokens: Tokenizer, markers: ThinkingMarkers) -> Callable[[str, str], int | None]:
-    """(prompt, output) -> tokens of the output up to the end of thinking: 0 in the prompt, None never."""
+    """Return a function from prompt and output to the number of thinking tokens: 0 if in the prompt, None if never."""
 
     def read(prompt: str, output: str) -> int | None:
         end = markers.after(tokens.encode(prompt).ids)
@@ -67,7 +67,7 @@ def test_either_file_may_name_the_end(tmp_path: Path) -> None:
     assert thinking_markers(tmp_path) == ThinkingMarkers(((7,),), ((8,), (9,)))
 
 
-def test_a_prompt_of_qwen3_that_has_closed_its_thinking(tmp_path: Path) -> None:
+def test_a_qwen3_prompt_with_closed_thinking(tmp_path: Path) -> None:
     tokens = make(tmp_path, ["<|im_start|>", "<|im_end|>", "<think>", "</think>"], QWEN3)
     [eos] = tokens.encode("<|im_end|>").ids
     markers = thinking_markers(tmp_path, [eos])
@@ -86,8 +86,8 @@ def test_a_prompt_of_qwen3_that_has_closed_its_thinking(tmp_path: Path) -> None:
     assert read(Template(QWEN3).render(messages=more, enable_thinking=False), "No") == 0
 
 
-def test_a_marker_of_plain_text_whatever_stands_beside_it(tmp_path: Path) -> None:
-    """Punctuation and newlines beside it are joined with its first and last token."""
+def test_a_plain_text_marker_is_found_beside_any_text(tmp_path: Path) -> None:
+    """Adjacent punctuation and newlines are merged into its first and last token."""
     tokens = make(tmp_path, ["<|im_start|>", "<|im_end|>"], QWEN3)
     [eos] = tokens.encode("<|im_end|>").ids
     markers = thinking_markers(tmp_path, [eos])
@@ -115,7 +115,7 @@ def test_the_final_channel_of_gpt_oss(tmp_path: Path) -> None:
     final = "<|channel|>final"
     for rest in ("<|message|>7<|return|>", " <|constrain|>json<|message|>{}<|return|>"):
         assert read(asked, thought + final + rest) == len(tokens.encode(thought + final).ids)
-        assert read(asked, final + rest) == len(tokens.encode(final).ids), "it may answer at once"
+        assert read(asked, final + rest) == len(tokens.encode(final).ids), "the model may answer at once"
         assert read(asked + thought + final + rest.partition("<|return|>")[0], "more") == 0
     assert read(asked, thought + "<|channel|>commentary to=f<|message|>{}<|call|>") is None
     begun = len(tokens.encode("final").ids)
@@ -125,6 +125,6 @@ def test_the_final_channel_of_gpt_oss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", ["", "{{ messages }}"])
-def test_a_model_that_never_says_it_thinks(tmp_path: Path, template: str) -> None:
+def test_a_model_without_thinking_markers(tmp_path: Path, template: str) -> None:
     make(tmp_path, ["<|im_start|>", "<|im_end|>"], template)
     assert thinking_markers(tmp_path, [1]) == ThinkingMarkers()

@@ -1,4 +1,4 @@
-"""Weights that lie as [out, in]: the same products, and for few tokens the weight on the left of them."""
+"""Weights stored as [out, in]: equal products, with the weight on the left for few tokens."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def made(tokens: int, *outputs: int, inputs: int = 24) -> tuple[jax.Array, jax.A
 
 
 @pytest.mark.parametrize("tokens", [1, 7, FEW, FEW + 1])
-def test_products_are_those_of_the_weight(tokens: int) -> None:
+def test_products_equal_those_of_the_original_weight(tokens: int) -> None:
     x, weight = made(tokens, 6)
-    turned = Transposed(weight.T)
-    assert turned.shape == weight.shape
-    np.testing.assert_allclose(x @ turned, x @ weight, rtol=1e-5, atol=1e-5)
+    transposed = Transposed(weight.T)
+    assert transposed.shape == weight.shape
+    np.testing.assert_allclose(x @ transposed, x @ weight, rtol=1e-5, atol=1e-5)
     x, weight = made(tokens, 2, 10)
-    turned = Transposed(jnp.moveaxis(weight, 0, -1))
+    transposed = Transposed(jnp.moveaxis(weight, 0, -1))
     np.testing.assert_allclose(
-        einsum("te,epf->tpf", x, turned), jnp.einsum("te,epf->tpf", x, weight), rtol=1e-5, atol=1e-5
+        einsum("te,epf->tpf", x, transposed), jnp.einsum("te,epf->tpf", x, weight), rtol=1e-5, atol=1e-5
     )
 
 
 @pytest.mark.parametrize(("tokens", "left"), [(8, True), (FEW, True), (FEW + 64, False)])
 def test_few_tokens_have_the_weight_on_the_left(tokens: int, left: bool) -> None:
-    """XLA would turn such a product round, and then pack the weight at every step."""
+    """XLA would swap the operands of the product and then repack the weight at every step."""
     x, weight = made(tokens, 512, inputs=256)
     text = jax.jit(lambda x, w: jnp.tanh(product(x, w)) * 2.0).lower(x, weight.T).compile().as_text()
     (shape,) = re.findall(r"= f32\[(\d+,\d+)\]\S* dot\(", text)
@@ -49,14 +49,18 @@ def test_few_tokens_have_the_weight_on_the_left(tokens: int, left: bool) -> None
 
 
 @pytest.mark.parametrize("tokens", [8, FEW + 64])
-def test_devices_keep_their_parts_of_a_weight(tokens: int) -> None:
-    """A step of many tokens would otherwise gather gate and up, which lie as [2, F, E] with F split, each time."""
+def test_devices_keep_their_shards_of_a_weight(tokens: int) -> None:
+    """Otherwise a step of many tokens would gather gate and up, stored as [2, F, E] with F sharded, each time."""
     spec = replace(registry.spec_from_config(CONFIG).for_tp(2), transposed=True)
     devices = mesh(2)
     (weights,) = random_weights(spec, "float32", [devices])
     x = jax.device_put(np.ones((tokens, spec.dim), np.float32), NamedSharding(devices, PartitionSpec()))
-    turned = [leaf for leaf in jax.tree.leaves(weights["layers"][0], is_leaf=_whole) if isinstance(leaf, Transposed)]
-    split = [one for one in turned if "tp" in one.values.sharding.spec[:-1]]  # not those that devices must sum
+    transposed = [
+        leaf for leaf in jax.tree.leaves(weights["layers"][0], is_leaf=_whole) if isinstance(leaf, Transposed)
+    ]
+    split = [
+        one for one in transposed if "tp" in one.values.sharding.spec[:-1]
+    ]  # not those with partial sums over devices
     assert sorted(one.split for one in split) == [0, 1]
     for one in split:
         compiled = jax.jit(lambda x, w: einsum("te,e...->t...", x, w)).lower(x, one).compile()
@@ -65,18 +69,18 @@ def test_devices_keep_their_parts_of_a_weight(tokens: int) -> None:
         np.testing.assert_allclose(compiled(x, one), einsum("te,e...->t...", x, gathered), rtol=1e-5, atol=1e-5)
 
 
-def test_the_whole_only_can_be_taken() -> None:
-    turned = Transposed(jnp.zeros((2, 3)))
-    assert turned[...] is turned
-    with pytest.raises(TypeError, match="supports weight"):
-        turned[0]
+def test_a_transposed_weight_cannot_be_indexed() -> None:
+    transposed = Transposed(jnp.zeros((2, 3)))
+    assert transposed[...] is transposed
+    with pytest.raises(TypeError, match="as weight"):
+        transposed[0]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_random_weights_are_the_same_model(tp: int) -> None:
+def test_random_transposed_weights_are_the_same_model(tp: int) -> None:
     spec = registry.spec_from_config(CONFIG).for_tp(tp)
     (plain,) = random_weights(spec, "float32", [mesh(tp)])
-    (turned,) = random_weights(replace(spec, transposed=True), "float32", [mesh(tp)])
+    (transposed,) = random_weights(replace(spec, transposed=True), "float32", [mesh(tp)])
     count = 0
 
     def same(held: Any, weight: jax.Array) -> None:
@@ -88,13 +92,13 @@ def test_random_weights_are_the_same_model(tp: int) -> None:
             held = jnp.moveaxis(held.values, -1, 0)
         np.testing.assert_array_equal(held, weight)
 
-    jax.tree.map(same, turned, plain, is_leaf=lambda x: isinstance(x, Transposed))
-    assert count == 4 * spec.layers  # queries, keys and values; what mixes heads; gate and up; down
+    jax.tree.map(same, transposed, plain, is_leaf=lambda x: isinstance(x, Transposed))
+    assert count == 4 * spec.layers  # QKV, output projection, gate and up, down
 
 
 @pytest.mark.parametrize("tokens", [1, 7, FEW + 1])
 @pytest.mark.parametrize("outputs", [(6,), (2, 10), (3, 701)])
-def test_products_with_8_bits_are_those_of_the_widened_weight(tokens: int, outputs: tuple[int, ...]) -> None:
+def test_8_bit_products_equal_those_of_the_widened_weight(tokens: int, outputs: tuple[int, ...]) -> None:
     inputs = 1024
     x, _ = made(tokens, *outputs, inputs=inputs)
     random = np.random.default_rng(0)
@@ -113,19 +117,19 @@ def test_blocks_are_equal_and_small() -> None:
         assert rows % count == 0 and (rows // count * inputs <= BLOCK or count == rows)
 
 
-def test_no_block_is_as_large_as_the_weight_in_memory() -> None:
-    """What is compiled has room for a block of the widened weight, not for the whole."""
+def test_no_widened_weight_is_materialized() -> None:
+    """The compiled program allocates a block of the widened weight, not the whole."""
     values, scale = jnp.zeros((8192, 1024), jnp.int8), jnp.ones((8192, 1), jnp.float32)
     run = jax.jit(lambda x, v, s: einsum("te,ef->tf", x, Quantised(v, s, 1)))
     memory = run.lower(jnp.zeros((8, 1024)), values, scale).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 2 * 4 * BLOCK < 4 * values.size
 
 
-def test_random_weights_of_8_bits_are_the_same_model() -> None:
+def test_random_8_bit_weights_are_the_same_model() -> None:
     spec = registry.spec_from_config(CONFIG).quantised_as("int8")
     (plain,) = random_weights(spec, "float32", [mesh(1)])
-    (turned,) = random_weights(replace(spec, transposed=True, whole=True), "float32", [mesh(1)])
-    found = [leaf for leaf in jax.tree.leaves(turned, is_leaf=_whole) if isinstance(leaf, Quantised)]
+    (transposed,) = random_weights(replace(spec, transposed=True, whole=True), "float32", [mesh(1)])
+    found = [leaf for leaf in jax.tree.leaves(transposed, is_leaf=_whole) if isinstance(leaf, Quantised)]
     pairs = zip(
         found, (one for one in jax.tree.leaves(plain, is_leaf=_whole) if isinstance(one, Quantised)), strict=True
     )

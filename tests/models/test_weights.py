@@ -1,4 +1,4 @@
-"""Loading is strict: what does not fit is named, all of it, before anything is computed."""
+"""Loading is strict: one error names all mismatches before anything is computed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _infos(spec: ModelSpec) -> list[Info]:
     return jax.tree.leaves(registry.abstract_weights(spec, "float32"), is_leaf=lambda x: isinstance(x, Info))
 
 
-def test_a_folder_loads_and_says_how_far_it_is(tmp_path: Path, spec: ModelSpec, tensors: Tensors) -> None:
+def test_a_folder_loads_and_reports_progress(tmp_path: Path, spec: ModelSpec, tensors: Tensors) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     seen: list[tuple[int, int]] = []
     (tree,) = load_weights(tmp_path, spec, "float32", [mesh(1)], progress=lambda *at: seen.append(at))
@@ -85,12 +85,12 @@ def test_bfloat16_is_read_and_dtypes_are_cast(tmp_path: Path, spec: ModelSpec, t
         np.testing.assert_array_equal(np.asarray(tree["norm"], np.float32), want)
 
 
-def test_every_tensor_that_does_not_fit_is_in_one_error(tmp_path: Path, spec: ModelSpec, tensors: Tensors) -> None:
+def test_one_error_names_every_mismatched_tensor(tmp_path: Path, spec: ModelSpec, tensors: Tensors) -> None:
     del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
     tensors["model.layers.0.mlp.experts.weight"] = np.zeros((3, 2), np.float32)
     tensors["lm_head.weight"] = np.zeros((24, 9), np.float32)
     tensors["model.layers.0.input_layernorm.weight"] = np.zeros(8, np.int8)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(1, np.float32)  # harmless
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(1, np.float32)  # not needed, and ignored
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError) as caught:
         load_weights(tmp_path, spec, "float32", [mesh(1)])
@@ -106,13 +106,13 @@ def test_every_tensor_that_does_not_fit_is_in_one_error(tmp_path: Path, spec: Mo
     assert "inv_freq" not in str(caught.value)
 
 
-def test_a_tied_head_in_the_file_is_not_needed(tmp_path: Path, tensors: Tensors) -> None:
+def test_a_tied_head_in_the_file_is_ignored(tmp_path: Path, tensors: Tensors) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     tied = spec_from_config({**CONFIG, "tie_word_embeddings": True})
     assert "head" not in load_weights(tmp_path, tied, "float32", [mesh(1)])[0]
 
 
-def test_layers_that_only_guess_ahead_are_left_alone(tmp_path: Path, tensors: Tensors) -> None:
+def test_speculative_layers_in_the_file_are_ignored(tmp_path: Path, tensors: Tensors) -> None:
     spec = replace(spec_from_config(CONFIG), guessing=1)
     save_file({**tensors, "model.layers.2.eh_proj.weight": np.zeros((8, 16), np.float32)}, tmp_path / "a.safetensors")
     assert len(load_weights(tmp_path, spec, "float32", [mesh(1)])[0]["layers"]) == 2
@@ -130,7 +130,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, spec: ModelSpec, tensors: Ten
         load_weights(tmp_path, spec, "float32", [mesh(1)])
 
 
-def test_a_pointer_in_the_place_of_a_file_is_told(tmp_path: Path, spec: ModelSpec) -> None:
+def test_a_git_lfs_pointer_instead_of_a_file_is_reported(tmp_path: Path, spec: ModelSpec) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     (tmp_path / "model.safetensors").write_text(pointer)
     with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read .* a Git LFS pointer"):
@@ -138,7 +138,7 @@ def test_a_pointer_in_the_place_of_a_file_is_told(tmp_path: Path, spec: ModelSpe
 
 
 @pytest.mark.parametrize("wrong", [{"shape": [8, 4]}, {"data_offsets": [0, 7]}, {"dtype": "F99"}])
-def test_a_header_that_contradicts_itself_is_refused(
+def test_a_contradictory_header_is_refused(
     tmp_path: Path, spec: ModelSpec, tensors: Tensors, wrong: dict[str, Any]
 ) -> None:
     file = tmp_path / "model.safetensors"
@@ -153,7 +153,7 @@ def test_a_header_that_contradicts_itself_is_refused(
         load_weights(tmp_path, spec, "float32", [mesh(1)])
 
 
-def test_a_tensor_that_cannot_be_read_is_named_and_nothing_stays_loaded(
+def test_an_unreadable_tensor_is_named_and_no_weight_stays_loaded(
     tmp_path: Path, spec: ModelSpec, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing:
@@ -182,20 +182,20 @@ def test_a_tensor_that_cannot_be_read_is_named_and_nothing_stays_loaded(
             load_weights(tmp_path, spec, "float32", [mesh(2)], progress=progress)
         except WeightsError as error:
             return str(error), done
-        raise AssertionError("it loaded")
+        raise AssertionError("the load did not fail")
 
     save_file(tensors, tmp_path / "model.safetensors")
     index = weights._index
     monkeypatch.setattr(weights, "_index", failing)
-    before = jax.live_arrays()  # held, so that none of their ids is given to another
+    before = jax.live_arrays()  # kept alive, so that their ids are not reused
     said, done = attempt()
     gc.collect()
     assert "model.safetensors: tensor 'model.norm.weight' cannot be read: [Errno 5] Input/output error" in said
-    assert 0 < done < 15  # some were on the devices
+    assert 0 < done < 15  # some tensors were already on the devices
     assert {id(one) for one in jax.live_arrays()} <= {id(one) for one in before}
 
 
-def test_what_is_not_there_is_named(tmp_path: Path, spec: ModelSpec) -> None:
+def test_missing_files_are_named(tmp_path: Path, spec: ModelSpec) -> None:
     with pytest.raises(WeightsError, match=r"nowhere' does not exist; expected model\.safetensors"):
         load_weights(tmp_path / "nowhere", spec, "float32", [mesh(1)])
     with pytest.raises(WeightsError, match=r"no \*\.safetensors in .* expected model\.safetensors"):
@@ -222,7 +222,7 @@ def test_random_weights_are_the_same_on_every_sharding(spec: ModelSpec) -> None:
     np.testing.assert_array_equal(one["norm"], np.ones(8))
 
 
-def test_a_vocabulary_that_does_not_divide_is_split_all_the_same(tmp_path: Path) -> None:
+def test_an_indivisible_vocabulary_is_sharded(tmp_path: Path) -> None:
     spec = spec_from_config({**CONFIG, "vocab_size": 23})
     tensors = {s.name: np.ones(s.shape, np.float32) for info in _infos(spec) for s in info.sources}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -240,7 +240,7 @@ def test_a_spec_of_another_mesh_is_refused(spec: ModelSpec) -> None:
 
 
 def test_weights_do_not_change_with_their_file(tmp_path: Path, spec: ModelSpec, tensors: Tensors) -> None:
-    """Tensors are views of the file until they are placed."""
+    """Tensors are views of the file until they are placed on devices."""
     file = tmp_path / "model.safetensors"
     save_file(tensors, file)
     (tree,) = load_weights(tmp_path, spec, "float32", [mesh(1)])

@@ -1,6 +1,6 @@
-"""An engine's tokens through the kernels of an accelerator, interpreted on a CPU, are those through XLA.
+"""Tokens with the kernels of an accelerator, interpreted on a CPU, equal those with XLA.
 
-In the sense of the law: up to where rounding may decide. Every run has steps with prompt chunks and decode rows.
+Equal up to close calls, as in the law. Every run has steps with prompt chunks and running decodes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jaxserve.sched.api.request import Request
 from pallas_kernels.mosaic import compat
 from tests.support.parity.law import LENGTH, SPEC, Ask, Model, Setup, compare
 
-pytestmark = pytest.mark.timeout(1800)  # interpreted kernels take minutes, on a busy machine many
+pytestmark = pytest.mark.timeout(1800)  # interpreted kernels take minutes, many on a busy machine
 PAGES, TOKENS = 40, 4
-# Heads as wide as the kernels want them. Weights of the law's model, so that scores lie apart.
+# Heads as wide as the kernels need. Weights of the law's model, so that scores are spread.
 WIDE = registry.spec_from_config(
     {
         "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -29,15 +29,15 @@ WIDE = registry.spec_from_config(
         "hidden_act": "silu", "eos_token_id": 7,
     }
 )  # fmt: skip
-# The tensor cores take no float32; in float16 a score of 30 is known to 0.02, and attention is rounded before it.
+# Tensor cores take no float32; in float16 a score of 30 is exact to 0.02, and attention is rounded before it.
 MODELS = {"tpu": Model(WIDE), "mosaic_gpu": Model(WIDE, "float16", 0.1)}
 needs_interpreter = pytest.mark.skipif(
-    not compat.DETECTS_RACES, reason="mosaic_gpu: the interpreter of this jax knows too little; that of 0.11 does"
+    not compat.DETECTS_RACES, reason="mosaic_gpu: this needs the interpreter of jax 0.11"
 )
 
 
 def asks() -> list[Ask]:
-    """A short and a long prompt, greedy and sampled: the long one comes in chunks while the short one decodes."""
+    """Return a short and a long prompt, greedy and sampled: the long one is chunked while the short one decodes."""
     draw = random.Random(5)
     made = []
     for length, temperature in ((3, 0.0), (75, 1.0)):
@@ -50,7 +50,7 @@ def asks() -> list[Ask]:
 
 @dataclass
 class Seen:
-    """What kinds of steps there were."""
+    """A recorder of the kinds of steps."""
 
     mixed: int = 0
     decode: int = 0
@@ -63,7 +63,7 @@ class Seen:
 
 @cache
 def reference(model: Model) -> tuple[Request, ...]:
-    """Each request alone, through XLA."""
+    """Serve each request alone with XLA."""
     setup = Setup("1x1", 32, PAGES, model=model)
     return tuple(setup.run([ask])[0][0] for ask in asks())
 
@@ -81,7 +81,7 @@ SINKS = registry.spec_from_config(
         "max_position_embeddings": LENGTH, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 7,
     }
 )  # fmt: skip
-# As wide as Hopper's kernel of latents wants them.
+# As wide as the Hopper MLA kernel needs.
 LATENT = registry.spec_from_config(
     {
         "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -110,8 +110,11 @@ EIGHT = [
 
 @pytest.fixture
 def several(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Hopper interpreter runs kernels of several devices side by side, but the first device to end one asserts
-    that no device still has a barrier: jax means its own."""
+    """Allow a kernel on several devices in the Hopper interpreter.
+
+    It runs them side by side, but the first device to finish asserts that no device still has a
+    barrier, where jax means its own.
+    """
     if not compat.DETECTS_RACES:
         return
     from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GPUSharedMemory
@@ -120,54 +123,54 @@ def several(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("backend", "mesh"), CASES)
-def test_tokens_are_those_of_xla(backend: str, mesh: str, several: None) -> None:
+def test_tokens_equal_those_of_xla(backend: str, mesh: str, several: None) -> None:
     check(backend, mesh, MODELS[backend])
 
 
 @pytest.mark.parametrize(("backend", "kv"), EIGHT)
-def test_tokens_are_those_of_xla_with_a_cache_of_8_bits(backend: str, kv: str) -> None:
+def test_tokens_equal_those_of_xla_with_an_8_bit_cache(backend: str, kv: str) -> None:
     model = MODELS[backend]
     check(backend, "1x1", replace(model, kv=kv, close=max(model.close, 0.05)))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("backend", "mesh"), CASES)
-def test_tokens_are_those_of_xla_with_sinks_and_windows(backend: str, mesh: str, several: None) -> None:
+def test_tokens_equal_those_of_xla_with_sinks_and_windows(backend: str, mesh: str, several: None) -> None:
     check(backend, mesh, replace(MODELS[backend], spec=SINKS))
 
 
 @pytest.mark.parametrize("mesh", ["1x1", pytest.param("1x2", marks=pytest.mark.full)])
 @needs_interpreter
-def test_tokens_are_those_of_xla_with_a_latent_cache(mesh: str, several: None) -> None:
+def test_tokens_equal_those_of_xla_with_a_latent_cache(mesh: str, several: None) -> None:
     check("mosaic_gpu", mesh, replace(MODELS["mosaic_gpu"], spec=LATENT))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
 @needs_interpreter
-def test_tokens_are_those_of_xla_with_a_latent_cache_of_8_bits(kv: str) -> None:
+def test_tokens_equal_those_of_xla_with_an_8_bit_latent_cache(kv: str) -> None:
     model = MODELS["mosaic_gpu"]
     check("mosaic_gpu", "1x1", replace(model, spec=LATENT, kv=kv, close=max(model.close, 0.05)))
 
 
-# As wide as Hopper's products with 8-bit weights want them, with two scales for what is summed over.
+# As wide as Hopper's quantized matmul needs, with two scales along the contracted axis.
 NARROW = replace(WIDE, dim=256, ff_dim=256).quantised_as("fp8_per_block")
 
 
 @pytest.mark.full
 @needs_interpreter
-def test_tokens_are_those_of_xla_with_weights_of_8_bits() -> None:
+def test_tokens_equal_those_of_xla_with_8_bit_weights() -> None:
     model = replace(MODELS["mosaic_gpu"], spec=NARROW)
     check("mosaic_gpu", "1x1", model, products_backend="mosaic_gpu")
 
 
 @pytest.mark.parametrize("mesh", ["1x1", pytest.param("1x2", marks=pytest.mark.full)])
 @needs_interpreter
-def test_tokens_are_those_of_xla_with_experts(mesh: str, several: None) -> None:
+def test_tokens_equal_those_of_xla_with_experts(mesh: str, several: None) -> None:
     check("mosaic_gpu", mesh, replace(MODELS["mosaic_gpu"], spec=EXPERTS), "experts")
 
 
-# As wide as the products of experts want weights of 8 bits, with two scales for what the first sums over.
+# As wide as the grouped matmul needs 8-bit weights, with two scales along the first contracted axis.
 NARROW_EXPERTS = replace(EXPERTS, dim=256, moe=replace(EXPERTS.moe, ff_dim=64))
 
 
@@ -176,25 +179,25 @@ NARROW_EXPERTS = replace(EXPERTS, dim=256, moe=replace(EXPERTS.moe, ff_dim=64))
     ("quantization", "mesh"), [("int8", "1x1"), ("fp8", "1x1"), ("fp8_per_block", "1x1"), ("int8", "1x2")]
 )
 @needs_interpreter
-def test_tokens_are_those_of_xla_with_experts_of_8_bits(quantization: str, mesh: str, several: None) -> None:
+def test_tokens_equal_those_of_xla_with_8_bit_experts(quantization: str, mesh: str, several: None) -> None:
     model = replace(MODELS["mosaic_gpu"], spec=NARROW_EXPERTS.quantised_as(quantization))
     check("mosaic_gpu", mesh, model, "experts")
 
 
 def check(backend: str, mesh: str, model: Model, what: str = "attention", **options: str) -> None:
-    """`what`: the operation that the backend does; what else, `options` say."""
+    """Check a backend; `what` is the operation that it must perform, `options` the other settings."""
     seen = Seen()
     setup = Setup(mesh, 32, PAGES, model=model, interpret=True, **{f"{what}_backend": backend}, **options)
     assert getattr(setup.executors[0].state.programs, what) == f"{backend} (interpreted)"
     requests = asks()
     served, _ = setup.run(requests, "sarathi", seen)
-    assert seen.mixed and seen.decode, f"not every kind of step was run: {seen}"
+    assert seen.mixed and seen.decode, f"some kind of step is missing: {seen}"
     stopped = compare(requests, served, reference(model), model)
-    assert stopped <= (0 if model.dtype == "float32" else 1), "rounding decided more often than it may"
+    assert stopped <= (0 if model.dtype == "float32" else 1), "there were too many close calls"
     assert all(len(request.output) == TOKENS for request in served)
 
 
-def test_a_backend_that_cannot_run_is_refused_at_the_start() -> None:
+def test_an_unavailable_backend_is_refused_at_startup() -> None:
     from jaxserve.errors import InvalidValue
 
     with pytest.raises(InvalidValue, match=r"'tpu' cannot run here: .*; allowed: auto, xla") as caught:

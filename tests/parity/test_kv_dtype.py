@@ -1,8 +1,8 @@
-"""The law of tokens with an 8-bit KV cache: meshes, chunks, a tight pool and migration change nothing.
+"""The law of tokens with an 8-bit KV cache: meshes, chunks, small pools and migration change no token.
 
-In float32, against the request alone with the same kind of cache; the model with the int8 cache has int8 weights too.
-Another order of sums may carry a stored value over to the next of 8 bits, so scores closer than `CLOSE` may change
-places.
+In float32, against the request alone with the same kind of cache; the model with the int8 cache has
+int8 weights too. Another order of summation may round a stored value to its neighbor in 8 bits, so
+scores closer than `CLOSE` may swap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.parity.law import LENGTH, PAGE, SPEC, Model, Setup, hold
 CLOSE = 0.05
 TIGHT = LENGTH // PAGE + 4
 KINDS = ("fp8", "int8")
-# Its cache has a scale for each column. No experts: they take long to compile, and have a law of their own.
+# Its cache has a scale for each column. No experts, which compile slowly and have a law of their own.
 LATENT = registry.spec_from_config(
     {**SIZES, **FAMILIES["DeepseekV2"], "first_k_dense_replace": 2, "architectures": ["DeepseekV2ForCausalLM"]}
 )
@@ -62,8 +62,8 @@ def test_no_schedule_changes_the_tokens_of_a_latent(kind: str, mesh: str, chunk:
     hold(latent(kind), asks(1, 6), mesh, chunk, pages, ROOMY)
 
 
-def test_the_same_buckets_give_the_same_bits_after_migration() -> None:
-    """Pages travel as they are: prefilled elsewhere, tokens are those of one instance, without any allowance."""
+def test_the_same_buckets_give_equal_bits_after_migration() -> None:
+    """Pages are transferred unchanged, so tokens equal those of one instance without tolerance."""
     requests = asks(1, 6)
     setups = [Setup(mesh, 64, ROOMY, model=model("int8")) for mesh in ("1x1", "2x1")]
     here, there = ([setup.run([ask])[0][0].output for ask in requests] for setup in setups)

@@ -1,4 +1,4 @@
-"""No schedule changes the tokens: batches, policies, chunk sizes, meshes, page pressure, cache hits, migration, faults.
+"""No schedule changes the tokens: batches, policies, chunk sizes, meshes, page pressure, hits, migration, faults.
 
 The bare run takes a sample of the matrix (`sample`); `-m full` runs all of it.
 """
@@ -23,7 +23,7 @@ CASES = list(itertools.product(MESHES, CHUNKS, (ROOMY, TIGHT), POLICIES, (1, 2))
 
 
 def sample() -> list[tuple[str, int, int, str, int]]:
-    """Few cases: every mesh with two sizes of chunks, and with many pages and few; every policy with both of these."""
+    """Return a few cases: every mesh with two chunk sizes and many or few pages; every policy with both."""
     picked = []
     for m, mesh in enumerate(MESHES):
         for c, chunk in list(enumerate(CHUNKS))[m % 2 :][:2]:
@@ -41,9 +41,9 @@ def check(case: tuple[str, int, int, str, int]) -> None:
     STOPPED["x".join(map(str, case))] = [compare(requests, served, alone(seed)), len(requests)]
     assert all(request.finish_reason in ("stop", "length") for request in served)
     if mesh != "1x1":
-        assert cluster.kv_transfers.transfers > 0, "nothing was migrated"
+        assert cluster.kv_transfers.transfers > 0, "no KV was transferred"
     if pages == ROOMY:
-        assert sum(core.scheduler.counters.prefix_hits for core in cluster.cores) > 0, "no prefix was found"
+        assert sum(core.scheduler.counters.prefix_hits for core in cluster.cores) > 0, "there was no prefix hit"
 
 
 @pytest.mark.parametrize("case", sample(), ids=str)
@@ -58,7 +58,7 @@ def test_no_schedule_changes_the_tokens_anywhere(case: tuple[str, int, int, str,
 
 
 @pytest.mark.parametrize("policy", ["distserve", "unified"])
-def test_a_prompt_that_a_decode_instance_computes_keeps_its_tokens(policy: str) -> None:
+def test_a_prompt_computed_on_a_decode_instance_keeps_its_tokens(policy: str) -> None:
     requests = asks(1)
     served, cluster = setup("2x1", 64, ROOMY).run(requests, policy, place="deflect:faster")
     STOPPED[f"deflected {policy}"] = [compare(requests, served, alone(1)), len(requests)]
@@ -67,22 +67,22 @@ def test_a_prompt_that_a_decode_instance_computes_keeps_its_tokens(policy: str) 
 
 
 def test_close_calls_are_rare() -> None:
-    """Comparisons that stopped because rounding could decide: at most one in a hundred."""
+    """At most one comparison in a hundred may stop at a close call."""
     if not STOPPED:
         pytest.skip("no comparison ran in this session")
     stopped, compared = (sum(column) for column in zip(*STOPPED.values(), strict=True))
     assert stopped <= 0.01 * compared, STOPPED
 
 
-def test_the_same_buckets_give_the_same_bits() -> None:
-    """Same mesh, same chunk, another order of arrival and policy: equal without any allowance for close calls."""
+def test_the_same_buckets_give_equal_bits() -> None:
+    """With the same mesh and chunks, other arrival orders and policies give equal tokens without tolerance."""
     requests = asks(1)
     first, _ = setup("1x1", 64, ROOMY).run(requests, "distserve")
     again, _ = setup("1x1", 64, ROOMY).run(requests, "distserve")
     assert [request.output for request in first] == [request.output for request in again]
 
 
-def test_page_pressure_drops_kv_and_no_token() -> None:
+def test_page_pressure_drops_kv_but_no_token() -> None:
     draw = random.Random(7)
     requests = [
         Ask(
@@ -98,7 +98,7 @@ def test_page_pressure_drops_kv_and_no_token() -> None:
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "2x1"])
-def test_cancelling_some_does_not_change_the_others(mesh: str) -> None:
+def test_cancelling_requests_does_not_change_the_others(mesh: str) -> None:
     requests = asks(1, cancel=True)
     served, _ = setup(mesh, 64, TIGHT).run(requests, "kairos")
     compare(requests, served, alone(1))
@@ -107,7 +107,7 @@ def test_cancelling_some_does_not_change_the_others(mesh: str) -> None:
 
 @pytest.mark.parametrize("mesh", ["1x1", "2x1"])
 def test_steps_that_raise_do_not_change_the_tokens(mesh: str) -> None:
-    """Steps raise on the device: pools are rebuilt, requests resume from their tokens."""
+    """Steps raise on the device: pools are rebuilt, and requests resume from their tokens."""
     requests, fault = asks(2), Faults(every=9)
     served, cluster = setup(mesh, 64, ROOMY).run(requests, "distserve", fault)
     assert sum(core.scheduler.counters.rebuilds for core in cluster.cores) >= 2

@@ -1,4 +1,4 @@
-"""The law of tokens with steps stopped at random, at every boundary."""
+"""The law of tokens with steps stopped at random at every boundary."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ BARE = [("1x1", "op", TIGHT, "distserve"), ("2x1", "layer", ROOMY, "unified")]
 MOST_RUNS = 8
 
 
-class Restless:
-    """Stops and resumes steps as dice say, and else decides as another policy. Writer of its own dice."""
+class RandomPreemption:
+    """A policy that stops and resumes steps at random and otherwise delegates. Writer of its generator."""
 
     def __init__(self, inner: Policy, seed: int) -> None:
         self._inner = inner
@@ -50,16 +50,16 @@ class Restless:
         held = len(decoding) + int(view.prefill.running.sum()) + sum(len(task.requests) for task in view.suspended)
         room = (
             held < view.limits.rows and view.free_pages > LENGTH // PAGE
-        )  # or nothing would run, and nobody ask again
+        )  # or nothing would run, and no decision would follow
         alone = prompts and (room or view.prefill.running.any()) and self._dice.random() < 0.7
         return replace(decision, grants=prompts) if alone else decision  # alone: a step that can be stopped
 
 
-class Stopping(Setup):
-    """Whose policies are `Restless`, and asked at every boundary, as if something had happened there."""
+class PreemptingSetup(Setup):
+    """A setup with `RandomPreemption` policies that decide at every boundary, as if an event had happened there."""
 
     def run(self, asks: Sequence[Ask], policy: str, seed: int, **options: Any) -> tuple[list[Request], Cluster]:  # type: ignore[override]
-        return super().run(asks, lambda: Restless(policies.make(policy), seed), **options)
+        return super().run(asks, lambda: RandomPreemption(policies.make(policy), seed), **options)
 
     def _cluster(self, *args: Any) -> Cluster:
         cluster = super()._cluster(*args)
@@ -74,13 +74,13 @@ def _passed(executor: JaxExecutor, core: Core, job: StepJob) -> None:
 
 
 @cache
-def setup(mesh: str, boundary: str, pages: int, of: Model | None = None) -> Stopping:
-    return Stopping(mesh, 32, pages, model=of or DEEP, preempt_boundary=boundary, preempt_depth=1)
+def setup(mesh: str, boundary: str, pages: int, of: Model | None = None) -> PreemptingSetup:
+    return PreemptingSetup(mesh, 32, pages, model=of or DEEP, preempt_boundary=boundary, preempt_depth=1)
 
 
 @cache
 def alone(seed: int) -> tuple[Request, ...]:
-    """The reference: each request by itself on 1x1, by whole steps."""
+    """Serve each request alone on 1x1 in whole steps as the reference."""
     reference = Setup("1x1", 64, ROOMY, model=DEEP)
     return tuple(reference.run([ask])[0][0] for ask in asks(seed))
 
@@ -90,7 +90,7 @@ def stops(cluster: Cluster) -> int:
 
 
 def check(case: tuple[str, str, int, str]) -> None:
-    """The law, again and again until enough steps were stopped: how many depends on how fast the machine is."""
+    """Check the law until enough steps were stopped, which depends on the speed of the machine."""
     mesh, boundary, pages, policy = case
     engine, enough = setup(mesh, boundary, pages), 6 if pages == ROOMY else 1
     for served in stopped(engine, asks(1), policy, enough):
@@ -98,8 +98,8 @@ def check(case: tuple[str, str, int, str]) -> None:
         assert compare(asks(1), served, alone(1), DEEP) <= 1
 
 
-def stopped(engine: Stopping, requests: Sequence[Ask], policy: str, enough: int) -> Iterator[list[Request]]:
-    """Runs with other dice, until so many steps were stopped in them."""
+def stopped(engine: PreemptingSetup, requests: Sequence[Ask], policy: str, enough: int) -> Iterator[list[Request]]:
+    """Repeat the run with other seeds until `enough` steps were stopped."""
     found = 0
     for seed in range(5, 5 + MOST_RUNS):
         served, cluster = engine.run(requests, policy, seed)
@@ -107,7 +107,7 @@ def stopped(engine: Stopping, requests: Sequence[Ask], policy: str, enough: int)
         found += stops(cluster)
         if found >= enough:
             return
-    raise AssertionError(f"only {found} steps were stopped in {MOST_RUNS} runs, of {enough} that are asked for")
+    raise AssertionError(f"only {found} steps were stopped in {MOST_RUNS} runs, {enough} are required")
 
 
 @pytest.mark.parametrize("case", BARE, ids=str)
@@ -121,16 +121,16 @@ def test_stopping_steps_does_not_change_the_tokens_anywhere(case: tuple[str, str
     check(case)
 
 
-class Hurried(Setup):
-    """Whose running decodes are always late, so that prompts beside them have no more than their least share."""
+class LateDecodes(Setup):
+    """A setup with running decodes that are always late, so that prompts beside them get their minimum share."""
 
     slo = SLO(1.0, 1e-3)
 
 
 @pytest.mark.parametrize("boundary", ["op", "layer"])
 def test_stopping_prompts_for_running_decodes_does_not_change_the_tokens(boundary: str) -> None:
-    """A mixed instance under `flowprefill` as it is served: nothing but TPOT asks its steps to stop here."""
-    engine = Hurried("1x1", 64, ROOMY, model=DEEP, preempt_boundary=boundary, preempt_depth=1)
+    """On a mixed instance under `flowprefill` as served, only TPOT stops steps here."""
+    engine = LateDecodes("1x1", 64, ROOMY, model=DEEP, preempt_boundary=boundary, preempt_depth=1)
     file = io.StringIO()
     served, cluster = engine.run(asks(1), "flowprefill", journal=Journal(file))
     counters = cluster.cores[0].scheduler.counters
@@ -141,8 +141,8 @@ def test_stopping_prompts_for_running_decodes_does_not_change_the_tokens(boundar
     assert replay(file.getvalue().splitlines(), perf_of).differences == []
 
 
-def test_cancelling_what_is_stopped_leaks_nothing() -> None:
-    """Pages, slots and activations are given back (`Setup` checks the pages)."""
+def test_cancelling_suspended_requests_leaks_nothing() -> None:
+    """Pages, slots and activations are freed (`Setup` checks the pages)."""
     requests = asks(1, cancel=True)
     engine = setup("1x1", "op", TIGHT)
     served, cluster = engine.run(requests, "distserve", 3)
@@ -152,7 +152,7 @@ def test_cancelling_what_is_stopped_leaks_nothing() -> None:
     assert not any(executor._suspended or executor._queue for executor in engine.executors)
 
 
-def test_steps_that_raise_while_others_are_stopped_do_not_change_the_tokens() -> None:
+def test_steps_that_raise_beside_suspended_ones_do_not_change_the_tokens() -> None:
     requests = asks(2)
     served, cluster = setup("1x1", "op", TIGHT).run(requests, "distserve", 7, watch=Faults(every=9))
     assert sum(core.scheduler.counters.rebuilds for core in cluster.cores) >= 2

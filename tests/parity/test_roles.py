@@ -1,4 +1,4 @@
-"""Roles that change while real executors serve change no token: at random steps, what decodes moves under way."""
+"""Role changes on real executors change no token: at random steps, with running decodes moved."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CASES = list(itertools.product(("2x1", "4x2"), (ROOMY, TIGHT), ("distserve", "ka
 BARE = [("2x1", ROOMY, "unified", 1), ("2x1", TIGHT, "distserve", 2), ("4x2", ROOMY, "kairos", 1)]
 
 
-class Turns:
-    """Gives instances random roles, every few steps. Writer: the cluster's loop."""
+class RandomRoles:
+    """Random role changes every few steps. Writer: the cluster's loop."""
 
     def __init__(self, seed: int, every: int) -> None:
         self._draw = random.Random(seed)
@@ -46,9 +46,9 @@ class Turns:
 
 def check(case: tuple[str, int, str, int]) -> None:
     mesh, pages, policy, seed = case
-    file, turns = io.StringIO(), Turns(seed, every=4)
-    served, _ = setup(mesh, 64, pages).run(asks(seed), policy, journal=Journal(file), disturb=turns)
-    assert turns.done > 3, "no role has changed"
+    file, changes = io.StringIO(), RandomRoles(seed, every=4)
+    served, _ = setup(mesh, 64, pages).run(asks(seed), policy, journal=Journal(file), disturb=changes)
+    assert changes.done > 3, "no role has changed"
     assert all(request.finish_reason in ("stop", "length") for request in served)
     assert compare(asks(seed), served, alone(seed)) <= 1
     outcome = replay(file.getvalue().splitlines(), perf_of)
@@ -66,8 +66,8 @@ def test_no_change_of_roles_changes_a_token_anywhere(case: tuple[str, int, str, 
     check(case)
 
 
-def test_what_decodes_moves_and_is_not_computed_again() -> None:
-    """Swapped once while many decode: rows leave with their KV."""
+def test_running_decodes_move_without_recomputation() -> None:
+    """After one swap during decoding, rows leave with their KV."""
     swapped = []
 
     def swap(cluster: Cluster) -> None:
@@ -84,8 +84,8 @@ def test_what_decodes_moves_and_is_not_computed_again() -> None:
 
 
 @pytest.mark.parametrize("policy", ["distserve", "unified"])
-def test_who_finds_no_room_decodes_where_its_prompt_was_computed(policy: str) -> None:
-    """With few pages on the decode instance every second request that finds none is kept, and moves later or never."""
+def test_a_request_without_a_slot_decodes_in_place(policy: str) -> None:
+    """With few pages on the decode instance, every second request without pages decodes in place and may move later."""
     file = io.StringIO()
     with patch.object(Router, "decode_in_place", lambda self, request, index, fleet: request.id % 2 == 0):
         served, _ = setup("2x1", 64, TIGHT).run(asks(1), policy, journal=Journal(file), place="least_work")

@@ -1,4 +1,4 @@
-"""A journal written by real executors gives the plans that were made, under page pressure, faults and migration."""
+"""A journal of real executors replays to the same plans, under page pressure, faults and migration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.parity.asks import ROOMY, TIGHT, Faults, asks, setup
 
 
 @pytest.mark.parametrize(("mesh", "pages", "policy"), [("1x1", TIGHT, "kairos"), ("4x2", ROOMY, "kairos")])
-def test_a_served_journal_gives_its_plans_again(mesh: str, pages: int, policy: str) -> None:
+def test_a_served_journal_replays_to_the_same_plans(mesh: str, pages: int, policy: str) -> None:
     file = io.StringIO()
     served, _ = setup(mesh, 64, pages).run(asks(1, cancel=True), policy, journal=Journal(file))
     outcome = replay(file.getvalue().splitlines(), perf_of)
@@ -24,7 +24,7 @@ def test_a_served_journal_gives_its_plans_again(mesh: str, pages: int, policy: s
     assert sum(one.output for one in simulated) == sum(len(request.output) for request in done) > 0
 
 
-def test_a_served_journal_with_faults_gives_its_plans_again() -> None:
+def test_a_served_journal_with_faults_replays_to_the_same_plans() -> None:
     file, fault = io.StringIO(), Faults(every=9)
     setup("2x1", 64, ROOMY).run(asks(2), "distserve", fault, journal=Journal(file))
     assert '"kind":"recover"' in file.getvalue()

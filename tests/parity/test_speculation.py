@@ -1,4 +1,4 @@
-"""Speculation changes no token: neither greedy ones nor drawn ones, whoever drafts, however much."""
+"""Speculation changes no greedy and no sampled token, with any drafter and any draft length."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODEL = Speculative("draft_model", DRAFT, model="given")
 
 
 class Uneven:
-    """First come, first served; every row drafts another number of tokens, another one each time."""
+    """First come, first served, with a different draft length for every row and step."""
 
     def __init__(self) -> None:
         self._draw = random.Random(5)
@@ -41,7 +41,7 @@ class Uneven:
 
 
 def close(spec: ModelSpec, dtype: Any, meshes: Sequence[Any]) -> list[Any]:
-    """A draft model that is right most of the time: the target, a little off."""
+    """Return a draft model that is usually right: the perturbed target."""
 
     def shaken(leaf: Any) -> Any:
         noise = np.random.default_rng(leaf.size).normal(0.0, 0.1, leaf.shape).astype(leaf.dtype)
@@ -65,7 +65,7 @@ def setup(mesh: str, tokens: int, pages: int, drafter: str = "") -> Setup:
 
 
 def asks(seed: int, count: int = 8) -> list[Ask]:
-    """Texts that repeat themselves, so that drafts are right now and then; of all ways to draw."""
+    """Return repetitive prompts, so that some drafts are right, with all ways to sample."""
     draw = random.Random(seed)
     shared = [draw.randrange(8, SPEC.vocab) for _ in range(40)]
     made = []
@@ -117,13 +117,13 @@ def check(case: tuple[str, int, int, str]) -> None:
     assert drafted > right
     assert right > 0 or case[-1] == "other"
     if case[0] == "2x1":
-        assert cluster.kv_transfers.transfers > 0, "nothing was migrated"
+        assert cluster.kv_transfers.transfers > 0, "no KV was transferred"
     if case[-1] == "close":
         assert right > 0.3 * drafted, "KV of the draft model is missing or wrong"
 
 
-def test_a_journal_of_drafts_gives_its_plans_again() -> None:
-    """What was accepted, and what steps took, are inputs of the plans: they follow from the results."""
+def test_a_journal_of_drafts_replays_to_the_same_plans() -> None:
+    """Acceptance and step times are inputs of the plans and follow from the results."""
     file = io.StringIO()
     requests = asks(1)
     served, cluster = setup("1x1", 64, ROOMY, "ngram").run(requests, "distserve/draft", journal=Journal(file))

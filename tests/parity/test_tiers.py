@@ -1,4 +1,4 @@
-"""Deflection, demotion and dropped KV change no token: best effort gives way at random moments, and comes back."""
+"""Deflection, demotion and dropped KV change no token: best effort gives way at random times and resumes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BARE += [("4x2", ROOMY, "unified", "deflect:faster")]
 MOST_RUNS = 8
 
 
-class Trouble:
-    """After every few steps somebody becomes best effort, and some best effort loses its KV. Writer: the loop."""
+class RandomDemotions:
+    """Demote a request, or drop the KV of best effort, every few steps. Writer: the loop."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -41,26 +41,26 @@ class Trouble:
 
 
 def mixed(seed: int) -> list[Ask]:
-    """Every fourth is best effort from the start."""
+    """Return requests of which every fourth is best effort."""
     return [replace(ask, tier=STANDARD if n % 4 else BEST_EFFORT) for n, ask in enumerate(asks(seed))]
 
 
 def check(case: tuple[str, int, str, str]) -> None:
-    """The law, again and again until all that may happen has: when it does depends on how fast the machine is."""
+    """Check the law until all possible events have occurred, which depends on the speed of the machine."""
     mesh, pages, policy, place = case
     demoted = dropped = deflected = 0
     for seed in range(1, MOST_RUNS + 1):
-        trouble = Trouble(seed)
+        trouble = RandomDemotions(seed)
         served, cluster = setup(mesh, 64, pages).run(mixed(1), policy, place=place, disturb=trouble)
         assert all(request.finish_reason in ("stop", "length") for request in served)
         assert compare(asks(1), served, alone(1)) <= 1
-        drops = sum(request.drops for request in served)  # tight pools drop too, where all rows are always submitted
+        drops = sum(request.drops for request in served)  # small pools drop too if all rows are always submitted
         assert drops >= trouble.dropped
         demoted, dropped = demoted + trouble.demoted, dropped + drops
         deflected += cluster.deflections
         if demoted and dropped and (deflected or place != "deflect:faster" or mesh == "1x1"):
             return
-    raise AssertionError(f"not everything happened in {MOST_RUNS} runs: {demoted=} {dropped=} {deflected=}")
+    raise AssertionError(f"some event did not occur in {MOST_RUNS} runs: {demoted=} {dropped=} {deflected=}")
 
 
 @pytest.mark.parametrize("case", BARE, ids=str)

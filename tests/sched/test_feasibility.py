@@ -1,4 +1,4 @@
-"""What can still be on time: held to brute force, and to sums by hand."""
+"""Feasibility of deadlines: against brute force and hand-computed values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ JOBS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20), st.booleans())
 
 
 def on_time(start: float, jobs: list[tuple[int, int, bool]], chosen: tuple[int, ...]) -> bool:
-    """Whether one server finishes these in time, by deadline, which is the best order."""
+    """Return whether one server finishes these jobs in time in EDF order, which is optimal."""
     at = start
     for work, due, _ in sorted((jobs[index] for index in chosen), key=lambda job: job[1]):
         at += work
@@ -70,7 +70,7 @@ def test_no_larger_set_is_on_time(jobs: list[tuple[int, int, bool]], start: int)
 
 @given(jobs=JOBS, start=st.integers(0, 5))
 @settings(max_examples=examples(200))
-def test_whoever_is_kept_stays_while_the_kept_alone_are_on_time(jobs: list[tuple[int, int, bool]], start: int) -> None:
+def test_kept_jobs_stay_while_they_alone_are_on_time(jobs: list[tuple[int, int, bool]], start: int) -> None:
     chosen = solve(start, jobs, kept=True)
     assert on_time(start, jobs, chosen)
     stay = tuple(index for index, (work, due, kept) in enumerate(jobs) if kept and start + work <= due)
@@ -82,17 +82,17 @@ def test_whoever_is_kept_stays_while_the_kept_alone_are_on_time(jobs: list[tuple
 
 
 @given(jobs=JOBS)
-def test_a_job_more_loses_at_most_nobody(jobs: list[tuple[int, int, bool]]) -> None:
-    """The largest set never shrinks when somebody comes, and grows by one at most."""
+def test_another_job_never_shrinks_the_largest_set(jobs: list[tuple[int, int, bool]]) -> None:
+    """With another job, the largest set never shrinks and grows by one at most."""
     for count in range(len(jobs)):
         before, after = len(solve(0, jobs[:count])), len(solve(0, jobs[: count + 1]))
         assert before <= after <= before + 1
 
 
-def test_the_one_with_the_most_work_leaves_and_of_equals_the_later() -> None:
+def test_the_longest_job_leaves_and_of_equals_the_later() -> None:
     assert solve(0, [(3, 4, False), (5, 8, False), (2, 7, False)]) == (0, 2)
     assert solve(0, [(4, 6, False), (4, 6, False)]) == (0,)
-    assert solve(1, [(4, 4, False)]) == () and solve(0, [(4, 4, False)]) == (0,)  # to end at the deadline is in time
+    assert solve(1, [(4, 4, False)]) == () and solve(0, [(4, 4, False)]) == (0,)  # ending at the deadline is in time
     assert solve(0, [(0, 0, False)]) == (0,)
 
 
@@ -108,7 +108,7 @@ def test_the_one_with_the_most_work_leaves_and_of_equals_the_later() -> None:
 def test_the_largest_chunk_is_the_largest_that_fits(rows, done, left, bound, grid, quadratic) -> None:  # type: ignore[no-untyped-def]
     perf = GeneralModel(Coefficients(0.010, 1e-3, 1e-3, quadratic, 1e-6, 1e-7), correct=False)
     load = Load(decode=len(rows), longest=max(rows, default=0), context=sum(rows))
-    multiples = [*range(grid, left, grid), *([left] if left else [])]  # and all that is left
+    multiples = [*range(grid, left, grid), *([left] if left else [])]  # and the whole rest
     fit = [tokens for tokens in multiples if perf.step_time(load.add_chunk(tokens, done)) <= bound]
     assert largest_chunk(perf.step_time, load, done, left, bound, grid) == max(fit, default=0)
 
@@ -118,17 +118,17 @@ def test_the_largest_chunk_by_hand() -> None:
     load = Load(decode=2, longest=1000, context=1500)
     assert largest_chunk(PERF.step_time, load, 0, 1000, 0.150) == 128
     assert largest_chunk(PERF.step_time, load, 0, 1000, 0.150, grid=1) == 136
-    assert largest_chunk(PERF.step_time, load, 0, 136, 0.150) == 136  # all that is left may be any number
+    assert largest_chunk(PERF.step_time, load, 0, 136, 0.150) == 136  # the whole rest may be any number
     assert largest_chunk(PERF.step_time, load, 0, 137, 0.150) == 128
     assert largest_chunk(PERF.step_time, load, 0, 1000, 0.077) == 0 == largest_chunk(PERF.step_time, load, 0, 0, 9.0)
 
 
-def test_own_work_counts_steps_of_the_limit_and_what_is_left() -> None:
+def test_remaining_work_counts_steps_and_remaining_tokens() -> None:
     at = view([prompt(0, 100), begun(prompt(1, 100, 1.0), 60)], [], limits=Limits(30, 256, 1000, 16))
     assert remaining_work(at, at.prefill).tolist() == pytest.approx([0.100 + 4 * 0.010, 0.040 + 2 * 0.010])
 
 
-def test_the_decode_load_is_a_token_of_each_row() -> None:
+def test_the_decode_load_is_one_token_per_row() -> None:
     at = view([], [decoding(0, 501, 1.0), decoding(1, 1001, 1.0)])
     assert decode_load(at.decode) == Load(decode=2, longest=1000, context=1500)
     assert decode_load(at.prefill) == Load()
@@ -141,17 +141,17 @@ def row(id: int, due: float, tpot: float, tier: str = "standard") -> Request:
     return one
 
 
-def test_the_tightest_tpot_is_of_those_to_whom_one_was_promised() -> None:
+def test_the_tightest_tpot_ignores_best_effort() -> None:
     rows = view([], [row(0, 9.0, 0.05), row(1, 9.0, 0.03), row(2, 9.0, 0.01, BEST_EFFORT)]).decode
     assert tightest_tpot(rows) == 0.03
     assert tightest_tpot(view([], [row(2, 9.0, 0.01, BEST_EFFORT)]).decode) == tightest_tpot(view([], []).decode) == inf
 
 
 def test_the_mixed_bound_by_hand() -> None:
-    """Rows of 100 and 80 ms a token, due 90 and 130 ms after the step can begin: the slack is 90."""
+    """With TPOTs of 100 and 80 ms, due 90 and 130 ms after the step can begin, the slack is 90 ms."""
     at = view([], [row(0, 5.09, 0.1), row(1, 5.13, 0.08), row(2, 0.0, 0.01, BEST_EFFORT)], now=4.9, start=5.0)
-    assert mixed_bound(at) == pytest.approx(0.080)  # a whole tpot: everybody is ahead by more than that
-    assert mixed_bound(at, stretch=2.0) == pytest.approx(0.090)  # as far as the slack goes
+    assert mixed_bound(at) == pytest.approx(0.080)  # a whole TPOT, since all rows have more slack
+    assert mixed_bound(at, stretch=2.0) == pytest.approx(0.090)  # limited by the slack
     assert mixed_bound(at, stretch=2.0, cushion=0.25) == pytest.approx(0.070)
     assert mixed_bound(at, stretch=2.0, cushion=1.0) == pytest.approx(0.75 * 0.080)  # never less than the share
     assert mixed_bound(at, share=0.95, cushion=1.0) == pytest.approx(0.95 * 0.080)
@@ -160,8 +160,8 @@ def test_the_mixed_bound_by_hand() -> None:
     assert mixed_bound(view([], [])) == mixed_bound(view([], [row(2, 0.0, 0.01, BEST_EFFORT)])) == inf
 
 
-def test_what_rows_that_joined_late_can_make_up_in() -> None:
-    """A step of all rows takes 12 ms. Of rows of 50 ms a token, one is due in 30 ms; one in 5, and the next in 55."""
+def test_the_step_bound_lets_rows_that_joined_late_catch_up() -> None:
+    """A step of all rows takes 12 ms. With TPOTs of 50 ms, one row is due in 30 ms; one in 5 and then in 55 ms."""
 
     def bound(*rows: Request, **more: int) -> float:
         at = view([], list(rows))
@@ -170,7 +170,7 @@ def test_what_rows_that_joined_late_can_make_up_in() -> None:
     assert bound(row(0, 0.030, 0.05)) == pytest.approx(0.97 * 0.030)
     assert bound(row(0, 0.005, 0.05)) == pytest.approx(0.97 * 0.055 / 2)
     assert bound(row(0, -0.080, 0.05), ahead=4) == pytest.approx(0.97 * 0.070 / 4)
-    assert bound(row(0, -0.080, 0.05)) == inf  # it cannot be helped: the others need not wait for it
+    assert bound(row(0, -0.080, 0.05)) == inf  # too late to catch up, so other rows need not wait for it
     assert bound(row(0, 0.030, 0.05), row(1, -0.080, 0.05)) == pytest.approx(0.97 * 0.030)
     assert bound(row(0, 0.030, 0.05, BEST_EFFORT)) == bound(row(0, 0.0, inf)) == bound() == inf
     old = row(0, 0.030, 0.05)
@@ -179,7 +179,7 @@ def test_what_rows_that_joined_late_can_make_up_in() -> None:
     assert bound(old, young=4) == pytest.approx(0.97 * 0.030)
 
 
-def test_guests_have_what_decoding_leaves() -> None:
+def test_piggybacked_prefill_gets_the_time_left_by_decodes() -> None:
     """A step of one row takes 10 + 1 + 1 ms of 80."""
     at = view([], [row(0, 9.0, 0.1)])
     assert piggyback_speed(at, 0.080) == pytest.approx(1 - 0.012 / 0.080)

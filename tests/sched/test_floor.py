@@ -1,7 +1,7 @@
-"""The throughput floor: a policy leaves rows out, or cuts prompts for them, only where some row gains by it.
+"""The throughput floor: a policy leaves rows out, or cuts prompts for them, only if some row gains by it.
 
-The bare run takes a few of the cells of policy, latency preset and regime, so that each of them is met; `-m full` runs
-the whole matrix, and split instances.
+The bare run takes a few of the cells of policy, latency preset and regime, so that each of them is
+met; `-m full` runs the whole matrix, and split instances.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def base(name: str, regime: str, split: bool, seed: int = 0) -> Floor:
 
 def check(policy: str, name: str, regime: str, *, split: bool = False, seed: int = 0) -> None:
     found, least = floor(policy, latency_of(name), regime, split=split, seed=seed), base(name, regime, split, seed)
-    assert kept(found, least), f"{found} beside {least}"
+    assert kept(found, least), f"{found} are less than {least}"
     if policy != "vllm":  # prompts first: its rows wait for all of them
         assert found.gap <= (PATIENCE + JOINING) * found.full, found
 
@@ -84,7 +84,7 @@ def test_no_policy_falls_below_the_floor_on_split_instances(policy: str, name: s
 
 
 def hopeless(id: int, why: str, late: float) -> Request:
-    """A row that cannot keep its objectives at 1.5 s: with steps of 11 ms and more, and a tpot of 50 ms."""
+    """Return a row that cannot keep its objectives at 1.5 s, with steps of at least 11 ms and a TPOT of 50 ms."""
     if why == "late first token":
         return decoding(id, 1.5 + late, first=1.2)
     if why == "far behind":
@@ -104,9 +104,7 @@ def hopeless(id: int, why: str, late: float) -> Request:
     due=st.sampled_from([1.0, 60.0]),
 )
 @settings(max_examples=examples(60))
-def test_where_no_row_can_gain_everything_runs(
-    reasons: list[tuple[str, float]], prompts: list[int], due: float
-) -> None:
+def test_if_no_row_can_gain_everything_runs(reasons: list[tuple[str, float]], prompts: list[int], due: float) -> None:
     for name in POLICIES:
         rows = [hopeless(id, *reason) for id, reason in enumerate(reasons)]
         waiting = [prompt(100 + id, tokens, due) for id, tokens in enumerate(prompts)]
@@ -120,7 +118,7 @@ def test_where_no_row_can_gain_everything_runs(
         assert any(whole) if "flowprefill" in name else all(whole), name  # it computes one prompt at a time
 
 
-def test_what_is_published_may_cut_prompts_and_leave_rows_out_for_nothing() -> None:
+def test_published_variants_may_cut_prompts_and_leave_rows_out_without_gain() -> None:
     behind = view([prompt(0, 5000)], [decoding(1, -2.0)])
     rows = [decoding(1, 9.0), decoding(2, 9.0, context=9000)]
     for row in rows:
@@ -136,14 +134,16 @@ def test_what_is_published_may_cut_prompts_and_leave_rows_out_for_nothing() -> N
     assert named("kairos:literal", steep) == [(1, 1)]
 
 
-def test_a_row_keeps_its_objectives_where_it_is_on_time_or_catches_up() -> None:
+def test_a_row_keeps_its_objectives_if_it_is_on_time_or_catches_up() -> None:
     def kept_in(row: Request, seconds: float, now: float = 0.0) -> bool:
         return keeps_objectives(view([], [row]).decode, now, seconds)
 
     assert kept_in(decoding(0, 0.05), 0.05) and not kept_in(decoding(0, 0.05), 0.06)
-    assert kept_in(decoding(0, 0.2), 0.1), "it is ahead"
-    assert kept_in(decoding(0, -0.1), 0.04) and not kept_in(decoding(0, -0.1), 0.0499), "100 tokens are too few"
-    assert not kept_in(decoding(0, -0.5), 0.001), "later than 8 tpot"
+    assert kept_in(decoding(0, 0.2), 0.1), "the row is ahead"
+    assert kept_in(decoding(0, -0.1), 0.04) and not kept_in(decoding(0, -0.1), 0.0499), (
+        "100 tokens are too few to catch up"
+    )
+    assert not kept_in(decoding(0, -0.5), 0.001), "the row is late by more than 8 TPOTs"
     assert not kept_in(decoding(0, 9.0, tier="best_effort"), 0.01)
     late = decoding(0, 2.0, first=1.5)
     assert not kept_in(late, 0.01, 1.5) and kept_in(decoding(0, 2.0, first=0.9), 0.01, 1.5)
@@ -155,7 +155,7 @@ def test_a_row_keeps_its_objectives_where_it_is_on_time_or_catches_up() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(-0.5, 0.5), st.booleans(), st.booleans()), max_size=12), st.floats(0.001, 0.2))
-def test_of_many_rows_one_that_keeps_its_objectives_is_enough(made: list[tuple[float, bool, bool]], seconds: float):
+def test_one_of_many_rows_that_keeps_its_objectives_is_enough(made: list[tuple[float, bool, bool]], seconds: float):
     rows = [
         decoding(id, slack, first=0.5 if began else 1.5, tier="best_effort" if best else "standard")
         for id, (slack, began, best) in enumerate(made)
@@ -164,22 +164,22 @@ def test_of_many_rows_one_that_keeps_its_objectives_is_enough(made: list[tuple[f
     assert keeps_objectives(view([], rows).decode, 0.0, seconds) == any(alone)
 
 
-def test_rows_left_out_join_by_how_long_they_waited_some_at_a_time() -> None:
+def test_rows_left_out_rejoin_in_order_of_their_wait_a_few_at_a_time() -> None:
     rows = [decoding(id, 9.0) for id in range(9)]
     for row in rows:
         row.token_times = [-0.1 * row.id]
 
     def joining(seconds: float) -> list[int]:
-        """Where a step of all rows takes so long."""
+        """Return the rows that rejoin if a step of all rows takes `seconds`."""
         perf = GeneralModel(Coefficients(seconds, 0.0, 0.0, 0.0, 0.0, 0.0), correct=False)
         at = view([], rows, role=Role.DECODE, perf=perf)
         return starved(at, at.decode.arrival.argsort(kind="stable")).tolist()
 
-    assert joining(0.01) == [8, 7, 6], "those of more than 4 tpot, a quarter of them"
+    assert joining(0.01) == [8, 7, 6], "a quarter of the rows without a token for more than 4 TPOTs"
     assert joining(0.15) == [8, 7, 6]
     assert joining(0.19) == [8] and not joining(9.0)
     for row in rows:
         row.slo = NO_SLO
-    assert joining(0.15) == [8, 7, 6] and not joining(0.25), "without objectives: 4 steps"
+    assert joining(0.15) == [8, 7, 6] and not joining(0.25), "rows without objectives rejoin after 4 steps"
     rows[0].slo, rows[0].token_times = SLO(1.0, 0.05), [-0.81]
     assert joining(0.19) == [0, 8], "rows with objectives beside rows without"

@@ -1,5 +1,8 @@
-"""A server that has promised nothing declines no request that it could serve in time alone, whatever the prompt, its
-objectives and the step-time model: policy slos_serve and admission dp."""
+"""An idle server declines no request that it could serve in time alone.
+
+This holds for any prompt, objectives and step-time model, with policy `slos_serve` and admission
+`dp`.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +54,12 @@ CASE = st.fixed_dictionaries(
     {
         "perf": MODEL,
         "prompt": st.integers(1, 20_000),
-        "times": st.just(1.0) | st.floats(1.0, 10.0),  # its TTFT, of the time of the prompt alone
-        "slack": st.just(1.0) | st.floats(1.0, 10.0),  # its TPOT, of a decode step alone
+        "times": st.just(1.0) | st.floats(1.0, 10.0),  # its TTFT, as a multiple of the time of the prompt alone
+        "slack": st.just(1.0) | st.floats(1.0, 10.0),  # its TPOT, as a multiple of the time of a decode step alone
         "chunk": st.sampled_from([16, 500, 2048, 8192]),
         "role": st.sampled_from([Role.MIXED, Role.PREFILL]),
         "draft": st.sampled_from([0, 3]),
-        "share": st.sampled_from([0.0, 0.0, 0.5, 0.99]),  # of the prompt, in the prefix cache
+        "share": st.sampled_from([0.0, 0.0, 0.5, 0.99]),  # cached part of the prompt
     }
 )
 
@@ -66,7 +69,7 @@ def limits(chunk: int, draft: int) -> Limits:
 
 
 def feasible(perf: PerfModel, prompt: int, times: float, slack: float, chunk: int, hit: int) -> SLO:
-    """Objectives that a request of its own just keeps: `times` and `slack` of what it takes."""
+    """Return objectives that the request alone can just meet, times the factors `times` and `slack`."""
     own = perf.prefill_times(np.array([float(prompt - hit)]), np.array([float(hit)]), chunk)[0]
     step = perf.decode_times(np.ones(1), np.array([float(prompt)]), np.array([float(prompt)]))[0]
     return SLO(ttft=times * float(own), tpot=slack * float(step))
@@ -85,12 +88,14 @@ def view(prompts: list[Request], perf: PerfModel, within: Limits, role: Role = R
 
 
 def served(policy: SlosServe, one: Request, perf: PerfModel, within: Limits, role: Role) -> float:
-    """Seconds until the prompt of the only request is computed, each step taking what `perf` says. Fails where the
-    request is demoted."""
+    """Return the time to compute the prompt of the only request with steps as predicted by `perf`.
+
+    Fails if the request is demoted.
+    """
     now = 0.0
     while one.remaining:
         decision = policy.decide(view([one], perf, within, role, now))
-        assert not decision.demote, f"at {now} s, {one.computed} tokens computed, of which {one.hit} were found"
+        assert not decision.demote, f"demoted at {now} s with {one.computed} tokens computed, {one.hit} of them cached"
         [grant] = decision.grants
         if one.state is State.WAITING:
             one.state, one.computed = State.RUNNING, one.hit
@@ -141,10 +146,10 @@ def test_the_admission_admits_each_request_that_is_feasible_alone(case) -> None:
     tokens=st.sampled_from([256, 8192]),
 )
 @settings(max_examples=examples(25), deadline=None)
-def test_requests_that_come_one_by_one_are_all_in_time(  # type: ignore[no-untyped-def]
+def test_requests_that_arrive_one_by_one_are_all_on_time(  # type: ignore[no-untyped-def]
     policy, admission, prompts, times, slack, truth, tokens
 ) -> None:
-    """Whole runs: each request comes when the one before it has ended, and attains both objectives."""
+    """In whole runs, each request arrives when the one before has ended, and attains both objectives."""
     perf, answer = GeneralModel(truth, correct=False), 6
     arrivals = []
     for at, prompt in enumerate(prompts):
@@ -161,8 +166,8 @@ def test_requests_that_come_one_by_one_are_all_in_time(  # type: ignore[no-untyp
         assert one.ttft <= arrival.slo.ttft + 1e-8 and one.tpot <= arrival.slo.tpot + 1e-8
 
 
-def test_two_that_come_together_where_each_is_feasible_alone() -> None:
-    """Neither keeps the margin of its TPOT, so that the program takes none: the shorter one is promised."""
+def test_of_two_simultaneous_requests_that_are_feasible_alone_the_shorter_is_promised() -> None:
+    """Neither has the margin of its TPOT, so the dynamic program takes none, and the shorter one is promised."""
     perf = GeneralModel(SMALL, correct=False)
     step = perf.step_time(Load().add_decode(300))
     for first, second in ((300, 200), (200, 300)):
@@ -174,8 +179,8 @@ def test_two_that_come_together_where_each_is_feasible_alone() -> None:
         assert SlosServe().decide(seen).demote == (0 if first > second else 1,)
 
 
-def test_the_quantum_is_that_of_the_tightest_promise_that_can_be_kept() -> None:
-    """10 ms and 0.1 ms a token: prompts of 100, 400 and 1,900 tokens take 20, 50 and 200 ms."""
+def test_the_quantum_is_that_of_the_tightest_objective_that_can_be_kept() -> None:
+    """At 10 ms and 0.1 ms a token, prompts of 100, 400 and 1,900 tokens take 20, 50 and 200 ms."""
     perf = GeneralModel(Coefficients(10e-3, 1e-4, 0, 0, 0, 0), correct=False)
 
     def longest(*promises: tuple[float, int]) -> float:
@@ -183,8 +188,8 @@ def test_the_quantum_is_that_of_the_tightest_promise_that_can_be_kept() -> None:
         return quantum(perf, ttft, length, 8192)
 
     assert longest((0.3, 100)) == pytest.approx(0.28)
-    assert longest((0.3, 100), (0.3, 1900)) == pytest.approx(0.2), "less than its own prompt would make it late"
-    assert longest((0.3, 100), (0.019, 100), (0.15, 400)) == pytest.approx(0.1), "one that is late alone"
+    assert longest((0.3, 100), (0.3, 1900)) == pytest.approx(0.2), "with less, the prompt itself would be late"
+    assert longest((0.3, 100), (0.019, 100), (0.15, 400)) == pytest.approx(0.1), "a prompt that is late alone"
     assert longest() == longest((0.01, 100)) == longest((np.inf, 100)) == NEVER
 
 
@@ -196,8 +201,8 @@ def test_a_best_effort_request_shortens_no_step() -> None:
     assert [(grant.request, grant.tokens) for grant in SlosServe().decide(seen).grants] == [(0, 4000), (1, 50)]
 
 
-def test_a_block_given_by_hand_is_a_share_of_the_median_ttft() -> None:
-    """0.1 of a second: a prompt of 170 ms is computed in pieces, each with the fixed time of a step."""
+def test_a_configured_block_is_a_share_of_the_median_ttft() -> None:
+    """With 0.1 of a second, a prompt of 170 ms is computed in chunks, each with the fixed time of a step."""
     perf = GeneralModel(SMALL, correct=False)
     pieces = served(SlosServe(block=0.1), waiting(2000, SLO(1.0, 1.0)), perf, limits(8192, 0), Role.MIXED)
     assert pieces > served(SlosServe(), waiting(2000, SLO(1.0, 1.0)), perf, limits(8192, 0), Role.MIXED)

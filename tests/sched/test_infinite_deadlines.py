@@ -1,4 +1,4 @@
-"""Objectives that are infinite, or nearly: deadlines are never NaN, whatever is lost or taken back."""
+"""Infinite and extreme objectives: deadlines are never NaN, even if tokens are lost or withdrawn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request, State
 from jaxserve.sched.api.slo import ANSWER, LONGEST, NO_SLO, SHORTEST, SLO, THINKING
 from jaxserve.sched.api.thinking import ThinkingEnd
 from jaxserve.sched.sim.executor import END_THINKING
-from tests.support.sched.harness import Outcome, SimRequest
+from tests.support.sched.harness import Job, Outcome
 from tests.support.sched.laws import Watch
 
 STAGES = [
@@ -28,7 +28,7 @@ STAGES = [
 
 
 def granted(slo: SLO, output: int, pending: int) -> Request:
-    """A request that has `output` tokens, and `pending` more that submitted steps sample."""
+    """Return a request with `output` tokens and `pending` more sampled by steps in flight."""
     thinking = ThinkingEnd(((END_THINKING,),)) if slo.stages else None
     one = Request(0, range(4), SamplingParams(max_tokens=50), slo, 0.0, thinking=thinking)
     one.state = State.RUNNING
@@ -44,7 +44,7 @@ def granted(slo: SLO, output: int, pending: int) -> Request:
 
 @pytest.mark.parametrize("slo", [NO_SLO, SLO(), SLO(tpot=inf), *STAGES])
 @pytest.mark.parametrize(("output", "pending"), [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0), (3, 2)])
-def test_a_pool_that_is_lost_takes_back_what_was_pending(slo: SLO, output: int, pending: int) -> None:
+def test_a_lost_pool_withdraws_pending_tokens(slo: SLO, output: int, pending: int) -> None:
     one, same = granted(slo, output, pending), granted(slo, output, 0)
     one.forget_cache()
     assert one.budget == pytest.approx(same.budget) and not isnan(one.deadline)
@@ -52,7 +52,7 @@ def test_a_pool_that_is_lost_takes_back_what_was_pending(slo: SLO, output: int, 
 
 
 @pytest.mark.parametrize("slo", [NO_SLO, SLO(), *STAGES])
-def test_drafts_that_were_wrong_are_taken_back(slo: SLO) -> None:
+def test_rejected_drafts_are_withdrawn(slo: SLO) -> None:
     one, same = granted(slo, 2, 4), granted(slo, 2, 1)
     one.take_back(3)
     assert one.budget == pytest.approx(same.budget) and one.pending == same.pending
@@ -75,7 +75,7 @@ def test_an_answer_with_a_finite_tpot_after_infinite_thinking(before: int) -> No
 
 @pytest.mark.parametrize("seconds", [1e300, -1e300, 1e-300, 0.0, -0.0, nan, -inf, 1.1e9, 0.9e-9])
 @pytest.mark.parametrize("name", ["ttft", "tpot", "tbt", "stages"])
-def test_objectives_beyond_what_can_be_computed_with_are_refused(name: str, seconds: float) -> None:
+def test_objectives_out_of_range_are_refused(name: str, seconds: float) -> None:
     with pytest.raises(InvalidValue, match=f"SLO {name}.*={re.escape(repr(seconds))} must be .* from 1e-09 to 1e\\+09"):
         SLO(**{name: ((ANSWER, seconds),) if name == "stages" else seconds})  # type: ignore[arg-type]
 
@@ -85,8 +85,11 @@ EXTREMES = [SLO(SHORTEST, SHORTEST), SLO(LONGEST, LONGEST), SLO(SHORTEST, LONGES
 
 @pytest.mark.parametrize("policy", policies.names())
 def test_no_table_ever_holds_nan(policy: str) -> None:
-    """Random runs of extreme objectives in which steps raise. Tables are checked at every move of the clock; the policy
-    sees sealed views. An overflow in numpy is an error."""
+    """Run extreme objectives at random with steps that raise.
+
+    Tables are checked at every event, the policy sees sealed views, and an overflow in numpy is an
+    error.
+    """
     outcome = run_extremes(policy, [Role.MIXED])
     assert all(isfinite(time) for one in outcome.requests for time in one.token_times)
 
@@ -96,7 +99,7 @@ PAIRS = list(product(routing.ROUTERS, admission.ADMISSIONS))
 
 @pytest.mark.parametrize(("place", "admit"), PAIRS)
 def test_routers_and_admissions_compute_with_extreme_objectives(place: str, admit: str) -> None:
-    """Every policy with one pair would be the same sums again: each pair takes the next policy."""
+    """Each pair of router and admission runs with the next policy, since all policies would repeat the same sums."""
     names = policies.names()
     policy = names[PAIRS.index((place, admit)) % len(names)]
     for roles in ([Role.PREFILL, Role.DECODE], [Role.MIXED, Role.MIXED]):
@@ -104,11 +107,11 @@ def test_routers_and_admissions_compute_with_extreme_objectives(place: str, admi
 
 
 def run_extremes(policy: str, roles: list[Role], **shape: Any) -> Outcome:
-    """Each of 30 requests gets an objective at the edge of what is allowed."""
+    """Serve 30 requests with objectives at the edge of the allowed range."""
     rng = random.Random(11)
     slos = [NO_SLO, SLO(ttft=inf), SLO(tpot=inf), *EXTREMES, SLO(ttft=1.0, tpot=0.01, tbt=inf), SLO(tbt=SHORTEST)]
     jobs = [
-        SimRequest(
+        Job(
             range(index * 40, index * 40 + rng.randint(1, 30)),
             rng.randint(1, 12),
             rng.random() * 0.1,

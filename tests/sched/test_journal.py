@@ -1,4 +1,4 @@
-"""A journal fed back gives the plans that were made; a changed policy shows as differences."""
+"""A replayed journal reproduces its plans, and a changed policy shows as differences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.journal import replay
 from tests.support.examples import examples
 from tests.support.sched.complete import JOB, ROLES
-from tests.support.sched.harness import SimRequest
+from tests.support.sched.harness import Job
 from tests.support.sched.recorded import perf, recorded
 
 
@@ -23,24 +23,22 @@ from tests.support.sched.recorded import perf, recorded
     every=st.sampled_from([4, 7, 10_000]),
 )
 @settings(max_examples=examples(60))
-def test_replay_reproduces_every_plan(jobs: list[SimRequest], roles: str, policy: str, every: int) -> None:
+def test_replay_reproduces_every_plan(jobs: list[Job], roles: str, policy: str, every: int) -> None:
     text = recorded(jobs, roles, policy, every)
     outcome = replay(text.splitlines(), perf)
     assert outcome.differences == []
     assert outcome.plans == text.count('"kind":"planned"')
 
 
-def test_steps_know_what_was_predicted_of_them() -> None:
-    """The schedulers' model is the devices' own."""
-    outcome = replay(
-        recorded([SimRequest(range(30), 6), SimRequest(range(50, 59), 3)], "1x1", "distserve").splitlines(), perf
-    )
+def test_steps_record_their_predicted_times() -> None:
+    """The scheduler's model equals that of the devices."""
+    outcome = replay(recorded([Job(range(30), 6), Job(range(50, 59), 3)], "1x1", "distserve").splitlines(), perf)
     assert len(outcome.steps) > 5
     assert [step.predicted for step in outcome.steps] == pytest.approx([step.seconds for step in outcome.steps])
 
 
 def test_a_changed_plan_shows_as_a_difference() -> None:
-    jobs = [SimRequest(range(100 * i, 100 * i + 12), 6) for i in range(6)]
+    jobs = [Job(range(100 * i, 100 * i + 12), 6) for i in range(6)]
     lines = recorded(jobs, "1x1", "distserve").splitlines()
     for index, line in enumerate(lines):
         record = json.loads(line)
@@ -52,20 +50,20 @@ def test_a_changed_plan_shows_as_a_difference() -> None:
     assert difference.line == index + 1 and difference.instance == "mixed0"
 
 
-def test_no_prompt_is_written() -> None:
-    text = recorded([SimRequest([424242] * 12, 3)], "1x1", "distserve")
+def test_no_prompt_is_journaled() -> None:
+    text = recorded([Job([424242] * 12, 3)], "1x1", "distserve")
     assert "424242" not in text
 
 
-def test_a_broken_line_is_named() -> None:
+def test_a_malformed_line_is_named() -> None:
     with pytest.raises(InvalidValue, match="line 1 is not JSON"):
         replay(["{"], perf)
 
 
 @pytest.mark.parametrize("kept", [1, 20, -1])
-def test_a_cut_last_line_is_ignored(kept: int) -> None:
-    """A process that is killed, or a disk that is full, cuts the last line."""
-    lines = recorded([SimRequest(range(9), 4, 0.0), SimRequest(range(12), 3, 0.1)], "2x1", "kairos").splitlines()
+def test_a_truncated_last_line_is_ignored(kept: int) -> None:
+    """A killed process or a full disk truncates the last line."""
+    lines = recorded([Job(range(9), 4, 0.0), Job(range(12), 3, 0.1)], "2x1", "kairos").splitlines()
     whole, cut = lines[: len(lines) // 2], lines[len(lines) // 2][:kept]
     outcome = replay([*whole, cut], perf)
     assert outcome.differences == [] and outcome.plans == replay(whole, perf).plans > 0

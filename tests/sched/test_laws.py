@@ -1,7 +1,7 @@
-"""Laws that hold for every policy, routing and admission, on every mesh, over random small workloads.
+"""Laws for every policy, router and admission, on every mesh, over random small workloads.
 
-The bare run draws a few workloads for each policy, with meshes, routers and admissions taken so that over all
-policies every pair of them meets; `-m full` runs the whole matrix.
+The bare run draws a few workloads for each policy, and every pair of mesh, router and admission
+occurs with some policy; `-m full` runs the whole matrix.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tests.support.sched.cases import (
     Case,
     drawn,
 )
-from tests.support.sched.harness import COEFFICIENTS, Outcome, SimRequest
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome
 from tests.support.sched.laws import REQUEST, Watch, check_tokens, check_told, first_difference, sealed
 
 CASES: list[Case] = list(product(MESHES, ROUTERS, ADMISSIONS))
 
 
 def sample(policy: str, count: int = 4) -> list[Case]:
-    """A few cases; over all policies every pair of mesh, routing and admission."""
+    """Return a few cases for a policy; every pair of mesh, router and admission occurs with some policy."""
     meshes = list(MESHES)
     return [
         (meshes[n % 5], ROUTERS[n // 5 % 10], ADMISSIONS[(n + n // 10) % 4])
@@ -55,16 +55,14 @@ def test_the_sample_meets_every_pair() -> None:
         assert {(case[one], case[other]) for case in cases} == {(case[one], case[other]) for case in CASES}
 
 
-def serve(
-    policy: str, case: Case, jobs: list[SimRequest], shape: dict[str, Any], *, seal: bool
-) -> tuple[Watch, Outcome]:
+def serve(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], *, seal: bool) -> tuple[Watch, Outcome]:
     mesh, routing, admission = case
     watch = Watch(policy, seal=seal)
     return watch, watch.run(jobs, MESHES[mesh], routing=routing, admission=admission, **shape)
 
 
-def check(policy: str, case: Case, jobs: list[SimRequest], shape: dict[str, Any]) -> None:
-    """All laws of one run; and of two that differ only in whether the policy is watched: equal histories."""
+def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any]) -> None:
+    """Check all laws of a run, and that watching a policy does not change the history."""
     watch, outcome = serve(policy, case, jobs, shape, seal=False)
     check_told(outcome, jobs, case[2].endswith(":refuse"))
     check_tokens(outcome, watch.records, page_size=4)
@@ -75,7 +73,7 @@ def check(policy: str, case: Case, jobs: list[SimRequest], shape: dict[str, Any]
 
 @settings(max_examples=examples(25))
 @given(policy=st.sampled_from(POLICIES), case=st.sampled_from(CASES), jobs=JOBS, shape=SHAPE)
-def test_nothing_is_lost_and_nothing_stands_still(policy, case, jobs, shape) -> None:  # type: ignore[no-untyped-def]
+def test_no_request_is_lost_and_no_instance_idles(policy, case, jobs, shape) -> None:  # type: ignore[no-untyped-def]
     check(policy, case, jobs, shape)
 
 
@@ -94,24 +92,22 @@ def test_the_laws_hold_everywhere(policy: str) -> None:
         check_blind(policy, case, jobs, permuted(jobs, shuffled(len(jobs))), shape)
 
 
-def test_best_effort_that_holds_pages_keeps_nobody_from_going_on() -> None:
-    """An older prompt was named and did not fit, best effort gave way to it, and who held pages stood still."""
+def test_best_effort_that_holds_pages_does_not_block_an_instance() -> None:
+    """Regression: best effort with pages gave way to an older prompt that was first in order and did not fit."""
     policy, case = "unified:no-preempt", ("1P1D", "prefill_budget", "pab")
     check(policy, case, *drawn((policy, case, "full")))
 
 
-def permuted(jobs: list[SimRequest], places: list[int]) -> list[SimRequest]:
-    """The same requests with each other's hidden output lengths."""
+def permuted(jobs: list[Job], places: list[int]) -> list[Job]:
+    """Return the same requests with permuted hidden output lengths."""
     return [
-        SimRequest(job.prompt, jobs[place].output, job.arrival, job.slo, tier=job.tier)
+        Job(job.prompt, jobs[place].output, job.arrival, job.slo, tier=job.tier)
         for job, place in zip(jobs, places, strict=True)
     ]
 
 
-def check_blind(
-    policy: str, case: Case, jobs: list[SimRequest], others: list[SimRequest], shape: dict[str, Any]
-) -> float:
-    """Plans are equal until it shows that output lengths differ. Returns when that is."""
+def check_blind(policy: str, case: Case, jobs: list[Job], others: list[Job], shape: dict[str, Any]) -> float:
+    """Check that plans are equal until output lengths differ observably, and return that time."""
     (watch, outcome), (other, same) = (serve(policy, case, each, shape, seal=False) for each in (jobs, others))
     shows = first_difference(outcome, same)
     mine, theirs = ([one for one in each.records if one[0] < shows] for each in (watch, other))
@@ -131,28 +127,28 @@ def test_no_policy_sees_an_output_length(policy, case, jobs, shape, data) -> Non
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_no_policy_knows_when_somebody_ends(policy: str) -> None:
+def test_no_policy_knows_when_a_request_ends(policy: str) -> None:
     case = sample(policy)[0]
     jobs, shape = drawn((policy, "blind"))
     assert check_blind(policy, case, jobs, permuted(jobs, shuffled(len(jobs))), shape) < inf
 
 
-def test_who_waits_behind_a_prompt_that_moves_away_is_looked_at_again() -> None:
-    """Found by the whole matrix: nobody planned anew where a waiting prompt had left."""
+def test_requests_behind_a_rerouted_prompt_are_planned_again() -> None:
+    """Found by the full matrix: no new plan was made after a waiting prompt had left."""
     case = ("1P1D", "deflect:dropped", "pab:refuse")
     jobs, shape = drawn(("kairos", case, "full"))
     serve("kairos", case, permuted(jobs, shuffled(len(jobs))), shape, seal=False)
 
 
 class Lazy:
-    """Runs nothing before its time."""
+    """A policy that runs nothing before its time."""
 
     def decide(self, view: View) -> Decision:
         return Decision(in_order(view.prefill, np.arange(len(view.prefill)), view.limits) if view.now > 0.02 else ())
 
 
-def test_what_watches_sees_an_idle_instance_and_a_look_behind_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = [SimRequest(range(9), 1, arrival) for arrival in (0.0, 0.03)]
+def test_the_watch_detects_an_idle_instance_and_access_beyond_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [Job(range(9), 1, arrival) for arrival in (0.0, 0.03)]
     monkeypatch.setattr(policies, "make", lambda name: Lazy())
     with pytest.raises(AssertionError, match=r"idle at .*wants none of"):
         serve("lazy", ("1", "least_work", "none"), jobs, {}, seal=False)
@@ -168,7 +164,7 @@ def test_what_watches_sees_an_idle_instance_and_a_look_behind_the_protocol(monke
         lambda: seen.prefill._requests,
         lambda: seen.perf.observe,
     ):
-        with pytest.raises(AssertionError, match="looks at"):
+        with pytest.raises(AssertionError, match="accesses"):
             look()
     with pytest.raises(AssertionError, match="writes 'tier'"):
         seen.prefill[0].tier = BEST_EFFORT

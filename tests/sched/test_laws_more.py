@@ -1,4 +1,4 @@
-"""Laws of what is attained: nobody exceeds the clairvoyant bound, and wider SLOs never hurt who does not see them."""
+"""Laws of attainment: no policy exceeds the clairvoyant bound, and wider SLOs never hurt SLO-blind policies."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.support.sched.cases import ADMISSIONS, POLICIES, ROUTERS
 EXACT = Coefficients(1e-3, 1e-4, 1e-5, 1e-8, 1e-7, 1e-8)
 TINY = Latency("tiny", kv_bytes_per_token=1000, kv_tokens=400, page_size=4, coefficients=EXACT, link_bandwidth=1e9)
 MESHES = {"1": Mesh(1), "1P1D": Mesh(2), "2P2D": Mesh(4), "2 mixed": Mesh(2, colocated=True)}
-HALVES = ["distserve", "sjf", "prefill=fcfs,decode=continuous"]  # blind to the SLO but in mixed steps, which they bound
+HALVES = ["distserve", "sjf", "prefill=fcfs,decode=continuous"]  # blind to the SLO except for the bound of mixed steps
 BLIND = [(policy, mesh) for policy in HALVES for mesh in MESHES if "P" in mesh]
 BLIND += [(policy, mesh) for policy in ("vllm", "sarathi:tokens=16") for mesh in MESHES]
 
 
 def drawn(seed: object, count: int = 24) -> list[Arrival]:
-    """Requests that come faster than they can be served on one instance, promised little time."""
+    """Return requests with tight TTFTs that arrive faster than one instance can serve them."""
     draw, time, arrivals = random.Random(str(seed)), 0.0, []
     for _ in range(count):
         time += draw.expovariate(400.0)
@@ -42,8 +42,11 @@ def drawn(seed: object, count: int = 24) -> list[Arrival]:
 
 
 def check_bound(policy: str, mesh: str, routing: str, admission: str, **more: Any) -> None:
-    """The bound of these very servers: those that decode count for prompts only where some may come to them, and
-    those for prompts decode where the router changes roles."""
+    """Check a run against the bound for its servers.
+
+    Decode instances count for prompts only if the router sends them some, and prefill instances
+    decode if the router changes roles.
+    """
     arrivals = drawn((policy, mesh, routing, admission))
     options = Options(routing=routing, admission=admission, tokens=64, rows=8, **more)
     report = simulate(arrivals, policy, MESHES[mesh], TINY, options=options)
@@ -75,7 +78,7 @@ def test_no_policy_exceeds_the_bound_anywhere(policy: str) -> None:
 
 
 def test_the_bound_can_be_reached() -> None:
-    """Otherwise not to exceed it would say nothing."""
+    """Otherwise the bound would be trivial."""
     arrivals = [Arrival(0.1 * n, 20, 5, SLO(0.01, 0.01)) for n in range(6)]
     [found] = bounds(arrivals, "1x1", TINY, rates=[None])
     assert simulate(arrivals, "distserve", "1x1", TINY).summary.attained == found.bound.share == 1.0
@@ -93,9 +96,12 @@ def test_the_bound_can_be_reached() -> None:
     ttft=st.floats(1.0, 20.0),
     tpot=st.floats(1.0, 20.0),
 )
-def test_wider_slos_never_hurt_who_does_not_see_them(blind, routing, seed, ttft, tpot) -> None:  # type: ignore[no-untyped-def]
-    """With room for all KV. Whose KV was dropped on a decode instance comes back as a guest, in what the tightest tpot
-    leaves of a step: there even a policy that is blind has a step that is not."""
+def test_wider_slos_never_hurt_an_slo_blind_policy(blind, routing, seed, ttft, tpot) -> None:  # type: ignore[no-untyped-def]
+    """Given room for all KV, since dropped KV makes mixed steps depend on the SLO.
+
+    A request with dropped KV on a decode instance is recomputed beside decodes in the time left by
+    the tightest TPOT, so there even a blind policy depends on SLOs.
+    """
 
     policy, mesh = blind
 

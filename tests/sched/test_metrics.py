@@ -1,4 +1,4 @@
-"""Laws of what is measured, then values worked out by hand."""
+"""Metrics: general laws and hand-computed values."""
 
 import json
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class Done:
 
 
 @given(gaps=st.lists(st.floats(0, 10), min_size=1, max_size=40), first=st.floats(0, 10))
-def test_means_lie_below_their_worst(gaps: list[float], first: float) -> None:
+def test_means_are_below_maxima(gaps: list[float], first: float) -> None:
     times = [first]
     for gap in gaps:
         times.append(times[-1] + gap)
@@ -34,13 +34,13 @@ def test_means_lie_below_their_worst(gaps: list[float], first: float) -> None:
     assert one.attained == (first <= 2 + 1e-9 and times[-1] - first <= 0.1 * len(gaps) + 1e-9)
 
 
-def test_worked_out_by_hand() -> None:
+def test_hand_computed_metrics() -> None:
     one = measure(Done([1.5, 1.6, 1.9, 2.0], arrival=1.0))
     assert one.ttft == pytest.approx(0.5)
     assert one.tpot == pytest.approx(0.5 / 3)
     assert one.worst_tpot == pytest.approx(0.2)
     assert one.largest_gap == pytest.approx(0.3)
-    assert one.window_tpot == one.tpot  # ten tokens or fewer: one window
+    assert one.window_tpot == one.tpot  # with ten tokens or fewer, a single window
     assert (one.ttft_attained, one.tpot_attained, one.attained) == (True, False, False)
 
 
@@ -50,7 +50,7 @@ def test_window_of_ten() -> None:
 
 
 def test_the_papers_objectives_are_three() -> None:
-    """A stop after the first token, one in the middle, and none: the mean forgives both, a window only the short."""
+    """Stall after the first token, in the middle, or never: the mean hides both, a window only the short one."""
     early = measure(Done([0.0] + [0.3 + 0.01 * i for i in range(20)]))
     middle = measure(Done([0.1 * i for i in range(10)] + [2.5 + 0.01 * i for i in range(30)]))
     even = measure(Done([0.1 * i for i in range(40)]))
@@ -60,7 +60,7 @@ def test_the_papers_objectives_are_three() -> None:
     assert (summary.attained, summary.worst_attained, summary.window_attained) == pytest.approx((1, 1 / 3, 2 / 3))
 
 
-def test_one_token_cannot_be_late_and_none_attains_nothing() -> None:
+def test_a_single_token_is_never_late_and_no_token_attains_nothing() -> None:
     for times, attained in (([1.0], True), ([], False)):
         one = measure(Done(times, finish_reason="stop" if times else None))
         assert one.worst_attained is one.window_attained is attained
@@ -103,7 +103,7 @@ def test_the_mean_and_the_largest_gap_apart(done: Done, mean: bool, gap: bool) -
     assert one.tpot_attained == (mean and gap)
 
 
-def test_stages_have_an_allowance_of_their_own() -> None:
+def test_stages_have_their_own_allowance() -> None:
     assert measure(Done([1.0, 1.5, 2.0]), allowance=1.0).tpot_attained
     assert not measure(Done([1.0, 1.5, 2.0]), allowance=0.9).tpot_attained
 
@@ -130,7 +130,7 @@ def test_summary() -> None:
     assert summarize([measure(one) for one in requests], skip=1).count == 2
 
 
-def test_nothing_measured_is_not_an_error() -> None:
+def test_an_empty_run_is_not_an_error() -> None:
     summary = summarize([])
     assert summary.count == 0 and isnan(summary.attained) and isnan(summary.median_speed)
 
@@ -147,11 +147,11 @@ def test_goodput_rate_is_the_highest_that_reaches_the_goal() -> None:
     assert goodput_rate([1, 2], [0.5, 0.2]) is None
 
 
-def test_percentiles_leave_out_what_is_not_finite() -> None:
+def test_percentiles_ignore_infinite_values() -> None:
     assert spread([1.0, inf, 3.0]).p50 == 2.0
 
 
-def test_who_was_promised_nothing_counts_in_no_share() -> None:
+def test_requests_without_objectives_count_in_no_attainment() -> None:
     late, best = Done([9.0, 9.1], id=0), Done([50.0, 60.0], slo=NO_SLO, id=1)
     summary = summarize([measure(late, "paid"), measure(best, "free")])
     assert (summary.count, summary.attained, summary.token_weighted) == (2, 0.0, 0.0)

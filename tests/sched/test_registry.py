@@ -1,4 +1,4 @@
-"""Things by name: options are read as what they are, and what is wrong is answered with what is allowed."""
+"""Named policies, routers and admissions: options are parsed by type, and errors name the allowed values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def made(text: str, **given: Any) -> dict[str, Any]:
         ("thing:no-flag", {}),
         ("thing:no-on", {"on": False}),
         ("thing:no_on", {"on": False}),
-        ("thing:no-way", {"no_way": True}),  # its own name, not the opposite of `way`
+        ("thing:no-way", {"no_way": True}),  # an option of this name, not the negation of `way`
         ("thing:no-no-way", {}),
         ("thing:count=7", {"count": 7}),
         ("thing:count=-7", {"count": -7}),
@@ -69,7 +69,7 @@ def made(text: str, **given: Any) -> dict[str, Any]:
         ("third:word=y+flag", {"word": "y", "flag": True}),
     ],
 )
-def test_options_are_read_as_what_their_defaults_are(text: str, changed: dict[str, Any]) -> None:
+def test_options_are_parsed_by_the_type_of_their_default(text: str, changed: dict[str, Any]) -> None:
     found = made(text)
     assert found == DEFAULTS | changed
     assert {key: type(value) for key, value in found.items()} == {key: type(value) for key, value in DEFAULTS.items()}
@@ -103,18 +103,18 @@ def test_an_error_names_the_value_and_what_is_allowed(text: str, message: str) -
         made(text, given="mine")
 
 
-def test_what_is_given_reaches_who_takes_it() -> None:
+def test_given_arguments_reach_the_constructors_that_take_them() -> None:
     assert made("other:count=2", given="mine") == {"count": 2, "given": "mine"}
     assert made("thing", given="mine") == DEFAULTS
 
 
 @given(count=st.integers(-(10**9), 10**9), share=st.floats(allow_nan=False, allow_infinity=False), flag=st.booleans())
-def test_what_is_written_is_what_is_read(count: int, share: float, flag: bool) -> None:
+def test_a_formatted_name_parses_to_itself(count: int, share: float, flag: bool) -> None:
     text = f"thing:count={count}+share={share!r}+{'flag' if flag else 'no-flag'}"
     assert "e+" in text or made(text) == DEFAULTS | {"count": count, "share": share, "flag": flag}
 
 
-def test_options_meant_for_several_go_to_those_that_take_them() -> None:
+def test_shared_options_go_to_the_parts_that_take_them() -> None:
     tables, names = [TABLE, TABLE], ["thing", "other"]
 
     def split(text: str) -> list[str]:
@@ -149,6 +149,6 @@ def test_options_meant_for_several_go_to_those_that_take_them() -> None:
         (admission.make, "all", "unknown admission 'all'; choose one of dp, none, pab"),
     ],
 )
-def test_policies_routers_and_admissions_say_what_they_take(make: Any, text: str, message: str) -> None:
+def test_policies_routers_and_admissions_list_their_options(make: Any, text: str, message: str) -> None:
     with pytest.raises(InvalidValue, match=re.escape(message)):
         make(text)

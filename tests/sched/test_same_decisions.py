@@ -1,4 +1,4 @@
-"""What is kept, bounded or done in columns decides as the plain way does, one after the other and from nothing."""
+"""Memoized, bounded and vectorized code makes the same decisions as plain sequential code from scratch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ MODEL = st.sampled_from(sorted(MODELS))
 
 
 def plain_set(start: float, deadline: Array, work: Array, kept: Array | None) -> Array:
-    """Moore and Hodgson, a job at a time."""
+    """Compute the on-time set by the Moore-Hodgson algorithm, a job at a time."""
     chosen, heap, at = np.zeros(len(deadline), dtype=bool), [], start
     alone = [row for row in range(len(work)) if start + work[row] <= deadline[row]]
     for row in sorted(alone, key=lambda row: (deadline[row], row)):
@@ -76,18 +76,18 @@ DUE = st.one_of(st.integers(0, 12).map(float), st.floats(-1.0, 12.0), st.sampled
 
 
 @given(st.lists(st.tuples(WORK, DUE, st.booleans()), min_size=1, max_size=30), st.booleans(), st.floats(0.0, 1.0))
-def test_the_on_time_set_is_that_of_a_loop(jobs: list[tuple[float, float, bool]], keep: bool, start: float) -> None:
+def test_the_on_time_set_equals_that_of_a_loop(jobs: list[tuple[float, float, bool]], keep: bool, start: float) -> None:
     work, due, kept = (np.array(column) for column in zip(*jobs, strict=True))
     stays = kept if keep else None
     assert on_time_set(start, due, work, stays).tolist() == plain_set(start, due, work, stays).tolist()
 
 
-EIGHTHS = st.integers(0, 96).map(lambda count: count / 8)  # sums are exact, whatever their order
+EIGHTHS = st.integers(0, 96).map(lambda count: count / 8)  # sums are exact in any order
 
 
 @given(st.lists(st.tuples(EIGHTHS, st.one_of(EIGHTHS, st.just(inf))), min_size=1, max_size=40), EIGHTHS)
 @settings(max_examples=400)
-def test_the_on_time_set_of_many_is_that_of_a_loop(jobs: list[tuple[float, float]], start: float) -> None:
+def test_the_on_time_set_of_many_jobs_equals_that_of_a_loop(jobs: list[tuple[float, float]], start: float) -> None:
     work, due = (np.array(column) for column in zip(*jobs, strict=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feasibility, "MANY", 1)
@@ -98,9 +98,11 @@ def test_the_on_time_set_of_many_is_that_of_a_loop(jobs: list[tuple[float, float
 @pytest.mark.parametrize("count", [feasibility.MANY, 3000])
 @pytest.mark.parametrize("load", [1.05, 1.5, 20.0])
 @pytest.mark.parametrize("equal", [False, True], ids=["spread", "equal"])
-def test_the_on_time_set_of_a_long_queue_is_that_of_a_loop(count: int, load: float, equal: bool) -> None:
-    """`load`: work over time. Deadlines are spread over a minute, or those of requests that came at once; many prompts
-    are of one length."""
+def test_the_on_time_set_of_a_long_queue_equals_that_of_a_loop(count: int, load: float, equal: bool) -> None:
+    """`load` is work over time.
+
+    Deadlines are spread over a minute or simultaneous, and many prompts have one length.
+    """
     random = np.random.default_rng(count)
     due = np.sort(8.0 + random.choice([0.0, 5.0] if equal else random.uniform(0.0, 60.0, count), count))
     work = random.choice([0.5, 1.0, 1.0, 4.0, 20.0], count) * random.choice([1.0, random.uniform()], count)
@@ -111,7 +113,7 @@ def test_the_on_time_set_of_a_long_queue_is_that_of_a_loop(count: int, load: flo
 
 
 @given(MODEL, st.integers(0, 3000), st.integers(1, 3000), st.floats(0.0, 0.1), st.sampled_from([1, 64]))
-def test_the_largest_chunk_is_that_of_a_search_by_halves(
+def test_the_largest_chunk_equals_that_of_a_binary_search(
     model: str, done: int, left: int, bound: float, grid: int
 ) -> None:
     perf, load = MODELS[model], Load(decode=20, longest=900, context=9000)
@@ -121,14 +123,14 @@ def test_the_largest_chunk_is_that_of_a_search_by_halves(
 
 
 @given(MODEL, st.lists(st.integers(0, 100_000), min_size=1, max_size=9), st.integers(1, 8192))
-def test_times_of_chunks_are_those_of_single_steps(model: str, contexts: list[int], tokens: int) -> None:
+def test_vectorized_chunk_times_equal_single_steps(model: str, contexts: list[int], tokens: int) -> None:
     perf, load = MODELS[model], Load(decode=20, longest=900, context=9000)
     alone = [perf.step_time(load.add_chunk(tokens, context)) for context in contexts]
     assert chunk_times(perf, load, tokens, np.array(contexts, dtype=float)).tolist() == alone
 
 
 @given(MODEL, st.lists(st.integers(1, 20_000), min_size=1, max_size=40), st.floats(0.0, 0.03), st.integers(1, 3))
-def test_rows_join_a_step_as_one_after_the_other(model: str, contexts: list[int], bound: float, each: int) -> None:
+def test_rows_join_a_step_as_if_one_by_one(model: str, contexts: list[int], bound: float, each: int) -> None:
     perf, load, count = MODELS[model], Load(300, 5, 45_000.0, 700, 2500), 0
     step = load
     for context in sorted(contexts):
@@ -149,7 +151,9 @@ def test_rows_join_a_step_as_one_after_the_other(model: str, contexts: list[int]
     st.floats(0.0, 0.5),
     st.floats(0.0, 0.2),
 )
-def test_who_has_waited_long_enough(rows: list[tuple[float | None, float | None]], most: float, seconds: float) -> None:
+def test_rows_that_waited_too_long_equal_those_of_a_loop(
+    rows: list[tuple[float | None, float | None]], most: float, seconds: float
+) -> None:
     requests = [decoding(id, 10, 1.0) for id in range(len(rows))]
     for one, (last, tbt) in zip(requests, rows, strict=True):
         one.token_times, one.slo = [] if last is None else [last], SLO(tpot=0.05, tbt=tbt)
@@ -165,7 +169,7 @@ def test_who_has_waited_long_enough(rows: list[tuple[float | None, float | None]
 
 
 class Plain:
-    """`deflect:dropped` a prompt and an instance at a time, nothing kept."""
+    """`deflect:dropped` over single prompts and instances, without memoization."""
 
     def redirect(self, fleet: Fleet) -> list[Move]:
         moves: list[Move] = []
@@ -176,11 +180,11 @@ class Plain:
             able = at.start + work <= at.prefill.deadline
             lost = able & ~on_time_set(at.start, np.where(able, at.prefill.deadline, -inf), work)
             for row in np.flatnonzero(lost).tolist():
-                who = at.prefill[row]
-                ends, best = min((self._ends(who.prompt_length, fleet, other), other) for other in fleet.decoders)
-                waits = who.state is State.WAITING and ends - fleet.now <= 0.9 * (who.deadline - fleet.now)
+                prompt = at.prefill[row]
+                ends, best = min((self._ends(prompt.prompt_length, fleet, other), other) for other in fleet.decoders)
+                waits = prompt.state is State.WAITING and ends - fleet.now <= 0.9 * (prompt.deadline - fleet.now)
                 if waits and best not in {move.target for move in moves}:
-                    moves.append(Move(who.id, index, best, ends))
+                    moves.append(Move(prompt.id, index, best, ends))
         return moves
 
     def _ends(self, length: int, fleet: Fleet, index: int) -> float:
@@ -201,7 +205,7 @@ class Plain:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(st.integers(0, 1 << 20), st.integers(1, 25))
-def test_prompts_move_as_if_nothing_was_kept(seed: int, prompts: int) -> None:
+def test_rerouting_equals_that_without_memoization(seed: int, prompts: int) -> None:
     random = np.random.default_rng(seed)
     fleet = Fleet(0.0, [instance(role) for role in (Role.PREFILL, Role.PREFILL, *(Role.DECODE,) * 5)], lambda _: 0.0)
     deflect, plain, moved = Deflect(dropped=True), Plain(), 0
@@ -222,7 +226,7 @@ def test_prompts_move_as_if_nothing_was_kept(seed: int, prompts: int) -> None:
 
 @settings(max_examples=examples(8), deadline=None)
 @given(st.integers(0, 1 << 20))
-def test_paths_that_are_kept_are_those_worked_out_anew(seed: int) -> None:
+def test_memoized_paths_equal_recomputed_ones(seed: int) -> None:
     random = np.random.default_rng(seed)
     perf, paths = GeneralModel(GENERAL), Paths()
 
@@ -248,17 +252,17 @@ def test_paths_that_are_kept_are_those_worked_out_anew(seed: int) -> None:
         plain = np.stack([each.ends(lengths) for each in hosts])
         best, ends = paths.best(hosts, pieces)
         assert best.tolist() == plain.argmin(axis=0).tolist() and ends.tolist() == plain.min(axis=0).tolist()
-    assert len(paths._places) < 500, "lengths that nobody has any more are forgotten"
+    assert len(paths._places) < 500, "memoized lengths of past requests are not dropped"
 
 
 @settings(max_examples=examples(8), deadline=None)
 @given(st.integers(0, 1 << 20), st.sampled_from([Role.PREFILL, Role.DECODE, Role.MIXED]), st.sampled_from([0, 2]))
-def test_the_programme_admits_as_if_nothing_was_kept(seed: int, role: Role, draft: int) -> None:
+def test_dp_admission_equals_that_without_memoization(seed: int, role: Role, draft: int) -> None:
     random = np.random.default_rng(seed)
     one, asked, now = instance(role), ByDP(), 0.0
     one.limits = replace(one.limits, draft=draft)
     for id in range(25):
-        for attempt in range(2):  # asked twice of the same state, and again once it has changed
+        for attempt in range(2):  # each state is asked twice, then changed
             new = request(1000 + 2 * id + attempt, int(random.integers(10, 3000)), float(random.uniform(0.1, 8.0)))
             assert asked.admits(new, one, now) == ByDP().admits(new, one, now)
         event = random.random()
@@ -286,7 +290,7 @@ COMING = st.tuples(st.floats(-0.5, 12.0), st.integers(1, 6000), st.sampled_from(
     st.booleans(),
 )
 @example("experts", [], [], [(0.0, 1, 0.02, 0), (-0.5, 1, 0.02, 0)], 600.0, True)  # both deadlines have passed
-def test_the_short_ways_through_the_programme_end_where_the_long_one_does(
+def test_the_dp_fast_paths_end_in_the_state_of_the_general_path(
     model: str,
     rows: list[tuple[float, int]],
     promised: list[tuple[float, int, float, int]],
@@ -308,14 +312,14 @@ def test_the_short_ways_through_the_programme_end_where_the_long_one_does(
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
-def test_a_model_says_when_it_has_learnt(model: str) -> None:
+def test_a_model_reports_when_it_has_learned(model: str) -> None:
     perf: PerfModel = MODELS[model]
     before = perf.version
     perf.observe(Load(decode=4, longest=100, context=400), 0.02)
     assert perf.version > before
 
 
-def test_an_instance_says_when_its_tables_change() -> None:
+def test_an_instance_reports_when_its_tables_change() -> None:
     one: Scheduler = instance(Role.MIXED)
     seen = {one.version}
 
@@ -325,8 +329,8 @@ def test_an_instance_says_when_its_tables_change() -> None:
         return new
 
     assert not changed()
-    who: Request = request(1, 20)
-    one.add(who)
+    first: Request = request(1, 20)
+    one.add(first)
     assert changed() and not changed()
     assert one.plan(0.0, 0.0) is not None
     assert changed()

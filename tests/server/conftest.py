@@ -1,4 +1,4 @@
-"""Servers to talk to: one with a real engine for the whole session, and as many with a double as tests want."""
+"""Test servers: one with a real engine for the whole session, and servers with an engine double on demand."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.support.server.live import ADMIN, SMALL, Live
 
 @pytest.fixture(autouse=True, scope="module")
 def _little_memory() -> None:
-    """Nothing: the engine here lives on, and says how often it compiles."""
+    """Keep compiled programs between files, since the session's engine stays alive and counts compilations."""
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _few_mappings(compiled_is_let_go: Callable[[int], None]) -> None:
-    """Before the first engine only: those here live on, and say how often they compile."""
+    """Forget compiled programs before the first engine only: engines here stay alive and count compilations."""
     compiled_is_let_go(10_000)
 
 
@@ -32,7 +32,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Any]:
-    """A real engine: the demo model, one instance that prefills and one that decodes."""
+    """A real engine: the demo model on one prefill and one decode instance."""
     from jaxserve.engine.engine import Engine
 
     made = Engine.start(ServeConfig.load(mesh="2x1", max_num_queued_reqs=200, **SMALL))
@@ -50,7 +50,7 @@ def live(engine: Any, tokenizer: Tokenizer) -> Iterator[Live]:
 
 @pytest.fixture
 def fake(tokenizer: Tokenizer) -> Iterator[Callable[..., Live]]:
-    """Makes servers whose engine is a double: `fake(delay=0.01)`, with settings as `config=dict(…)`."""
+    """A factory of servers with an engine double: `fake(delay=0.01)`, with settings as `config=dict(…)`."""
     from tests.support.server.double import Double
 
     made: list[Live] = []

@@ -1,4 +1,4 @@
-"""What is parsed, refused or passed over, without a server."""
+"""Parsing of request bodies without a server: accepted, refused and ignored fields."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chat(**fields):
         (b'{"prompt": "x", "stream_options": {"include_usage": "perhaps"}}', "stream_options.include_usage='perhaps'"),
     ],
 )
-def test_what_is_not_a_body(raw, said):
+def test_invalid_bodies_are_refused(raw, said):
     with pytest.raises(InvalidValue, match=said):
         parse(raw, CompletionBody)
 
@@ -61,20 +61,20 @@ def test_what_is_not_a_body(raw, said):
         ("best_of", 3),
     ],
 )
-def test_known_but_unsupported_is_refused_by_name(field, value):
+def test_known_but_unsupported_fields_are_refused_by_name(field, value):
     with pytest.raises(InvalidValue, match=field) as caught:
         params_of(completion(**{field: value}), VOCAB)
     assert caught.value.param == field
 
 
-def test_unsupported_fields_that_say_nothing_are_fine():
+def test_unsupported_fields_without_effect_are_accepted():
     params_of(
         chat(tools=[], tool_choice="none", response_format={"type": "text"}, functions=None, n=2, best_of=2), VOCAB
     )
 
 
-def test_tools_that_may_not_be_called_are_ignored():
-    """Agent frameworks list their tools in every call, with `tool_choice` "none" where they want text."""
+def test_uncallable_tools_are_ignored():
+    """Agent frameworks list their tools in every call, with `tool_choice` "none" if they want text."""
     offered = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     params_of(chat(tools=offered, tool_choice="none"), VOCAB)
     params_of(chat(functions=[{"name": "look"}], function_call="none"), VOCAB)
@@ -99,13 +99,13 @@ def test_tools_that_may_not_be_called_are_ignored():
         ({"logit_bias": {"1": 101}}, "logit_bias"),
     ],
 )
-def test_values_out_of_range(fields, param):
+def test_values_out_of_range_are_refused(fields, param):
     with pytest.raises(InvalidValue, match=param) as caught:
         params_of(completion(**fields), VOCAB)
     assert caught.value.param == param
 
 
-def test_values_out_of_range_in_chat():
+def test_values_out_of_range_in_chat_are_refused():
     for fields, param in (
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -116,7 +116,7 @@ def test_values_out_of_range_in_chat():
         assert caught.value.param == param
 
 
-def test_defaults_are_those_of_each_endpoint():
+def test_defaults_depend_on_the_endpoint():
     assert params_of(completion(), VOCAB).max_tokens == 16
     assert params_of(chat(), VOCAB).max_tokens is None
     assert params_of(chat(max_tokens=5, max_completion_tokens=7), VOCAB).max_tokens == 7
@@ -168,17 +168,19 @@ def test_objectives():
     assert objectives_of(completion(pace_tokens=True), {}, config).pace
     always = ServeConfig(pace_tokens=True)
     assert objectives_of(completion(), {}, always).pace
-    assert not objectives_of(completion(pace_tokens=False), {}, always).pace, "the request's own word wins"
+    assert not objectives_of(completion(pace_tokens=False), {}, always).pace, "the request's own objective comes first"
     staged = completion(stage_slo={"thinking": {"tpot_slo_ms": 20}, "answer": {"tpot_slo_ms": 50}})
     assert dict(objectives_of(staged, {}, config).slo.stages) == {"thinking": 0.02, "answer": 0.05}
 
 
-def test_stages_of_a_request_over_those_of_the_server():
+def test_stages_of_a_request_replace_those_of_the_server():
     config = ServeConfig(ttft_slo=8.0, tpot_slo=0.05, thinking_tpot_slo=0.02, answer_tpot_slo=0.06)
     assert objectives_of(completion(), {}, config).slo == config.slo
     own = objectives_of(completion(stage_slo={"answer": {"tpot_slo_ms": 40}}), {}, config).slo
     assert dict(own.stages) == {"thinking": 0.02, "answer": 0.04} and own.tpot == 0.05
-    assert objectives_of(completion(tpot_slo_ms=100), {}, config).slo == SLO(tpot=0.1), "it stands for every stage"
+    assert objectives_of(completion(tpot_slo_ms=100), {}, config).slo == SLO(tpot=0.1), (
+        "a TPOT of the request applies to every stage"
+    )
     assert objectives_of(completion(), {"x-slo-tpot-ms": "100"}, config).slo == SLO(tpot=0.1)
     both = completion(tpot_slo_ms=100, stage_slo={"answer": {"tpot_slo_ms": 40}})
     assert objectives_of(both, {}, config).slo == SLO(tpot=0.1, stages=(("answer", 0.04),))
@@ -197,11 +199,11 @@ def test_stages_of_a_request_over_those_of_the_server():
         ({}, {"x-slo-tpot-ms": "nan"}, "x-slo-tpot-ms"),
     ],
 )
-def test_objectives_that_make_no_sense(fields, headers, param):
+def test_invalid_objectives_are_refused(fields, headers, param):
     with pytest.raises(InvalidValue) as caught:
         objectives_of(completion(**fields), headers, ServeConfig())
     assert caught.value.param == param
 
 
-def test_no_objective_is_no_deadline():
+def test_without_an_objective_there_is_no_deadline():
     assert math.isinf(objectives_of(completion(service_tier="flex"), {}, ServeConfig()).slo.ttft)

@@ -1,4 +1,4 @@
-"""Attainment, slack and prediction error by class of request: worked out by hand, and over HTTP on a real engine."""
+"""Attainment, slack and prediction error by request class: hand-computed, and over HTTP on a real engine."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import ANSWER, NO_SLO, SLO, THINKING
 from jaxserve.sched.api.thinking import ThinkingEnd
 
-Series = dict[tuple[str, str, str], float]  # (name, class, phase or upper edge) -> value
+Series = dict[tuple[str, str, str], float]  # (name, class, phase or bucket bound) -> value
 BODY = {"prompt": "def main(args):", "max_tokens": 6, "ignore_eos": True}
-LONG = 600_000  # ms: more than any test takes
+LONG = 600_000  # ms: longer than any test
 
 
 def done(slo: SLO, times: list[float], reason: str = "length", thinks: int = 0) -> Request:
-    """A request of class `a` that arrived at 0 and thought for its first tokens."""
+    """Return a request of class `a` that arrived at 0, with its first `thinks` tokens thinking."""
     end = ThinkingEnd([(7,)]) if thinks else None
     made = Request(0, [1], SamplingParams(), slo, 0.0, thinking=end, class_="a")
     for number, at in enumerate(times, 1):
         made.pending = 1
-        made.budget += made.tpot  # of the token after it
+        made.budget += made.tpot  # of the next token
         made.gain(7 if number == thinks else 1, at)
     made.finish_reason = reason
     return made
@@ -57,22 +57,20 @@ def tallied(*requests: Request, error: float | None = None) -> Any:
         (NO_SLO, [9.0, 99.0], "all", "all"),
     ],
 )
-def test_what_was_promised_is_counted_and_whether_it_was_kept(
-    slo: SLO, times: list[float], ended: str, attained: str
-) -> None:
+def test_objectives_and_their_attainment_are_counted(slo: SLO, times: list[float], ended: str, attained: str) -> None:
     seen = tallied(done(slo, times))
     assert seen.ended == {phase: int(phase in ended.split()) for phase in PHASES}
     assert seen.attained == {phase: int(phase in attained.split()) for phase in PHASES}
 
 
-def test_what_did_not_end_well_attains_nothing() -> None:
+def test_a_request_that_ended_early_attains_nothing() -> None:
     for reason in ("error", "refused"):
         seen = tallied(done(SLO(2.0, 0.1, tbt=0.5), [1.0, 1.1], reason))
         assert seen.ended == dict.fromkeys(PHASES, 1) and seen.attained == dict.fromkeys(PHASES, 0)
-        assert not any(slack.count for slack in seen.slack.values()), "it has no last token"
+        assert not any(slack.count for slack in seen.slack.values()), "the request has no last token"
 
 
-def test_slack_is_what_is_left_of_each_objective() -> None:
+def test_slack_is_the_rest_of_each_objective() -> None:
     seen = tallied(done(SLO(2.0, 0.1, tbt=0.15), [1.4, 1.5, 1.7]))
     left = {phase: spread.total for phase, spread in seen.slack.items()}
     assert left == pytest.approx({"ttft": 0.6, "tpot": 2 * 0.1 - 0.3, "tbt": 0.15 - 0.2})
@@ -83,17 +81,17 @@ def test_slack_is_what_is_left_of_each_objective() -> None:
     seen = tallied(done(staged, [1.0, 1.1, 1.2, 1.7], thinks=3))
     assert seen.slack["tpot"].total == pytest.approx(2 * 0.1 + 0.5 - 0.7)
     assert not seen.slack["tbt"].count and not tallied(done(NO_SLO, [1.0, 2.0])).slack["ttft"].count
-    assert not tallied(done(SLO(2.0), [1.0])).slack["tpot"].count, "one token has no time per token"
+    assert not tallied(done(SLO(2.0), [1.0])).slack["tpot"].count, "a single token has no time per token"
 
 
-def test_errors_of_predictions() -> None:
+def test_prediction_errors_are_relative() -> None:
     assert not tallied(done(SLO(), [1.0])).errors.count
     seen = tallied(done(SLO(), [1.0]), done(SLO(), [2.0]), error=0.5)
     assert seen.errors.total == 1.0 and seen.errors.sizes[ERRORS.index(0.5)] == 2
 
 
 def scrape(live: Any) -> Series:
-    """The series that have a class."""
+    """Return the series that have a class."""
     made: Series = defaultdict(float)
     for family in text_string_to_metric_families(live.http.get("/metrics").text):
         for sample in family.samples:
@@ -104,7 +102,7 @@ def scrape(live: Any) -> Series:
 
 
 def gained(live: Any, *bodies: dict[str, Any], status: int = 200) -> Series:
-    """What the series gain by these requests."""
+    """Send these requests and return the increase of each series."""
     live.quiet()
     before = scrape(live)
     for body in bodies:
@@ -133,32 +131,32 @@ def test_requests_are_counted_in_their_class(live):
     kept = {key[1:]: value for key, value in got.items() if key[0] == "slo_attained_total"}
     assert kept == {**counts, ("custom", "tpot"): 1, ("custom", "all"): 1}
     assert got["request_slack_seconds_count", "interactive", "ttft"] == 1
-    assert ("request_slack_seconds_bucket", "interactive", "ttft60.0") not in got, "minutes are left"
+    assert ("request_slack_seconds_bucket", "interactive", "ttft60.0") not in got, "minutes of slack are left"
     assert got["request_slack_seconds_bucket", "interactive", "ttft+Inf"] == 1
-    assert got["request_slack_seconds_bucket", "custom", "tpot0.0"] == 1, "the one that was late"
+    assert got["request_slack_seconds_bucket", "custom", "tpot0.0"] == 1, "one request was late"
     assert not any(name == "best_effort" for kind, name, _ in got if kind.startswith("request_slack"))
     predicted = {key[1]: value for key, value in got.items() if key[0] == "ttft_prediction_error_count"}
-    assert predicted == want, "the first token of every request that was promised something"
+    assert predicted == want, "the first token of every request with an objective"
 
 
-def test_errors_of_predicted_first_tokens(live, monkeypatch):
+def test_ttft_prediction_errors_are_relative(live, monkeypatch):
     monkeypatch.setattr(live.engine._cluster._router, "predicted_first_token", lambda request: request.arrival + 1e6)
     got = gained(live, {}, {"service_tier": "batch", "n": 2}, {"service_tier": "best_effort"})
     counts = {key[1]: value for key, value in got.items() if key[0] == "ttft_prediction_error_count"}
-    assert counts == {"default": 1, "batch": 2}, "best effort waits for what others leave: nothing is predicted of it"
+    assert counts == {"default": 1, "batch": 2}, "the TTFT of best effort is not predicted"
     total = got["ttft_prediction_error_sum", "batch", ""]
-    assert total > 1e6 / 60, "1e6 s instead of what it took"
+    assert total > 1e6 / 60, "a prediction of 1e6 s"
     assert got["ttft_prediction_error_bucket", "batch", "+Inf"] == 2
     assert ("ttft_prediction_error_bucket", "batch", f"{float(ERRORS[-1])}") not in got
 
 
-def test_a_request_without_an_objective_of_its_own_is_default(live):
+def test_requests_without_a_class_are_default(live):
     assert gained(live, {})["slo_requests_total", "default", "all"] == 1
     assert gained(live, {"service_tier": "auto"})["slo_requests_total", "default", "all"] == 1
     assert gained(live, {"service_tier": "auto", "ttft_slo_ms": LONG})["slo_requests_total", "custom", "all"] == 1
 
 
-def test_a_gap_that_is_too_long_is_one_violation_of_a_request(live):
+def test_long_gaps_count_as_one_violation_per_request(live):
     loose = {"ttft_slo_ms": LONG, "tpot_slo_ms": LONG}
     tight = {**loose, "tbt_slo_ms": 0.0001}
     got = gained(live, tight, {**tight, "n": 2}, loose)
@@ -176,7 +174,7 @@ def test_clients_cannot_make_classes(live):
     gained(live, *({"service_tier": f"mine-{n}"} for n in range(5)), status=400)
     gained(live, *({"ttft_slo_ms": 100.5 + n, "user": f"u{n}", "metadata": {"class": str(n)}} for n in range(5)))
     ended: list[Delta] = []
-    for n in range(5):  # as a program may, which passes by what the server checks
+    for n in range(5):  # a program in the same process is not checked by the server
         live.engine.submit(
             [5, 6, 7],
             SamplingParams(max_tokens=1),

@@ -1,4 +1,4 @@
-"""What a client can do before it has shown a key is bounded: bytes, time and connections."""
+"""Bounds on unauthenticated clients: bytes, time and connections."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def connect(live: Any) -> socket.socket:
 
 
 def read(connection: socket.socket) -> bytes:
-    """Everything until the server closes."""
+    """Read until the server closes."""
     parts = []
     while True:
         try:
             part = connection.recv(65536)
-        except ConnectionError:  # the server has closed while we were sending
+        except ConnectionError:  # the server has closed while the test was sending
             part = b""
         if not part:
             return b"".join(parts)
@@ -40,7 +40,7 @@ def read(connection: socket.socket) -> bytes:
 
 
 def sent(live: Any, parts: Iterable[bytes], pause: float = 0.0) -> tuple[int, bytes, int]:
-    """Send parts until the server has had enough: (status, body, bytes that were sent)."""
+    """Send parts until the server closes; returns status, body and the number of bytes sent."""
     count = 0
     with connect(live) as connection:
         try:
@@ -64,23 +64,23 @@ def endless(first: bytes, part: bytes) -> Iterable[bytes]:
 @pytest.mark.parametrize(
     ("first", "part"),
     [
-        (HEAD, b"a: b\r\n" * 200),  # many
-        (HEAD + b"a: ", b"b" * 4096),  # one without end
-        (HEAD, b"b" * 4096),  # a name without end
-        (b"GET /", b"b" * 4096),  # a path without end
+        (HEAD, b"a: b\r\n" * 200),  # many headers
+        (HEAD + b"a: ", b"b" * 4096),  # one endless header
+        (HEAD, b"b" * 4096),  # an endless name
+        (b"GET /", b"b" * 4096),  # an endless path
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"a: b\r\n" * 200),  # trailers
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;", b"b" * 4096),  # an extension of a chunk
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;", b"b" * 4096),  # a chunk extension
     ],
 )
 def test_headers_are_bounded(fake, first, part):
     live = fake(config={**QUICK, "header_timeout": 30.0, "body_timeout": 30.0})
     status, body, count = sent(live, endless(first, part))
-    assert count < 4 << 20, "the kernel's buffers may take some"
+    assert count < 4 << 20, "the kernel's buffers may take some bytes"
     assert status in (0, 431, 401) and (not body or json.loads(body)["error"]["code"]), (status, body)
     assert live.http.get("/health").status_code == 200
 
 
-def test_headers_above_the_limit_name_it(fake):
+def test_refusals_of_large_headers_name_the_limit(fake):
     live = fake(config={"max_header_size": "2k"})
     status, body, _ = sent(live, [HEAD + b"a: " + b"b" * 2100 + b"\r\n\r\n"])
     assert status == 431 and "2000 bytes (--max-header-size)" in json.loads(body)["error"]["message"]
@@ -89,7 +89,7 @@ def test_headers_above_the_limit_name_it(fake):
     assert status == 400 and json.loads(body)["error"]["code"] == "invalid_http"
 
 
-def test_small_chunks_are_not_taken_for_headers(fake):
+def test_small_chunks_do_not_count_as_headers(fake):
     live = fake(config={"max_header_size": "2k"})
     body = json.dumps({**GOOD, "user": "x" * 4000}).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
@@ -102,14 +102,14 @@ def test_small_chunks_are_not_taken_for_headers(fake):
     [
         ([], 408),  # nothing at all
         ([b"\r\n"] * 60, 408),  # blank lines
-        ([HEAD] + [b"a: b\r\n"] * 60, 408),  # headers, slowly
-        ([HEAD + b"Content-Length: 999\r\n\r\n"] + [b"x"] * 60, 401),  # a body, slowly, after its refusal
+        ([HEAD] + [b"a: b\r\n"] * 60, 408),  # slow headers
+        ([HEAD + b"Content-Length: 999\r\n\r\n"] + [b"x"] * 60, 401),  # a slow body after its refusal
         ([HEAD + b"Authorization: Bearer sesame\r\nContent-Length: 999\r\n\r\n"] + [b"x"] * 60, 408),
         ([b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"] + [b"\r\n"] * 60, 200),  # blank lines after an answer
         ([b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /health HTTP/1.1\r\n"] + [b"a: b\r\n"] * 60, 200),
     ],
 )
-def test_slow_clients_are_let_go(fake, parts, status):
+def test_slow_clients_are_disconnected(fake, parts, status):
     live = fake(config=QUICK)
     begin = time.monotonic()
     assert sent(live, parts, pause=0.05)[0] == status
@@ -135,7 +135,7 @@ def test_connections_are_bounded(fake):
     assert live.http.get("/health").status_code == 200
 
 
-def test_connections_never_need_more_files_than_there_are(caplog):
+def test_connections_stay_below_the_limit_of_open_files(caplog):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (500, before[1]))

@@ -1,4 +1,4 @@
-"""Whoever leaves frees what he held."""
+"""Disconnecting clients release the resources of their requests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LONG = {"prompt": "def main(", "max_tokens": 200, "ignore_eos": True}
 
 
 def cut_off(live: Any, leave: Callable[[], None], requests: int = 1) -> None:
-    """Leave until as many requests were aborted: whoever was so slow that the answer was whole by then leaves again."""
+    """Disconnect until `requests` requests were aborted; repeat if an answer was complete before the client left."""
     for _ in range(10):
         before = live.engine.stats().finished.get("abort", 0)
         leave()
         live.quiet()
         if live.engine.stats().finished.get("abort", 0) == before + requests:
             return
-    raise AssertionError(f"ten times nobody aborted {requests}: {live.engine.stats().finished}")
+    raise AssertionError(f"no attempt of ten aborted {requests} requests: {live.engine.stats().finished}")
 
 
 def test_leaving_a_stream_frees_the_request(live):
@@ -34,11 +34,11 @@ def test_leaving_a_stream_frees_the_request(live):
     cut_off(live, leave)
     latest = time.monotonic() + 5
     while live.engine.stats().kv_usage and time.monotonic() < latest:
-        time.sleep(0.01)  # pages are free once the step that was running is over
+        time.sleep(0.01)  # pages are freed after the running step
     assert live.engine.stats().kv_usage == 0
 
 
-def test_leaving_a_stream_with_openais_client(live):
+def test_disconnecting_openais_client_mid_stream_frees_the_request(live):
     def leave() -> None:
         with live.client.completions.create(
             model="jaxserve-demo", prompt="x", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
@@ -106,5 +106,5 @@ def test_leaving_mid_body_is_no_error(fake, path, caplog):
     time.sleep(0.1)
     connection.close()
     time.sleep(0.2)
-    assert live.http.get("/health").status_code == 200  # the server's loop has seen the connection end
+    assert live.http.get("/health").status_code == 200  # the server's loop has seen the connection close
     assert "Traceback" not in caplog.text and "internal error" not in caplog.text, caplog.text

@@ -1,4 +1,4 @@
-"""`/openapi.json` is valid, unknown routes are answered with those there are, and no path of this machine is told."""
+"""A valid `/openapi.json`, helpful 404 and 405 answers, and no leaked local paths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxserve.config import ServeConfig
 
 
 def refs(node: Any) -> set[str]:
-    """Every `$ref` in a document."""
+    """Yield every `$ref` in a document."""
     if isinstance(node, dict):
         own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
         return own.union(*map(refs, node.values()))
@@ -27,7 +27,7 @@ def test_the_schema_is_valid(fake):
     for ref in refs(schema):
         found: Any = schema
         for part in ref.removeprefix("#/").split("/"):
-            assert part in found, f"{ref} refers to nothing"
+            assert part in found, f"{ref} is unresolved"
             found = found[part]
     bodies = schema["components"]["schemas"]
     assert {"ChatBody", "CompletionBody", "StreamOptions", "StageSLO", "ErrorAnswer"} <= set(bodies)
@@ -38,7 +38,7 @@ def test_the_schema_is_valid(fake):
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/v1/responses"), ("GET", "/"), ("POST", "/v1/embeddings"), ("GET", "/v1/chat")]
 )
-def test_unknown_routes_say_what_there_is(fake, method, path):
+def test_unknown_routes_list_the_known_ones(fake, method, path):
     answer = fake().http.request(method, path)
     message = answer.json()["error"]["message"]
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_route"
@@ -46,7 +46,7 @@ def test_unknown_routes_say_what_there_is(fake, method, path):
     assert "POST /v1/chat/completions" in message and "GET /health" in message
 
 
-def test_a_wrong_method_says_the_right_one(fake):
+def test_a_wrong_method_names_the_right_one(fake):
     answer = fake().http.get("/v1/completions")
     assert answer.status_code == 405 and answer.headers["Allow"] == "POST"
     assert "takes POST" in answer.json()["error"]["message"]

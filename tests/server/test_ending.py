@@ -1,4 +1,4 @@
-"""How a server ends: running requests get a last word, clients that do not read are cut, an idle one ends at once."""
+"""Server shutdown: running requests get a final chunk, unread streams are cut, and an idle server ends at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = {"prompt": "def main(", "max_tokens": 200, "ignore_eos": True}
 
 
 def ended(live: Any) -> None:
-    """Wait until the server's thread is over."""
+    """Wait until the server's thread has ended."""
     live._thread.join(10)
     assert not live._thread.is_alive()
 
@@ -29,7 +29,7 @@ def complains(caplog: pytest.LogCaptureFixture) -> str:
 
 @pytest.mark.parametrize("how", ["now", "drain"])
 def test_streams_end_with_an_error_and_done(fake, how, caplog):
-    """`drain` is SIGTERM with requests that outlast the drain timeout; `now` is SIGINT."""
+    """Let `drain` be SIGTERM with requests that outlast the drain timeout, and `now` SIGINT."""
     live = fake(delay=0.1, config={"drain_timeout": "300ms"})
     with live.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
         lines = response.iter_lines()
@@ -103,7 +103,7 @@ main(parser.parse_args(["--port", "0", "--drain-timeout", "0.3"]))
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_streams_and_process(number, repo):
-    """The signal handlers of a process of its own, with a stream open and then idle."""
+    """A separate process handles signals with an open stream, and idle."""
     command = [sys.executable, "-c", SERVE, str(repo / "tests" / "support" / "server")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
@@ -121,5 +121,5 @@ def test_a_signal_ends_streams_and_process(number, repo):
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and "shutting_down" in rest[-2]
         _, errors = process.communicate(timeout=20)
-        assert time.monotonic() - begin < 4.0, "0.3 s of draining, and what a busy machine needs to unload Python"
+        assert time.monotonic() - begin < 4.0, "0.3 s of draining, and time to unload Python on a busy machine"
     assert process.returncode == 0 and "Traceback" not in errors, errors

@@ -1,4 +1,4 @@
-"""The examples run: on the session's engine, which differs from theirs only in its sizes."""
+"""The examples run on the session's engine, which differs from theirs only in size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.config import ServeConfig
 
 @pytest.fixture
 def shared(engine: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Arguments that make an LLM on the engine that is there, which it does not close."""
+    """Return a patched LLM constructor that uses the shared engine and does not close it."""
     for kind in (jaxserve.LLM, jaxserve.AsyncLLM):
         monkeypatch.setattr(kind, "close", lambda self: None)
     return {"config": ServeConfig(), "engine": engine, "tokenizer_object": tokenizer}

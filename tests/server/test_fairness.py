@@ -1,4 +1,4 @@
-"""Limits of each client, and the order of clients under overload: n times prompts count as so many requests."""
+"""Client limits and the order of clients under overload, counting a request with n outputs as n requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stage(window: int = 4, bound: int = 1000, *, names: tuple[str, ...] = NAMES,
 
 
 async def served(made: Stage, asked: list[tuple[str, int]]) -> list[str]:
-    """Return the clients in the order of admission, where all ask at once and each admitted request ends at once."""
+    """Return the order of admission if all clients ask at once and each admitted request ends at once."""
     order: list[str] = []
     async with AsyncExitStack() as full:
         window = made._window or 0
@@ -53,7 +53,7 @@ def test_a_flood_does_not_delay_another_client():
 
 def test_outputs_count_not_http_requests():
     order = asyncio.run(served(stage(window=1), [("red", 10)] * 10 + [("blue", 1)] * 40))
-    assert Counter(order[:22])["red"] in (1, 2), "10 outputs of red for 10 of blue"
+    assert Counter(order[:22])["red"] in (1, 2), "10 outputs of red per 10 of blue"
 
 
 def test_weights_share_the_engine():
@@ -66,7 +66,7 @@ def test_a_request_larger_than_the_window_is_served():
     assert asyncio.run(served(stage(window=2, bound=2000), [("red", 1000), ("blue", 1)])) == ["blue", "red"]
 
 
-def test_one_client_is_never_held_back():
+def test_a_single_client_is_never_delayed():
     async def main() -> None:
         made = stage(window=1, names=())
         async with AsyncExitStack() as all_of_them:
@@ -76,7 +76,7 @@ def test_one_client_is_never_held_back():
     asyncio.run(main())
 
 
-def test_concurrency_waits_share_and_bound_refuse():
+def test_concurrency_delays_and_the_queue_share_refuses():
     async def main() -> None:
         made = stage(
             window=100,
@@ -108,7 +108,7 @@ def test_concurrency_waits_share_and_bound_refuse():
     asyncio.run(main())
 
 
-def test_a_full_queue_still_takes_other_clients():
+def test_a_full_queue_still_admits_other_clients():
     async def main() -> None:
         made = stage(window=1, bound=30)
         async with made.admitted("green", 1, 0):
@@ -134,7 +134,7 @@ def test_a_token_rate_is_an_average():
         file = ClientLimitsFile(keys={"red": ClientLimits(tokens_per_second=10.0)})
         made = Stage(file, NAMES, window=4, bound=4, now=lambda: clock)
         async with made.admitted("red", 1, 60) as client:
-            client.use("generation", 70)  # more than the burst: what runs is not cut
+            client.use("generation", 70)  # more than the burst: running requests are not cut
         with pytest.raises(Refused) as refused:
             await made.admitted("red", 1, 1).__aenter__()
         assert (refused.value.status, refused.value.code) == (429, "token_rate")
@@ -158,7 +158,7 @@ def test_cancelling_while_waiting_loses_nothing():
                 await asyncio.sleep(0)
                 waits[1].cancel()
                 await asyncio.sleep(0)
-            waits[0].cancel()  # admitted at this very moment
+            waits[0].cancel()  # admitted at the same moment
             waits[2].cancel()
             await asyncio.gather(*waits, return_exceptions=True)
             assert all(not client.inside and not client.queue for client in made.clients.values())
@@ -188,7 +188,7 @@ def test_a_request_waits_no_longer_than_the_queue_timeout():
         ("default: {tokens_per_second: -1}", "tokens_per_second"),
     ],
 )
-def test_a_wrong_limits_file_is_refused(tmp_path, text, says):
+def test_an_invalid_limits_file_is_refused(tmp_path, text, says):
     (tmp_path / "limits.yaml").write_text(text)
     with pytest.raises(InvalidValue, match=says):
         load_limits(ServeConfig.load(limits=str(tmp_path / "limits.yaml")), NAMES)
@@ -198,7 +198,7 @@ def test_a_wrong_limits_file_is_refused(tmp_path, text, says):
 
 @pytest.fixture
 def limited(fake, tmp_path):
-    """A server with keys `red` and `blue`, and limits."""
+    """A factory of servers with keys `red` and `blue`, and limits."""
 
     def start(limits: str, **more: Any) -> Any:
         (tmp_path / "keys").write_text("red sk-red\nblue sk-blue\n")
@@ -216,7 +216,7 @@ def ask(live: Any, key: str, **body: Any) -> httpx.Response:
     )
 
 
-def test_keys_say_who_may_set_priority_and_tiers(limited):
+def test_keys_grant_the_right_to_set_priority_and_tiers(limited):
     live = limited("default: {priority: false, tiers: [batch]}\nkeys: {blue: {}}")
     for key, body, status in (
         ("red", {}, 200), ("red", {"service_tier": "batch"}, 200), ("blue", {"priority": -5}, 200),
@@ -229,7 +229,7 @@ def test_keys_say_who_may_set_priority_and_tiers(limited):
 
 
 def test_under_overload_another_client_is_served_at_once(limited):
-    """40 requests of red and n=40 of red before one of blue, on a server that runs one request at a time."""
+    """One client sends 40 requests and a request with n=40 before another client's single one; one runs at a time."""
     live = limited("{}", delay=0.02, config={"max_num_seqs": 1, "max_num_queued_reqs": 200})
     flood = [threading.Thread(target=ask, args=(live, "red"), kwargs={"max_tokens": 4}) for _ in range(40)]
     flood.append(threading.Thread(target=ask, args=(live, "red"), kwargs={"n": 4, "max_tokens": 4}))
@@ -243,7 +243,7 @@ def test_under_overload_another_client_is_served_at_once(limited):
     assert ask(live, "blue").status_code == 200
     assert len([one for one in live.engine.submitted if one.finish_reason]) - done < 15
     blue = next(one for one in live.engine.submitted if one.params.max_tokens == 2)
-    assert blue.first_token_at - blue.arrival >= 0.02, "waiting for admission counts as time to the first token"
+    assert blue.first_token_at - blue.arrival >= 0.02, "waiting for admission counts in TTFT"
     for one in flood:
         one.join(60)
     assert live.service.active == 0 and all(not one.inside for one in live.service.stage.clients.values())
@@ -252,7 +252,7 @@ def test_under_overload_another_client_is_served_at_once(limited):
     assert 'jaxserve:client_tokens_total{api_key="blue",kind="generation",model_name="jaxserve-demo"} 2.0' in page
 
 
-def test_a_client_that_leaves_while_it_waits_frees_its_place(limited):
+def test_a_client_that_leaves_while_waiting_frees_its_place(limited):
     live = limited("keys: {red: {max_concurrency: 1}}", delay=0.2)
     first = threading.Thread(target=ask, args=(live, "red"), kwargs={"max_tokens": 5})
     first.start()

@@ -1,4 +1,4 @@
-"""Requests that the engine gives up: their status, and when to try again."""
+"""Requests that the engine gives up: status codes and Retry-After."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxserve.server.failures import refusal, response_of
         (QueueFull("200 requests wait", 12.5), 503, "queue_full"),
     ],
 )
-def test_what_may_work_later_says_when(error: Exception, status: int, code: str) -> None:
+def test_temporary_failures_have_retry_after(error: Exception, status: int, code: str) -> None:
     found = refusal(error)
     assert (found.status, found.code) == (status, code) and str(error) in str(found)
     assert int(response_of(error).headers["Retry-After"]) >= 1
@@ -41,7 +41,7 @@ def test_every_reason_has_a_status() -> None:
 
 @pytest.mark.parametrize("value", ["1e999", "1e300", "-1", "0", "1e-9"])
 @pytest.mark.parametrize("field", ["ttft_slo_ms", "tpot_slo_ms", "tbt_slo_ms"])
-def test_objectives_are_finite(fake: Callable[..., Any], field: str, value: str) -> None:
+def test_invalid_objectives_are_refused(fake: Callable[..., Any], field: str, value: str) -> None:
     live = fake()
     answer = live.http.post(
         "/v1/completions",

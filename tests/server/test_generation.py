@@ -1,4 +1,4 @@
-"""Jobs of several outputs between their caller and the engine: all of them or none, and none that nobody reads."""
+"""Generation of several outputs: submitted together, and cancelled if no reader is left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOB = Submission([5, 6, 7], SamplingParams(max_tokens=200, n=3, ignore_eos=True)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2])
-def test_where_one_output_is_refused_those_before_it_are_cancelled(tokenizer: Tokenizer, bound: int) -> None:
+def test_if_one_output_is_refused_the_others_are_cancelled(tokenizer: Tokenizer, bound: int) -> None:
     engine = Double(bound=bound, delay=0.01)
     with pytest.raises(QueueFull):
         submit(engine, tokenizer, JOB, lambda choice, delta: None)
@@ -26,9 +26,7 @@ def test_where_one_output_is_refused_those_before_it_are_cancelled(tokenizer: To
 
 
 @pytest.mark.parametrize("by_task", [False, True])
-def test_closing_or_cancelling_a_stream_cancels_the_outputs_that_have_not_ended(
-    tokenizer: Tokenizer, by_task: bool
-) -> None:
+def test_closing_or_cancelling_a_stream_cancels_unfinished_outputs(tokenizer: Tokenizer, by_task: bool) -> None:
     engine = Double(delay=0.01)
 
     async def main() -> None:
@@ -51,7 +49,7 @@ def test_closing_or_cancelling_a_stream_cancels_the_outputs_that_have_not_ended(
     assert engine.cancelled == dict.fromkeys(range(3), "abort")
 
 
-def test_outputs_that_have_ended_are_not_cancelled(tokenizer: Tokenizer) -> None:
+def test_finished_outputs_are_not_cancelled(tokenizer: Tokenizer) -> None:
     engine = Double()
     job = replace(JOB, params=replace(JOB.params, max_tokens=2))
 

@@ -1,4 +1,4 @@
-"""Values that are JSON but cannot be served: halves of surrogate pairs, infinities, megabytes. Each is a 400."""
+"""Valid JSON with values that cannot be served, such as lone surrogates, infinities and megabytes, gets a 400."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def refused(live: Any, path: str, body: Any, status: int = 400, **more: Any) -> 
         ("/detokenize", {"tokens": [5], "model": HALF}, "model"),
     ],
 )
-def test_half_of_a_surrogate_pair_is_refused(fake, path, body, param):
+def test_lone_surrogates_are_refused(fake, path, body, param):
     error = refused(fake(), path, body)
     assert error["param"] == param and "surrogate" in error["message"]
 
 
-def test_bytes_that_are_not_utf8_are_refused_and_pairs_are_not(fake):
+def test_invalid_utf8_is_refused_and_surrogate_pairs_are_not(fake):
     live = fake()
     for raw in (b"\xed\xa0\x80", b"\xff", b"\xc3"):
         assert "UTF-8" in refused(live, "/v1/completions", b'{"prompt": "' + raw + b'"}')["message"]
@@ -66,17 +66,17 @@ def test_objectives_are_positive_and_finite(fake, name, value):
     given = f'{{"answer": {{"tpot_slo_ms": {value}}}}}' if name == "stage_slo" else value
     error = refused(live, "/v1/completions", f'{{"prompt": "x", "max_tokens": 1, "{name}": {given}}}'.encode())
     assert error["param"] is None or error["param"].startswith(name)
-    assert len(live.engine.submitted) == 1, "only the good request has reached the engine"
+    assert len(live.engine.submitted) == 1, "only the valid request has reached the engine"
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e999", "1e13", "x" * 5000, "9" * 5000])
 @pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-llm-d-slo-tpot-ms"])
-def test_objectives_in_headers_too(fake, name, value):
+def test_objectives_in_headers_are_checked(fake, name, value):
     assert refused(fake(), "/v1/completions", TEXT, headers={name: value})["param"] == name
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
-def test_no_number_is_infinite(fake, name):
+def test_infinite_numbers_are_refused(fake, name):
     refused(fake(), "/v1/completions", f'{{"prompt": "x", "{name}": 1e999}}'.encode())
     refused(fake(), "/v1/completions", f'{{"prompt": "x", "logit_bias": {{"5": 1e999}}, "{name}": 1}}'.encode())
 

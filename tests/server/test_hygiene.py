@@ -1,4 +1,4 @@
-"""Host hygiene: stalls are counted, garbage goes in gaps, and the process is as it was when the engine is closed."""
+"""GC control and event loop stalls: stalls are counted, garbage is collected in gaps, and settings are restored."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
 
 
-class Knot:
-    """Garbage that only the collector finds."""
+class Cycle:
+    """A reference cycle, which only the collector frees."""
 
     def __init__(self) -> None:
         self.self = self
 
 
-def litter(count: int = 0) -> weakref.ref[Knot]:
-    """Leave so many knots behind, by default more than the collector's threshold; a reference to one."""
-    knots = [Knot() for _ in range(count or 2 * gc.get_threshold()[0])]
-    return weakref.ref(knots[0])
+def litter(count: int = 0) -> weakref.ref[Cycle]:
+    """Leave `count` cycles behind, by default more than the collector's threshold; returns a reference to one."""
+    cycles = [Cycle() for _ in range(count or 2 * gc.get_threshold()[0])]
+    return weakref.ref(cycles[0])
 
 
-def aged() -> weakref.ref[Knot]:
-    """To garbage that only a full collection finds."""
-    knots = [Knot()]
+def aged() -> weakref.ref[Cycle]:
+    """Return a reference to garbage that only a full collection frees."""
+    cycles = [Cycle()]
     gc.collect(0)
     gc.collect(1)
-    return weakref.ref(knots.pop())
+    return weakref.ref(cycles.pop())
 
 
 def until(said: Any, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not said():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "the condition was not reached in time"
         time.sleep(0.01)
 
 
 @pytest.fixture
 def process(monkeypatch) -> Iterator[None]:
-    """A process of its own for the hygiene of one test, as if no engine ran beside it; afterwards as before."""
+    """Isolate the process settings of one test, as if no engine ran beside it; restore them afterwards."""
     enabled, interval, frozen = gc.isenabled(), sys.getswitchinterval(), gc.get_freeze_count()
     monkeypatch.setattr(gc_control, "_process", gc_control._Process())
     gc.enable()
@@ -68,7 +68,7 @@ def process(monkeypatch) -> Iterator[None]:
     yield
     sys.setswitchinterval(interval)
     if frozen:
-        gc.freeze()  # an engine of the session serves on
+        gc.freeze()  # the session's engine is still serving
     (gc.enable if enabled else gc.disable)()
 
 
@@ -88,7 +88,7 @@ def test_a_callback_that_blocks_is_counted():
     assert sum(stalls.sizes) == stalls.count and sum(stalls.sizes[EDGES.index(0.02) + 1 :]) >= 1
 
 
-def test_short_work_and_waiting_are_no_stalls():
+def test_short_work_and_waiting_do_not_count_as_stalls():
     stalls = Stalls()
     for seconds in (0.0, 0.004, 0.005):
         stalls.saw(seconds)
@@ -113,35 +113,35 @@ def test_a_request_that_blocks_the_engines_loop_is_exported(live):
     assert after["jaxserve:event_loop_stalls_total"] <= after["jaxserve:event_loop_stall_seconds_count"]
 
 
-def test_an_engine_collects_where_nobody_waits(live):
+def test_an_idle_engine_collects_garbage(live):
     live.quiet()
     assert not gc.isenabled() and gc.get_freeze_count() > 0
-    knots: list[weakref.ref[Knot]] = []
+    cycles: list[weakref.ref[Cycle]] = []
 
     def gone() -> bool:
-        knots.append(litter())  # again: one that is still in use when the engine looks has aged, and waits for long
-        return any(knot() is None for knot in knots)
+        cycles.append(litter())  # again: a cycle still in use at a collection has aged, and is not looked at for long
+        return any(cycle() is None for cycle in cycles)
 
     until(gone)
     assert live.engine.stats().collections["idle"] >= 1 and live.engine.stats().collection_seconds > 0
 
 
-def test_the_process_is_as_it_was(process):
+def test_process_settings_are_restored(process):
     interval = sys.getswitchinterval()
     first, second = GCControl(lambda: inf), GCControl(lambda: inf)
     first.end()
-    assert gc.isenabled(), "it had not begun"
+    assert gc.isenabled(), "GC control had not begun"
     first.begin()
     second.begin()
     assert not gc.isenabled() and sys.getswitchinterval() < interval and gc.get_freeze_count() > 0
     first.end()
     first.end()
-    assert not gc.isenabled(), "the second still serves"
+    assert not gc.isenabled(), "the second engine is still serving"
     second.end()
     assert gc.isenabled() and sys.getswitchinterval() == interval and gc.get_freeze_count() == 0
 
 
-def test_an_llm_leaves_the_process_as_it_was(process):
+def test_closing_an_llm_restores_process_settings(process):
     interval = sys.getswitchinterval()
     with LLM(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=16, kv_cache_memory="4MiB") as llm:
         assert not gc.isenabled()
@@ -151,13 +151,13 @@ def test_an_llm_leaves_the_process_as_it_was(process):
     assert gc.isenabled(), "closing twice changes nothing"
 
 
-def test_a_start_beside_an_engine_that_serves_changes_nothing_for_it(process):
+def test_starting_an_engine_does_not_disturb_a_serving_one(process):
     gc.unfreeze()
     serving = GCControl(lambda: inf)
     with uncollected():
         assert not gc.isenabled() and gc.get_freeze_count() == 0
         serving.begin()
-    assert not gc.isenabled() and gc.get_freeze_count() > 0, "an engine that began meanwhile still serves"
+    assert not gc.isenabled() and gc.get_freeze_count() > 0, "an engine that began meanwhile is still serving"
     with pytest.raises(RuntimeError), uncollected():
         raise RuntimeError("a program does not compile")
     assert not gc.isenabled() and gc.get_freeze_count() > 0
@@ -165,7 +165,7 @@ def test_a_start_beside_an_engine_that_serves_changes_nothing_for_it(process):
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
-def test_a_collector_that_was_off_stays_off(process):
+def test_a_disabled_collector_stays_disabled(process):
     gc.disable()
     one = GCControl(lambda: inf)
     one.begin()
@@ -175,7 +175,7 @@ def test_a_collector_that_was_off_stays_off(process):
 
 @pytest.fixture
 def tended(process, monkeypatch) -> Iterator[Any]:
-    """A Hygiene whose slack the test says, and which it asks to look; an engine of the session must not look now."""
+    """A GC control with a slack set by the test, polled by the test, without the session's engine polling."""
     said, look = {"slack": inf}, GCControl.look
     one: Any = GCControl(lambda: said["slack"])
     monkeypatch.setattr(GCControl, "look", lambda self: look(self) if self is one else None)
@@ -187,63 +187,65 @@ def tended(process, monkeypatch) -> Iterator[Any]:
 
 def test_garbage_waits_for_a_gap(tended):
     tended.said["slack"] = 1e-9
-    knot = litter()
+    cycle = litter()
     tended.look()
-    assert knot() is not None and not tended.collections, "somebody would be late"
+    assert cycle() is not None and not tended.collections, "a request would be late"
     tended.said["slack"] = 1000.0
     tended.look()
-    assert knot() is None and tended.collections == {"slack": 1}
+    assert cycle() is None and tended.collections == {"slack": 1}
 
 
 def test_an_idle_process_collects_all_generations(tended):
-    knot = aged()
+    cycle = aged()
     litter()
     tended.look()
-    assert knot() is not None and tended.collections == {"idle": 1}, "old, and a full collection was just made"
+    assert cycle() is not None and tended.collections == {"idle": 1}, "an old cycle, right after a full collection"
     tended._full_at -= 60.0
     tended.look()
-    assert knot() is None and tended.collections == {"idle": 2}
+    assert cycle() is None and tended.collections == {"idle": 2}
     tended.look()
-    assert tended.collections == {"idle": 2}, "nothing new"
+    assert tended.collections == {"idle": 2}, "no new garbage"
 
 
 def test_memory_is_bounded_without_gaps(tended, monkeypatch):
-    """Old garbage too, which no gap is long enough for."""
+    """This includes old garbage, for which no gap is long enough."""
     tended.said["slack"] = 1e-9
-    knot = aged()
+    cycle = aged()
     litter()
     tended.look()
-    assert knot() is not None and not tended.collections, "next to nothing"
+    assert cycle() is not None and not tended.collections, "little garbage"
     monkeypatch.setattr(gc_control, "GROWN", 0.0)
     tended.look()
-    assert not tended.collections, "a full collection was just made"
+    assert not tended.collections, "right after a full collection"
     tended._full_at -= 60.0
     tended.look()
-    assert knot() is None and tended.collections == {"memory": 1}
+    assert cycle() is None and tended.collections == {"memory": 1}
 
 
-def test_a_collection_that_took_long_once_is_tried_again(tended):
-    """What it takes is guessed from the last: without forgetting, one that was interrupted would be the last of all."""
+def test_collection_is_retried_after_one_slow_collection(tended):
+    """The expected duration is that of the last one and decays, or an interrupted collection would stay the last."""
     tended.said["slack"] = 1.0
     tended._cost[0] = 0.5
-    knot = litter()
+    cycle = litter()
     looks = 0
     while not tended.collections:
         tended.look()
         looks += 1
         assert looks < 100
-    assert looks > 10 and knot() is None and tended.collections == {"slack": 1}
+    assert looks > 10 and cycle() is None and tended.collections == {"slack": 1}
 
 
 def request(slo: SLO, **more: Any) -> Request:
     return Request(1, (5,), SamplingParams(), slo, 10.0, **more)
 
 
-def test_slack_is_the_least_of_those_who_run():
+def test_slack_is_the_least_of_the_running_requests():
     early, late, free = request(SLO(ttft=4.0)), request(SLO(ttft=0.5)), request(NO_SLO, tier=BEST_EFFORT)
     assert least_slack([(12.0, [early, late, free])]) == UNPROMISED
     assert least_slack([(12.0, [early])]) == pytest.approx(2.0)
     assert least_slack([(12.0, [early]), (13.0, [early])]) == pytest.approx(1.0)
     assert least_slack([(12.0, [late, free]), (12.0, [])]) == UNPROMISED
-    assert least_slack([(12.0, [request(NO_SLO)])]) == UNPROMISED, "they run, and should not be held up for long"
+    assert least_slack([(12.0, [request(NO_SLO)])]) == UNPROMISED, (
+        "running requests without objectives still must not stall for long"
+    )
     assert least_slack([(12.0, []), (12.0, [])]) == inf

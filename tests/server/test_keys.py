@@ -1,4 +1,4 @@
-"""Keys: from flags, a file and the environment, named, hashed; what they open, and what stays shut without them."""
+"""API keys from flags, file and environment: named, hashed, and what they permit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])
 @pytest.mark.parametrize("key", ["", "two words", "schlüssel", "line\n"])
-def test_keys_that_no_client_or_every_client_could_send_are_refused(name, key):
+def test_unusable_keys_are_refused(name, key):
     with pytest.raises(InvalidValue, match=name) as refused:
         ServeConfig.load(**{name: (key,)})
     assert not key or key not in str(refused.value)
@@ -32,7 +32,7 @@ def test_keys_that_no_client_or_every_client_could_send_are_refused(name, key):
         Keys.of(ServeConfig.load(), {variable: key})
 
 
-def test_an_empty_bearer_opens_nothing(fake):
+def test_an_empty_bearer_grants_nothing(fake):
     live = fake(config={"api_key": ("sesame",)})
     for header in ("Bearer", "bearer", "", "Basic sesame", "sesame", "Bearer sesam", "Bearer sesame2"):
         assert live.http.post("/v1/completions", json=GOOD, headers={"Authorization": header}).status_code == 401, (
@@ -58,7 +58,7 @@ def test_keys_come_from_flags_file_and_environment_and_have_names(tmp_path):
     [("", "contains no key"), ("a b c", ":1 must be"), ("x/y sk", ":1 must be"), ("key-7 sk", "not key-N"),
      ("alice sk\nbob sk", "two names"), ("\n\nschlüssel", ":3")],
 )  # fmt: skip
-def test_a_key_file_that_is_wrong_is_refused(tmp_path, text, says):
+def test_an_invalid_key_file_is_refused(tmp_path, text, says):
     (tmp_path / "keys").write_text(text)
     with pytest.raises(InvalidValue, match=says) as refused:
         Keys.of(ServeConfig.load(api_key_file=str(tmp_path / "keys")), {})
@@ -67,7 +67,7 @@ def test_a_key_file_that_is_wrong_is_refused(tmp_path, text, says):
         Keys.of(ServeConfig.load(api_key_file=str(tmp_path / "none")), {})
 
 
-def test_keys_are_kept_as_digests(fake):
+def test_keys_are_stored_as_digests(fake):
     live = fake(config={"api_key": ("sesame-9999",), "admin_key": ("boss-9999",)})
     held = [vars(live.service.keys), vars(live.service.config), repr(ServeConfig.load(api_key=("sesame-9999",)))]
     assert "-9999" not in repr(held)
@@ -103,7 +103,7 @@ def test_metrics_and_docs_can_be_protected(fake):
         Keys.of(ServeConfig.load(protect_metrics=True), {})
 
 
-def test_clients_are_no_administrators(fake):
+def test_client_keys_grant_no_admin_access(fake):
     live = fake(config={"api_key": ("sesame",)})
     for headers in ({}, bearer("sesame"), {"Authorization": "Bearer"}):
         refused = live.http.get(ROLES, headers=headers)
@@ -119,8 +119,8 @@ def test_clients_are_no_administrators(fake):
         Keys.of(ServeConfig.load(api_key=("a",), admin_key=("a",)), {})
 
 
-def test_admin_routes_take_nothing_that_a_web_page_could_send(fake):
-    """A page posts text/plain across origins without asking, and reaches loopback by a name of its own (rebinding)."""
+def test_admin_routes_refuse_what_a_web_page_can_send(fake):
+    """A page can post text/plain across origins without preflight, and reach loopback by its own name (rebinding)."""
     live = fake(config={"admin_key": ("boss",)})
     for kind in ("text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"):
         sent = live.http.post(ROLES, content=b"{}", headers={**bearer("boss"), "Content-Type": kind})
@@ -137,14 +137,14 @@ def test_admin_routes_take_nothing_that_a_web_page_could_send(fake):
 
 @pytest.fixture(scope="module")
 def tenants(engine, tokenizer) -> Iterator[Live]:
-    """The real engine behind a server with two keys."""
+    """A server with two keys on the real engine."""
     made = Live(Service(engine, tokenizer, ServeConfig.load(mesh="2x1", api_key=("red", "blue"), **SMALL)))
     yield made
     made.stop()
 
 
 def found(live: Live, prompt: list[int], key: str | None = None, salt: str | None = None) -> int:
-    """Prompt tokens found in the prefix cache."""
+    """Return the number of prompt tokens found in the prefix cache."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, **({} if salt is None else {"cache_salt": salt})}
     answer = live.http.post("/v1/completions", json=body, headers=bearer(key) if key else {})
     assert answer.status_code == 200, answer.text
@@ -152,18 +152,18 @@ def found(live: Live, prompt: list[int], key: str | None = None, salt: str | Non
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_the_prefix_cache_does_not_tell_one_client_what_another_sent(tenants):
+def test_the_prefix_cache_is_not_shared_between_clients(tenants):
     prompt = [100 + (7 * at) % 900 for at in range(64)]
     assert found(tenants, [*prompt, 5], "red") == 0
     assert found(tenants, [*prompt, 6], "red") == 64
-    assert found(tenants, [*prompt, 6], "blue") == 0, "another client's prompt was found"
+    assert found(tenants, [*prompt, 6], "blue") == 0, "another client's prompt was a hit"
     assert found(tenants, [*prompt, 7], "blue") == 64
 
 
-def test_cache_salt_keeps_requests_apart(live, tenants):
+def test_cache_salts_separate_requests(live, tenants):
     prompt = [200 + (11 * at) % 900 for at in range(64)]
     assert found(live, [*prompt, 5]) == 0
-    assert found(live, [*prompt, 6]) == 64, "without keys and salts the cache is shared"
+    assert found(live, [*prompt, 6]) == 64, "without keys and salts, the cache is shared"
     assert found(live, [*prompt, 6], salt="one") == 0
     assert found(live, [*prompt, 7], salt="one") == 64
     assert found(live, [*prompt, 7], salt="two") == 0

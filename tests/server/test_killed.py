@@ -1,7 +1,7 @@
-"""The rest of the fault matrix: a served process on two instances of two emulated devices is told to end, or killed.
+"""The process part of the fault matrix: a server on two instances of two emulated devices is terminated or killed.
 
-Clients ask for streams and whole answers; some requests run, others wait. Faults under a server that lives on are in
-tests/engine/test_fault_matrix.py.
+Clients ask for streams and whole answers; some requests run, others wait. Faults that a server
+survives are in tests/engine/test_fault_matrix.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLAGS = (
 TOKENS = 240
 BODY: dict[str, Any] = {"prompt": "def main(", "max_tokens": TOKENS, "temperature": 0.0}
 EXTRA = {"ignore_eos": True}
-JOIN = 60.0  # seconds in which every client hears how its request ended
+JOIN = 60.0  # seconds in which every client learns the outcome of its request
 FINISHED = "finished"
 EVENT = "error event and [DONE]"
 REFUSED = "503 shutting_down"
@@ -42,7 +42,7 @@ BROKEN = "connection broken"
 
 
 class Served:
-    """A server in a process of its own."""
+    """A server in a separate process."""
 
     def __init__(self, process: subprocess.Popen[str], url: str, log: Path) -> None:
         self.process = process
@@ -51,7 +51,7 @@ class Served:
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=JOIN, max_retries=0)
 
     def metric(self, name: str) -> float:
-        """Sum of a metric over its labels."""
+        """Return the sum of a metric over its labels."""
         families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=JOIN).text)
         return sum(one.value for family in families for one in family.samples if one.name == f"jaxserve:{name}")
 
@@ -75,7 +75,7 @@ def served(folder: Path, *flags: str) -> Iterator[Served]:
 
 
 def whole(server: Served) -> str:
-    """Ask for a whole answer and return what came of it."""
+    """Ask for a whole answer and return its outcome."""
     try:
         made = server.client.completions.create(model="jaxserve-demo", extra_body=EXTRA, **BODY)
     except openai.APIStatusError as error:
@@ -87,7 +87,7 @@ def whole(server: Served) -> str:
 
 
 def stream(server: Served) -> str:
-    """Ask for a stream and return what came of it."""
+    """Ask for a stream and return its outcome."""
     reason = None
     try:
         for chunk in server.client.completions.create(model="jaxserve-demo", extra_body=EXTRA, stream=True, **BODY):
@@ -104,7 +104,7 @@ def stream(server: Served) -> str:
 
 
 def lines(server: Served) -> str:
-    """The same without the openai package, which does not show whether `[DONE]` came."""
+    """Ask for a stream without the openai package, which hides whether `[DONE]` was sent."""
     got: list[str] = []
     try:
         with httpx.stream(
@@ -127,7 +127,7 @@ KINDS: dict[Callable[[Served], str], str] = {whole: "whole answer", stream: "str
 
 
 class Clients:
-    """Clients under way: 8 whose requests run, and 16 whose requests wait, of every kind."""
+    """Active clients of every kind: 8 with running requests, and 16 with waiting ones."""
 
     def __init__(self, server: Served, threads: ThreadPoolExecutor) -> None:
         self._asked: list[tuple[str, Future[str]]] = []
@@ -140,7 +140,7 @@ class Clients:
         wait(lambda: server.metric("num_requests_waiting") >= 4)
 
     def got(self) -> dict[str, Counter[str]]:
-        """Wait for all of them: how many requests of each kind got what. Fails where one hangs."""
+        """Wait for all clients and count outcomes by kind of request. Fails if one hangs."""
         made: dict[str, Counter[str]] = {}
         for kind, future in self._asked:
             made.setdefault(kind, Counter())[future.result(JOIN)] += 1
@@ -162,7 +162,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def record(record_property: Callable[[str, object], None]) -> Callable[[str, dict[str, Counter[str]]], None]:
-    """Note a row of the table that benchmarks/fault_matrix.py writes."""
+    """Record a row of the table that benchmarks/fault_matrix.py writes."""
 
     def note(fault: str, got: dict[str, Counter[str]]) -> None:
         record_property("fault", fault)

@@ -1,4 +1,4 @@
-"""Long texts are refused before they are encoded, and the ones that fit do not delay short ones."""
+"""Long texts are refused before tokenization if they cannot fit, and those that fit do not delay short ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.server.texts import SHORT, TextThreads
 from jaxserve.tokenizer import Tokenizer
 
 
-def test_texts_too_long_for_the_context_are_never_encoded(fake, monkeypatch):
+def test_texts_longer_than_the_context_are_never_tokenized(fake, monkeypatch):
     live = fake(max_model_len=64)
     encoded = []
     encode = live.service.tokenizer.encode
@@ -44,8 +44,8 @@ def test_texts_too_long_for_the_context_are_never_encoded(fake, monkeypatch):
     assert live.http.post("/tokenize", json={"prompt": "x" * most}).status_code == 200
 
 
-def test_a_short_prompt_passes_long_ones(fake, monkeypatch):
-    """Long texts hold all threads but one, however many there are."""
+def test_a_short_prompt_overtakes_long_ones(fake, monkeypatch):
+    """Long texts occupy all threads but one, whatever the number of threads."""
     live = fake(max_model_len=4096)
     free, encode = threading.Event(), live.service.tokenizer.encode
 
@@ -76,7 +76,7 @@ def test_a_short_prompt_passes_long_ones(fake, monkeypatch):
             one.join(30)
 
 
-def test_texts_of_a_client_that_left_are_dropped(fake, monkeypatch):
+def test_texts_of_disconnected_clients_are_dropped(fake, monkeypatch):
     live = fake(max_model_len=4096)
     free, begun, encode = threading.Event(), [], live.service.tokenizer.encode
 
@@ -92,7 +92,7 @@ def test_texts_of_a_client_that_left_are_dropped(fake, monkeypatch):
                 httpx.post(live.url + path, json={"prompt": "x" * 50_000}, timeout=httpx.Timeout(5, read=0.05))
     end = time.monotonic() + 10
     while live.service.prompts.waiting:
-        assert time.monotonic() < end, "texts whose clients left still wait"
+        assert time.monotonic() < end, "texts of disconnected clients are still waiting"
         time.sleep(0.01)
     running = len(begun)
     free.set()
@@ -100,7 +100,7 @@ def test_texts_of_a_client_that_left_are_dropped(fake, monkeypatch):
     assert begun[running:] == ["y"]
 
 
-def test_shortest_first_and_nothing_waits_forever():
+def test_shortest_first_without_starvation():
     async def main() -> list[int]:
         threads, order, free = TextThreads(2), [], threading.Event()
         holds = [asyncio.ensure_future(threads.run(free.wait, 1)) for _ in range(2)]
@@ -117,7 +117,7 @@ def test_shortest_first_and_nothing_waits_forever():
     assert [size for size in order if size <= SHORT] == [10, 200, 30_000] and 3_000_000 in order
 
 
-def test_encoding_from_many_threads_gives_the_same_ids(tokenizer):
+def test_concurrent_encoding_gives_equal_ids(tokenizer):
     texts = [f"def f_{number}(a, b):\n    return {'é🎉 ' * number}" for number in range(40)]
     alone = [tokenizer._hf.encode(text) for text in texts]
     made: dict[int, list[int]] = {}
@@ -135,9 +135,9 @@ def test_encoding_from_many_threads_gives_the_same_ids(tokenizer):
     assert tokenizer.longest_piece == max(map(len, tokenizer._hf.get_vocab()))
 
 
-def test_a_text_longer_than_its_tokenizer_says_is_no_warning(tokenizer, monkeypatch):
-    """The server has its own limit and says so to the client: what transformers logs of another misleads."""
-    monkeypatch.setattr(Tokenizer, "_reentrant", False)  # encodes through transformers' own code
+def test_a_text_longer_than_the_tokenizers_limit_logs_no_warning(tokenizer, monkeypatch):
+    """The server reports its own limit to the client, and a log line of transformers about another one misleads."""
+    monkeypatch.setattr(Tokenizer, "_reentrant", False)  # encodes with transformers' own code
     own, said = Tokenizer.load(jaxserve.demo.model_path()), []
     monkeypatch.setattr(own._hf, "model_max_length", 4)
     monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", lambda *what: said.append(what))

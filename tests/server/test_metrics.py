@@ -1,4 +1,4 @@
-"""`/metrics` parses, has vLLM's names, and adds up."""
+"""`/metrics` is valid, has vLLM's names, and adds up."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ NAMES = [
 
 
 def scrape(live: Any) -> dict[str, float]:
-    """Name -> sum over all labels."""
+    """Return the sum over all labels for each name."""
     made: dict[str, float] = {}
     for family in text_string_to_metric_families(live.http.get("/metrics").text):
         for sample in family.samples:
@@ -89,8 +89,8 @@ def test_metrics_add_up(live):
     steps = gained[prefix + "steps_total"]
     assert gained[prefix + "iteration_tokens_total_count"] == steps <= gained[prefix + "iteration_tokens_total_bucket"]
     computed = gained[prefix + "computed_prompt_tokens_total"]
-    assert gained[prefix + "iteration_tokens_total_sum"] >= computed + 15 > 15, "15 tokens come from decode steps"
-    assert gained[prefix + "kv_transfer_seconds_count"] > 0, "2x1 moves KV from prefill to decode"
+    assert gained[prefix + "iteration_tokens_total_sum"] >= computed + 15 > 15, "15 tokens are from decode steps"
+    assert gained[prefix + "kv_transfer_seconds_count"] > 0, "2x1 transfers KV from prefill to decode"
     assert after[prefix + "num_requests_running"] == after[prefix + "num_requests_waiting"] == 0
     assert after[prefix + "kv_cache_usage_perc"] == 0
     assert after[prefix + "compilations_after_warmup_total"] == 0
@@ -99,27 +99,27 @@ def test_metrics_add_up(live):
     assert sum(gained[f"{prefix}{part}_seconds_sum"] for part in parts) == pytest.approx(total)
 
 
-def test_names_are_vllms(live):
+def test_names_match_vllm(live):
     assert live.http.post("/v1/completions", json={"prompt": "def", "max_tokens": 2}).status_code == 200
     names = {name.removeprefix("jaxserve:") for name in scrape(live)}
     missing = [name for name in NAMES if not {name, f"{name}_count"} & names]
     assert not missing
 
 
-def test_the_line_of_statistics():
+def test_the_log_line_of_statistics():
     engine = Double()
     line = StatsLine(engine)
-    assert line.text(0.0) is None, "nothing happens"
+    assert line.text(0.0) is None, "an idle engine logs nothing"
     engine._counters.generated_tokens = 100
     assert "generation 10.0 tokens/s" in str(line.text(10.0))
-    assert "generation 0.0 tokens/s" in str(line.text(20.0)), "said once when it becomes quiet"
+    assert "generation 0.0 tokens/s" in str(line.text(20.0)), "logged once when the engine becomes idle"
     assert line.text(30.0) is None
 
 
-def test_load_tells_what_is_promised_by_default(live: Any) -> None:
+def test_load_reports_the_default_objectives(live: Any) -> None:
     live.quiet()
     load, promise = live.http.get("/load").json(), live.engine.info.promise
-    assert load["server_load"] == load["running"] == load["waiting"] == 0, "nothing runs"
+    assert load["server_load"] == load["running"] == load["waiting"] == 0, "no request runs"
     assert load["objectives"] == {
         "ttft": {"seconds": promise.slo.ttft, "auto": True, "attainable": True},
         "tpot": {"seconds": promise.slo.tpot, "auto": True, "attainable": True},
@@ -130,7 +130,7 @@ def test_load_tells_what_is_promised_by_default(live: Any) -> None:
     assert f"{promise.slo.tpot:g} s per token after it (auto)" in promise_line(promise)
 
 
-def test_an_objective_that_cannot_be_kept_is_told_at_load_and_in_metrics(fake: Any) -> None:
+def test_an_objective_that_cannot_be_kept_is_reported_by_load_and_metrics(fake: Any) -> None:
     live = fake()
     broken = Promise(SLO(8.0, 0.001), frozenset({"ttft"}), {"tpot": "too tight"})
     live.engine.info = replace(live.engine.info, promise=broken)

@@ -1,9 +1,10 @@
-"""Every name that can be served is served: policies, routers and admissions of the registries, on a real engine.
+"""Every registered policy, router and admission is served on a real engine.
 
-Each case serves the same requests over HTTP on `2x1`, on executors that are compiled once. The tokens are those of a
-1x1 engine with the policy `vllm` that has one request at a time; no page and no request is lost; `/metrics` agrees with
-what was sent. Names come from the registries: a new one is served without a change here. The bare run takes a seeded
-sample in which every two names of the kinds in PAIRED meet; `-m full` serves the whole matrix.
+Each case serves the same requests over HTTP on `2x1`, on executors that are compiled once. The
+tokens equal those of a 1x1 engine with policy `vllm` and one request at a time; no page and no
+request is lost; `/metrics` agrees with the requests sent. A new registered name is served without a
+change here. The bare run takes a seeded sample with every pair of names of the kinds in PAIRED; `-m
+full` serves the whole matrix.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 
 class Case(NamedTuple):
-    """What a server is started with."""
+    """The settings of a server."""
 
     policy: str
     routing: str
@@ -41,7 +42,7 @@ class Case(NamedTuple):
 
 
 def halves() -> list[str]:
-    """Policies by their halves, where no whole name has them."""
+    """Return policies composed of halves without a combined name."""
     prefill, decode = (set(names) for names in zip(*policies.HALVES.values(), strict=True))
     return [
         *(f"prefill={name},decode=continuous" for name in policies.PREFILL if name not in prefill),
@@ -50,7 +51,7 @@ def halves() -> list[str]:
 
 
 def refusing() -> Iterator[str]:
-    """Admissions that can refuse."""
+    """Return admissions that can refuse."""
     for name in sorted(admission.ADMISSIONS):
         try:
             admission.make(f"{name}:refuse")
@@ -65,12 +66,17 @@ COLUMNS = (
     [*sorted(admission.ADMISSIONS), *refusing()],
     ["disaggregated", "colocated"],
 )
-PAIRED = ((0, 3), (1, 3), (2, 3), (1, 2))  # columns; policies meet all routers and admissions in the whole matrix
+PAIRED = (
+    (0, 3),
+    (1, 3),
+    (2, 3),
+    (1, 2),
+)  # columns; every policy with every router and admission only in the whole matrix
 MATRIX = [Case(*names) for names in itertools.product(*COLUMNS)]
 
 
 def sample(seed: int = 0) -> list[Case]:
-    """Few cases of the matrix in which every pair of names of two PAIRED columns occurs: greedily, by draw."""
+    """Sample a few cases that contain every pair of names of two PAIRED columns, greedily at random."""
     draw, picked = random.Random(seed), list[Case]()
     left = {(a, b, x, y) for a, b in PAIRED for x in COLUMNS[a] for y in COLUMNS[b]}
     while left:
@@ -91,8 +97,11 @@ def _pairs(case: Case) -> set[tuple[int, int, str, str]]:
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Requests of all kinds: greedy and seeded, longer than a chunk, with shared prefixes, promises that nothing can
-    keep, best effort, and one that may end by itself."""
+    """Return bodies of all kinds of requests.
+
+    They are greedy and seeded, longer than a chunk, with shared prefixes, with objectives that
+    cannot be kept, best effort, and one may end by itself.
+    """
     draw = random.Random(3)
 
     def ids(count: int) -> list[int]:
@@ -122,7 +131,7 @@ BODIES = bodies()
 
 @contextmanager
 def serving(machine: Any, config: ServeConfig, tokenizer: Tokenizer) -> Iterator[Live]:
-    """A server on warm executors."""
+    """Run a server on warm executors."""
     from jaxserve.engine.engine import Engine
 
     engine = Engine.on(machine.serving(config))
@@ -146,7 +155,7 @@ def machine() -> Any:
 
 
 def answer(live: Live, body: dict[str, Any]) -> dict[str, Any]:
-    """What came back: the text, its length and why it ended; or the status of a refusal."""
+    """Return text, length and finish reason of an answer, or the status of a refusal."""
     said = live.http.post("/v1/completions", json=body)
     if said.status_code != 200:
         return {"status": said.status_code}
@@ -157,14 +166,14 @@ def answer(live: Live, body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reference(tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Each request by itself on 1x1."""
+    """Return the answer of each request alone on 1x1."""
     alone = assembled("1x1")
     with serving(alone, replace(alone.config, policy="vllm"), tokenizer) as live:
         return [answer(live, body) for body in BODIES]
 
 
 def scrape(live: Live) -> dict[str, float]:
-    """Name -> sum over all labels; `name reason` for the reasons of request_success."""
+    """Return the sum over all labels for each name, and `name reason` for the reasons of request_success."""
     made: Counter[str] = Counter()
     for family in text_string_to_metric_families(live.http.get("/metrics").text):
         for sample in family.samples:
@@ -176,10 +185,10 @@ def scrape(live: Live) -> dict[str, float]:
 
 
 def at_rest(live: Live) -> None:
-    """Wait until every page is given back: what was planned ahead, or is on its way, holds some when all is told."""
+    """Wait until every page is released, since planned steps and transfers may hold some after the last answer."""
     end = time.monotonic() + 20
     while any(one.pages_held for one in live.engine.stats().instances):
-        assert time.monotonic() < end, f"pages are held by no request: {live.engine.stats()}"
+        assert time.monotonic() < end, f"pages are held without a request: {live.engine.stats()}"
         time.sleep(0.01)
 
 
@@ -199,7 +208,7 @@ def check(case: Case, machine: Any, tokenizer: Tokenizer, reference: Sequence[di
 
 
 def check_metrics(case: Case, told: dict[str, float], done: Sequence[dict[str, Any]]) -> None:
-    """`done`: the answers that are not refusals."""
+    """Check `/metrics` against the answers; `done` are those that are not refusals."""
     assert told["prompt_tokens_total"] == sum(len(body["prompt"]) for body in BODIES)
     assert told["generation_tokens_total"] == sum(one["tokens"] for one in done)
     assert told["request_success_total"] == len(BODIES)
@@ -213,13 +222,13 @@ def check_metrics(case: Case, told: dict[str, float], done: Sequence[dict[str, A
     assert told["compilations_after_warmup_total"] == told["pool_rebuilds_total"] == 0
     assert told["steps_total"] == told["measured_step_seconds_count"] == told["iteration_tokens_total_count"] > 0
     assert told["predicted_step_seconds_sum"] > 0 < told["measured_step_seconds_sum"]
-    assert 0 <= told["slo_attainment"] <= 1 and told["slo_violations_total"] >= 1, "nothing can keep 1 ms"
+    assert 0 <= told["slo_attainment"] <= 1 and told["slo_violations_total"] >= 1, "1 ms cannot be kept"
     assert told["computed_prompt_tokens_total"] + told["prefix_cache_hits_total"] >= sum(
         len(body["prompt"]) for body in BODIES
     ) or case.admission.endswith(":refuse")
     moved, deflected = told["kv_transfer_seconds_count"], told["deflections_total"]
     if case.mode == "colocated":
-        assert moved == deflected == 0, "nothing has a reason to move"
+        assert moved == deflected == 0, "no request has a reason to move"
     else:
         assert moved + deflected > 0
     assert told["demotions_total"] < len(BODIES)
@@ -233,7 +242,7 @@ def test_every_name_is_served(case: Case, machine: Any, tokenizer: Tokenizer, re
     check(case, machine, tokenizer, reference)
 
 
-def test_what_executors_were_built_with_stays(machine: Any) -> None:
+def test_build_settings_of_executors_are_unchanged(machine: Any) -> None:
     with pytest.raises(InvalidValue, match="max_num_seqs=9 must be 8, as these executors were built"):
         machine.serving(replace(machine.config, policy="vllm", max_num_seqs=9))
 

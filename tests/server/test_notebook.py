@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last in a real kernel, whose event loop runs while its cells do."""
+"""The notebook runs from its first cell to its last in a real kernel with a running event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import nbformat
 import pytest
 
-# After the notebook's own cells: an engine that is started on the kernel's loop, and read on it.
+# Appended to the notebook's cells: start an engine and read from it on the kernel's loop.
 ASYNC = """
 import asyncio
 
@@ -37,13 +37,13 @@ def printed(cell: Any) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
 
 
-def test_no_outputs_are_kept_in_git(notebook: Any) -> None:
+def test_no_outputs_are_committed(notebook: Any) -> None:
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert len(code) > 4 and not any(cell.outputs or cell.execution_count for cell in code)
 
 
-# In a process of its own: nbclient leaves its sockets open, which is a warning, hence an error here.
+# In a separate process: nbclient leaves sockets open, and the warning would be an error here.
 EXECUTE = """
 import sys
 
@@ -70,7 +70,7 @@ def test_the_notebook_runs_in_a_kernel(
     assert done.returncode == 0, done.stderr
     run = nbformat.read(path, as_version=4)
     said = [printed(cell) for cell in run.cells if cell.cell_type == "code"]
-    assert said[0] == "", "the install cell found jaxserve and left it alone"
+    assert said[0] == "", "the install cell found jaxserve and changed nothing"
     assert "def main(" in said[2] and "class Stack:" in said[2]
     assert said[3].count("kept:") == 2
     assert "programs compiled while serving: 0" in said[4]
@@ -79,7 +79,7 @@ def test_the_notebook_runs_in_a_kernel(
 
 @pytest.fixture
 def install_cell(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Run the install cell as on another machine; returns the arguments of each pip that it called."""
+    """Run the install cell as on another machine; returns the arguments of each pip call."""
     (source,) = (cell.source for cell in notebook.cells if cell.get("id") == "install")
 
     def run(*, smi: str | None = None, tpu: bool = False, environ: dict[str, str] | None = None) -> list[str]:
@@ -108,7 +108,7 @@ def install_cell(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     return run
 
 
-def test_the_install_cell_takes_the_extra_of_the_machine(install_cell: Callable[..., list[str]], repo: Path) -> None:
+def test_the_install_cell_selects_the_extra_for_the_machine(install_cell: Callable[..., list[str]], repo: Path) -> None:
     old, new = "| Driver Version: 550.54.15  CUDA Version: 12.4 |", "| CUDA Version: 13.0 |"
     assert install_cell() == ["install --quiet jaxserve"]
     assert install_cell(smi=old) == ["install --quiet jaxserve[cuda12]"]
@@ -124,7 +124,7 @@ def test_the_install_cell_takes_the_extra_of_the_machine(install_cell: Callable[
     assert {"cuda", "cuda12", "tpu"} <= set(extras)
 
 
-def test_the_install_cell_says_when_to_restart(
+def test_the_install_cell_asks_for_a_restart_if_needed(
     install_cell: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(__version__="0.1"))

@@ -1,4 +1,4 @@
-"""`LLM` and `AsyncLLM`, on the session's engine."""
+"""`LLM` and `AsyncLLM` on the session's engine."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def allm(engine: Any, tokenizer: Any) -> AsyncLLM:
 
 
 async def last(outputs: AsyncGenerator[jaxserve.RequestOutput, None]) -> jaxserve.RequestOutput:
-    """The finished output of a stream."""
+    """Return the finished output of a stream."""
     async for output in outputs:
         if output.finished:
             return output
     raise AssertionError("the stream ended without a finished output")
 
 
-def test_names_are_those_of_vllm(llm):
+def test_names_match_vllm(llm):
     (made,) = llm.generate("def main(", GREEDY)
     (output,) = made.outputs
     assert made.prompt == "def main(" and made.prompt_token_ids == llm.tokenizer.encode("def main(")
@@ -50,7 +50,7 @@ def test_names_are_those_of_vllm(llm):
     assert times.ttft > 0 and times.tpot > 0 and len(times.token_times) == 8
 
 
-def test_times_are_told_once_and_nothing_else_is_kept(llm, engine):
+def test_times_are_reported_once_and_not_retained(llm, engine):
     kept = set(engine._over)
     (made,) = llm.generate("def main(", SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True))
     assert all(len(one.metrics.token_times) == 8 for one in made.outputs)
@@ -68,7 +68,7 @@ def test_many_prompts_of_every_kind_keep_their_order(llm):
     assert llm.generate([], GREEDY) == []
 
 
-def test_prompts_are_taken_as_vllm_takes_them(llm):
+def test_prompt_types_match_vllm(llm):
     ids = llm.tokenizer.encode("def main(")
     alone = llm.generate("def main(", GREEDY)[0].outputs[0].token_ids
     for prompts in ({"prompt": "def main("}, {"prompt_token_ids": ids}, {"prompt_token_ids": np.array(ids)}):
@@ -107,7 +107,7 @@ def test_malformed_prompts_are_refused_by_name(llm, prompts, said):
     assert len(str(raised.value)) < 300 and llm.engine.stats().counters.steps == before
 
 
-def test_each_prompt_has_its_own(llm):
+def test_parameters_per_prompt(llm):
     params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (1, 2, 3)]
     made = llm.generate(["a", "b", "c"], params, slo=[SLO(), SLO(ttft=1.0), SLO()], priority=[0, 1, 2])
     assert [len(one.outputs[0].token_ids) for one in made] == [1, 2, 3]
@@ -139,7 +139,7 @@ def test_stop_strings_cut_text_and_tokens(llm):
     assert len(output.metrics.token_times) == len(output.token_ids)
 
 
-def test_one_stop_string_is_not_its_letters(llm):
+def test_a_stop_string_is_not_a_list_of_letters(llm):
     text = llm.generate("def main(", SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))[0].outputs[0].text
     stop = text[6:9]
     output = llm.generate("def main(", SamplingParams(max_tokens=40, temperature=0.0, stop=stop))[0].outputs[0]
@@ -156,10 +156,10 @@ def test_one_stop_string_is_not_its_letters(llm):
         ({"max_tokens": np.int64(5), "temperature": np.float32(0.5)}, {"max_tokens": 5, "temperature": 0.5}),
     ],
 )
-def test_sampling_params_take_what_vllm_takes(given, kept):
+def test_sampling_params_accept_vllms_values(given, kept):
     params = SamplingParams(**given)
     assert {name: getattr(params, name) for name in kept} == kept
-    json.dumps(asdict(params))  # a journal writes them
+    json.dumps(asdict(params))  # a journal writes them as JSON
     assert replace(params, n=2).n == 2 and hash(params) == hash(SamplingParams(**kept))
 
 
@@ -177,7 +177,7 @@ def test_sampling_params_take_what_vllm_takes(given, kept):
         ({"seed": True}, "seed=True must be a whole number or None"),
     ],
 )
-def test_sampling_params_refuse_by_name(given, said):
+def test_invalid_sampling_params_are_refused_by_name(given, said):
     with pytest.raises(InvalidValue, match=re.escape(said)) as raised:
         SamplingParams(**given)
     assert raised.value.param == next(iter(given))
@@ -211,14 +211,14 @@ def test_tiers_bring_their_objectives_offline(tokenizer):
             llm.generate("a", **wrong)
 
 
-def test_the_tokenizer_is_that_of_transformers(llm, allm):
+def test_the_tokenizer_matches_transformers(llm, allm):
     tokenizer = llm.get_tokenizer()
     assert tokenizer.encode("def main(") == llm.tokenizer.encode("def main(")
     assert "hi" in tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert asyncio.run(allm.get_tokenizer()) is tokenizer
 
 
-def test_the_prefix_cache_is_reset_when_nothing_runs(llm, allm, engine):
+def test_the_prefix_cache_is_reset_only_when_idle(llm, allm, engine):
     prompt = llm.tokenizer.encode("import os\n" * 20)
     llm.generate(prompt, GREEDY)
 
@@ -246,12 +246,12 @@ def test_prompts_with_different_cache_salts_share_no_pages(llm, allm):
 
     red, blue, green = ({"prompt_token_ids": ids, "cache_salt": salt} for salt in ("red", "blue", "green"))
     for prompt in (ids, red, blue):
-        assert cached(prompt) == 0 < cached(prompt), "a prompt with another salt was found, or its own was not"
+        assert cached(prompt) == 0 < cached(prompt), "a prompt with another salt was a hit, or with its own was not"
     streamed = asyncio.run(last(allm.generate(green, GREEDY)))
     assert streamed.outputs[0].metrics.cached == 0 < cached(green)
 
 
-def test_metrics_are_those_of_a_server(llm):
+def test_metrics_match_those_of_a_server(llm):
     llm.generate(["def main(", "import os"], GREEDY)
     found = {metric.name: metric for metric in llm.get_metrics()}
     tokens = found["jaxserve:generation_tokens"]
@@ -271,7 +271,7 @@ def test_chat(llm):
     assert [one.outputs[0].token_ids for one in both] == [made.outputs[0].token_ids] * 2
 
 
-def test_what_does_not_fit_is_refused_before_anything_runs(llm):
+def test_prompts_that_do_not_fit_are_refused_before_any_runs(llm):
     before = llm.engine.stats().counters.steps
     with pytest.raises(InvalidValue, match="300 tokens"):
         llm.generate(["a", [5] * 300], GREEDY)
@@ -282,14 +282,14 @@ def test_what_does_not_fit_is_refused_before_anything_runs(llm):
     assert len(made.outputs[0].token_ids) == 6 and made.outputs[0].finish_reason == "length"
 
 
-def test_it_works_where_an_event_loop_runs(llm):
+def test_llm_works_inside_a_running_event_loop(llm):
     async def notebook() -> list[jaxserve.RequestOutput]:
         return llm.generate("def main(", GREEDY)
 
     assert len(asyncio.run(notebook())[0].outputs[0].token_ids) == 8
 
 
-def test_a_bounded_queue_only_slows_down(tokenizer):
+def test_a_bounded_queue_only_delays_prompts(tokenizer):
     engine = Double(bound=3, delay=0.001)
     made = LLM(config=ServeConfig(), engine=engine, tokenizer_object=tokenizer).generate([[5, 6, 7]] * 10, GREEDY)
     assert all(len(one.outputs[0].token_ids) == 8 for one in made)
@@ -311,7 +311,7 @@ def test_an_interrupt_cancels(tokenizer):
     assert set(engine.cancelled) >= {1, 2}
 
 
-def test_failures_are_told_per_request(tokenizer):
+def test_failures_are_reported_per_request(tokenizer):
     engine = Double()
     engine.fail_after = 2
     (made,) = LLM(config=ServeConfig(), engine=engine, tokenizer_object=tokenizer).generate([5, 6], GREEDY)
@@ -333,7 +333,7 @@ def test_streams(allm, llm):
     asyncio.run(main())
 
 
-def test_generate_streams_everything_so_far_as_in_vllm(allm, llm):
+def test_generate_streams_the_whole_output_so_far_as_in_vllm(allm, llm):
     params = SamplingParams(n=2, seed=3, max_tokens=8, ignore_eos=True, logprobs=1)
     wholes = llm.generate("def main(", params)[0].outputs
 
@@ -342,7 +342,7 @@ def test_generate_streams_everything_so_far_as_in_vllm(allm, llm):
         assert {one.request_id for one in news} == {"mine"} and {len(one.outputs) for one in news} == {2}
         assert [one.finished for one in news] == [False] * (len(news) - 1) + [True]
         counts = [sum(len(one.token_ids) for one in output.outputs) for output in news]
-        assert counts == sorted(counts) and counts[0] < counts[-1] == 16, "each output keeps what it was"
+        assert counts == sorted(counts) and counts[0] < counts[-1] == 16, "earlier outputs changed"
         for mine, whole in zip(news[-1].outputs, wholes, strict=True):
             assert (mine.text, mine.token_ids, mine.finish_reason) == (whole.text, whole.token_ids, "length")
             assert len(mine.logprobs) == 8
@@ -380,7 +380,7 @@ def test_closing_a_stream_cancels(allm):
         ({"enable_chunked_prefill": True}, "chunks of at most max_num_batched_tokens"),
     ],
 )
-def test_settings_that_do_not_go_teach_as_the_cli_does(kind, given, said):
+def test_invalid_settings_are_explained_as_in_the_cli(kind, given, said):
     with pytest.raises(jaxserve.JaxserveError, match=said):
         kind(**given)
 

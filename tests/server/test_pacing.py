@@ -1,4 +1,4 @@
-"""Token pacing: early tokens at the objective's pace, late ones at once, and nothing else changes."""
+"""Token pacing: early tokens are delayed to the objective's pace, late ones are not, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from jaxserve.sched.sim.clock import VirtualLoop
 from jaxserve.server.pacing import Pace, paced
 
 BODY = {"prompt": "def main(", "max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
-TPOT = 0.08  # seconds: far more than the demo model needs
-END = 7  # the token after which the answer begins
+TPOT = 0.08  # seconds: far longer than the demo model needs
+END = 7  # the token that ends thinking
 
 gaps = st.lists(st.floats(0, 0.2), min_size=1, max_size=30)
 
 
 @given(gaps, st.floats(0.001, 0.2), st.one_of(st.none(), st.floats(0.001, 0.2)))
-def test_a_token_waits_for_its_turn_and_no_longer(gaps, tpot, tbt):
+def test_a_token_waits_for_its_due_time_and_no_longer(gaps, tpot, tbt):
     ready = list(accumulate(gaps))
     pace = Pace(SLO(tpot=tpot, tbt=tbt))
     told = [pace.due(at, (1,)) for at in ready]
@@ -37,8 +37,8 @@ def test_a_token_waits_for_its_turn_and_no_longer(gaps, tpot, tbt):
     assert told == pytest.approx([max(at, ready[0] + k * gap) for k, at in enumerate(ready)])
     assert told == sorted(told) and all(at >= was for at, was in zip(told, ready, strict=True))
     if (mean := (ready[-1] - ready[0]) / max(1, len(ready) - 1)) > gap:
-        assert told[-1] == ready[-1], f"{mean=}: behind, it is told at once"
-    assert pace.due(told[-1], ()) == told[-1], "the end is told with the last token"
+        assert told[-1] == ready[-1], f"{mean=}: a late token is delivered at once"
+    assert pace.due(told[-1], ()) == told[-1], "the end is delivered with the last token"
 
 
 @given(gaps, st.integers(0, 29), st.floats(0.001, 0.2), st.floats(0.001, 0.2))
@@ -51,13 +51,13 @@ def test_each_stage_has_its_pace(gaps, ends, thinking, answer):
     assert told == pytest.approx([max(pair) for pair in zip(ready, due, strict=True)])
 
 
-def test_without_an_objective_nothing_waits():
+def test_without_an_objective_no_token_waits():
     pace = Pace(SLO(ttft=inf, tpot=inf))
     assert [pace.due(at, (1,)) for at in (1.0, 1.0, 1.5)] == [1.0, 1.0, 1.5]
 
 
 class Source:
-    """Items at their times on the loop's clock."""
+    """Items at given times of the loop's clock."""
 
     def __init__(self, times: list[float], error: Exception | None = None) -> None:
         self.times, self.error, self.read, self.closed = times, error, 0, False
@@ -77,7 +77,7 @@ class Source:
 
 
 def told(source: Source, tpot: float, **more: Any) -> list[tuple[float, int]]:
-    """(when, what) a paced reader hears on a virtual clock, from the first moment on."""
+    """Return (time, item) as delivered by pacing on a virtual clock, relative to the start."""
     made: list[tuple[float, int]] = []
 
     async def main() -> None:
@@ -99,19 +99,19 @@ def told(source: Source, tpot: float, **more: Any) -> list[tuple[float, int]]:
 def test_a_stream_on_a_virtual_clock(gaps, tpot):
     ready, held = list(accumulate(gaps)), list[float]()
     made = told(Source(ready), tpot, held=held.append)
-    assert [item for _, item in made] == list(range(len(ready))), "none lost, none twice, in order"
+    assert [item for _, item in made] == list(range(len(ready))), "an item is lost, repeated or out of order"
     due = [max(at, ready[0] + k * tpot) for k, at in enumerate(ready)]
     assert [at for at, _ in made] == pytest.approx(due, abs=1e-6)
     assert held == pytest.approx([at - was for at, was in zip(due, ready, strict=True)], abs=1e-6)
 
 
-def test_a_failure_tells_what_was_computed_first():
+def test_a_failure_is_delivered_after_the_computed_tokens():
     with pytest.raises(ValueError, match="bad luck"):
         told(Source([0.0, 0.1, 0.2], ValueError("bad luck")), 1.0)
     assert told.last == [(pytest.approx(at, abs=1e-6), item) for at, item in ((0.0, 0), (0.2, 1), (0.2, 2))]
 
 
-def test_a_hurry_tells_at_once():
+def test_hurrying_delivers_at_once():
     made = told(Source([0.0, 0.1, 0.2]), 1.0, hurry=lambda: True)
     assert [at for at, _ in made] == pytest.approx([0.0, 0.1, 0.2], abs=1e-6)
 
@@ -124,7 +124,7 @@ def test_closing_closes_the_source():
         assert await anext(stream) == 0
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0.5)
-        assert source.read == 2, "it reads on while items wait"
+        assert source.read == 2, "the source is read while items wait"
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await stream.aclose()
@@ -134,11 +134,11 @@ def test_closing_closes_the_source():
         runner.run(main())
 
 
-# over HTTP, with the demo model
+# Over HTTP, with the demo model
 
 
 def stream(live: Any, **more: Any) -> tuple[list[float], str, list[Any]]:
-    """When the tokens came, the whole text, and the finish reasons."""
+    """Return the times of the tokens, the whole text, and the finish reasons."""
     times, parts, reasons = list[float](), list[str](), list[Any]()
     body = {**BODY, "stream": True, **more}
     with live.http.stream("POST", "/v1/completions", json=body) as response:
@@ -159,7 +159,7 @@ def sums(live: Any) -> dict[str, float]:
     }
 
 
-def test_a_paced_stream_keeps_the_pace_and_the_engine_does_not_notice(live):
+def test_a_paced_stream_keeps_its_pace_without_slowing_the_engine(live):
     plain, text, _ = stream(live, tpot_slo_ms=1000 * TPOT)
     live.quiet()
     before = sums(live)
@@ -169,23 +169,23 @@ def test_a_paced_stream_keeps_the_pace_and_the_engine_does_not_notice(live):
     span = TPOT * (BODY["max_tokens"] - 1)
     assert times[-1] - times[0] > 0.9 * span > plain[-1] - plain[0], "the last token is due then"
     name = "jaxserve:request_decode_time_seconds_sum"
-    assert after[name] - before[name] < 0.9 * span, "when tokens were computed is measured as ever"
+    assert after[name] - before[name] < 0.9 * span, "metrics measure computation, not delivery"
     held = "jaxserve:token_pacing_delay_seconds"
     assert after[held + "_count"] - before[held + "_count"] == BODY["max_tokens"]
     assert after[held + "_sum"] > before[held + "_sum"]
 
 
-def test_the_engine_is_free_while_a_paced_stream_goes_on(live):
+def test_the_engine_is_free_during_a_paced_stream(live):
     body = {**BODY, "stream": True, "tpot_slo_ms": 400, "pace_tokens": True}
     with live.http.stream("POST", "/v1/completions", json=body) as response:
-        lines = response.iter_lines()  # kept: httpx closes the stream with it
+        lines = response.iter_lines()  # kept, since httpx closes the stream with it
         next(lines)
         end = time.monotonic() + 3.0
         while live.engine.stats().running:
-            assert time.monotonic() < end, "the request should be computed long before it is told"
+            assert time.monotonic() < end, "the request should be computed long before it is delivered"
             time.sleep(0.01)
-        assert live.service.active == 1, "it is not over before it is told"
-    live.quiet()  # the client left with tokens still waiting
+        assert live.service.active == 1, "the stream ended before its last token was delivered"
+    live.quiet()  # the client disconnected with tokens still waiting
 
 
 def test_leaving_a_paced_stream_frees_the_request(live):
@@ -198,7 +198,7 @@ def test_leaving_a_paced_stream_frees_the_request(live):
     live.engine.check()
 
 
-def test_a_stop_string_ends_a_paced_stream_and_the_work(live):
+def test_a_stop_string_ends_a_paced_stream_and_its_computation(live):
     _, text, _ = stream(live)
     stop = text[4:7]
     times, cut, reasons = stream(live, stop=[stop], tpot_slo_ms=30, pace_tokens=True, max_tokens=100)
@@ -206,35 +206,35 @@ def test_a_stop_string_ends_a_paced_stream_and_the_work(live):
     live.quiet()
 
 
-def test_several_outputs_each_have_their_pace(live):
+def test_several_outputs_are_paced_separately(live):
     times, _, reasons = stream(live, n=2, seed=1, temperature=1.0, tpot_slo_ms=1000 * TPOT, pace_tokens=True)
     assert sorted(one for one in reasons if one) == ["length", "length"]
     assert times[-1] - times[0] > 0.9 * TPOT * (BODY["max_tokens"] - 1)
 
 
-def test_a_whole_answer_is_not_held(live):
+def test_a_non_streamed_answer_is_not_delayed(live):
     begin = time.monotonic()
     made = live.http.post("/v1/completions", json={**BODY, "tpot_slo_ms": 5000, "pace_tokens": True}).json()
     assert made["usage"]["completion_tokens"] == BODY["max_tokens"] and time.monotonic() - begin < 50
 
 
-def test_the_pace_begins_in_the_stage_that_the_prompt_ends_in(fake):
-    """This engine says the prompt again: the first two tokens of the open prompt are thought, the third ends that."""
+def test_the_pace_starts_in_the_stage_at_the_end_of_the_prompt(fake):
+    """The double repeats the prompt: two tokens of an open prompt are thinking, and the third ends it."""
     live = fake()
     live.engine.info = replace(live.engine.info, thinking=ThinkingMarkers(((5,),), ((6, END),)))
     slow, quick = {"tpot_slo_ms": 300}, {"tpot_slo_ms": 1}
     for prompt, thinking, answer, seconds in (
         ([6, END, 9], quick, slow, 0.9),  # closed
         ([6, END, 9], slow, quick, 0.0),
-        ([6, END, 5], slow, quick, 0.3),  # open again: the pause before the second token, with which it ends
-        ([9, 9, 9], slow, quick, 0.9),  # no end at all
+        ([6, END, 5], slow, quick, 0.3),  # open again: the pause before the second token, which closes it
+        ([9, 9, 9], slow, quick, 0.9),  # never closed
     ):
         stages = {"thinking": thinking, "answer": answer}
         times, _, _ = stream(live, prompt=prompt, max_tokens=4, stage_slo=stages, pace_tokens=True)
         assert seconds - 0.1 <= times[-1] - times[0] < seconds + 0.25, (prompt, thinking)
 
 
-def test_a_server_that_ends_does_not_wait_for_the_pace(fake):
+def test_shutdown_does_not_wait_for_pacing(fake):
     live = fake(config={"pace_tokens": True})
     body = {"prompt": [5, 6, 7], "max_tokens": 9, "stream": True, "tpot_slo_ms": 500}
     with live.http.stream("POST", "/v1/completions", json=body) as response:
@@ -243,11 +243,11 @@ def test_a_server_that_ends_does_not_wait_for_the_pace(fake):
         begin = time.monotonic()
         live.call(live.ending.drain)
         rest = [line for line in lines if line]
-    assert len(rest) == 9 and rest[-1] == "data: [DONE]", "8 tokens more and the end"
-    assert time.monotonic() - begin < 3.0, "paced it would take 4 s"
+    assert len(rest) == 9 and rest[-1] == "data: [DONE]", "8 more tokens and the end"
+    assert time.monotonic() - begin < 3.0, "paced, it would take 4 s"
 
 
-def test_pieces_of_several_tokens_are_told_one_by_one():
+def test_chunks_of_several_tokens_are_delivered_one_by_one():
     from jaxserve.generation.generate import _each_token
     from jaxserve.sched.api.plan import Delta
 

@@ -1,4 +1,4 @@
-"""The reverse proxy of docs/security.md: its very lines, in an nginx in front of a server with an engine's double."""
+"""The reverse proxy configuration of docs/security.md in a real nginx in front of a server with an engine double."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPENSSL = shutil.which("openssl")
 pytestmark = pytest.mark.skipif(NGINX is None or OPENSSL is None, reason="nginx or openssl is not installed")
 
 BODY = {"prompt": "def main(", "max_tokens": 20, "ignore_eos": True}
-# What the page says, and what it is for a test; each must be there once. Times and counts are shortened.
+# Text of the page, and its replacement in tests; each must occur once. Times and counts are shortened.
 SHORTER = {
     "listen 443 ssl;": "listen 127.0.0.1:{port} ssl;",
     "/etc/ssl/server.pem": "{folder}/server.pem",
@@ -48,7 +48,7 @@ http {{
 
 
 class Proxy:
-    """nginx in a folder of its own. Call `stop` behind it."""
+    """nginx in a temporary folder. Call `stop` after it."""
 
     def __init__(self, folder: Path, page: str, url: str) -> None:
         assert NGINX is not None and OPENSSL is not None
@@ -78,7 +78,7 @@ class Proxy:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def connection(self, buffer: int | None = None) -> ssl.SSLSocket:
-        """A connection to send bytes on, with a small buffer for what is received."""
+        """Open a connection with a small receive buffer."""
         raw = socket.socket()
         if buffer is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -95,7 +95,7 @@ class Proxy:
 
 @pytest.fixture
 def page(repo: Path) -> str:
-    """The configuration on the page, as a template of `str.format`."""
+    """Return the configuration on the page as a template for `str.format`."""
     (found,) = re.findall(r"```nginx\n(.*?)```", (repo / "docs" / "guide" / "security.md").read_text(), re.S)
     text = found.replace("{", "{{").replace("}", "}}")
     for said, tested in SHORTER.items():
@@ -106,7 +106,7 @@ def page(repo: Path) -> str:
 
 @pytest.fixture
 def proxied(tmp_path: Path, page: str) -> Iterator[Callable[..., Proxy]]:
-    """Starts a proxy in front of a server: `proxied(live)`; `without` is left out of its configuration."""
+    """A factory of proxies in front of a server: `proxied(live)`; `without` is removed from the configuration."""
     made: list[Proxy] = []
 
     def start(live: Any, without: str = "") -> Proxy:
@@ -132,8 +132,8 @@ def request(body: bytes, length: int | None = None) -> bytes:
 
 
 @pytest.mark.parametrize(("without", "made"), [("", range(1, 15)), ("proxy_buffering off;", range(20, 21))])
-def test_streams_are_not_collected(fake: Any, proxied: Any, without: str, made: range) -> None:
-    """The second case shows that the first can fail: nginx alone tells nothing before all is made."""
+def test_streams_are_not_buffered(fake: Any, proxied: Any, without: str, made: range) -> None:
+    """The second case shows that the first can fail: by default, nginx buffers the whole answer."""
     live = fake(delay=0.03)
     with proxied(live, without).http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
         lines = answer.iter_lines()
@@ -157,7 +157,7 @@ def test_requests_pass_and_admin_routes_do_not(fake: Any, proxied: Any) -> None:
 def test_large_bodies_and_headers_are_refused(fake: Any, proxied: Any) -> None:
     live = fake()
     proxy = proxied(live)
-    with proxy.connection() as connection:  # refused by its announced length, before any of it is sent
+    with proxy.connection() as connection:  # refused by the announced length, before any body is sent
         connection.sendall(request(b"", (8 << 20) + 1))
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
     assert proxy.http.get("/health", headers={"x-large": "x" * 40_000}).status_code == 400
@@ -175,7 +175,7 @@ def test_clients_that_stop_sending_are_cut(fake: Any, proxied: Any, sent: bytes)
         assert 0.9 < time.monotonic() - begin < 5.0
 
 
-def test_an_address_has_so_many_connections(fake: Any, proxied: Any) -> None:
+def test_connections_per_address_are_bounded(fake: Any, proxied: Any) -> None:
     live = fake(delay=0.1)
     http = proxied(live).http
     with ThreadPoolExecutor(3) as threads:
@@ -197,7 +197,7 @@ def test_a_client_that_does_not_read_is_cut(fake: Any, proxied: Any) -> None:
         assert time.monotonic() - begin > 0.9 and len(live.engine.submitted[0].output) < 400_000
 
 
-def test_a_client_that_leaves_is_noticed(fake: Any, proxied: Any) -> None:
+def test_a_client_that_disconnects_is_noticed(fake: Any, proxied: Any) -> None:
     live = fake(delay=0.05)
     with proxied(live).http.stream(
         "POST", "/v1/completions", json={**BODY, "max_tokens": 200, "stream": True}

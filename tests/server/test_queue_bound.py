@@ -1,4 +1,4 @@
-"""The engine's bounded queue: the real engine, since its double has a bound of its own."""
+"""The queue bound of the real engine, since its double has its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxserve.config import ServeConfig
 from jaxserve.sched.api.plan import Delta
 
 
-def test_the_engine_lets_as_many_requests_wait_as_its_bound_says(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's loop is held up, so that what is handed in stays in the queue."""
+def test_the_queue_holds_as_many_requests_as_its_bound(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's loop is blocked, so that submitted requests stay in the queue."""
     held, going, params = threading.Event(), threading.Event(), SamplingParams(max_tokens=1, ignore_eos=True)
     ended: queue.SimpleQueue[Delta] = queue.SimpleQueue()
 
@@ -43,7 +43,7 @@ def test_the_engine_lets_as_many_requests_wait_as_its_bound_says(engine: Any, mo
 @pytest.mark.parametrize(
     ("prompts", "n", "outputs"), [(["a"], 4, None), (["a", "b"], 2, None), (["a"], 5, 5), (["a"] * 5, 1, 5)]
 )
-def test_more_outputs_than_may_ever_wait_are_400(
+def test_more_outputs_than_the_queue_bound_are_400(
     live: Any, monkeypatch: pytest.MonkeyPatch, prompts: list[str], n: int, outputs: int | None
 ) -> None:
     monkeypatch.setattr(live.engine._queue, "bound", 4)
@@ -58,7 +58,7 @@ def test_more_outputs_than_may_ever_wait_are_400(
     )
 
 
-def test_more_outputs_than_may_ever_wait_are_refused_offline(
+def test_more_outputs_than_the_queue_bound_are_refused_offline(
     engine: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(config=ServeConfig(), engine=engine, tokenizer_object=tokenizer)

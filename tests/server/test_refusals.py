@@ -1,4 +1,4 @@
-"""Every bad request gets its status in OpenAI's shape, and the server goes on serving others."""
+"""Every bad request gets its status in OpenAI's error format, and the server keeps serving others."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check(response: httpx.Response, status: int, param: str | None = None) -> di
         ({"stop_token_ids": [10**9]}, 400, "stop_token_ids"),
     ],
 )
-def test_bad_bodies(fake, path, body, status, param):
+def test_bad_bodies_are_refused(fake, path, body, status, param):
     live = fake()
     if isinstance(body, dict):
         base = GOOD if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
@@ -56,7 +56,7 @@ def test_bad_bodies(fake, path, body, status, param):
     assert all(one.finish_reason for one in live.engine.submitted)
 
 
-def test_bad_bodies_of_one_endpoint_only(fake):
+def test_bad_bodies_of_one_endpoint_are_refused(fake):
     live = fake()
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]
     for path, body, param in (
@@ -64,7 +64,7 @@ def test_bad_bodies_of_one_endpoint_only(fake):
         ("/v1/completions", {"prompt": []}, "prompt"),
         ("/v1/completions", {"prompt": ""}, "prompt"),
         ("/v1/completions", {"prompt": [5, 10**9]}, "prompt"),
-        ("/v1/completions", {"prompt": [1, 13]}, "prompt"),  # what the engine refuses
+        ("/v1/completions", {"prompt": [1, 13]}, "prompt"),  # refused by the engine
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": "hi"}, "messages"),
@@ -92,7 +92,7 @@ def test_a_prompt_longer_than_the_context_names_both_lengths(fake):
     assert "at most 4" in error["message"]
 
 
-def test_a_large_body(fake):
+def test_a_large_body_is_refused(fake):
     live = fake()
     large = b'{"prompt": "' + b"a" * (10 << 20) + b'"}'
     check(live.http.post("/v1/completions", content=large), 413)
@@ -102,7 +102,7 @@ def test_a_large_body(fake):
     check(small.http.post("/v1/completions", content=b" " * 1025), 413)
 
 
-def test_keys(fake):
+def test_wrong_keys_are_refused(fake):
     live = fake(config={"api_key": ("sesame", "second")})
     check(live.http.post("/v1/completions", json=GOOD), 401)
     refused = live.http.get("/v1/models", headers={"Authorization": "Bearer wrong"})
@@ -114,7 +114,7 @@ def test_keys(fake):
         live.client.models.list()
 
 
-def test_unknown_places(fake):
+def test_unknown_routes_are_404(fake):
     live = fake()
     check(live.http.get("/nowhere"), 404)
     check(live.http.get("/v1/completions"), 405)
@@ -123,7 +123,7 @@ def test_unknown_places(fake):
         live.client.completions.create(model="none", prompt="x")
 
 
-def test_a_full_queue(fake):
+def test_a_full_queue_is_503(fake):
     live = fake(bound=2, delay=0.05)
     streams = [live.http.stream("POST", "/v1/completions", json={**GOOD, "stream": True}) for _ in range(2)]
     with streams[0], streams[1]:
@@ -131,14 +131,14 @@ def test_a_full_queue(fake):
         assert check(refused, 503)["code"] == "queue_full" and refused.headers["Retry-After"] == "2"
         check(live.http.post("/v1/completions", json={**GOOD, "stream": True}), 503)
     live.quiet()
-    check(live.http.post("/v1/completions", json={**GOOD, "n": 3}), 400, "n")  # which never fit
+    check(live.http.post("/v1/completions", json={**GOOD, "n": 3}), 400, "n")  # can never fit
     with live.http.stream("POST", "/v1/completions", json={**GOOD, "stream": True}):
         check(live.http.post("/v1/completions", json={**GOOD, "n": 2}), 503)
     live.quiet()
     assert live.http.post("/v1/completions", json=GOOD).status_code == 200
 
 
-def test_what_the_engine_gives_up(fake):
+def test_requests_that_the_engine_gives_up(fake):
     live = fake()
     live.engine.fail_after = 0
     check(live.http.post("/v1/completions", json=GOOD), 500)
@@ -162,7 +162,7 @@ def test_a_bug_is_a_500_and_logged(fake, caplog):
     assert live.http.post("/v1/completions", json=GOOD).status_code == 200
 
 
-def test_an_engine_that_failed(fake):
+def test_a_failed_engine_is_503(fake):
     live = fake()
     live.engine.healthy = False
     assert check(live.http.get("/health"), 503)["code"] == "unhealthy"

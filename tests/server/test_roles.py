@@ -1,4 +1,4 @@
-"""Roles of a running server: read, changed while streams run, refused where none would be left to prefill or decode."""
+"""Roles of a running server: read, changed during streams, and refused if prefill or decode would be left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPTS = [f"def add_{n}(a, b):\n    return " for n in range(6)]
 
 @pytest.fixture
 def two(live):
-    """The real server, whose roles are as they were afterwards."""
+    """The real server with its roles restored afterwards."""
     before = dict(enumerate(live.engine.roles))
     yield live
     live.engine.set_roles(before)
@@ -26,7 +26,7 @@ def two(live):
 
 
 def texts(live) -> list[str]:
-    """What greedy streams of all prompts say, all at once."""
+    """Return the texts of concurrent greedy streams of all prompts."""
     said = [""] * len(PROMPTS)
 
     def ask(number: int) -> None:
@@ -47,7 +47,7 @@ def texts(live) -> list[str]:
     return said
 
 
-def test_roles_change_while_streams_run(two):
+def test_roles_change_during_streams(two):
     at_rest = [
         two.client.completions.create(
             model="jaxserve-demo", prompt=prompt, max_tokens=60, temperature=0, extra_body={"ignore_eos": True}
@@ -58,7 +58,7 @@ def test_roles_change_while_streams_run(two):
     assert two.engine.stats().compilations_after_warmup == 0
 
 
-def test_one_instance_is_changed_and_all_are_told(two):
+def test_changing_one_instance_returns_all_roles(two):
     answer = two.http.post(PATH, headers=ADMIN, json={"instance": 0, "role": "mixed"}).json()
     assert answer["object"] == "roles" and answer["roles"] == ["mixed", "decode"]
     told = two.http.get(PATH, headers=ADMIN).json()
@@ -80,14 +80,14 @@ def test_one_instance_is_changed_and_all_are_told(two):
         ({"instance": 1, "role": "mixed", "roles": ["mixed", "mixed"]}, "roles", "either"),
     ],
 )
-def test_roles_that_cannot_be_are_refused(two, body, param, says):
+def test_invalid_roles_are_refused(two, body, param, says):
     answer = two.http.post(PATH, headers=ADMIN, json=body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and says in error["message"], error
     assert two.http.get(PATH, headers=ADMIN).json()["roles"] == ["prefill", "decode"]
 
 
-def test_roles_by_python(two, tokenizer):
+def test_roles_in_python(two, tokenizer):
     llm = LLM(engine=two.engine, tokenizer_object=tokenizer)
     assert llm.roles == ("prefill", "decode")
     assert llm.set_roles({1: "mixed", 0: "mixed"}) == llm.roles == ("mixed", "mixed")

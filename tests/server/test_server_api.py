@@ -1,4 +1,4 @@
-"""The API as OpenAI's own client sees it, on a real engine that prefills on one instance and decodes on another."""
+"""The API through OpenAI's own client, on a real engine with one prefill and one decode instance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 
 MODEL = "jaxserve-demo"
 PROMPT = "def main(args):\n"
-NO_SPECIAL = {str(token): -100 for token in range(4)}  # ends of text and turns: lengths are then what is asked for
+NO_SPECIAL = {
+    str(token): -100 for token in range(4)
+}  # ends of text and turns: lengths are then exactly those requested
 CHAT = [{"role": "user", "content": "What does os.path.join do?"}]
 
 
@@ -20,7 +22,7 @@ def complete(live: Any, **more: Any) -> Any:
     return live.client.completions.create(**given)
 
 
-def test_models_health_version(live):
+def test_models_health_and_version(live):
     (model,) = live.client.models.list().data
     assert (model.id, model.max_model_len) == (MODEL, 256)
     assert live.client.models.retrieve(MODEL).id == MODEL
@@ -37,7 +39,7 @@ def test_completion(live):
     assert made.id.startswith("cmpl-")
 
 
-def test_a_stream_says_the_same_in_pieces(live):
+def test_a_stream_equals_the_whole_answer(live):
     whole = complete(live, max_tokens=20)
     chunks = list(complete(live, max_tokens=20, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
@@ -71,7 +73,7 @@ def test_chat(live):
     assert same.choices[0].message.content == message.content
 
 
-def test_async_requests_at_once(live):
+def test_concurrent_async_requests(live):
     alone = complete(live).choices[0].text
 
     async def main() -> list[str]:
@@ -88,7 +90,7 @@ def test_async_requests_at_once(live):
     assert asyncio.run(main()) == [alone] * 12
 
 
-def test_logprobs_of_both_shapes(live):
+def test_logprobs_in_both_formats(live):
     text = complete(live, logprobs=3).choices[0]
     lists = text.logprobs
     assert len(lists.tokens) == len(lists.token_logprobs) == len(lists.top_logprobs) == len(lists.text_offset) == 8
@@ -110,7 +112,7 @@ def test_logprobs_of_both_shapes(live):
     assert all(bytes(entry.bytes).decode("utf-8", "replace") == entry.token for entry in content)
 
 
-def test_logprobs_of_the_prompt(live):
+def test_prompt_logprobs(live):
     made = complete(live, max_tokens=1, extra_body={"prompt_logprobs": 1})
     listed = made.choices[0].prompt_logprobs
     assert listed[0] is None and len(listed) == made.usage.prompt_tokens
@@ -162,7 +164,7 @@ def test_stop_strings_and_tokens(live):
     live.quiet()
 
 
-def test_lengths(live):
+def test_output_lengths(live):
     long = complete(live, max_tokens=30, extra_body={"ignore_eos": True, "min_tokens": 30})
     assert long.usage.completion_tokens == 30
     rest = live.client.chat.completions.create(
@@ -171,7 +173,7 @@ def test_lengths(live):
     assert rest.usage.total_tokens == 256 and rest.choices[0].finish_reason == "length"
 
 
-def test_a_bias_forces_a_token(live):
+def test_a_logit_bias_forces_a_token(live):
     (token,) = live.service.tokenizer.encode("import")
     made = complete(live, max_tokens=3, logit_bias={**NO_SPECIAL, str(token): 100})
     assert made.choices[0].text == "import" * 3
@@ -186,7 +188,7 @@ def test_objectives_reach_the_engine(live):
     assert live.http.get("/health").headers["X-Request-Id"]
 
 
-def test_tokenize_and_back(live):
+def test_tokenize_and_detokenize(live):
     made = live.http.post("/tokenize", json={"prompt": "héllo 🎉", "return_token_strs": True}).json()
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"]) and made["max_model_len"] == 256
     assert live.http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": "héllo 🎉"}
@@ -194,14 +196,14 @@ def test_tokenize_and_back(live):
     assert chat["count"] > made["count"]
 
 
-def test_unknown_fields_are_passed_over(live, caplog):
+def test_unknown_fields_are_ignored(live, caplog):
     for _ in range(2):
         body = {"prompt": PROMPT, "max_tokens": 1, "zebra_mode": 3}
         assert live.http.post("/v1/completions", json=body).status_code == 200
     assert sum("zebra_mode" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_docs_know_the_bodies(live):
+def test_docs_describe_the_bodies(live):
     made = live.http.get("/openapi.json").json()
     schema = made["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     name = schema["$ref"].rpartition("/")[2]

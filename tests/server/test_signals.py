@@ -1,4 +1,4 @@
-"""Signals end a server whatever hangs."""
+"""Signals end a server even if it hangs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ with one.handled():
 
 @pytest.fixture(params=[False])
 def process(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    """A process that hears signals and hangs; with the parameter True its server is over, and what hangs is closed."""
+    """A process that handles signals and hangs; with the parameter True, its server has ended and closing hangs."""
     with subprocess.Popen([sys.executable, "-c", SCRIPT % request.param], stdout=subprocess.PIPE, text=True) as made:
         assert made.stdout is not None and made.stdout.readline() == "ready\n"
         yield made
@@ -44,7 +44,7 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_a_second_signal_ends_the_process_though_all_hangs(process: subprocess.Popen[str]) -> None:
+def test_a_second_signal_ends_a_hung_process(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGTERM)
     assert line(process) == "drain"
     process.send_signal(signal.SIGTERM)
@@ -64,7 +64,7 @@ def test_a_third_signal_ends_it_at_once(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("process", [True], indirect=True)
-def test_a_signal_ends_what_hangs_while_it_is_closed(process: subprocess.Popen[str]) -> None:
+def test_a_signal_ends_a_process_that_hangs_while_closing(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 128 + signal.SIGTERM
 
@@ -92,7 +92,7 @@ sys.exit(main.run(ServeConfig.load(port=0, disable_log_stats=True)))
 """
 
 
-def test_an_engine_that_does_not_close_does_not_keep_the_process(repo: Path) -> None:
+def test_an_engine_that_does_not_close_does_not_block_the_exit(repo: Path) -> None:
     command = [sys.executable, "-c", HUNG, str(repo / "tests" / "support" / "server")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

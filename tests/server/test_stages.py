@@ -1,4 +1,4 @@
-"""Stages of an output on a real engine over HTTP: where thinking ends, and what each token is promised."""
+"""Stages of an output over HTTP on a real engine: the end of thinking, and the objective of each token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import ANSWER, THINKING
 from jaxserve.sched.api.thinking import Marker, ThinkingMarkers
 
-TURN, OPEN = 5, 6  # tokens that begin a turn, and thinking
+TURN, OPEN = 5, 6  # tokens that begin a turn and thinking
 TOKENS = 16
 STAGES = {"thinking": {"tpot_slo_ms": 2000}, "answer": {"tpot_slo_ms": 9000}}
 
 
 @pytest.fixture
 def requests(live, monkeypatch) -> Iterator[list[Request]]:
-    """The requests that end while the test runs, as the engine has them."""
+    """The engine's requests that end during the test."""
     made: list[Request] = []
     finished = live.engine._cluster._finished
     monkeypatch.setattr(live.engine._cluster, "_finished", lambda one: (made.append(one), finished(one)))
@@ -36,7 +36,7 @@ def ask(live: Any, prompt: list[int], **more: Any) -> None:
 
 
 def served(live: Any, monkeypatch: Any, closes: Marker) -> None:
-    """Let the model of this engine think up to `closes`."""
+    """Configure `closes` as the end of thinking of this engine's model."""
     markers = ThinkingMarkers(((TURN,), (OPEN,)), (closes,))
     monkeypatch.setattr(live.engine, "info", replace(live.engine.info, thinking=markers))
 
@@ -54,18 +54,19 @@ def test_thinking_ends_at_its_marker(live, monkeypatch, requests, size):
     ask(live, prompt, stage_slo=STAGES)
     one = requests.pop()
     assert one.output == output and one.stage == ANSWER
-    # Tokens after the first and up to the marker's end are thought; then the answer, the next one due included.
+    # The tokens after the first up to the end of the marker are thinking; the others and the next one
+    # are the answer.
     assert one.budget == pytest.approx((first - 1) * 2.0 + (TOKENS - first + 1) * 9.0)
 
     ask(live, [*prompt, *marker, 50], stage_slo=STAGES)  # the prompt has closed its thinking
     one = requests.pop()
     assert one.stage == ANSWER and one.thinking is None and one.budget == pytest.approx(TOKENS * 9.0)
 
-    ask(live, [*prompt, *marker, 50, *prompt], stage_slo=STAGES, max_tokens=1)  # that was an earlier turn
+    ask(live, [*prompt, *marker, 50, *prompt], stage_slo=STAGES, max_tokens=1)  # the marker is of an earlier turn
     assert requests.pop().stage == (ANSWER if size == 1 and marker[0] == output[0] else THINKING)
 
 
-def test_stages_of_the_settings_are_those_of_a_program(live, tokenizer, monkeypatch, requests):
+def test_stages_of_the_server_config_apply_offline(live, tokenizer, monkeypatch, requests):
     served(live, monkeypatch, (9,))
     config = ServeConfig.load(thinking_tpot_slo="2s", answer_tpot_slo="9s")
     llm = LLM(config=config, engine=live.engine, tokenizer_object=tokenizer)
@@ -77,7 +78,7 @@ def test_stages_of_the_settings_are_those_of_a_program(live, tokenizer, monkeypa
     assert (thinks.budget, answers.budget) == pytest.approx((3 * 2.0, 3 * 9.0))
 
 
-def test_without_stages_nothing_is_looked_for(live, monkeypatch, requests):
+def test_without_stages_no_marker_is_searched_for(live, monkeypatch, requests):
     served(live, monkeypatch, (9,))
     ask(live, [TURN, 40])
     one = requests.pop()

@@ -38,7 +38,7 @@ def test_too_many_or_too_long_stop_strings_are_refused_with_the_limits(fake, sto
 
 
 def test_work_per_character_does_not_grow_with_the_number_of_stop_strings():
-    """Counted, not timed: the states visited per character, over the worst text for the worst strings."""
+    """Count visited states per character, over the worst text for the worst stop strings."""
 
     class Counting(Automaton):
         visited = 0
@@ -66,10 +66,10 @@ def test_building_the_largest_automaton_is_quick():
     assert StopStrings(automaton).add("x" + stops[7] + "y") == ("x", stops[7])
 
 
-def test_the_longest_of_two_that_end_together_wins():
+def test_of_two_matches_at_one_end_the_longer_wins():
     for stops in (["b", "ab"], ["ab", "b"], ["b", "aab", "ab"]):
         assert StopStrings(stops).add("xaabc")[1] == max(stops, key=len)
-    assert StopStrings(["abcd", "bc"]).add("abcd") == ("a", "bc")  # the first to end
+    assert StopStrings(["abcd", "bc"]).add("abcd") == ("a", "bc")  # the first match to end
 
 
 def test_outputs_of_a_request_share_one_automaton(fake, monkeypatch):

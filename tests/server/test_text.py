@@ -1,4 +1,4 @@
-"""Text from tokens: nothing is split, nothing is lost, and the work per token is bounded."""
+"""Incremental detokenization: no character is split, no text is lost, and the work per token is bounded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = ["▁the", "▁cat", "s", "▁", "<s>", "</s>", "é"]
 
 @pytest.fixture(scope="module")
 def fallback() -> Tokenizer:
-    """A tokenizer in the manner of SentencePiece: bytes for what it has no piece for, a mark for spaces."""
+    """A SentencePiece-like tokenizer: byte fallback for unknown characters, and a mark for spaces."""
     vocab = {piece: id for id, piece in enumerate([f"<0x{byte:02X}>" for byte in range(256)] + WORDS)}
     backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<s>"))
     backend.decoder = decoders.Sequence(
@@ -50,14 +50,14 @@ def test_any_tokens_with_byte_fallback(fallback, data):
 
 
 @given(st.text(max_size=40))
-def test_text_comes_out_whole(tokenizer, text):
+def test_characters_are_emitted_whole(tokenizer, text):
     parts = streamed(tokenizer, tokenizer.encode(text))
     assert "".join(parts) == text
     if "\ufffd" not in text:
-        assert not any("\ufffd" in part for part in parts), "no part of a character goes out"
+        assert not any("\ufffd" in part for part in parts), "part of a character was emitted"
 
 
-def test_a_run_of_bytes_goes_out_whole(fallback):
+def test_a_run_of_byte_tokens_is_emitted_at_its_end(fallback):
     run = list("你好".encode())
     parts = streamed(fallback, [257, *run, 256, *run[:2]])
     assert parts == [" cat".strip(), "", "", "", "", "", "", "你好 the", "", "", "\ufffd\ufffd"]
@@ -80,7 +80,7 @@ def test_the_work_per_token_is_bounded(tokenizer):
         assert max(sizes) <= 16 and len(sizes) <= 2 * len(ids)
 
 
-def test_pieces_are_bytes(tokenizer, fallback):
+def test_pieces_are_the_bytes_of_tokens(tokenizer, fallback):
     for text in ("def main(args):", "héllo 🎉 你好"):
         ids = tokenizer.encode(text)
         assert b"".join(map(tokenizer.piece_bytes, ids)).decode() == text
@@ -89,7 +89,7 @@ def test_pieces_are_bytes(tokenizer, fallback):
 
 
 @given(st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.text("abc", max_size=30), st.randoms())
-def test_stop_strings_are_found_where_one_search_finds_them(stops, text, rng):
+def test_streamed_stop_strings_match_a_single_search(stops, text, rng):
     finder, rest, out, found = StopStrings(stops), text, "", None
     while rest and found is None:
         cut = rng.randint(1, 4)
@@ -104,7 +104,7 @@ def test_stop_strings_are_found_where_one_search_finds_them(stops, text, rng):
         assert found in stops and text.startswith(out + found) and len(out + found) == min(ends)
 
 
-def test_what_may_begin_a_stop_string_is_held_back():
+def test_a_possible_start_of_a_stop_string_is_held_back():
     finder = StopStrings(["</end>"])
     assert finder.add("a </") == ("a ", None)
     assert finder.add("en") == ("", None)
@@ -113,7 +113,7 @@ def test_what_may_begin_a_stop_string_is_held_back():
     assert StopStrings(["b"], include=True).add("abc") == ("ab", "b")
 
 
-def test_tokens_after_the_stop_do_not_count(tokenizer):
+def test_tokens_after_the_stop_are_dropped(tokenizer):
     ids = tokenizer.encode("one two three four")
     stream = TextStream(tokenizer, SamplingParams(stop=("two",)))
     gain = stream.add(ids, final=True)
@@ -121,21 +121,21 @@ def test_tokens_after_the_stop_do_not_count(tokenizer):
     assert tokenizer.decode(ids[: gain.used]).rstrip().endswith("two")
 
 
-def test_min_tokens_come_first(tokenizer):
+def test_stop_strings_before_min_tokens_are_ignored(tokenizer):
     ids = tokenizer.encode("two two two")
     stream = TextStream(tokenizer, SamplingParams(stop=("two",), min_tokens=len(ids), max_tokens=99))
     gain = stream.add(ids)
     assert gain.text == "two two " and gain.stop == "two"
 
 
-def test_the_stop_token_is_not_text(tokenizer):
+def test_the_stop_token_is_not_in_the_text(tokenizer):
     ids = tokenizer.encode("one two")
     assert TextStream(tokenizer, SamplingParams()).add(ids, final=True, stop_token=ids[-1]).text == "one"
     kept = TextStream(tokenizer, SamplingParams(include_stop_str_in_output=True))
     assert kept.add(ids, final=True, stop_token=ids[-1]).text == "one two"
 
 
-def test_templates(tokenizer, fallback, tmp_path):
+def test_chat_templates(tokenizer, fallback, tmp_path):
     talk = [{"role": "user", "content": "hi"}]
     assert tokenizer.chat(talk).endswith("<|assistant|>\n")
     assert not tokenizer.chat(talk, add_generation_prompt=False).endswith("<|assistant|>\n")
@@ -153,7 +153,7 @@ def test_templates(tokenizer, fallback, tmp_path):
         Tokenizer.load("x", chat_template="nowhere.jinja")
 
 
-def test_random_words_survive(tokenizer):
+def test_random_words_round_trip(tokenizer):
     rng = random.Random(0)
     text = "".join(rng.choice("ab é🎉你\n\t") for _ in range(2000))
     assert "".join(streamed(tokenizer, tokenizer.encode(text))) == text

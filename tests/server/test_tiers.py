@@ -1,4 +1,4 @@
-"""Deflection and best effort on a real engine over HTTP: who is deflected, demoted or refused, and that all is told."""
+"""Deflection and best effort over HTTP on a real engine: deflected, demoted and refused requests are reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = [f"def add_{n}(a, b):\n    " + "x = a + b\n    " * 12 for n in range(8
 
 @pytest.fixture(scope="module")
 def start(tokenizer) -> Iterator[Callable[..., Live]]:
-    """Servers with a real engine each."""
+    """A factory of servers with a real engine each."""
     from jaxserve.engine.engine import Engine
 
     made: list[Live] = []
@@ -41,7 +41,7 @@ def deflecting(start) -> Live:
 
 @pytest.fixture(scope="module")
 def refusing(start) -> Live:
-    """Its pool holds little more than one long request."""
+    """A server with a KV pool for little more than one long request."""
     return start(mesh="1x1", policy="fairbatching", admission="pab:refuse", kv_cache_memory="2304KiB")
 
 
@@ -51,7 +51,7 @@ def ask(live: Live, prompt: str, **more) -> httpx.Response:
 
 
 def together(live: Live, *bodies: dict) -> list[httpx.Response]:
-    """All at once; answers in order."""
+    """Send all requests at once; returns the answers in order."""
     answers: list[httpx.Response | None] = [None] * len(bodies)
 
     def one(number: int) -> None:
@@ -76,7 +76,7 @@ def metric(live: Live, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
 
 
-def test_prompts_are_deflected_and_their_tokens_stay(deflecting):
+def test_prompts_are_deflected_and_their_tokens_do_not_change(deflecting):
     alone = [text(ask(deflecting, prompt, service_tier="best_effort")) for prompt in PROMPTS]
     deflecting.quiet()
     before = metric(deflecting, "jaxserve:deflections_total")
@@ -105,8 +105,8 @@ def test_prompts_are_deflected_and_their_tokens_stay(deflecting):
     deflecting.engine.check()
 
 
-def test_what_cannot_be_on_time_becomes_best_effort_and_ends(deflecting):
-    """Prompts with a TTFT that no machine can keep, among others: they wait, end, and keep their tokens."""
+def test_hopeless_requests_become_best_effort_and_finish(deflecting):
+    """Prompts with an impossible TTFT among others wait, finish, and keep their tokens."""
     alone = [text(ask(deflecting, prompt, service_tier="flex")) for prompt in PROMPTS]
     deflecting.quiet()
     before = metric(deflecting, "jaxserve:demotions_total")
@@ -117,7 +117,7 @@ def test_what_cannot_be_on_time_becomes_best_effort_and_ends(deflecting):
     deflecting.engine.check()
 
 
-def test_what_cannot_be_on_time_is_refused_by_flag(refusing):
+def test_hopeless_requests_are_refused_if_the_flag_says(refusing):
     bodies = [{"prompt": prompt, "ttft_slo_ms": 0.001 if n % 2 else 60_000} for n, prompt in enumerate(PROMPTS)]
     for n, answer in enumerate(together(refusing, *bodies)):
         if n % 2:
@@ -125,12 +125,12 @@ def test_what_cannot_be_on_time_is_refused_by_flag(refusing):
             assert answer.status_code == 429 and error["code"] == "slo_unattainable" and answer.headers["Retry-After"]
         else:
             assert answer.status_code == 200
-    assert ask(refusing, PROMPTS[0], service_tier="best_effort").status_code == 200  # promised nothing: never refused
+    assert ask(refusing, PROMPTS[0], service_tier="best_effort").status_code == 200  # without objectives, never refused
     assert metric(refusing, "jaxserve:request_success_total") >= 9
 
 
-def test_best_effort_gives_its_pages_to_who_is_promised_something(refusing):
-    """Best effort holds the pool until others come, loses its KV and no token, and ends after them."""
+def test_best_effort_gives_its_pages_to_requests_with_objectives(refusing):
+    """Best effort fills the pool, loses its KV but no token to later requests, and ends after them."""
     live, long = refusing, {"max_tokens": 150, "ttft_slo_ms": 600_000, "tpot_slo_ms": 60_000}
     alone = [text(ask(live, prompt, **long)) for prompt in PROMPTS[:3]]
     live.quiet()

@@ -1,4 +1,4 @@
-"""How many examples hypothesis draws for a test that asks for a number of its own."""
+"""Numbers of hypothesis examples by profile."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ LEAST, USUAL = 5, 100
 
 
 def examples(count: int) -> int:
-    """`count` in the profile `full`, and as much less or more as the profile that runs says (tests/conftest.py)."""
+    """Return `count` in the profile `full`, scaled for the other profiles (tests/conftest.py)."""
     return max(LEAST, count * settings.default.max_examples // USUAL)

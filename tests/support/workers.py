@@ -1,4 +1,4 @@
-"""How tests are dealt to the workers of pytest-xdist: what shares an engine goes to one worker, long work first."""
+"""Distribution of tests to pytest-xdist workers: tests that share an engine go to one worker, long groups first."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-MOST = 4  # workers; each may hold 4 GiB, most of it programs that XLA has compiled
-FEW = 3  # files given by name are run here and now
+MOST = 4  # each worker may hold 4 GiB, mostly programs compiled by XLA
+FEW = 3  # up to this many files given by name run in this process
 
-# Files that share fixtures of a session, or executors that are cached in a process. Longest first: a group that starts
+# Files that share session fixtures or executors cached in a process. Longest first: a group that starts
 # last would run alone at the end. Every other file is a group of its own.
 GROUPS = {
     "server": ("tests/server/",),
@@ -34,19 +34,19 @@ ORDER = {name: place for place, name in enumerate(GROUPS)}
 
 
 def group(path: str) -> str:
-    """The group of a file: the longest pattern that it starts with decides."""
+    """Return the group of a file by the longest matching prefix."""
     fits = [(len(start), name) for name, starts in GROUPS.items() for start in starts if path.startswith(start)]
     return max(fits)[1] if fits else path
 
 
 def place(path: str) -> tuple[int, str]:
-    """Sorts tests into the order in which their groups are dealt out."""
+    """Return the sort key of a test's group."""
     name = group(path)
     return ORDER.get(name, len(ORDER)), name
 
 
 def number(config: pytest.Config) -> int:
-    """How many workers `-n auto` means; 0 runs tests in this process, which a few tests start sooner in."""
+    """Return the number of workers for `-n auto`; 0 runs tests in this process, where a few tests start sooner."""
     if given := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return int(given)
     files = [argument for argument in config.args if argument.endswith(".py")]
@@ -58,7 +58,7 @@ def number(config: pytest.Config) -> int:
 
 
 class Grouped(LoadScopeScheduling):  # type: ignore[misc]
-    """Deals out groups in the order of the collection."""
+    """An xdist scheduler that distributes groups in the order of the collection."""
 
     def __init__(self, config: pytest.Config, log: Any = None) -> None:
         super().__init__(config, log)

@@ -1,4 +1,4 @@
-"""A target so small that it is learnt in seconds: random weights, and a tokenizer of 300 tokens."""
+"""A target small enough to be learned in seconds: random weights, and a tokenizer of 300 tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WORDS = "def return self class import value for in if not None True name print p
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers that mostly says its last token again: soon learnt, and never by chance."""
+    """A Llama of two layers that mostly repeats its last token: learned quickly, but never by chance."""
     import jax
     from flax import nnx
 

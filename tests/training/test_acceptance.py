@@ -1,4 +1,4 @@
-"""Acceptance against what can be computed by hand: Markov chains, and a draft that is its target."""
+"""Acceptance against exact values: Markov chains, and a draft model equal to its target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCAB, DRAFTED = 5, 4
 
 
 class Chain:
-    """A model whose next token depends on the last one only; target and draft alike."""
+    """A model with the next token depending only on the last one, as target and draft."""
 
     def __init__(self, table: jax.Array) -> None:  # [V, V] logits
         self.table = table
@@ -34,12 +34,12 @@ class Chain:
         return given[-1] @ self.table
 
 
-def test_roll_out_of_markov_chains_is_the_power_of_their_overlap() -> None:
+def test_acceptance_of_markov_chains_is_the_power_of_their_overlap() -> None:
     rng = np.random.default_rng(0)
     tables = [jnp.asarray(rng.normal(size=(VOCAB, VOCAB)) * 1.5, jnp.float32) for _ in range(2)]
     target, draft = map(Chain, tables)
     last = rng.integers(VOCAB, size=400)
-    found = [Sample(15, 1.0, np.asarray([x, 0], np.int32), 1) for x in last]  # the only place to draft at is after x
+    found = [Sample(15, 1.0, np.asarray([x, 0], np.int32), 1) for x in last]  # drafts are possible only after x
     made = measure(target, None, Chain, draft.table, found, drafted=DRAFTED)  # type: ignore[arg-type]
     p, q = (np.asarray(jax.nn.softmax(table)) for table in tables)
     overlap, best = np.minimum(p, q), p.argmax(1) == q.argmax(1)
@@ -54,8 +54,8 @@ def test_roll_out_of_markov_chains_is_the_power_of_their_overlap() -> None:
         assert survival == pytest.approx(alive.mean(), abs=1e-5)
 
 
-def test_a_draft_that_is_its_target_is_always_accepted(target: Path) -> None:
-    """Which also says that the net for training and the model for serving compute the same."""
+def test_a_draft_model_equal_to_its_target_is_always_accepted(target: Path) -> None:
+    """So the model for training and the one for serving compute the same."""
     safetensors = pytest.importorskip("safetensors.numpy")
     from jaxserve.training.loop import flat_params, rebuilder
     from jaxserve.training.net import Net, NetConfig
@@ -79,15 +79,15 @@ def test_a_draft_that_is_its_target_is_always_accepted(target: Path) -> None:
     assert made.greedy.survival == (1.0,) * 3
 
 
-def test_tokens_per_step_by_hand() -> None:
+def test_hand_computed_tokens_per_step() -> None:
     made = RollOut(1, (0.5, 0.25, 0.0, 0.0))
     assert made.acceptance == (0.5, 0.5, 0.0, 0.0)
     assert [made.tokens_per_step(k) for k in (1, 2, 4)] == [1.5, 1.75, 1.75]
 
 
-def test_a_model_begins_its_own_prompts() -> None:
+def test_a_model_generates_its_own_prompts() -> None:
     class Echo:
-        """Says as many tokens as it may."""
+        """An LLM double that generates as many tokens as allowed."""
 
         def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
             assert prompts == [[7]] * 5 and all(p.temperature == 1.0 and p.ignore_eos for p in params)
@@ -107,7 +107,7 @@ def test_a_model_begins_its_own_prompts() -> None:
         ("a.txt", None, "has 16 prompts; a draft needs at least 17"),
     ],
 )
-def test_prompts_of_a_file(
+def test_prompts_are_read_from_a_file(
     name: str, line: str | None, said: str, tmp_path: Path, target: Path, monkeypatch: Any
 ) -> None:
     tokenizer, file = Tokenizer.load(target), tmp_path / name

@@ -1,5 +1,4 @@
-"""`jaxserve distill`: what it writes is what it says, a run that was broken off ends as one that was not, and what a
-person gets wrong is named."""
+"""`jaxserve distill`: its report is true, interrupted runs resume to the same result, and errors name the problem."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def distill(*words: object) -> int:
 
 @pytest.fixture(scope="module")
 def made(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run."""
+    """Return the folder of a whole run."""
     out = tmp_path_factory.mktemp("made") / "draft"
     assert distill("--model", target, "--out", out, "--prompts", questions(target), *TINY) == 0
     return out
@@ -56,7 +55,7 @@ def held_out(out: Path) -> list[samples.Sample]:
 
 
 @pytest.mark.full
-def test_a_draft_learns_and_the_report_is_what_transformers_finds(target: Path, made: Path) -> None:
+def test_a_draft_learns_and_transformers_confirms_the_report(target: Path, made: Path) -> None:
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
@@ -73,7 +72,7 @@ def test_a_draft_learns_and_the_report_is_what_transformers_finds(target: Path, 
         same += (p.argmax(-1) == q.argmax(-1)).tolist()
     assert len(overlap) == report["positions"] > 50
     assert report["overlap"] == pytest.approx(np.mean(overlap), abs=1e-4)
-    assert report["agreement"] == pytest.approx(np.mean(same), abs=0.02)  # a tie may go either way
+    assert report["agreement"] == pytest.approx(np.mean(same), abs=0.02)  # ties may differ
     assert report["overlap"] > 5 * untrained(target, made), report
     assert {"config.json", "tokenizer.json", "chat_template.jinja", "loss.png"} <= {f.name for f in made.iterdir()}
     history = json.loads((made / "loss.json").read_text())
@@ -82,7 +81,7 @@ def test_a_draft_learns_and_the_report_is_what_transformers_finds(target: Path, 
 
 
 def untrained(target: Path, made: Path) -> float:
-    """Acceptance of the draft before its first step."""
+    """Return the acceptance of the draft model before its first step."""
     sizes = json.loads((made / "work" / "settings.json").read_text())["training"]["net"]
     net = Net(NetConfig(**sizes), nnx.Rngs(0))
     given = teacher.on(target, jax.devices()[:1])
@@ -91,7 +90,7 @@ def untrained(target: Path, made: Path) -> float:
 
 
 @pytest.mark.full
-def test_a_run_broken_off_and_resumed_ends_with_the_same_weights(
+def test_an_interrupted_run_resumes_to_the_same_weights(
     target: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     shutil.copytree(made / "work" / "text", tmp_path / "work" / "text")
@@ -132,14 +131,14 @@ def test_a_run_broken_off_and_resumed_ends_with_the_same_weights(
     assert reports[0] == reports[1]
 
 
-def test_text_that_was_broken_off_is_generated_again_as_it_was(target: Path, tmp_path: Path) -> None:
-    """Parts that are there are not touched; the others come out as they would have."""
+def test_interrupted_text_generation_resumes_to_the_same_text(target: Path, tmp_path: Path) -> None:
+    """Existing parts are not touched; the others come out as without the interruption."""
 
     def asked(llm: Any, first: int, last: int) -> list[tuple[int, list[int]]]:
         return [(n, [0, n]) for n in range(first, last)]
 
     class Echo:
-        """Says the seed it was given."""
+        """An LLM double that generates its seed."""
 
         def __enter__(self) -> Echo:
             started.append(1)
@@ -186,17 +185,17 @@ def test_text_that_was_broken_off_is_generated_again_as_it_was(target: Path, tmp
         ("--lenght 3", "did you mean --length?"),
     ],
 )
-def test_what_a_person_got_wrong_is_named(words: str, said: str, tmp_path: Path, capsys: Any) -> None:
+def test_invalid_arguments_are_named(words: str, said: str, tmp_path: Path, capsys: Any) -> None:
     try:
         status = distill("--out", tmp_path / "draft", *words.split())
-    except SystemExit as ended:  # what the parser itself refuses
+    except SystemExit as ended:  # refused by the parser
         status = int(str(ended.code))
     assert status == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "draft" / "config.json").exists()
 
 
-def test_a_model_is_not_written_over(target: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_model_is_not_overwritten(target: Path, tmp_path: Path, capsys: Any) -> None:
     assert distill("--model", target, "--out", target) == 2
     assert "is the folder of the model itself" in capsys.readouterr().err
     other = tmp_path / "other"
@@ -205,7 +204,7 @@ def test_a_model_is_not_written_over(target: Path, tmp_path: Path, capsys: Any) 
     assert "that no `jaxserve distill` wrote" in capsys.readouterr().err
 
 
-def test_help_teaches(capsys: Any) -> None:
+def test_help_shows_examples(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         distill("--help")
     text = capsys.readouterr().out

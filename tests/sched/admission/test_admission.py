@@ -1,4 +1,4 @@
-"""Admissions on schedulers made by hand: who is let in, refused or demoted, and that nobody is lost by it."""
+"""Admission policies on hand-made schedulers: requests admitted, refused or demoted, and none lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.sarathi import Sarathi
 from tests.support.examples import examples
-from tests.support.sched.harness import SimRequest, simulate
+from tests.support.sched.harness import Job, simulate
 
 # 10 ms a step, 1 ms a prompt token, 1 ms a row
 PERF = Coefficients(0.010, 1e-3, 1e-3, 0.0, 0.0, 0.0)
@@ -34,7 +34,7 @@ def request(id: int, tokens: int, ttft: float, tpot: float = 0.05, tier: str = S
 
 
 def most(name: str, one: Scheduler, ttft: float, now: float = 0.0) -> int:
-    """Tokens of the longest prompt that is admitted."""
+    """Return the length of the longest prompt that is admitted."""
     admits, low, high = admission.make(name), 0, 1 << 14
     while high - low > 1:
         middle = (low + high) // 2
@@ -42,23 +42,23 @@ def most(name: str, one: Scheduler, ttft: float, now: float = 0.0) -> int:
     return low
 
 
-def test_names_say_what_becomes_of_those_not_admitted() -> None:
+def test_a_suffix_selects_refusal_or_demotion() -> None:
     assert [admission.make(name).refuse for name in ALL] == [False, False, True, False, True]
 
 
-def test_none_lets_everybody_in() -> None:
+def test_none_admits_every_request() -> None:
     assert admission.make("none").admits(request(0, 90_000, ttft=1e-3), instance(), 5.0)
 
 
-def test_an_idle_instance_takes_what_it_can_compute_in_time() -> None:
-    """A second less the step's own 10 ms leaves 990 tokens of 1 ms; the program takes what is in time alone."""
+def test_an_idle_instance_admits_what_it_can_compute_in_time() -> None:
+    """A second less 10 ms for the step leaves 990 tokens of 1 ms; DP admits what is in time alone."""
     assert most("pab", instance(Role.PREFILL), 1.0) == 990
     assert most("dp", instance(Role.PREFILL), 1.0) == 990
     assert most("pab", instance(Role.PREFILL), 1.0, now=0.5) == 490
 
 
 @pytest.mark.parametrize("name", ["pab", "dp"])
-def test_who_is_there_takes_from_the_rest_and_best_effort_does_not(name: str) -> None:
+def test_promised_requests_use_capacity_and_best_effort_does_not(name: str) -> None:
     free, taken, idle = (instance(Role.PREFILL) for _ in range(3))
     taken.add(request(0, 400, ttft=1.0))
     idle.add(request(0, 400, ttft=inf, tpot=inf, tier=BEST_EFFORT))
@@ -67,15 +67,15 @@ def test_who_is_there_takes_from_the_rest_and_best_effort_does_not(name: str) ->
     assert most(name, idle, 1.0) == alone
 
 
-def test_a_running_step_takes_from_the_time() -> None:
+def test_the_running_step_uses_time() -> None:
     one = instance(Role.PREFILL)
     one.set_ends(0.25)
     assert most("pab", one, 1.0) == 740
     assert most("dp", one, 1.0) <= 740
 
 
-def test_a_prefix_hit_is_not_computed_again() -> None:
-    """64 of the prompt's tokens are in the cache."""
+def test_a_cached_prefix_uses_no_capacity() -> None:
+    """64 tokens of the prompt are in the cache."""
     one = instance(Role.PREFILL, caching=True)
     held = request(0, 65, ttft=1.0)
     pages = one.blocks.take((), 4)
@@ -86,17 +86,17 @@ def test_a_prefix_hit_is_not_computed_again() -> None:
     assert most("pab", one, 1.0) == 990 + 64
 
 
-def test_the_programme_counts_memory_and_the_budget_does_not() -> None:
+def test_the_dp_counts_memory_and_the_prefill_budget_does_not() -> None:
     small = instance(pages=32)  # 512 tokens
     assert most("pab", small, 8.0) > 512
-    assert most("dp", small, 8.0) == 511, "alone on an idle server a prompt needs room for itself and one token"
+    assert most("dp", small, 8.0) == 511, "on an idle server, a prompt needs pages for itself and one token"
     shared = instance(pages=64)
     shared.add(request(0, 100, ttft=8.0))
-    assert 0 < most("dp", shared, 8.0) <= 64 * 16 - (100 + 256) - 256, "an answer is taken to need 256 tokens"
+    assert 0 < most("dp", shared, 8.0) <= 64 * 16 - (100 + 256) - 256, "an answer is expected to need 256 tokens"
 
 
 JOB = st.builds(
-    lambda prompt, output, arrival, ttft, tpot: SimRequest(
+    lambda prompt, output, arrival, ttft, tpot: Job(
         range(1000 * output, 1000 * output + prompt), output, arrival, SLO(ttft, tpot)
     ),
     prompt=st.integers(1, 60),
@@ -109,7 +109,7 @@ JOB = st.builds(
 
 @given(jobs=st.lists(JOB, min_size=1, max_size=10), name=st.sampled_from(ALL), mesh=st.sampled_from("MPD"))
 @settings(max_examples=examples(40))
-def test_refused_requests_are_told_so_and_demoted_ones_lose_no_token(jobs, name, mesh) -> None:  # type: ignore[no-untyped-def]
+def test_refused_requests_are_reported_and_demoted_ones_lose_no_token(jobs, name, mesh) -> None:  # type: ignore[no-untyped-def]
     roles = (Role.MIXED,) if mesh == "M" else (Role.PREFILL, Role.DECODE)
     outcome = simulate(jobs, roles, policy="fairbatching", admission=name, pages=40)
     for one, job in zip(outcome.requests, jobs, strict=True):
@@ -121,8 +121,8 @@ def test_refused_requests_are_told_so_and_demoted_ones_lose_no_token(jobs, name,
             assert len(one.output) == job.output and (one.tier == STANDARD or name in ("pab", "dp"))
 
 
-def test_somebody_is_refused_and_somebody_demoted() -> None:
-    jobs = [SimRequest(range(100 * id, 100 * id + 50), 4, 0.0, SLO(0.008, 0.05)) for id in range(6)]
+def test_some_requests_are_refused_or_demoted() -> None:
+    jobs = [Job(range(100 * id, 100 * id + 50), 4, 0.0, SLO(0.008, 0.05)) for id in range(6)]
     for name in ("pab", "dp"):  # 2.5 ms each, and 1 ms a step
         tiers = [one.tier for one in simulate(jobs, admission=name, pages=200, tokens=64).requests]
         reasons = [
@@ -133,6 +133,6 @@ def test_somebody_is_refused_and_somebody_demoted() -> None:
         assert tiers.count(STANDARD) == 2
 
 
-def test_best_effort_is_never_asked_for() -> None:
-    jobs = [SimRequest(range(50), 4, 0.0, SLO(inf, inf), tier=BEST_EFFORT) for _ in range(4)]
+def test_best_effort_needs_no_admission() -> None:
+    jobs = [Job(range(50), 4, 0.0, SLO(inf, inf), tier=BEST_EFFORT) for _ in range(4)]
     assert {one.finish_reason for one in simulate(jobs, admission="pab:refuse").requests} == {"stop"}

@@ -1,4 +1,4 @@
-"""The prefill admission budget: its formula by hand, and who uses it to admit and to place."""
+"""The prefill admission budget: its formula against hand-computed values, admission and routing."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def view(prefill: list[Request], decode: list[Request]) -> View:
     return View(0.0, 0.0, Role.MIXED, *tables, Limits(8192, 256, 1000, 16), 900, 256, 0, PERF)
 
 
-def test_an_idle_instance_has_all_of_the_time_less_one_step() -> None:
+def test_an_idle_instance_has_the_whole_time_but_one_step() -> None:
     assert prefill_budget(view([], []), due=0.5) == pytest.approx((0.5 - 0.01) / 1.001e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 63, 64, 65])
-def test_steps_that_are_padded_cost_what_the_padded_ones_do(rows: int) -> None:
-    """At the edge of a stair the next row costs all of it: that is not the price of each."""
+def test_padded_steps_cost_their_padded_size(rows: int) -> None:
+    """At the edge of a padding bucket, the next row costs the whole bucket; that must not be the price of each row."""
     sizes = tuple(2**power for power in range(9))
     perf = GeneralModel(Padded(EXACT, Buckets(sizes, ())), correct=False)
     near = line(perf, rows, 1000.0)
@@ -68,8 +68,8 @@ def test_steps_that_are_padded_cost_what_the_padded_ones_do(rows: int) -> None:
     )
 
 
-def test_by_hand() -> None:
-    """QueueView due in 50 and 150 ms take 10 and 8 steps within 500 ms, a prompt due in 400 ms takes 3."""
+def test_a_hand_computed_budget() -> None:
+    """Rows due in 50 and 150 ms take 10 and 8 steps within 500 ms; a prompt due in 400 ms takes 3."""
     at = view([waiting(0, 500, due=0.4)], [decoding(1, 1000, due=0.05), decoding(2, 3000, due=0.15)])
     free = 0.5 - 0.010 * 10 - 10 * (1e-4 + 1e-7 * 1000) - 8 * (1e-4 + 1e-7 * 3000) - 3 * (1e-4 + 1e-7 * 500)
     assert prefill_budget(at, due=0.5) == pytest.approx(free / (1e-4 + 1e-7) - 500)
@@ -80,18 +80,18 @@ def test_a_late_row_counts_as_one_due_now() -> None:
     assert prefill_budget(view([], [late]), due=0.5) == prefill_budget(view([], [now]), due=0.5)
 
 
-def test_rows_that_need_no_step_in_time_and_best_effort_cost_nothing() -> None:
+def test_rows_without_a_step_before_the_deadline_and_best_effort_cost_nothing() -> None:
     patient, last = decoding(1, 1000, due=0.5), decoding(2, 1000, due=0.1, tier=BEST_EFFORT)
     queued = waiting(3, 900, due=0.1, tier=BEST_EFFORT)
     assert prefill_budget(view([queued], [patient, last]), due=0.5) == prefill_budget(view([], []), due=0.5)
 
 
-def test_on_a_prefill_instance_what_waits_decodes_elsewhere() -> None:
+def test_on_a_prefill_instance_waiting_prompts_cost_no_decode_steps() -> None:
     at = replace(view([waiting(0, 500, due=0.4)], []), role=Role.PREFILL)
     assert prefill_budget(at, due=0.5) == pytest.approx((0.5 - 0.010) / 1.001e-4 - 500)
 
 
-def test_a_step_under_way_takes_from_the_time() -> None:
+def test_the_running_step_uses_time() -> None:
     at = replace(view([], []), start=0.2)
     assert prefill_budget(at, due=0.5) == pytest.approx((0.3 - 0.01) / 1.001e-4)
 
@@ -101,11 +101,11 @@ def slopes(perf: PerfModel, rows: int, longest: float) -> tuple[float, float, fl
     return found.step, found.token(perf, 1024, 8192), found.row, found.context
 
 
-def test_the_line_of_a_linear_model_is_its_own() -> None:
+def test_a_linear_model_is_its_own_linearization() -> None:
     assert slopes(LinearModel(0.01, 2e-4, 3e-7), 7, 5000.0) == pytest.approx((0.01, 2e-4, 2e-4, 3e-7))
 
 
-def test_the_longest_row_is_part_of_every_step_where_it_costs_more() -> None:
+def test_the_longest_row_adds_to_every_step_if_it_costs_more() -> None:
     straggler = GeneralModel(replace(EXACT, longest=1e-6), correct=False)
     assert slopes(straggler, 2, 5000.0) == pytest.approx((0.01 + 9e-7 * 5000, 1e-4, 1e-4, 1e-7))
 
@@ -120,7 +120,7 @@ TIMES = st.floats(-1, 1)
     more=st.tuples(LENGTHS, TIMES),
 )
 @settings(max_examples=examples(100))
-def test_a_request_more_never_raises_the_budget(rows, prompts, more) -> None:  # type: ignore[no-untyped-def]
+def test_another_request_never_raises_the_budget(rows, prompts, more) -> None:  # type: ignore[no-untyped-def]
     decode = [decoding(id, *row) for id, row in enumerate(rows)]
     prefill = [waiting(100 + id, *prompt) for id, prompt in enumerate(prompts)]
     before = prefill_budget(view(prefill, decode), due=0.5)
@@ -140,7 +140,7 @@ def test_admits_up_to_the_budget_and_no_token_more() -> None:
     assert not by_budget.admits(waiting(0, most + 1, due=0.5), scheduler(), 0.0)
 
 
-def test_places_where_most_is_left() -> None:
+def test_routes_to_the_largest_budget() -> None:
     fleet = Fleet(0.0, [scheduler(), scheduler(), scheduler()], lambda tokens: 0.0)
     fleet.instances[0].add(waiting(0, 2000, due=0.5))
     fleet.instances[1].add(waiting(1, 100, due=0.5))
@@ -148,8 +148,8 @@ def test_places_where_most_is_left() -> None:
     assert PrefillBudget().prefill(waiting(3, 10, due=0.5), fleet) == [1, 2, 0]
 
 
-def test_without_a_deadline_all_is_admitted_and_goes_where_least_waits() -> None:
-    """Whatever else is promised, and where rows cost nothing: an endless time is worth no number."""
+def test_without_a_deadline_every_request_is_admitted_and_routed_to_the_least_work() -> None:
+    """An infinite deadline gives an infinite budget, never NaN, even if rows cost nothing."""
     free = GeneralModel(replace(EXACT, decode=0.0, longest=0.0, context=0.0), correct=False)
     fleet = Fleet(0.0, [scheduler(), scheduler()], lambda tokens: 0.0)
     fleet.instances[0].add(waiting(0, 2000, due=0.5))
@@ -161,18 +161,18 @@ def test_without_a_deadline_all_is_admitted_and_goes_where_least_waits() -> None
     assert [place.prefill(waiting(id, 1500, due=float("inf")), fleet)[0] for id in (3, 4, 5)] == [1, 1, 0]
 
 
-def test_what_was_sent_counts_before_the_instance_tells_of_it() -> None:
-    """Nobody adds the requests to the schedulers: to the router they are still on their way."""
+def test_routed_requests_count_before_they_reach_the_instance() -> None:
+    """The test never adds the requests to the schedulers, so to the router they are still on their way."""
     fleet = Fleet(0.0, [scheduler(), scheduler()], lambda tokens: 0.0)
     for place in (PrefillBudget(), FewestRequests()):
         sent = [waiting(id, 100, due=0.5) for id in range(4)]
         assert [place.prefill(request, fleet)[0] for request in sent] == [0, 1, 0, 1]
         sent[1].state = State.FINISHED
-        sent[3].output = [7]  # it has its first token: whatever was to be computed of it is
+        sent[3].output = [7]  # its prompt is computed, so it no longer counts
         assert [place.prefill(waiting(id, 100, due=0.5), fleet)[0] for id in (4, 5)] == [1, 1]
 
 
-def test_counts_who_waits_four_times() -> None:
+def test_waiting_requests_count_four_times() -> None:
     fleet = Fleet(0.0, [scheduler(), scheduler()], lambda tokens: 0.0)
     for id in range(3):
         fleet.instances[0].add(waiting(id, 10, due=0.5))
@@ -181,7 +181,7 @@ def test_counts_who_waits_four_times() -> None:
     assert FewestRequests().prefill(waiting(4, 10, due=0.5), fleet) == [0, 1]
 
 
-def test_places_where_the_prefix_is_where_budgets_are_equal() -> None:
+def test_among_equal_budgets_a_cached_prefix_decides() -> None:
     one, other = (Scheduler(Sarathi(), PERF, Limits(8192, 256, 6000, 16)) for _ in range(2))
     held = Request(0, range(160), SamplingParams(max_tokens=1), PROMISED, 0.0)
     pages = other.blocks.take((), 10)
@@ -193,11 +193,11 @@ def test_places_where_the_prefix_is_where_budgets_are_equal() -> None:
 
 
 @pytest.mark.parametrize(("how", "reasons"), [("pab:refuse", {"refused", "stop"}), ("pab", {"stop"})])
-def test_a_burst_is_cut_to_what_can_be_on_time(how: str, reasons: set[str]) -> None:
+def test_a_burst_is_cut_to_requests_that_can_be_on_time(how: str, reasons: set[str]) -> None:
     burst = [Arrival(0.001 * i, 1000, 5, PROMISED) for i in range(20)]
     found = simulate(burst, "fairbatching", Mesh(1), DEVICE, options=Options(admission=how))
     assert set(found.summary.reasons) == reasons
     on_time = [one.attained for one in found.measured]
     assert on_time.count(True) >= 3 and all(on_time[:3])
     refused = [one for one in found.measured if one.reason == "refused"]
-    assert len(refused) == (20 - on_time.count(True) if how == "pab:refuse" else 0)  # who is let in is on time
+    assert len(refused) == (20 - on_time.count(True) if how == "pab:refuse" else 0)  # admitted requests are on time

@@ -1,4 +1,4 @@
-"""Boundaries as users write them."""
+"""Spellings of the preemption boundary."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jaxserve.sched.api.preemption import Boundary
         ("layers:12", (12, False)),
     ],
 )
-def test_every_spelling(text: str, expected: tuple[int, bool]) -> None:
+def test_every_spelling_is_parsed(text: str, expected: tuple[int, bool]) -> None:
     assert Boundary.parse(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "layers", "layers:0", "layers:-1", "layers:x", "half", "Layer", "layer:2"])
-def test_others_are_named(text: str) -> None:
+def test_invalid_boundaries_are_named(text: str) -> None:
     with pytest.raises(InvalidValue, match="must be op, layer, layers:K or chunk"):
         Boundary.parse(text)

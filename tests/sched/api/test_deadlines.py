@@ -12,13 +12,13 @@ from jaxserve.sched.api.request import State
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from tests.support.sched.complete import ROLES
-from tests.support.sched.harness import SimRequest, simulate
+from tests.support.sched.harness import Job, simulate
 
-TPOT = 0.125  # a power of two: sums of it are exact
+TPOT = 0.125  # a power of two, so that its sums are exact
 
 
 class Watched(Scheduler):
-    """Checks after every plan and result that the budget is that of the tokens which are sampled or on their way."""
+    """A scheduler that checks after every plan and result that budgets count the tokens sampled or in flight."""
 
     def plan(self, *args: Any) -> StepPlan | None:
         made = super().plan(*args)
@@ -42,7 +42,7 @@ class Watched(Scheduler):
 
 
 def every(count: int) -> Callable[[str, StepPlan], bool]:
-    """Each `count`-th step fails, up to the 40th: after that the requests shall end."""
+    """Fail every `count`-th step up to the 40th, so that requests still end."""
     steps = [0]
 
     def fails(name: str, plan: StepPlan) -> bool:
@@ -66,6 +66,6 @@ def every(count: int) -> Callable[[str, StepPlan], bool]:
     ids=["planned ahead", "steps fail", "drafts", "drafts in steps that fail", "KV is dropped", "KV is dropped ahead"],
 )
 def test_budgets_count_the_tokens(roles: str, shape: dict[str, Any]) -> None:
-    jobs = [SimRequest(range(100 * i, 100 * i + 5 + i), 12, i * 0.004, SLO(1.0, TPOT)) for i in range(8)]
+    jobs = [Job(range(100 * i, 100 * i + 5 + i), 12, i * 0.004, SLO(1.0, TPOT)) for i in range(8)]
     outcome = simulate(jobs, ROLES[roles], scheduler=Watched, **{"policy": "distserve", **shape})
     assert sum(len(request.output) for request in outcome.requests) > 60

@@ -1,4 +1,4 @@
-"""The record of one request: when it ends, when its next token is due, what a lost pool leaves of it."""
+"""The record of one request: its end, its next deadline, and its state after its pool was lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reasons(one: Request, token: int, count: int) -> list[str | None]:
 
 @pytest.mark.parametrize("least", [0, 1, 2, 5])
 def test_a_stop_token_counts_from_min_tokens_on(least: int) -> None:
-    """The output has at least so many tokens, the stop token included; the first that may end it does."""
+    """`min_tokens` includes the stop token: the output has at least `count` tokens."""
     continues = max(0, least - 1)
     assert reasons(request(min_tokens=least), EOS, continues + 1) == [None] * continues + ["stop"]
 
@@ -33,12 +33,12 @@ def test_max_tokens_ends_an_output() -> None:
     assert reasons(request(ignore_eos=True), EOS, 8) == [None] * 7 + ["length"]
 
 
-def test_deadlines_stay_where_they_were_when_a_pool_is_lost() -> None:
-    """Tokens that were sampled on the device and are lost are sampled again: they are not due any later."""
+def test_deadlines_stay_the_same_when_a_pool_is_lost() -> None:
+    """Tokens that were sampled on the device and lost are sampled again, and are not due any later."""
     one = request()
     one.pending = 1
     one.gain(7, 6.0)
-    one.budget += one.tpot  # as planning does for each token that it has sampled
+    one.budget += one.tpot  # as planning does for each sampled token
     due = one.deadline
     one.pending += 2
     one.budget += 2 * one.tpot
@@ -53,7 +53,7 @@ def test_deadlines_stay_where_they_were_when_a_pool_is_lost() -> None:
     ("start", "end", "expected"),
     [(0, 3, (0, 1, 2)), (8, 12, (8, 9, 7, 8)), (9, 11, (9, 7)), (10, 13, (7, 8, 9)), (12, 13, (9,)), (10, 10, ())],
 )
-def test_tokens_go_on_from_prompt_to_output(start: int, end: int, expected: tuple[int, ...]) -> None:
+def test_tokens_continue_from_prompt_to_output(start: int, end: int, expected: tuple[int, ...]) -> None:
     one = request()
     one.output = [7, 8, 9]
     assert one.tokens(start, end) == expected == tuple(map(one.token, range(start, end)))

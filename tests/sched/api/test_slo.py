@@ -1,4 +1,4 @@
-"""When tokens are due, and what may be promised."""
+"""Deadlines of tokens, and valid objectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_envelope_holds_until_the_first_token_is_out() -> None:
     slo = SLO(ttft=8.0, tpot=0.05)
     assert deadline(slo, 100.0, None, 0.0) == 108.0
     assert deadline(slo, 100.0, None, 3 * 0.05) == pytest.approx(108.15)
-    assert deadline(slo, 100.0, 111.0, 0.05) == pytest.approx(111.05)  # late, and no deadline that nobody can meet
+    assert deadline(slo, 100.0, 111.0, 0.05) == pytest.approx(111.05)  # late: no deadline in the past
 
 
 def request(slo: SLO) -> Request:
@@ -53,7 +53,7 @@ def test_a_stage_switch_counts_tokens_still_on_the_device() -> None:
     ("bad", "named"),
     [({"ttft": 0.0}, "ttft=0.0"), ({"tpot": -1.0}, "tpot=-1.0"), ({"tbt": 0.0}, "tbt=0.0")],
 )
-def test_an_slo_of_nothing_is_refused(bad: dict[str, float], named: str) -> None:
+def test_an_empty_slo_is_refused(bad: dict[str, float], named: str) -> None:
     with pytest.raises(InvalidValue, match=named):
         SLO(**bad)
 

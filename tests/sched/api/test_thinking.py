@@ -1,4 +1,4 @@
-"""Whether a prompt is past its thinking, and where an output is."""
+"""The end of thinking in prompts, and the stage of an output."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ HARMONY = ThinkingMarkers(((START,), (CHANNEL, ANALYSIS)), ((CHANNEL, FINAL),))
 
 
 def ended(seen: list[int], closes: list[tuple[int, ...]]) -> bool:
-    """Whether a marker ends at the last of these tokens, the slow way."""
+    """Return whether a marker ends at the last of these tokens, by brute force."""
     return any(tuple(seen[-len(one) :]) == one for one in closes)
 
 
 @given(tokens, markers)
-def test_a_marker_is_found_where_its_last_token_comes(output: list[int], closes: list[tuple[int, ...]]) -> None:
+def test_a_marker_is_found_at_its_last_token(output: list[int], closes: list[tuple[int, ...]]) -> None:
     end = ThinkingEnd(closes)
     for place, token in enumerate(output, 1):
         assert end.feed(token) == ended(output[:place], closes)
-        again = ThinkingEnd(end.markers, end.seen)  # as a journal keeps it
+        again = ThinkingEnd(end.markers, end.seen)  # as restored from a journal
         assert len(end.seen) < max(map(len, closes)) and again.seen == end.seen
 
 
@@ -64,8 +64,8 @@ def test_the_last_marker_of_a_prompt_decides(
         ([TURN, 7, 8], THINKING),  # the model writes <think> itself
         ([TURN, 7, OPEN], THINKING),
         ([TURN, 7, OPEN, 9, CLOSE, 9], ANSWER),  # enable_thinking=false
-        ([TURN, 7, OPEN, 9, CLOSE, 9, 9, 9], ANSWER),  # an answer that is continued
-        ([TURN, OPEN, 9, CLOSE, 8, TURN, 7], THINKING),  # that was an earlier turn
+        ([TURN, 7, OPEN, 9, CLOSE, 9, 9, 9], ANSWER),  # a continued answer
+        ([TURN, OPEN, 9, CLOSE, 8, TURN, 7], THINKING),  # the marker is of an earlier turn
         ([TURN, OPEN, 9, CLOSE, 8, TURN, 7, OPEN, CLOSE], ANSWER),
     ],
 )
@@ -95,7 +95,7 @@ def test_a_marker_far_from_the_end_of_a_prompt(after: int) -> None:
     assert QWEN.after([7, *[9] * after]) is not None
 
 
-def test_a_model_without_an_end_does_not_think_aloud() -> None:
+def test_without_an_end_marker_a_model_does_not_think() -> None:
     assert ThinkingMarkers(((OPEN,),)).after([OPEN]) is None
 
 
@@ -114,7 +114,8 @@ def test_each_token_of_an_output_counts_by_its_own_stage() -> None:
         one.budget += one.tpot
         one.gain(token, float(at))
         assert one.stage == (THINKING if at < output.index(FINAL, 4) else ANSWER), at
-    # thinking up to the marker's end, which the first token begins; then the others and the next one
+    # thinking up to the end of the marker, which the first token begins; then the other tokens and
+    # the next one
     assert one.budget == pytest.approx(7 * 0.02 + 5 * 0.05)
 
 
@@ -126,7 +127,7 @@ def test_a_marker_may_begin_in_the_prompt() -> None:
     assert one.stage == ANSWER
 
 
-def test_without_stages_nothing_is_looked_for() -> None:
+def test_without_stages_no_marker_is_searched_for() -> None:
     one = made([START], SLO())
     assert one.thinking is None and one.stage == ANSWER
 

@@ -1,4 +1,4 @@
-"""Laws of the whole machine in virtual time: nothing is lost, nothing waits for ever, tokens do not change."""
+"""Laws of a cluster in virtual time: no request is lost, none waits forever, and tokens do not change."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.api.slo import SLO
 from tests.support.examples import examples
 from tests.support.sched.complete import JOB, PD, ROLES, check_complete
-from tests.support.sched.harness import SimRequest, simulate
+from tests.support.sched.harness import Job, simulate
 
 
 @pytest.mark.parametrize("roles", ROLES)
 @pytest.mark.parametrize("policy", ["distserve", "kairos"])
 def test_serves_a_mixed_load(roles: str, policy: str) -> None:
     draw = random.Random(1)
-    jobs = [
-        SimRequest(range(1000 * i, 1000 * i + draw.randint(1, 60)), draw.randint(1, 30), i * 0.002) for i in range(40)
-    ]
+    jobs = [Job(range(1000 * i, 1000 * i + draw.randint(1, 60)), draw.randint(1, 30), i * 0.002) for i in range(40)]
     check_complete(simulate(jobs, ROLES[roles], policy=policy), jobs)
 
 
@@ -41,7 +39,7 @@ def test_serves_a_mixed_load(roles: str, policy: str) -> None:
 )
 @settings(max_examples=examples(150))
 def test_pools_of_a_few_pages_never_deadlock(jobs, roles, policy, pages, rows, tokens, first_token) -> None:  # type: ignore[no-untyped-def]
-    """A request of up to 34 tokens in pools of 36 to 56: admission, growth, drops and hand-overs all collide."""
+    """Requests of up to 34 tokens in pools of 36 to 56 pages make admission, growth, drops and transfers collide."""
     outcome = simulate(
         jobs, roles, policy=policy, pages=pages, page_size=4, rows=rows, tokens=tokens, first_token=first_token
     )
@@ -67,8 +65,8 @@ def test_steps_that_raise_cost_no_token(jobs, roles, every) -> None:  # type: ig
         assert told == request.output
 
 
-def test_the_request_at_fault_fails_alone() -> None:
-    jobs = [SimRequest(range(100 * i, 100 * i + 10), 8) for i in range(5)]
+def test_a_request_that_makes_steps_raise_fails_alone() -> None:
+    jobs = [Job(range(100 * i, 100 * i + 10), 8) for i in range(5)]
 
     def fails(name: str, plan: StepPlan) -> bool:
         return any(span.request == 2 and span.start + span.length > 12 for span in plan.spans)
@@ -87,7 +85,7 @@ def test_the_request_at_fault_fails_alone() -> None:
 )
 @settings(max_examples=examples(60))
 def test_transfers_that_raise_cost_no_token(jobs, roles, every, pages) -> None:  # type: ignore[no-untyped-def]
-    """Every second to fifth transfer raises: it is tried again from what the source still holds, three times."""
+    """Every second to fifth transfer raises and is retried up to three times from KV still held by the source."""
     seen = [0]
 
     def loses() -> bool:
@@ -104,15 +102,15 @@ def test_transfers_that_raise_cost_no_token(jobs, roles, every, pages) -> None: 
             assert len(told) == min(job.output, request.limit)
 
 
-def test_a_link_that_stays_down_fails_its_requests_and_leaks_nothing() -> None:
-    jobs = [SimRequest(range(100 * i, 100 * i + 10), 8 if i else 1, arrival=i * 0.01) for i in range(4)]
+def test_a_broken_link_fails_its_requests_and_leaks_nothing() -> None:
+    jobs = [Job(range(100 * i, 100 * i + 10), 8 if i else 1, arrival=i * 0.01) for i in range(4)]
     outcome = simulate(jobs, PD, loses=lambda: True)
     assert [request.finish_reason for request in outcome.requests] == ["stop", "error", "error", "error"]
     assert "failed 3 times" in (outcome.requests[1].error or "")
 
 
-def test_pools_that_are_lost_are_no_fault_of_the_link() -> None:
-    """Between the loss and the rebuilding every transfer fails at once, more often than a link may."""
+def test_lost_pools_do_not_count_as_failures_of_the_link() -> None:
+    """Between the loss of a pool and its replacement every transfer fails at once, more often than a link may."""
     left = iter(range(7))
 
     def loses() -> bool:
@@ -120,17 +118,17 @@ def test_pools_that_are_lost_are_no_fault_of_the_link() -> None:
             raise StepFailed("injected: the pool is gone")
         return False
 
-    outcome = simulate([SimRequest(range(10), 8)], PD, loses=loses)
+    outcome = simulate([Job(range(10), 8)], PD, loses=loses)
     assert next(left, None) is None and outcome.requests[0].finish_reason == "stop"
 
 
-def test_whose_kv_is_taken_keeps_no_pages_elsewhere() -> None:
-    """Best effort has pages reserved where it will decode, and loses its KV to a prompt that needs just these."""
+def test_dropped_kv_keeps_no_pages_reserved_elsewhere() -> None:
+    """A best-effort request with pages reserved on its decode instance loses its KV to a prompt that needs them."""
     best: dict[str, Any] = {"slo": SLO(inf, inf), "tier": BEST_EFFORT}
     jobs = [
-        SimRequest(range(41), 5, **best),
-        SimRequest(range(1000, 1036), 6, 0.002),
-        SimRequest(range(2000, 2006), 3, 0.004),
+        Job(range(41), 5, **best),
+        Job(range(1000, 1036), 6, 0.002),
+        Job(range(2000, 2006), 3, 0.004),
     ]
     outcome = simulate(jobs, PD, pages=20, tokens=16)
     assert outcome.requests[0].drops == 1
@@ -139,7 +137,7 @@ def test_whose_kv_is_taken_keeps_no_pages_elsewhere() -> None:
 
 def test_shared_prefix_is_computed_once() -> None:
     prefix = list(range(40))
-    jobs = [SimRequest([*prefix, 100 + i], 4, arrival=float(i)) for i in range(4)]
+    jobs = [Job([*prefix, 100 + i], 4, arrival=float(i)) for i in range(4)]
     outcome = simulate(jobs, pages=64, page_size=4)
     assert [request.cached for request in outcome.requests] == [0, 40, 40, 40]
     cold = simulate(jobs, pages=64, page_size=4, prefix_caching=False)
@@ -148,23 +146,21 @@ def test_shared_prefix_is_computed_once() -> None:
 
 def test_the_same_seed_gives_the_same_history() -> None:
     draw = random.Random(2)
-    jobs = [
-        SimRequest(range(1000 * i, 1000 * i + draw.randint(1, 50)), draw.randint(1, 20), i * 0.003) for i in range(20)
-    ]
+    jobs = [Job(range(1000 * i, 1000 * i + draw.randint(1, 50)), draw.randint(1, 20), i * 0.003) for i in range(20)]
     first, second = (simulate(jobs, ROLES["4x1"], policy="kairos") for _ in range(2))
     assert first.plans == second.plans and first.ended == second.ended
 
 
-def test_first_token_counts_where_the_flag_says() -> None:
-    jobs = [SimRequest(range(30), 5)]
+def test_the_flag_decides_where_the_first_token_counts() -> None:
+    jobs = [Job(range(30), 5)]
     early = simulate(jobs, PD).requests[0]
     late = simulate(jobs, PD, first_token="decode").requests[0]
     assert early.first_token_at is not None and late.first_token_at is not None
-    assert late.first_token_at > early.first_token_at + 1e-3  # the link's latency
+    assert late.first_token_at > early.first_token_at + 1e-3  # the latency of the link
     assert late.token_times[0] == late.first_token_at
 
 
 def test_stops_at_max_tokens() -> None:
-    jobs = [SimRequest(range(10), 50, params=SamplingParams(max_tokens=7))]
+    jobs = [Job(range(10), 50, params=SamplingParams(max_tokens=7))]
     request = simulate(jobs, PD).requests[0]
     assert (request.finish_reason, len(request.output)) == ("length", 7)

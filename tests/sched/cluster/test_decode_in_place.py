@@ -1,4 +1,4 @@
-"""Requests that decode where their prompt was computed, because no instance has room for them: nothing is lost."""
+"""Requests that decode where their prompt was computed because no other instance has a slot: none is lost."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from jaxserve.sched.sim import Arrival, Mesh, simulate
 from jaxserve.sched.sim.options import Options
 from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, SHAPE
-from tests.support.sched.harness import SimRequest
+from tests.support.sched.harness import Job
 from tests.support.sched.latency import LATENCY
-from tests.support.sched.roles import SEVERAL, TURNS, check, check_replay, journalled, run
+from tests.support.sched.roles import ROLE_CHANGES, SEVERAL, check, check_replay, journaled, run
 
 D, P = Role.DECODE, Role.PREFILL
-SOME = st.integers(1, 3)  # every so many requests are kept
+SOME = st.integers(1, 3)  # every `SOME`th request decodes in place
 
 
-def keeping(some: int = 1) -> object:
-    """Router `least_work` that keeps every `some`th request."""
+def decoding_in_place(some: int = 1) -> object:
+    """Return router `least_work` with every `some`th request decoding in place."""
 
-    def keeps(self: LeastWork, request: Request, index: int, fleet: object) -> bool:
+    def decode_in_place(self: LeastWork, request: Request, index: int, fleet: object) -> bool:
         return request.id % some == 0
 
-    return patch.object(LeastWork, "decode_in_place", keeps, create=True)
+    return patch.object(LeastWork, "decode_in_place", decode_in_place, create=True)
 
 
 @settings(max_examples=examples(60))
@@ -44,11 +44,11 @@ def keeping(some: int = 1) -> object:
     jobs=JOBS,
     shape=SHAPE,
     some=SOME,
-    turns=st.one_of(st.just([]), TURNS),
+    changes=st.one_of(st.just([]), ROLE_CHANGES),
 )
-def test_nothing_is_lost_whoever_is_kept(policy, mesh, admission, jobs, shape, some, turns) -> None:  # type: ignore[no-untyped-def]
-    with keeping(some):  # type: ignore[attr-defined]
-        check(policy, (mesh, "least_work", admission), jobs, shape, turns)
+def test_decoding_in_place_loses_nothing(policy, mesh, admission, jobs, shape, some, changes) -> None:  # type: ignore[no-untyped-def]
+    with decoding_in_place(some):  # type: ignore[attr-defined]
+        check(policy, (mesh, "least_work", admission), jobs, shape, changes)
 
 
 @settings(max_examples=examples(30))
@@ -59,36 +59,40 @@ def test_nothing_is_lost_whoever_is_kept(policy, mesh, admission, jobs, shape, s
     first=st.sampled_from(["prefill", "decode"]),
     some=SOME,
 )
-def test_who_is_kept_is_journalled(jobs, mesh, policy, first, some) -> None:  # type: ignore[no-untyped-def]
-    with keeping(some):  # type: ignore[attr-defined]
-        check_replay(journalled(jobs, mesh, policy, {"first_token": first, "lead": 0.0}, []))
+def test_decoding_in_place_is_journaled(jobs, mesh, policy, first, some) -> None:  # type: ignore[no-untyped-def]
+    with decoding_in_place(some):  # type: ignore[attr-defined]
+        check_replay(journaled(jobs, mesh, policy, {"first_token": first, "lead": 0.0}, []))
 
 
-def test_who_finds_no_row_decodes_where_it_is_until_one_is_free() -> None:
-    """One row there, taken for 30 steps: the second request begins to decode at once, and ends on that row."""
-    jobs = [SimRequest(range(8), 30), SimRequest(range(100, 108), 60)]
-    with keeping():  # type: ignore[attr-defined]
+def test_a_request_without_a_slot_decodes_in_place_until_one_is_free() -> None:
+    """The decode instance has one slot, taken for 30 steps: the second request decodes in place and moves later."""
+    jobs = [Job(range(8), 30), Job(range(100, 108), 60)]
+    with decoding_in_place():  # type: ignore[attr-defined]
         outcome = run([], jobs, (P, D), rows=1, routing="least_work")
     first, second = outcome.requests
-    assert second.token_times[9] < first.token_times[-1], "it waited for the row"
+    assert second.token_times[9] < first.token_times[-1], "the request waited for the slot"
     where = [name for name, plan in outcome.plans for span in plan.spans if span.request == 1]
     assert where[1] == "prefill0" and where[-1] == "decode1" and second.drops == 0
 
 
-def test_a_first_token_that_waited_for_its_kv_counts_when_its_request_is_kept() -> None:
-    """`--first-token decode`: it is told when there is nothing left to wait for."""
-    jobs = [SimRequest(range(8), 80), SimRequest(range(100, 130), 5)]
+def test_a_delayed_first_token_counts_when_its_request_decodes_in_place() -> None:
+    """With `--first-token decode`, the token is delivered when it no longer waits for a transfer."""
+    jobs = [Job(range(8), 80), Job(range(100, 130), 5)]
     shape = {"first_token": "decode", "rows": 1, "roles": (P, D), "routing": "least_work"}
     held = run([], jobs, **shape)  # type: ignore[arg-type]
-    with keeping():  # type: ignore[attr-defined]
+    with decoding_in_place():  # type: ignore[attr-defined]
         kept = run([], jobs, **shape)  # type: ignore[arg-type]
     assert held.requests[1].token_times[0] > 0.07 > 0.02 > kept.requests[1].token_times[0]
     assert kept.deltas[1][0].tokens and [r.output for r in held.requests] == [r.output for r in kept.requests]
 
 
-def test_unified_decodes_where_prompts_were_computed_while_rows_are_lacking() -> None:
-    """Eight rows of 400 tokens take 0.9 s, and a request comes every 50 ms, whose prompt takes 4 ms: from the ninth on
-    they waited for a row for half a second. One of them may wait for a step of decoding: first tokens are in time."""
+def test_unified_decodes_in_place_while_slots_are_scarce() -> None:
+    """First tokens stay in time although requests arrive faster than slots are freed.
+
+    Eight rows of 400 tokens take 0.9 s, and a request with a prompt of 4 ms arrives every 50 ms:
+    from the ninth on, requests waited half a second for a slot. One of them may wait for a decode
+    step.
+    """
     arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
     apart, both = (
         simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing=routing, rows=8))
@@ -100,7 +104,7 @@ def test_unified_decodes_where_prompts_were_computed_while_rows_are_lacking() ->
     assert both.busy[0] > apart.busy[0] + 0.2
 
 
-def test_the_longest_kept_row_leaves_first_and_who_waits_is_kept_instead() -> None:
+def test_the_longest_row_leaves_first_and_a_waiting_request_decodes_in_place_instead() -> None:
     left, leave = [], Scheduler.leave
 
     def leaves(self: Scheduler, id: int) -> None:
@@ -121,31 +125,33 @@ def test_the_longest_kept_row_leaves_first_and_who_waits_is_kept_instead() -> No
 @pytest.mark.parametrize(
     "change",
     [
-        {"prompt_tokens": 80},  # 10 ms: a step with such a prompt after it breaks the TPOT
+        {"prompt_tokens": 80},  # 10 ms: a later step with such a prompt breaks the TPOT
         {"slo": SLO(ttft=0.0055, tpot=0.008)},  # no time to wait for a step
         {"tier": "best_effort"},
     ],
     ids=str,
 )
-def test_unified_keeps_nobody_whose_decoding_would_cost_others_their_objectives(change: dict[str, object]) -> None:
+def test_unified_does_not_decode_in_place_if_that_breaks_objectives(change: dict[str, object]) -> None:
     fields = {"prompt_tokens": 20, "output_tokens": 400, "slo": SLO(ttft=0.0075, tpot=0.008)}
     kept = []
     for some in ({}, change):
         arrivals = [Arrival(time=0.05 * one, **{**fields, **some}) for one in range(15)]  # type: ignore[arg-type]
-        with patch.object(Scheduler, "decode_in_place", autospec=True, side_effect=Scheduler.decode_in_place) as stays:
+        with patch.object(
+            Scheduler, "decode_in_place", autospec=True, side_effect=Scheduler.decode_in_place
+        ) as decided:
             simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing="unified", rows=8))
-        kept.append(stays.call_count)
+        kept.append(decided.call_count)
     assert kept[0] > 3 and kept[1] == 0
 
 
-def test_unified_knows_how_much_of_the_time_prompts_took_lately() -> None:
-    """A tenth of every second for 100 s, then nothing; who has much to do keeps nobody."""
+def test_unified_tracks_the_recent_share_of_prefill_time() -> None:
+    """Prompts take a tenth of every second for 100 s, then none; a busy instance decodes none in place."""
     lately = _Lately()
     for second in range(100):
         lately.add(0.1, float(second))
     assert lately.at(100.0) == pytest.approx(0.1, rel=0.05)
     assert lately.at(100.0 + 2 * LATELY) == pytest.approx(0.1 * exp(-2), rel=0.05)
     arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
-    with patch("jaxserve.sched.routing.unified.QUIET", 0.001), patch.object(Scheduler, "decode_in_place") as stays:
+    with patch("jaxserve.sched.routing.unified.QUIET", 0.001), patch.object(Scheduler, "decode_in_place") as decided:
         simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing="unified", rows=8))
-    assert not stays.called
+    assert not decided.called

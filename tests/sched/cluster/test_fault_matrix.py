@@ -1,4 +1,4 @@
-"""The fault matrix in virtual time, two instances of each kind: what every request gets, whatever the policy."""
+"""The fault matrix in virtual time with two instances per role: the outcome of every request under every policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.preemption import stopping
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.perf.model import GeneralModel
-from tests.support.sched.harness import COEFFICIENTS, SimRequest, simulate
+from tests.support.sched.harness import COEFFICIENTS, Job, simulate
 
 SPLIT = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
 NAMES = ("prefill0", "prefill1", "decode2", "decode3")
@@ -24,7 +24,7 @@ Fault = Callable[[str], dict[str, Any]]
 
 
 def nth(number: int) -> Callable[[], bool]:
-    """True once, at the call of that number."""
+    """Return a function that is true only at its `number`-th call."""
     calls = [0]
 
     def now() -> bool:
@@ -70,21 +70,19 @@ EXPECTED: dict[Fault, set[str]] = {
 }
 
 
-def jobs() -> list[SimRequest]:
-    return [
-        SimRequest(range(index * 50, index * 50 + 4 + index % 9), 3 + index % 7, 0.3 * index) for index in range(COUNT)
-    ]
+def jobs() -> list[Job]:
+    return [Job(range(index * 50, index * 50 + 4 + index % 9), 3 + index % 7, 0.3 * index) for index in range(COUNT)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("fault", list(EXPECTED), ids=lambda fault: fault.__name__)
-def test_every_request_gets_an_end(fault: Fault, name: str, policy: str) -> None:
+def test_every_request_ends(fault: Fault, name: str, policy: str) -> None:
     outcome = simulate(jobs(), SPLIT, policy=policy, routing="round_robin", rest=600.0, **fault(name))
     reasons = Counter(str(one.finish_reason) for one in outcome.requests)
     assert sum(reasons.values()) == COUNT and set(reasons) <= EXPECTED[fault], reasons
     assert reasons["stop"] >= COUNT - 2, reasons
-    assert (reasons[UNAVAILABLE] > 0) is (UNAVAILABLE in EXPECTED[fault]), "the fault did not come"
+    assert (reasons[UNAVAILABLE] > 0) is (UNAVAILABLE in EXPECTED[fault]), "the fault did not occur"
     assert outcome.counters[name].rebuilds == (fault is raises)
     for one in outcome.requests:
         told = outcome.deltas[one.id]
@@ -97,10 +95,10 @@ def test_every_request_gets_an_end(fault: Fault, name: str, policy: str) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_journal_of_a_run_in_which_a_step_hung_gives_the_same_plans(name: str) -> None:
+def test_a_journal_with_a_hung_step_replays_the_same_plans(name: str) -> None:
     text = StringIO()
     journal = Journal(text)
-    limits = Limits(32, 8, 64, 4, stopping=stopping(8, 1))  # as the harness has them
+    limits = Limits(32, 8, 64, 4, stopping=stopping(8, 1))  # as in the harness
 
     def log(instance: str) -> Any:
         role = Role(instance.rstrip("0123456789"))

@@ -1,4 +1,4 @@
-"""KV that moves: only what is computed leaves, all of it arrives, and nothing lands where others find theirs."""
+"""KV transfers: only computed KV is sent, all of it arrives, and it never overwrites pages in use."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxserve.sched.cluster.kv_transfer import KVTransfer, KVTransferManager
 from jaxserve.sched.instance.kv_manager import Reservation
 from jaxserve.sched.instance.scheduler import Scheduler
 from tests.support.sched.complete import ROLES
-from tests.support.sched.harness import Flaky, SimRequest, simulate
+from tests.support.sched.harness import Flaky, Job, simulate
 
-WRONG: list[str] = []  # what was seen where an exception would be taken for a failed transfer
+WRONG: list[str] = []  # violations, since an exception would be taken for a failed transfer
 
 
 class Pool(Scheduler):
-    """Knows which of its pages hold KV that arrived."""
+    """A block pool that records the pages with received KV."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -35,11 +35,11 @@ class Pool(Scheduler):
     def accept(self, request: Request, *args: Any) -> None:
         reservation = self._reservations[request.id]
         missing = set(reservation.pages[reservation.cached :]) - self.arrived
-        assert not missing, f"{request} comes without the KV of pages {missing}"
+        assert not missing, f"request {request} is accepted without the KV of pages {missing}"
         super().accept(request, *args)
 
     def write(self, pages: Sequence[int]) -> None:
-        """KV has arrived in these pages."""
+        """Record that KV has arrived in these pages."""
         named = [page for page in pages if page in self.blocks._digest]
         if named:
             WRONG.append(f"KV lands in pages {named}, which others find in the prefix cache")
@@ -47,9 +47,9 @@ class Pool(Scheduler):
 
 
 def watch(patch: pytest.MonkeyPatch) -> type[Pool]:
-    """Watch every transfer; returns the class of schedulers that a simulation has to use."""
+    """Watch every transfer and return the scheduler class that a simulation must use."""
     pools: list[Pool] = []
-    executors: list[Flaky] = []  # each is made after its scheduler
+    executors: list[Flaky] = []  # each is created after its scheduler
 
     class Noted(Pool):
         def __init__(self, *args: Any, **more: Any) -> None:
@@ -70,7 +70,7 @@ def watch(patch: pytest.MonkeyPatch) -> type[Pool]:
         kv_transfers: KVTransferManager, transfer: KVTransfer, target: Any, reservation: Reservation, ready: int
     ) -> None:
         full = transfer.settled // target.executor.page_size
-        assert transfer.complete or ready <= full, f"{ready} pages leave, and {full} are computed"
+        assert transfer.complete or ready <= full, f"{ready} pages are sent, but only {full} are computed"
         await send(kv_transfers, transfer, target, reservation, ready)
 
     patch.setattr(Flaky, "__init__", noted)
@@ -82,17 +82,17 @@ def watch(patch: pytest.MonkeyPatch) -> type[Pool]:
 @pytest.mark.parametrize("roles", ["2x1", "4x1"])
 @pytest.mark.parametrize("routing", ["least_work", "least_work:write_back"])
 @pytest.mark.parametrize("loses", [0.0, 0.2])
-def test_kv_arrives_whole_and_where_it_belongs(
+def test_kv_arrives_complete_and_in_its_own_pages(
     roles: str, routing: str, loses: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of 6 tokens and pages of 4; conversations whose rounds share prefixes."""
+    """Chunks of 6 tokens, pages of 4, and conversations with shared prefixes."""
     WRONG.clear()
     draw = random.Random(3)
     jobs = []
     for talk in range(6):
         first = list(range(100 * talk, 100 * talk + draw.randint(9, 23)))
-        jobs.append(SimRequest(first, 9, 0.003 * talk))
-        jobs.append(SimRequest([*first, *[1] * 8, 7, 7, 7], 5, 1.0 + 0.003 * talk))
+        jobs.append(Job(first, 9, 0.003 * talk))
+        jobs.append(Job([*first, *[1] * 8, 7, 7, 7], 5, 1.0 + 0.003 * talk))
     outcome = simulate(
         jobs,
         ROLES[roles],

@@ -1,4 +1,4 @@
-"""Roles that change while requests are served: nothing is lost, whatever changes into what, and whenever."""
+"""Role changes while requests are served: no request is lost, whatever the change and its time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jaxserve.sched.sim import Latency, Mesh, Options, Report, simulate
 from jaxserve.sched.sim.workload import Arrival
 from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, ROUTERS, SHAPE, drawn
-from tests.support.sched.harness import COEFFICIENTS, SimRequest
-from tests.support.sched.roles import SEVERAL, TURNS, D, M, P, Turns, check, check_replay, journalled, run
+from tests.support.sched.harness import COEFFICIENTS, Job
+from tests.support.sched.roles import ROLE_CHANGES, SEVERAL, D, M, P, RoleChanges, check, check_replay, journaled, run
 
 
 @settings(max_examples=examples(60))
@@ -30,13 +30,13 @@ from tests.support.sched.roles import SEVERAL, TURNS, D, M, P, Turns, check, che
     admission=st.sampled_from(ADMISSIONS),
     jobs=JOBS,
     shape=SHAPE,
-    turns=TURNS,
+    changes=ROLE_CHANGES,
 )
-def test_no_change_of_roles_loses_anything(policy, mesh, routing, admission, jobs, shape, turns) -> None:  # type: ignore[no-untyped-def]
-    check(policy, (mesh, routing, admission), jobs, shape, turns)
+def test_no_change_of_roles_loses_anything(policy, mesh, routing, admission, jobs, shape, changes) -> None:  # type: ignore[no-untyped-def]
+    check(policy, (mesh, routing, admission), jobs, shape, changes)
 
 
-def random_turns(draw: random.Random, count: int, instances: int = 4) -> Turns:
+def random_changes(draw: random.Random, count: int, instances: int = 4) -> RoleChanges:
     return [
         (draw.uniform(0, 0.1), {draw.randrange(instances): draw.choice([P, D, M]) for _ in range(draw.randint(1, 3))})
         for _ in range(count)
@@ -50,10 +50,10 @@ def test_no_change_of_roles_loses_anything_under_any_policy(policy: str) -> None
         draw = random.Random(f"{policy} {number}")
         case = draw.choice(sorted(SEVERAL)), draw.choice(ROUTERS), draw.choice(ADMISSIONS)
         jobs, shape = drawn((policy, number))
-        check(policy, case, jobs, shape, random_turns(draw, draw.randint(1, 20)))
+        check(policy, case, jobs, shape, random_changes(draw, draw.randint(1, 20)))
 
 
-# what is journalled
+# Journal
 
 
 @settings(max_examples=examples(40))
@@ -63,18 +63,18 @@ def test_no_change_of_roles_loses_anything_under_any_policy(policy: str) -> None
     policy=st.sampled_from(["distserve", "kairos", "unified"]),
     first=st.sampled_from(["prefill", "decode"]),
     lead=st.sampled_from([0.0, 0.0005]),
-    turns=TURNS,
+    changes=ROLE_CHANGES,
 )
-def test_changes_of_roles_are_journalled(jobs, mesh, policy, first, lead, turns) -> None:  # type: ignore[no-untyped-def]
-    check_replay(journalled(jobs, mesh, policy, {"first_token": first, "lead": lead}, turns))
+def test_changes_of_roles_are_journaled(jobs, mesh, policy, first, lead, changes) -> None:  # type: ignore[no-untyped-def]
+    check_replay(journaled(jobs, mesh, policy, {"first_token": first, "lead": lead}, changes))
 
 
-# what happens in particular
+# Single cases
 
 
-def test_what_decodes_moves_where_its_instance_prefills_from_now_on() -> None:
-    """Swapped in the middle of decoding: the row goes over, and its KV is not computed again."""
-    jobs = [SimRequest(range(30), 60)]
+def test_running_decodes_move_away_from_an_instance_that_becomes_prefill() -> None:
+    """If roles are swapped during decoding, the row moves and its KV is not recomputed."""
+    jobs = [Job(range(30), 60)]
     still = run([], jobs)
     swapped = run([(0.02, {0: D, 1: P})], jobs)
     [one], [other] = still.requests, swapped.requests
@@ -86,25 +86,25 @@ def test_what_decodes_moves_where_its_instance_prefills_from_now_on() -> None:
     assert computed == {"prefill0": 30, "decode1": 0}
 
 
-def test_what_decodes_stays_where_there_is_no_room_elsewhere() -> None:
-    """The other instance has one row, and it is taken for long: who decodes goes on beside the prompts that come."""
-    jobs = [SimRequest(range(40), 60), SimRequest(range(100, 140), 60), SimRequest(range(200, 230), 4, arrival=0.03)]
+def test_running_decodes_stay_if_no_other_instance_has_a_slot() -> None:
+    """The only slot elsewhere is taken for long, so the row keeps decoding beside arriving prompts."""
+    jobs = [Job(range(40), 60), Job(range(100, 140), 60), Job(range(200, 230), 4, arrival=0.03)]
     outcome = run([(0.025, {1: P, 2: D})], jobs, (P, D, P), rows=1, routing="round_robin")
     gaps = [max(b - a for a, b in pairwise(one.token_times)) for one in outcome.requests[:2]]
     assert all(request.drops == 0 for request in outcome.requests)
-    assert gaps[0] < 0.02, "the row that stays was stopped"
+    assert gaps[0] < 0.02, "the remaining decode was stopped"
 
 
-def test_prompts_that_wait_go_where_prompts_come_to() -> None:
-    jobs = [SimRequest(range(n * 100, n * 100 + 60), 3) for n in range(6)]
+def test_waiting_prompts_move_to_the_new_prefill_instance() -> None:
+    jobs = [Job(range(n * 100, n * 100 + 60), 3) for n in range(6)]
     outcome = run([(0.0005, {1: D})], jobs, (P, P, D), routing="round_robin")
     prompts = {name: counters.prompt_tokens for name, counters in outcome.counters.items()}
     assert 0 < prompts["prefill1"] <= 60 and prompts["prefill0"] >= 5 * 60 and prompts["decode2"] == 0
 
 
-def test_a_first_token_that_waited_for_its_kv_counts_when_it_decodes_where_it_is() -> None:
-    """`--first-token decode`, and the only instance that decoded has no room until roles change."""
-    jobs = [SimRequest(range(8), 80), SimRequest(range(100, 130), 5)]
+def test_a_delayed_first_token_counts_when_its_request_stays() -> None:
+    """With `--first-token decode`, and the only decode instance has no slot until roles change."""
+    jobs = [Job(range(8), 80), Job(range(100, 130), 5)]
     shape = {"first_token": "decode", "rows": 1, "roles": (P, D)}
     held = run([], jobs, **shape)
     freed = run([(0.06, {0: M, 1: M})], jobs, **shape)
@@ -114,31 +114,31 @@ def test_a_first_token_that_waited_for_its_kv_counts_when_it_decodes_where_it_is
 
 
 @pytest.mark.parametrize("roles", [[P], [D], [P, P], [D, D], [P, M]])
-def test_a_set_of_roles_in_which_somebody_lacks_the_other_is_refused(roles: list[Role]) -> None:
-    with pytest.raises(InvalidValue, match="incomplete"):
+def test_roles_without_prefill_or_decode_are_refused(roles: list[Role]) -> None:
+    with pytest.raises(InvalidValue, match="need each other"):
         check_roles(roles)
 
 
 @pytest.mark.parametrize("roles", [[M], [P, D], [M, D], [P, M, D], [M, M]])
-def test_other_sets_of_roles_are_taken(roles: list[Role]) -> None:
+def test_other_roles_are_accepted(roles: list[Role]) -> None:
     check_roles(roles)
 
 
 TINY = Latency("tiny", kv_bytes_per_token=1000, kv_tokens=400, page_size=4, coefficients=COEFFICIENTS)
 
 
-def simulated(turns: tuple[tuple[float, tuple[Role, ...]], ...]) -> Report:
+def simulated(changes: tuple[tuple[float, tuple[Role, ...]], ...]) -> Report:
     arrivals = [Arrival(0.005 * n, 40, 10, SLO(inf, inf)) for n in range(20)]
-    return simulate(arrivals, "distserve", Mesh(4), TINY, options=Options(turns=turns))
+    return simulate(arrivals, "distserve", Mesh(4), TINY, options=Options(turns=changes))
 
 
-def test_a_simulation_changes_roles_when_its_options_say() -> None:
+def test_a_simulation_changes_roles_as_its_options_say() -> None:
     before, after = simulated(()), simulated(((0.0, (P, D, D, D)), (0.05, (M, M, M, M))))
     assert after.summary.reasons == before.summary.reasons == {"stop": 20}
     assert before.busy[1] == 0.0 < after.busy[1]
 
 
-@pytest.mark.parametrize("turns", [((0.1, (P, D)),), ((0.1, (P, P, P, P)),), ((-1.0, (M, M, M, M)),)])
-def test_a_simulation_refuses_roles_that_cannot_be(turns: tuple[tuple[float, tuple[Role, ...]], ...]) -> None:
+@pytest.mark.parametrize("changes", [((0.1, (P, D)),), ((0.1, (P, P, P, P)),), ((-1.0, (M, M, M, M)),)])
+def test_a_simulation_refuses_invalid_roles(changes: tuple[tuple[float, tuple[Role, ...]], ...]) -> None:
     with pytest.raises(InvalidValue, match="roles"):
-        simulated(turns)
+        simulated(changes)

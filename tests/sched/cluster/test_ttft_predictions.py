@@ -1,4 +1,4 @@
-"""First tokens as predicted when prompts are placed, and as they come; who is counted as deflected or demoted."""
+"""Predicted and measured first tokens, and counts of deflected and demoted requests."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def request(first: float | None, tier: str = "standard") -> Request:
 
 
 def own(at: float) -> Waits:
-    """Of a prompt that has nothing to wait for, so that by its steps it comes at `at` where it is placed at 10.0."""
+    """Return the prediction at time 10.0 of a first token at `at` without waiting."""
     return Waits(own=at - 10.0)
 
 
-def test_errors_are_shares_of_what_was_measured() -> None:
+def test_errors_are_relative_to_the_measured_ttft() -> None:
     ttft_predictions = TTFTPredictions()
     assert isnan(ttft_predictions.accuracy["decode"].mape)
     ttft_predictions.note(request(None), Role.PREFILL, 10.0, own(10.5))
-    ttft_predictions.note(request(None), Role.DECODE, 10.0, own(11.0))  # moved: the last one counts
+    ttft_predictions.note(request(None), Role.DECODE, 10.0, own(11.0))  # rerouted: the last prediction counts
     assert ttft_predictions.error(request(12.0)) == 0.5 and ttft_predictions.error(request(10.5)) == 1.0
     ttft_predictions.over(request(12.0))
     assert ttft_predictions.error(request(12.0)) is None
-    ttft_predictions.over(request(12.0))  # nobody said anything of this one
+    ttft_predictions.over(request(12.0))  # no prediction was made for this one
     assert ttft_predictions.accuracy["prefill"].median is None
     ttft_predictions.note(request(None), Role.MIXED, 10.0, own(13.0), later=1.0)
     ttft_predictions.over(request(12.0))
@@ -50,8 +50,8 @@ def test_errors_are_shares_of_what_was_measured() -> None:
     assert ttft_predictions.accuracy["prefill"].mape == 1.0 and ttft_predictions.accuracy["prefill"].predicted == 4.0
 
 
-def test_what_is_learned_counts_from_the_first_token_on() -> None:
-    """Not from the last: an answer may take minutes."""
+def test_learned_corrections_count_from_the_first_token_on() -> None:
+    """They are not delayed until the last token, since an answer may take minutes."""
     ttft_predictions, one = TTFTPredictions(), request(None)
     ttft_predictions.note(one, Role.PREFILL, 10.0, own(11.0))
     ttft_predictions.came(request(12.0))
@@ -59,7 +59,7 @@ def test_what_is_learned_counts_from_the_first_token_on() -> None:
     again = ttft_predictions.of(request(12.0))
     assert again is not None and 1.1 < again[0] < 2.0
     ttft_predictions.came(request(12.0))
-    ttft_predictions.came(request(12.0))  # its second token says nothing more
+    ttft_predictions.came(request(12.0))  # its second token adds nothing
     twice = TTFTPredictions()
     for _ in range(2):
         twice.note(request(None), Role.PREFILL, 10.0, own(11.0))
@@ -77,10 +77,10 @@ def test_what_is_learned_counts_from_the_first_token_on() -> None:
     host=st.sampled_from([0.0, 0.2]),
     seed=st.integers(0, 20),
 )
-def test_what_counts_of_each_wait_is_learned(
+def test_the_share_of_each_wait_is_learned(
     begun: float, ahead: float, late: float, others: float, host: float, seed: int
 ) -> None:
-    """Of policies that stop steps for newcomers, serve by deadline or by arrival, on a host that takes its time."""
+    """Learn from policies that preempt, serve by deadline or by arrival, and from a slow host."""
     draw, shares = np.random.default_rng(seed), Shares()
 
     def came() -> tuple[Waits, float]:
@@ -96,7 +96,7 @@ def test_what_counts_of_each_wait_is_learned(
     assert shares.seconds(Waits()) == pytest.approx(host, abs=0.15)
 
 
-def test_a_first_token_that_starved_is_no_measure_of_the_others() -> None:
+def test_a_starved_first_token_does_not_correct_the_others() -> None:
     shares = Shares()
     for turn in range(60):
         shares.learn(Waits(own=1.0), 100.0 if turn % 10 == 9 else 1.0)
@@ -106,7 +106,7 @@ def test_a_first_token_that_starved_is_no_measure_of_the_others() -> None:
 @pytest.mark.parametrize(
     ("first", "tier", "at"), [(None, "standard", 11.0), (12.0, BEST_EFFORT, 11.0), (12.0, "standard", inf)]
 )
-def test_what_tells_nothing_is_not_counted(first: float | None, tier: str, at: float) -> None:
+def test_uninformative_predictions_are_not_counted(first: float | None, tier: str, at: float) -> None:
     ttft_predictions = TTFTPredictions()
     ttft_predictions.note(request(None), Role.DECODE, 10.0, own(at))
     assert ttft_predictions.error(request(first, tier)) is None
@@ -115,7 +115,7 @@ def test_what_tells_nothing_is_not_counted(first: float | None, tier: str, at: f
 
 
 def served(routing: str, admission: str = "none", first_token: str = "prefill", policy: str = "distserve") -> Report:
-    """A burst of long prompts into steady decoding, on 1P+1D."""
+    """Serve a burst of long prompts beside steady decoding on 1P+1D."""
     short = [Arrival(0.02 * n, 20, 30, SLO(0.05, 0.01)) for n in range(40)]
     long = [Arrival(0.2 + 0.001 * n, 400, 4, SLO(0.15, 0.01)) for n in range(6)]
     arrivals = sorted(short + long, key=lambda one: one.time)
@@ -124,7 +124,7 @@ def served(routing: str, admission: str = "none", first_token: str = "prefill", 
 
 
 @pytest.mark.parametrize("routing", ["deflect:faster", "deflect:slo", "deflect:dropped", "unified"])
-def test_deflected_prompts_are_counted_and_their_first_tokens_predicted(routing: str) -> None:
+def test_deflected_prompts_are_counted_and_predicted(routing: str) -> None:
     report = served(routing)
     deflected = report.ttft_predictions["decode"]
     assert report.deflections >= deflected.count > 0
@@ -132,7 +132,7 @@ def test_deflected_prompts_are_counted_and_their_first_tokens_predicted(routing:
 
 
 @pytest.mark.parametrize("routing", ["least_work", "round_robin", "fewest_requests", "prefill_budget"])
-def test_every_router_has_its_first_tokens_predicted(routing: str) -> None:
+def test_first_tokens_are_predicted_for_every_router(routing: str) -> None:
     report = served(routing)
     made = report.ttft_predictions["prefill"]
     assert report.deflections == 0 == report.ttft_predictions["decode"].count
@@ -140,14 +140,14 @@ def test_every_router_has_its_first_tokens_predicted(routing: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["edf", "flowprefill", "kairos", "sedf", "sjf", "unified"])
-def test_first_tokens_are_predicted_whatever_the_order(policy: str) -> None:
+def test_first_tokens_are_predicted_for_every_prefill_order(policy: str) -> None:
     made = served("least_work", policy=policy).ttft_predictions["prefill"]
     assert made.count > 30 and made.median is not None and made.median < 0.2, made
 
 
 @pytest.mark.parametrize("first_token", ["prefill", "decode"])
-def test_the_way_through_a_prefill_instance_is_predicted_too(first_token: str) -> None:
-    """With exact step times and first come first served the prediction is nearly right."""
+def test_the_path_through_a_prefill_instance_is_predicted(first_token: str) -> None:
+    """With exact step times and FCFS, the prediction is nearly exact."""
     made = served("deflect:slo", first_token=first_token).ttft_predictions["prefill"]
     assert made.count > 20 and made.mape < 0.25, made
 

@@ -1,4 +1,4 @@
-"""Pages are conserved whatever is asked, and a prefix is found exactly where its content is."""
+"""Pages are conserved under any operations, and a prefix is found exactly if its content is in the pool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = 2
 
 
 class Pool(RuleBasedStateMachine):
-    """Holders come and go; a model of who holds what is kept beside."""
+    """A state machine that allocates, releases and evicts pages beside a simple model of their holders."""
 
     holders = Bundle("holders")
 
@@ -23,7 +23,7 @@ class Pool(RuleBasedStateMachine):
         super().__init__()
         self.blocks = BlockPool(12, SIZE)
         self.owned: dict[int, list[int]] = {}
-        self.content: dict[int, bytes] = {}  # what the last writer put into a page
+        self.content: dict[int, bytes] = {}  # content that each page was last filled with
         self.count = 0
 
     @rule(target=holders, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10), reserve=st.integers(0, 3))
@@ -42,7 +42,7 @@ class Pool(RuleBasedStateMachine):
             return multiple()
         assert self.blocks.available >= reserve
         for page, digest in zip(pages, hits, strict=False):
-            assert self.content[page] == digest, "a hit must hold what was asked for"
+            assert self.content[page] == digest, "a hit must hold the requested content"
         for page, digest in list(zip(pages, digests, strict=False))[len(hits) :]:
             self.content[page] = digest
             self.blocks.register(page, digest, parents[digest])
@@ -89,7 +89,7 @@ def test_a_digest_covers_the_whole_prefix() -> None:
     assert chain(b"", [1, 2]) != chain(b"salt", [1, 2])
 
 
-def test_giving_back_twice_is_caught() -> None:
+def test_releasing_twice_is_detected() -> None:
     blocks = BlockPool(2, 1)
     pages = blocks.take((), 1)
     assert pages is not None

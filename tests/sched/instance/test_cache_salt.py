@@ -1,4 +1,4 @@
-"""Pages are found only by requests with the same salt: clients must not learn of one another's prompts."""
+"""Pages are shared only between requests with the same salt, so that clients learn nothing of other prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_pages_are_found_with_the_same_salt_only(salt):
     memory.register(first, 0, 64)
     memory.vacate(first)
     same, other, third = request(1, salt), request(2, b"blue" * 4), request(3, b"red" * 4 + b"\0")
-    assert len(memory.cached(same)) == 3, "the last page is left to compute: it samples"
+    assert len(memory.cached(same)) == 3, "the last page must be computed, since it samples"
     assert memory.cached(other) == memory.cached(third) == []
     assert memory.admit(other, 0) and other.computed == other.cached == 0
     assert memory.admit(same, 0) and same.computed == same.cached == 48

@@ -1,4 +1,4 @@
-"""A row that decodes as in the step before has a short way through a plan: nobody can tell."""
+"""The fast path for running decodes in `plan` gives the same plans as the general path."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.instance.step_builder import StepBuilder
 from tests.support.examples import examples
 from tests.support.sched.complete import ROLES
-from tests.support.sched.harness import Outcome, SimRequest, simulate
+from tests.support.sched.harness import Job, Outcome, simulate
 
 JOB = st.builds(
-    lambda prompt, output, arrival, tpot, tier: SimRequest(
+    lambda prompt, output, arrival, tpot, tier: Job(
         range(prompt), output, arrival, SLO(ttft=0.1, tpot=tpot), tier=tier
     ),
     prompt=st.integers(1, 20),
@@ -33,7 +33,7 @@ JOB = st.builds(
 
 
 class Checked(Scheduler):
-    """After every plan the columns say what the requests do."""
+    """A scheduler that checks after every plan that the columns agree with the requests."""
 
     def plan(self, now: float, start: float) -> StepPlan | None:
         plan = super().plan(now, start)
@@ -59,7 +59,7 @@ def history(outcome: Outcome) -> list[Any]:
     lead=st.sampled_from([0.0, 0.0005]),
 )
 @settings(max_examples=examples(60), deadline=None)
-def test_the_short_way_ends_where_the_long_one_does(**case: Any) -> None:
+def test_the_fast_path_ends_in_the_same_state_as_the_general_one(**case: Any) -> None:
     short = simulate(**case, tokens=16, acceptance=0.5, scheduler=Checked)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepBuilder, "_again", lambda self, request, start: self._span(request, 1, 0))
@@ -67,8 +67,8 @@ def test_the_short_way_ends_where_the_long_one_does(**case: Any) -> None:
     assert history(short) == history(long)
 
 
-def test_most_rows_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tokens but the first, which its prompt's chunk samples, and those that begin a page."""
+def test_most_rows_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens take it but the first, which the last chunk of the prompt samples, and those that begin a page."""
     taken: list[tuple[int, int]] = []
     again = StepBuilder._again
 
@@ -77,11 +77,11 @@ def test_most_rows_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return again(self, request, start)
 
     monkeypatch.setattr(StepBuilder, "_again", noted)
-    simulate([SimRequest(range(5), 9)], page_size=4)
+    simulate([Job(range(5), 9)], page_size=4)
     assert taken == [(0, start) for start in range(5, 13) if start not in (8, 12)]
 
 
-def test_values_made_quickly_are_those_made_by_name() -> None:
+def test_spans_built_quickly_equal_those_built_by_keyword() -> None:
     assert decoding(3, 2, 17) == Span(3, 2, 17, 1, samples=True)
     assert token_delta(3, (7, 8)) == Delta(3, (7, 8))
     assert one_each(Request(id, (1,), SamplingParams(), SLO(), 0.0) for id in (4, 2)) == (Grant(4, 1), Grant(2, 1))

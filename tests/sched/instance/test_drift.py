@@ -1,4 +1,4 @@
-"""Predictions that are off for good: measured by the scheduler, put right by `unified`."""
+"""Systematic prediction errors: measured by the scheduler and corrected by `unified`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_a_constant_factor_is_found(factor: float, steps: list[float]) -> None:
 
 
 @given(st.floats(-0.019, 0.019), st.lists(st.floats(1e-3, 1.0), max_size=50))
-def test_what_is_about_right_counts_as_right(error: float, steps: list[float]) -> None:
+def test_small_errors_count_as_none(error: float, steps: list[float]) -> None:
     drift = Drift()
     for seconds in steps:
         drift.count(seconds, (1 + error) * seconds)
         assert drift.ratio == 1.0
 
 
-def test_a_scaled_model_says_everything_times_its_factor() -> None:
+def test_a_scaled_model_scales_every_prediction() -> None:
     scaled, load = Scaled(MODEL, 1.25), Load(100, 3, 5e3, 700, 1500, 40)
     assert scaled.step_time(load) == 1.25 * MODEL.step_time(load)
     rows, tokens = np.array([1.0, 4.0]), np.array([10.0, 900.0])
@@ -48,7 +48,7 @@ def test_a_scaled_model_says_everything_times_its_factor() -> None:
     assert Scaled(scaled, 0.8).step_time(load) == pytest.approx(MODEL.step_time(load), rel=1e-12)
 
 
-def test_unified_keeps_its_promises_with_a_hopeful_model() -> None:
+def test_unified_keeps_its_objectives_with_an_optimistic_model() -> None:
     latency = load_yaml(preset("latency", "minimax-m2.5-h200-tp4"), Latency)
     options = Options(routing="unified")
     right, hopeful = (

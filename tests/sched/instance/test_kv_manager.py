@@ -1,4 +1,4 @@
-"""What the prefix cache may give to whom, and what counts as occupied."""
+"""Sharing of cached prefixes, and the pages and slots that count as occupied."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def memory() -> KVManager:
 
 
 def served(memory: KVManager, one: Request) -> int:
-    """Admit a request, compute its prompt, let it go; returns the tokens that it found in the cache."""
+    """Admit a request, compute its prompt and release it; return the number of its cached tokens."""
     assert memory.admit(one, 0)
     found = one.computed
     memory.register(one, found, one.prompt_length)
@@ -43,7 +43,7 @@ def scheduler(role: Role = Role.MIXED, tokens: int = 32) -> Scheduler:
 
 
 def step(one: Scheduler, **result: object) -> StepPlan:
-    """Plan a step and settle it: token 7 for each span that samples, or the given fields of the result."""
+    """Plan a step and settle it with token 7 for each sampling span, or with the given fields of the result."""
     plan = one.plan(0.0, 0.0)
     assert plan is not None
     fields = {"tokens": tuple((7,) if span.samples else () for span in plan.spans), **result}
@@ -51,7 +51,7 @@ def step(one: Scheduler, **result: object) -> StepPlan:
     return plan
 
 
-def test_a_prefix_is_found_by_requests_of_its_salt_only() -> None:
+def test_a_prefix_is_found_only_by_requests_with_the_same_salt() -> None:
     pool = memory()
     assert served(pool, request(0, salt=b"one tenant")) == 0
     assert served(pool, request(1, salt=b"another")) == 0
@@ -63,16 +63,16 @@ def test_a_prefix_is_found_by_requests_of_its_salt_only() -> None:
     assert served(pool, request(6, longer, b"a third")) == 0 and served(pool, request(7, longer, b"another")) == 12
 
 
-def test_prompt_log_probabilities_are_not_lost_to_the_prefix_cache() -> None:
-    """Every position of the prompt is computed anew, or its log-probability would be missing."""
+def test_prompt_logprobs_disable_the_prefix_cache() -> None:
+    """Every position of the prompt is recomputed, or its log-probability would be missing."""
     pool = memory()
     served(pool, request(0))
     assert served(pool, request(1, prompt_logprobs=0)) == 0
     assert served(pool, request(2)) == 12
 
 
-def test_a_row_that_was_not_finite_leaves_nothing_to_find() -> None:
-    """Its first chunk filled pages, which were named before its last chunk failed."""
+def test_a_row_with_nonfinite_logits_leaves_no_cached_prefix() -> None:
+    """Its first chunk filled pages that were cached before its last chunk failed."""
     one = scheduler(tokens=8)
     one.add(request(0))
     step(one)
@@ -85,8 +85,8 @@ def test_a_row_that_was_not_finite_leaves_nothing_to_find() -> None:
 
 
 @pytest.mark.parametrize("at", [1, 5, 9])
-def test_what_a_row_found_in_the_cache_stays_when_it_fails_later(at: int) -> None:
-    """Pages computed by others were finite: only its own are forgotten."""
+def test_cached_pages_that_a_failing_row_shared_stay_cached(at: int) -> None:
+    """Pages computed by other requests were finite: only pages filled by the failing row are removed."""
     one = scheduler()
     one.add(request(0, PROMPT[:at]))
     while len(one):
@@ -101,7 +101,7 @@ def test_what_a_row_found_in_the_cache_stays_when_it_fails_later(at: int) -> Non
 def test_a_reservation_is_not_a_running_request() -> None:
     one = scheduler(Role.DECODE)
     coming = request(0)
-    coming.pages = [3, 1, 2, 0]  # of the instance that computes its prompt
+    coming.pages = [3, 1, 2, 0]  # page ids on the instance that computes its prompt
     reservation = one.reserve(coming)
     assert reservation is not None and (one.running, one.waiting, one.blocks.held) == (0, 0, 4)
     one.add(request(1))
@@ -114,8 +114,11 @@ def test_a_reservation_is_not_a_running_request() -> None:
 
 
 def test_no_pages_are_taken_from_a_request_in_the_running_step() -> None:
-    """A pool of five pages is full, and the first request needs a sixth: it waits until the running step has ended.
-    Then the KV of the request that ranks last goes."""
+    """Wait for the running step before dropping the KV of a request in it.
+
+    A pool of five pages is full, and the first request needs a sixth. When the running step has
+    ended, the KV of the request that ranks last is dropped.
+    """
     one = Scheduler(policies.make("distserve"), GeneralModel(COEFFICIENTS), Limits(32, 2, 5, SIZE))
     first, last = request(0, list(range(7))), request(1, list(range(50, 58)))
     one.add(first)
@@ -135,7 +138,7 @@ def test_no_pages_are_taken_from_a_request_in_the_running_step() -> None:
     one.check()
 
 
-def test_a_reset_forgets_prefixes_and_frees_their_pages() -> None:
+def test_a_reset_removes_cached_prefixes_and_frees_their_pages() -> None:
     one = scheduler()
     one.add(request(0))
     while len(one):

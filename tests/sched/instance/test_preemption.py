@@ -1,4 +1,4 @@
-"""Steps that stop at a segment boundary and go on later: exact times, and nothing lost whatever a policy asks."""
+"""Steps that stop at a segment boundary and resume later: exact times, and nothing lost under any policy."""
 
 from __future__ import annotations
 
@@ -21,33 +21,31 @@ from jaxserve.sched.instance.stats import BLOCKING
 from jaxserve.sched.journal import Journal, replay
 from tests.support.examples import examples
 from tests.support.sched.complete import ROLES, check_complete
-from tests.support.sched.harness import COEFFICIENTS, Outcome, SimRequest, perf, simulate
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, perf, simulate
 
 LONG, SHORT = 800, 10  # tokens
 T_LONG, T_SHORT = (COEFFICIENTS.step_time(Load().add_chunk(tokens, 0)) for tokens in (LONG, SHORT))
 SEGMENT = T_LONG / 10
 
 
-def preempting(jobs: list[SimRequest], **shape: Any) -> Outcome:
+def preempting(jobs: list[Job], **shape: Any) -> Outcome:
     fields: dict[str, Any] = {
         "policy": "flowprefill", "preemptible": True, "segments": 10, "pages": 2000, "tokens": 1000,
     }  # fmt: skip
     return simulate(jobs, **{**fields, **shape})
 
 
-def job(
-    length: int, arrival: float = 0.0, ttft: float = 8.0, cancel_at: float | None = None, output: int = 1
-) -> SimRequest:
-    start = round(arrival * 1e7) * 1000  # nobody shares a prefix
-    return SimRequest(range(start, start + length), output, arrival, SLO(ttft=ttft), cancel_at=cancel_at)
+def job(length: int, arrival: float = 0.0, ttft: float = 8.0, cancel_at: float | None = None, output: int = 1) -> Job:
+    start = round(arrival * 1e7) * 1000  # no two jobs share a prefix
+    return Job(range(start, start + length), output, arrival, SLO(ttft=ttft), cancel_at=cancel_at)
 
 
 def firsts(outcome: Outcome) -> list[float]:
     return [request.token_times[0] for request in outcome.requests]
 
 
-def test_one_preempted_step_is_resumed_and_costs_nobody_anything() -> None:
-    """Asked to stop within the second segment, the long step goes on for what is left of it after the short one."""
+def test_a_preempted_step_resumes_without_extra_time() -> None:
+    """Stopped within the second segment, the long step computes only its remaining segments after the short one."""
     outcome = preempting([job(LONG), job(SHORT, arrival=1.4 * SEGMENT, ttft=0.02)])
     assert firsts(outcome) == pytest.approx([T_LONG + T_SHORT, 2 * SEGMENT + T_SHORT], rel=1e-12)
     counters = outcome.counters["mixed0"]
@@ -57,7 +55,7 @@ def test_one_preempted_step_is_resumed_and_costs_nobody_anything() -> None:
     assert counters.measured_seconds == pytest.approx(T_LONG + T_SHORT, rel=1e-12)
 
 
-def test_without_preemption_the_short_one_waits() -> None:
+def test_without_preemption_the_short_prompt_waits() -> None:
     jobs = [job(LONG), job(SHORT, arrival=1.4 * SEGMENT, ttft=0.02)]
     expected = [T_LONG, T_LONG + T_SHORT]
     assert firsts(preempting(jobs, preemptible=False)) == pytest.approx(expected, rel=1e-12)
@@ -81,8 +79,8 @@ def test_a_step_asked_to_stop_in_its_last_segment_ends_and_counts_as_blocking() 
     assert counters.blocked[bisect_left(BLOCKING, counters.blocking)] == 1
 
 
-def test_as_many_steps_are_suspended_as_the_limit_says() -> None:
-    """Each comes in the first segment of the one before, and is due earlier."""
+def test_no_more_steps_are_suspended_than_the_limit() -> None:
+    """Each prompt arrives in the first segment of the previous one, with an earlier deadline."""
     jobs = [job(LONG, arrival=0.9 * index * SEGMENT, ttft=8.0 - index) for index in range(5)]
     for limit in (1, 2, 3, 4):
         outcome = preempting(jobs, suspended=limit)
@@ -93,11 +91,11 @@ def test_as_many_steps_are_suspended_as_the_limit_says() -> None:
         if limit == 4:
             assert order == [4, 3, 2, 1, 0]
             assert sorted(firsts(outcome)) == pytest.approx(nested, rel=1e-12)
-        else:  # the last that may stop somebody runs to its end, and then who is due first
+        else:  # at the limit, the running step ends, then the earliest deadline is served
             assert order[:2] == [limit, 4]
 
 
-def test_a_suspended_request_that_is_cancelled_gives_its_pages_back() -> None:
+def test_a_cancelled_suspended_request_releases_its_pages() -> None:
     jobs = [
         job(LONG, cancel_at=2.5 * SEGMENT),
         job(LONG, arrival=1.5 * SEGMENT, ttft=1.0),
@@ -110,8 +108,8 @@ def test_a_suspended_request_that_is_cancelled_gives_its_pages_back() -> None:
     )
 
 
-def test_a_step_that_raises_takes_suspended_ones_with_it_and_costs_no_token() -> None:
-    """The request of the step that raised is retried alone; the suspended one is computed again from its start."""
+def test_a_step_that_raises_discards_suspended_steps_and_costs_no_token() -> None:
+    """The request of the step that raised is retried alone; the suspended one is recomputed from the start."""
     jobs = [job(LONG, output=3), job(SHORT, arrival=1.4 * SEGMENT, ttft=0.02, output=3)]
     seen: list[int] = []
 
@@ -134,7 +132,7 @@ def test_a_resumed_step_that_raises_is_computed_again() -> None:
 
 
 class Chaos:
-    """Stops, resumes and grants as a die says: whatever is legal to ask for. Writer of its own die."""
+    """A policy that stops, resumes and schedules at random among the legal choices. Writer of its generator."""
 
     def __init__(self, seed: int) -> None:
         self._die = random.Random(seed)
@@ -152,7 +150,7 @@ class Chaos:
 
 
 JOB = st.builds(
-    lambda start, prompt, output, arrival, cancel, ttft: SimRequest(
+    lambda start, prompt, output, arrival, cancel, ttft: Job(
         range(start, start + prompt),
         output,
         arrival,
@@ -183,7 +181,7 @@ JOB = st.builds(
 def test_tiny_pools_with_preemption_never_deadlock(  # type: ignore[no-untyped-def]
     jobs, roles, seed, pages, rows, tokens, suspended, segments, lead
 ) -> None:
-    """Under FlowPrefill, or under a die; suspended steps hold pages and slots that others wait for."""
+    """Under FlowPrefill or random preemption, suspended steps hold pages and slots that others wait for."""
     policy = "flowprefill" if seed is None else lambda: Chaos(seed)
     outcome = preempting(
         jobs,
@@ -215,9 +213,9 @@ def test_steps_that_raise_among_suspended_ones_cost_no_token(jobs, every, seed) 
 
 @given(jobs=st.lists(JOB, min_size=1, max_size=10), seed=st.none() | st.integers(0, 1000), segments=st.integers(1, 10))
 @settings(max_examples=examples(60))
-def test_preemption_neither_adds_nor_saves_work(jobs, seed, segments) -> None:  # type: ignore[no-untyped-def]
-    """One prompt a step in whole chunks: the same steps in any order, so as many seconds as without preemption."""
-    whole = [SimRequest(one.prompt, 1, one.arrival, one.slo) for one in jobs]
+def test_preemption_neither_adds_nor_saves_time(jobs, seed, segments) -> None:  # type: ignore[no-untyped-def]
+    """With whole prompts, one a step, the order does not matter: total time is that without preemption."""
+    whole = [Job(one.prompt, 1, one.arrival, one.slo) for one in jobs]
     shape: dict[str, Any] = {"prompts": 1, "tokens": 7, "pages": 100, "prefix_caching": False, "segments": segments}
     policy = "flowprefill:batch=0" if seed is None else lambda: Orderly(seed)
     plain = simulate(whole, policy="distserve", **shape)
@@ -229,7 +227,7 @@ def test_preemption_neither_adds_nor_saves_work(jobs, seed, segments) -> None:  
 
 
 class Orderly(Chaos):
-    """As Chaos, but what it grants it grants whole."""
+    """Like Chaos, but schedules whole prompts."""
 
     def decide(self, view: View) -> Decision:
         decision = super().decide(view)
@@ -253,7 +251,7 @@ def test_the_same_jobs_give_the_same_history(jobs, seed) -> None:  # type: ignor
     every=st.sampled_from([4, 7, 10_000]),
 )
 @settings(max_examples=examples(40))
-def test_a_journal_with_preemption_gives_the_same_plans(jobs, roles, every) -> None:  # type: ignore[no-untyped-def]
+def test_a_journal_with_preemption_replays_the_same_plans(jobs, roles, every) -> None:  # type: ignore[no-untyped-def]
     file, count = io.StringIO(), [0]
     journal = Journal(file)
     limits = Limits(9, 4, 14, 4, preemptible=True, suspended=3, stopping=stopping(8, 1))
@@ -277,7 +275,7 @@ def test_a_journal_with_preemption_gives_the_same_plans(jobs, roles, every) -> N
     assert outcome.plans == text.count('"kind":"planned"')
 
 
-def test_a_journal_tells_the_whole_time_of_a_resumed_step() -> None:
+def test_a_journal_records_the_whole_time_of_a_resumed_step() -> None:
     file = io.StringIO()
     journal = Journal(file)
     described = {"coefficients": {field: getattr(COEFFICIENTS, field) for field in COEFFICIENTS.__slots__}}

@@ -1,4 +1,4 @@
-"""What waiting prompts will find in the prefix cache is known at every step, not only when they come."""
+"""Prefix hits of waiting prompts are kept up to date at every step, not only at arrival."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from jaxserve.sched.policies.sarathi import Sarathi
 from tests.support.examples import examples
 
 PERF = Coefficients(1e-3, 1e-5, 1e-5, 0.0, 0.0, 0.0)
-PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=8)  # of two tokens, so that many share a prefix
+PROMPTS = st.lists(
+    st.integers(0, 1), min_size=1, max_size=8
+)  # prompts of up to 8 binary tokens, so that many share a prefix
 
 
 def request(id: int, prompt: list[int], arrival: float = 0.0) -> Request:
@@ -32,14 +34,14 @@ def request(id: int, prompt: list[int], arrival: float = 0.0) -> Request:
 
 
 class Hits(RuleBasedStateMachine):
-    """Requests begin and cease to wait while others fill, release and lose the pages of a small pool."""
+    """A state machine with waiting requests beside others that fill, release and evict pages of a small pool."""
 
     def __init__(self) -> None:
         super().__init__()
         self.memory = KVManager(BlockPool(10, 1), 100)
         self.hits = PrefixHits(self.memory)
         self.waiting: dict[int, Request] = {}
-        self.running: list[tuple[Request, int]] = []  # with the tokens that are computed
+        self.running: list[tuple[Request, int]] = []  # with their computed tokens
         self.next = 0
 
     def new(self, prompt: list[int]) -> Request:
@@ -111,8 +113,8 @@ def hit(one: Scheduler, id: int) -> int:
     return next(int(rows.hit[row]) for row in range(len(rows)) if rows[row].id == id)
 
 
-def test_a_prompt_that_shares_what_another_computes_is_told_so_at_every_step() -> None:
-    """2,048 shared tokens: the second prompt came before the first was computed."""
+def test_a_waiting_prompt_learns_at_every_step_of_a_prefix_that_another_computes() -> None:
+    """Of 2,048 shared tokens, none was computed when the second prompt arrived."""
     one, shared = instance(), list(range(2048))
     one.add(request(0, [*shared, 5]))
     one.add(request(1, [*shared, 6, 6], 1.0))
@@ -127,7 +129,7 @@ def test_a_prompt_that_shares_what_another_computes_is_told_so_at_every_step() -
     one.check()
 
 
-def test_what_is_evicted_is_found_no_more() -> None:
+def test_evicted_pages_are_no_longer_hits() -> None:
     one, shared = instance(pages=60), list(range(512))
     one.add(request(0, shared))
     step(one)
@@ -135,7 +137,7 @@ def test_what_is_evicted_is_found_no_more() -> None:
     one.add(request(1, [*shared, *range(900, 932)], 2.0))
     one.add(request(2, list(range(1000, 1512)), 1.0))
     assert hit(one, 1) == 512
-    step(one)  # 32 pages of 60 are free, so that 4 of the 32 that were cached go
+    step(one)  # 32 of 60 pages are free, so that 4 of the 32 cached ones are evicted
     assert one.version and hit(one, 1) == 512 - 4 * 16
     one.check()
 
@@ -157,8 +159,8 @@ def test_a_dropped_request_finds_its_own_pages() -> None:
 
 
 @pytest.mark.parametrize("waiting", [10, 1000])
-def test_a_change_concerns_only_the_requests_at_its_frontier(waiting: int) -> None:
-    """However many wait, one page that comes is looked up for those alone that it was the next page of."""
+def test_a_change_of_the_cache_updates_only_requests_that_it_affects(waiting: int) -> None:
+    """A new page is looked up only for the waiting requests that need it next, however many wait."""
     memory = KVManager(BlockPool(100, 1), 8)
     hits = PrefixHits(memory)
     for id in range(waiting):
@@ -180,8 +182,8 @@ def test_a_change_concerns_only_the_requests_at_its_frontier(waiting: int) -> No
     assert looks <= 2
 
 
-def test_a_prefix_whose_first_page_goes_is_not_found_though_its_second_is_held() -> None:
-    """Two requests computed the same prefix at once: each page has its name from whichever filled it first."""
+def test_an_evicted_first_page_ends_a_hit_although_the_second_page_is_held() -> None:
+    """Two requests computed the same prefix at once: each page is cached as filled by the first of them."""
     memory = KVManager(BlockPool(4, 1), 4)
     blocks, hits, waiting = memory.blocks, PrefixHits(memory), request(0, [5, 6, 7])
     first, second = memory.digests(waiting, 2)
@@ -192,6 +194,6 @@ def test_a_prefix_whose_first_page_goes_is_not_found_though_its_second_is_held()
     hits.watch(waiting)
     assert waiting.hit == 2
     blocks.release(pages[0])
-    assert blocks.take((), 3) is not None  # of which one was the idle first page
+    assert blocks.take((), 3) is not None  # one of them was the idle first page
     assert list(hits.refresh()) == [waiting] and waiting.hit == 0
     hits.check()

@@ -1,4 +1,4 @@
-"""A step raised and its pool is new: how its requests are retried, and what is still known of the cache."""
+"""Recovery from a step that raised and lost its pool: retries of its requests, and the empty prefix cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def settle(one: Scheduler, plan: StepPlan | None) -> None:
 
 
 def test_requests_of_a_failed_step_are_retried_alone() -> None:
-    """So that the one at fault can be told: the next step of each has no other request in it."""
+    """To find the request at fault, the next step of each has no other request in it."""
     one = scheduler()
     for id in range(3):
         one.add(request(id))
@@ -49,8 +49,8 @@ def test_requests_of_a_failed_step_are_retried_alone() -> None:
     assert not untried
 
 
-def test_a_request_that_is_to_run_alone_does_so_while_another_waits_for_pages() -> None:
-    """The policy decides where the next one to be tried does not fit, and wants them in one step."""
+def test_requests_are_retried_alone_while_another_waits_for_pages() -> None:
+    """If the next request to retry does not fit, the policy decides, and it wants the others in one step."""
     one = scheduler()
     for id, length in enumerate((6, 6, 20)):
         one.add(request(id, [id] * length))
@@ -58,9 +58,11 @@ def test_a_request_that_is_to_run_alone_does_so_while_another_waits_for_pages() 
     assert together is not None and [span.request for span in together.spans] == [0, 1, 2]
     assert one.recover() == []
     coming = request(9)
-    coming.pages = list(range(11))  # of the instance that computes its prompt
+    coming.pages = list(range(11))  # page ids on the instance that computes its prompt
     reservation = one.reserve(coming)
-    assert reservation is not None and one.blocks.available == 5, "too few for request 2, which is to be tried first"
+    assert reservation is not None and one.blocks.available == 5, (
+        "there are enough pages for request 2, the first to be retried"
+    )
     order = []
     for step in range(5):
         plan = one.plan(0.0, 0.0)
@@ -72,20 +74,20 @@ def test_a_request_that_is_to_run_alone_does_so_while_another_waits_for_pages() 
     assert order == [[0], [0], [0], [2], [1]], "request 1 was retried beside request 0, which had passed"
 
 
-def test_what_was_reserved_in_a_pool_that_is_gone_is_not_taken_from_the_new_one() -> None:
+def test_reservations_in_a_lost_pool_are_not_released_into_the_new_one() -> None:
     one = scheduler()
     coming = request(9)
-    coming.pages = [3, 1]  # of the instance that computes its prompt
+    coming.pages = [3, 1]  # page ids on the instance that computes its prompt
     reservation = one.reserve(coming)
     assert reservation is not None and one.reserved(reservation) and one.blocks.available == 14
     assert one.recover() == []
     assert not one.reserved(reservation) and one.blocks.available == 16
-    one.unreserve(reservation)  # its kv_transfers hears of the loss later
+    one.unreserve(reservation)  # its KV transfer learns of the loss later
     one.check()
     assert one.blocks.available == 16 and one.running == 0
 
 
-def test_the_request_whose_span_fails_alone_ends_and_the_others_do_not() -> None:
+def test_a_failing_span_ends_its_request_only() -> None:
     one = scheduler()
     for id in range(2):
         one.add(request(id))
@@ -101,13 +103,13 @@ def test_the_request_whose_span_fails_alone_ends_and_the_others_do_not() -> None
     one.check()
 
 
-def test_a_waiting_request_expects_nothing_of_a_pool_that_is_gone() -> None:
+def test_a_waiting_request_expects_no_hits_from_a_lost_pool() -> None:
     one = scheduler()
     one.add(request(0, PROMPT))
     while len(one):
         settle(one, one.plan(0.0, 0.0))
     for id in range(1, 5):
-        one.add(request(id))  # as many as there are slots
+        one.add(request(id))  # one per slot
     waiting = request(5, PROMPT)
     one.add(waiting)
     assert waiting.hit == 12
@@ -118,7 +120,7 @@ def test_a_waiting_request_expects_nothing_of_a_pool_that_is_gone() -> None:
     one.check()
 
 
-def test_a_request_that_is_cancelled_after_its_kv_was_taken_gives_nothing_back_twice() -> None:
+def test_a_request_cancelled_after_its_kv_was_dropped_releases_nothing_twice() -> None:
     one = scheduler()
     gone, stays = request(0), request(1)
     one.add(gone)

@@ -1,4 +1,4 @@
-"""A request whose steps raise: it fails alone, and costs the others their KV once."""
+"""A request that makes its steps raise fails alone and costs the others their KV only once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.policy import Role
-from tests.support.sched.harness import Outcome, SimRequest, simulate
+from tests.support.sched.harness import Job, Outcome, simulate
 
 MIXED = Role.MIXED
 
 
 def poison(culprit: int, position: int = 0) -> Callable[[str, StepPlan], bool]:
-    """Steps raise that compute a request beyond a position."""
+    """Raise in steps that compute a request beyond a position."""
 
     def fails(name: str, plan: StepPlan) -> bool:
         return any(span.request == culprit and span.start + span.length > position for span in plan.spans)
@@ -24,18 +24,18 @@ def poison(culprit: int, position: int = 0) -> Callable[[str, StepPlan], bool]:
 
 
 def prefills(outcome: Outcome, request: int) -> int:
-    """How often a request's prompt was begun in a step that came back."""
+    """Count the successful steps that began the prompt of a request."""
     return sum(span.request == request and span.start == 0 for _, plan in outcome.plans for span in plan.spans)
 
 
-def run(fails: Callable[[str, StepPlan], bool], jobs: list[SimRequest], **shape: Any) -> Outcome:
+def run(fails: Callable[[str, StepPlan], bool], jobs: list[Job], **shape: Any) -> Outcome:
     return simulate(jobs, (MIXED,), fails=fails, prefix_caching=False, **{"pages": 256, **shape})
 
 
 @pytest.mark.parametrize("policy", ["distserve", "unified", "kairos", "fairbatching", "slos_serve", "vllm"])
 def test_a_request_that_fails_in_its_first_step_costs_the_others_their_kv_once(policy: str) -> None:
-    jobs = [SimRequest(range(index * 50, index * 50 + 12), 40, 0.001 * index) for index in range(6)]
-    jobs.append(SimRequest(range(500, 512), 40, 0.03))  # the others decode by then
+    jobs = [Job(range(index * 50, index * 50 + 12), 40, 0.001 * index) for index in range(6)]
+    jobs.append(Job(range(500, 512), 40, 0.03))  # the others decode by then
     outcome = run(poison(6), jobs, policy=policy)
     assert [one.finish_reason for one in outcome.requests] == ["stop"] * 6 + ["error"]
     assert outcome.requests[6].error == "the step that computed this request failed twice"
@@ -45,45 +45,45 @@ def test_a_request_that_fails_in_its_first_step_costs_the_others_their_kv_once(p
 
 @pytest.mark.parametrize("position", [12, 15, 30])
 @pytest.mark.parametrize("tokens", [5, 32])
-def test_a_request_that_fails_later_is_found_where_it_failed(position: int, tokens: int) -> None:
-    """Its prompt computes again without fault: only at the position where the step raised does it raise again."""
-    jobs = [SimRequest(range(index * 50, index * 50 + 12), 40, 0.001 * index) for index in range(5)]
+def test_a_request_that_fails_later_is_found_at_the_failing_position(position: int, tokens: int) -> None:
+    """Its prompt is recomputed without fault; only at the position of the failure does a step raise again."""
+    jobs = [Job(range(index * 50, index * 50 + 12), 40, 0.001 * index) for index in range(5)]
     outcome = run(poison(2, position), jobs, tokens=tokens)
     assert [one.finish_reason for one in outcome.requests] == ["stop", "stop", "error", "stop", "stop"]
     assert outcome.counters["mixed0"].rebuilds == 2
     assert all(len(one.output) == 40 for one in outcome.requests if one.finish_reason == "stop")
 
 
-def test_several_poisoned_requests_all_fail_alone() -> None:
-    jobs = [SimRequest(range(index * 50, index * 50 + 12), 20, 0.001 * index) for index in range(8)]
+def test_several_failing_requests_all_fail_alone() -> None:
+    jobs = [Job(range(index * 50, index * 50 + 12), 20, 0.001 * index) for index in range(8)]
     outcome = run(lambda name, plan: any(span.request in (1, 4, 5) for span in plan.spans), jobs)
     reasons = [one.finish_reason for one in outcome.requests]
     assert reasons == ["stop", "error", "stop", "stop", "error", "error", "stop", "stop"]
 
 
-def test_a_failure_that_does_not_repeat_ends_nothing() -> None:
+def test_a_transient_failure_ends_no_request() -> None:
     done: list[int] = []
 
     def fails(name: str, plan: StepPlan) -> bool:
         done.append(plan.step)
         return len(done) in (5, 40)
 
-    jobs = [SimRequest(range(index * 50, index * 50 + 12), 20, 0.001 * index) for index in range(6)]
+    jobs = [Job(range(index * 50, index * 50 + 12), 20, 0.001 * index) for index in range(6)]
     outcome = run(fails, jobs)
     assert [one.finish_reason for one in outcome.requests] == ["stop"] * 6
 
 
-def test_trials_do_not_deadlock_where_pages_are_short() -> None:
-    jobs = [SimRequest(range(index * 50, index * 50 + 12), 12, 0.001 * index) for index in range(6)]
+def test_retries_do_not_deadlock_in_small_pools() -> None:
+    jobs = [Job(range(index * 50, index * 50 + 12), 12, 0.001 * index) for index in range(6)]
     outcome = run(poison(3), jobs, pages=8, rows=4)
     assert [one.finish_reason for one in outcome.requests] == ["stop"] * 3 + ["error"] + ["stop"] * 2
 
 
 @pytest.mark.parametrize("rows", [2, 3, 8])
 @pytest.mark.parametrize("lead", [0.0, 1e-3])
-def test_trials_wait_for_slots_that_are_reserved(rows: int, lead: float) -> None:
-    """On a decode instance those on their way may take the slots before the trials do: they go on all the same."""
-    jobs = [SimRequest(range(index * 50, index * 50 + 12), 30, 0.001 * index) for index in range(14)]
+def test_retries_wait_for_reserved_slots(rows: int, lead: float) -> None:
+    """On a decode instance, requests in transfer may take the slots before the retries; both still finish."""
+    jobs = [Job(range(index * 50, index * 50 + 12), 30, 0.001 * index) for index in range(14)]
     raised: list[int] = []
 
     def fails(name: str, plan: StepPlan) -> bool:

@@ -1,4 +1,4 @@
-"""Best effort beyond what policies are shown: in order, never lost, and free of charge."""
+"""Best-effort requests beyond those shown to policies: in order, never lost, and without cost per step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.instance.request_queues import shown
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import GeneralModel
-from tests.support.sched.harness import COEFFICIENTS, SimRequest
+from tests.support.sched.harness import COEFFICIENTS, Job
 from tests.support.sched.laws import Watch
 
 
@@ -36,7 +36,7 @@ def seen(one: Scheduler) -> list[int]:
     return [request.id for request in one.view(0.0, 0.0).prefill]
 
 
-def test_a_policy_sees_the_first_of_best_effort_and_all_others() -> None:
+def test_a_policy_sees_the_first_best_effort_requests_and_all_others() -> None:
     one = scheduler()
     for id in range(500):
         one.add(request(id))
@@ -71,12 +71,12 @@ def test_a_demoted_request_waits_for_its_turn() -> None:
 
 
 @pytest.mark.parametrize("policy", policies.names())
-def test_all_of_a_long_queue_are_served(policy: str) -> None:
-    """At every move of the clock the tables and the room are checked against the requests that there are."""
+def test_every_request_of_a_long_queue_is_served(policy: str) -> None:
+    """Check the queues against the existing requests at every event."""
     rng = random.Random(7)
     tiers = [BEST_EFFORT] * 9 + [STANDARD]
     jobs = [
-        SimRequest(
+        Job(
             range(index * 50, index * 50 + rng.randint(3, 30)),
             rng.randint(1, 6),
             rng.random() * 0.2,
@@ -92,5 +92,5 @@ def test_all_of_a_long_queue_are_served(policy: str) -> None:
     assert {one.finish_reason for one in outcome.requests} <= {"stop", "length", "abort"}
 
 
-def test_how_many_are_shown_follows_the_rows() -> None:
+def test_the_number_shown_depends_on_the_rows() -> None:
     assert (shown(1), shown(16), shown(256)) == (64, 64, 1024)

@@ -1,4 +1,4 @@
-"""Steps that hang: what their requests get, where the others go, and what happens when such a step ends after all."""
+"""Hung steps: the outcome of their requests, rerouting of the others, and a late return of the step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.instance.watchdog import Patience, Watchdog
 from jaxserve.sched.sim import clock
 from tests.support.sched import harness
-from tests.support.sched.harness import Outcome, SimRequest
+from tests.support.sched.harness import Job, Outcome
 
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED
 HANG = 300.0  # seconds
 
 
-def jobs(count: int = 12, every: float = 4.0, output: int = 6) -> list[SimRequest]:
-    return [SimRequest(range(index * 100, index * 100 + 8), output, index * every) for index in range(count)]
+def jobs(count: int = 12, every: float = 4.0, output: int = 6) -> list[Job]:
+    return [Job(range(index * 100, index * 100 + 8), output, index * every) for index in range(count)]
 
 
 def once(name: str, after: float = 0.0, seconds: float = HANG) -> Callable[[str, StepPlan], float]:
-    """The first step that instance `name` begins after a time is so much longer."""
+    """Delay the first step of instance `name` after a given time by `seconds`."""
     done: list[bool] = []
 
     def late(instance: str, plan: StepPlan) -> float:
@@ -36,7 +36,7 @@ def once(name: str, after: float = 0.0, seconds: float = HANG) -> Callable[[str,
     return late
 
 
-def simulate(jobs: list[SimRequest], roles: tuple[Role, ...] = (MIXED,), **shape: Any) -> Outcome:
+def simulate(jobs: list[Job], roles: tuple[Role, ...] = (MIXED,), **shape: Any) -> Outcome:
     return harness.simulate(jobs, roles, rest=2 * HANG, **shape)
 
 
@@ -45,7 +45,7 @@ def reasons(outcome: Outcome) -> list[str]:
 
 
 class Seen:
-    """What a cluster says of itself as time goes by."""
+    """A recorder of a cluster's health over time."""
 
     def __init__(self, *times: float) -> None:
         self.times = times
@@ -72,7 +72,7 @@ class Seen:
     ],
 )
 @pytest.mark.parametrize("routing", ["least_work", "unified", "round_robin", "deflect", "prefill_budget"])
-def test_a_step_that_hangs_fails_its_requests_and_the_others_are_served(
+def test_a_hung_step_fails_its_requests_and_the_others_are_served(
     roles: tuple[Role, ...], hangs: str, routing: str
 ) -> None:
     seen = Seen(20.0, 60.0, 400.0)
@@ -83,21 +83,23 @@ def test_a_step_that_hangs_fails_its_requests_and_the_others_are_served(
     for one in failed:
         assert one.finish_reason == UNAVAILABLE and hangs in str(one.error), (one.finish_reason, one.error)
     later = [one for one in outcome.requests if one.arrival > 35.0]
-    assert all(one.finish_reason == "stop" and one.token_times[-1] < 60.0 for one in later), "held up by the hung step"
+    assert all(one.finish_reason == "stop" and one.token_times[-1] < 60.0 for one in later), (
+        "the hung step delayed other requests"
+    )
     assert seen.ailments == [None, f"a step of instance {hangs} does not end", None]
-    assert seen.roles[-1] == roles, "the roles are not what they were"
+    assert seen.roles[-1] == roles, "roles are not restored"
 
 
-def test_where_nothing_else_serves_requests_are_refused_until_the_step_ends() -> None:
-    early, late = SimRequest(range(8), 6, 0.0), SimRequest(range(100, 108), 6, 400.0)
-    between = SimRequest(range(200, 208), 6, 100.0)
+def test_without_another_instance_requests_are_refused_until_the_hung_step_ends() -> None:
+    early, late = Job(range(8), 6, 0.0), Job(range(100, 108), 6, 400.0)
+    between = Job(range(200, 208), 6, 100.0)
     outcome = simulate([early, between, late], late=once("mixed0"))
     assert reasons(outcome) == [UNAVAILABLE, UNAVAILABLE, "stop"]
     assert outcome.requests[1].error == "a step of instance mixed0 does not end"
 
 
-def test_waiting_prompts_of_an_instance_that_hangs_alone_are_told() -> None:
-    many = [SimRequest(range(index * 100, index * 100 + 8), 6, 0.01 * index) for index in range(10)]
+def test_prompts_waiting_on_the_only_instance_that_hangs_are_refused() -> None:
+    many = [Job(range(index * 100, index * 100 + 8), 6, 0.01 * index) for index in range(10)]
     outcome = simulate(many, late=once("mixed0"), rows=2)
     assert reasons(outcome) == [UNAVAILABLE] * 10
     assert all(len(deltas) and deltas[-1].finish_reason == UNAVAILABLE for deltas in outcome.deltas.values())
@@ -108,7 +110,7 @@ def test_a_step_may_take_as_long_as_its_prediction_allows() -> None:
     assert reasons(outcome) == ["stop"] * 3
 
 
-def test_a_hung_step_teaches_the_model_nothing() -> None:
+def test_a_hung_step_does_not_train_the_model() -> None:
     """Its 300 s would make every later step look hopeless."""
     plain, hung = simulate(jobs(), (MIXED, MIXED)), simulate(jobs(), (MIXED, MIXED), late=once("mixed0", 0.1))
     assert plain.counters["mixed1"].predicted_seconds < 1.0 and hung.counters["mixed1"].predicted_seconds < 1.0
@@ -116,7 +118,7 @@ def test_a_hung_step_teaches_the_model_nothing() -> None:
 
 
 @pytest.mark.parametrize("roles", [(PREFILL, DECODE), (PREFILL, DECODE, DECODE)])
-def test_a_transfer_that_hangs_fails_its_request_alone(roles: tuple[Role, ...]) -> None:
+def test_a_hung_transfer_fails_only_its_request(roles: tuple[Role, ...]) -> None:
     transfers: list[float] = []
 
     def slow() -> float:
@@ -129,8 +131,8 @@ def test_a_transfer_that_hangs_fails_its_request_alone(roles: tuple[Role, ...]) 
     assert "moving its KV from instance prefill0 to decode" in str(failed[0].error)
 
 
-def test_a_clock_that_jumped_is_looked_at_twice() -> None:
-    """A process that was stopped for a minute finds its clock ahead before it finds the step's result."""
+def test_a_clock_jump_alone_is_not_a_hung_step() -> None:
+    """After a process was stopped for a minute, its clock jumps before the result of the step is read."""
 
     async def scenario() -> list[float]:
         told: list[float] = []
@@ -153,11 +155,11 @@ def test_a_clock_that_jumped_is_looked_at_twice() -> None:
     assert 200.0 <= seconds <= 212.0
 
 
-def test_a_failing_row_of_steps_is_said_only_where_nothing_succeeds_between() -> None:
+def test_repeated_failures_are_reported_only_without_a_success_between() -> None:
     seen = Seen(*[0.05 * step for step in range(1, 60)])
     fails: Any = lambda name, plan: plan.step % 4 == 0  # noqa: E731
-    simulate([SimRequest(range(index * 9, index * 9 + 8), 60) for index in range(4)], fails=fails, watch=seen)
+    simulate([Job(range(index * 9, index * 9 + 8), 60) for index in range(4)], fails=fails, watch=seen)
     assert seen.ailments and not any(seen.ailments)
     dead = Seen(0.5, 1.0, 2.0)
-    simulate([SimRequest(range(8), 4)] * 3, fails=lambda name, plan: True, watch=dead)
+    simulate([Job(range(8), 4)] * 3, fails=lambda name, plan: True, watch=dead)
     assert any("steps of instance mixed0 failed, all within a minute" in str(one) for one in dead.ailments)

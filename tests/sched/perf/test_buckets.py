@@ -1,4 +1,4 @@
-"""Padded step times: a step costs what its program costs, and vectorized times are sums of single ones."""
+"""Padded step times: a step costs what its program costs, and vectorized times equal single ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def padded(buckets: Buckets, seed: int) -> Padded:
 
 
 @given(BUCKETS, st.integers(0, 600), st.integers(0, 80), st.integers(0, 5000))
-def test_padding_adds_tokens_and_nothing_else(buckets: Buckets, prefill: int, decode: int, context: int) -> None:
+def test_padding_adds_tokens_only(buckets: Buckets, prefill: int, decode: int, context: int) -> None:
     load = Load(prefill, decode, float(prefill * prefill), context, context * decode, 7, 0)
     program, whole = buckets.placed(load)
     assert 0 <= program < buckets.programs
@@ -38,7 +38,7 @@ def test_padding_adds_tokens_and_nothing_else(buckets: Buckets, prefill: int, de
 
 
 @given(BUCKETS, st.integers(0, 9), st.lists(st.integers(0, 3000), min_size=1, max_size=6), st.integers(1, 700))
-def test_prompts_take_the_sum_of_their_steps(buckets: Buckets, seed: int, tokens: list[int], chunk: int) -> None:
+def test_a_prompt_takes_the_sum_of_its_steps(buckets: Buckets, seed: int, tokens: list[int], chunk: int) -> None:
     form, context = padded(buckets, seed), 300
     expected = []
     for left in tokens:
@@ -53,7 +53,7 @@ def test_prompts_take_the_sum_of_their_steps(buckets: Buckets, seed: int, tokens
 
 
 @given(BUCKETS, st.integers(0, 9), st.lists(st.integers(1, 100), min_size=1, max_size=6))
-def test_decode_times_are_those_of_single_steps(buckets: Buckets, seed: int, rows: list[int]) -> None:
+def test_vectorized_decode_times_equal_single_steps(buckets: Buckets, seed: int, rows: list[int]) -> None:
     form, count = padded(buckets, seed), np.array(rows, float)
     found = form.decode_times(count, 900.0 + count, 700.0 * count)
     steps = [form.step_time(Load(decode=n, longest=900 + n, context=700 * n)) for n in rows]
@@ -61,8 +61,8 @@ def test_decode_times_are_those_of_single_steps(buckets: Buckets, seed: int, row
 
 
 @given(st.integers(0, 60), st.integers(65, 512), st.floats(0.0, 1.0))
-def test_a_chunk_is_filled_up_to_the_stair(rows: int, left: int, share: float) -> None:
-    """Largest chunks are searched for on a grid; the rest of a stair is free."""
+def test_a_chunk_fills_its_padding_bucket(rows: int, left: int, share: float) -> None:
+    """The largest chunk is searched for on a grid, but the padding of its bucket is free."""
     form = Padded(replace(TRUTH, quadratic=0.0), ENGINE)
     load = Load(decode=rows, longest=500 if rows else 0, context=500 * rows)
     costs = [form.step_time(load.add_chunk(size, 0)) for size in range(1, left + 1)]
@@ -71,7 +71,7 @@ def test_a_chunk_is_filled_up_to_the_stair(rows: int, left: int, share: float) -
     assert largest_chunk(form.step_time, load, 0, left, bound) == most
 
 
-def test_sizes_that_make_no_sense_are_refused() -> None:
+def test_invalid_sizes_are_refused() -> None:
     for sizes in ((4, 1), (0, 1), (2, 2)):
         with pytest.raises(InvalidValue, match="must be positive sizes in ascending order"):
             Buckets(decode=sizes)

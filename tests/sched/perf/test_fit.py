@@ -1,4 +1,4 @@
-"""`jaxserve fit`: steps of a file to a table of errors and a preset that the simulator reads."""
+"""`jaxserve fit`: from measured steps to a table of errors and a preset for the simulator."""
 
 import argparse
 import csv
@@ -31,7 +31,7 @@ def run(*words: str) -> int:
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    """300 steps of TRUTH as CSV."""
+    """Write 300 steps of TRUTH as CSV."""
     path = tmp_path / "steps.csv"
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -59,14 +59,14 @@ def test_a_profile_becomes_a_table_and_a_preset(
     assert simulate(arrivals, "kairos", "2x1", preset).summary.attained == 1.0
 
 
-def test_lines_of_json_say_the_same_as_a_table(profile: Path, tmp_path: Path) -> None:
+def test_json_lines_equal_csv(profile: Path, tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     with profile.open() as rows:
         path.write_text("".join(json.dumps(row) + "\n" for row in csv.DictReader(rows)))
     assert fit.read(path) == fit.read(profile)
 
 
-def test_a_journal_is_a_profile_with_a_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_journal_is_a_profile_with_a_kv_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "run.jsonl", tmp_path / "mine.yaml"
     served = Latency("a", 1000, 4096, page_size=16, coefficients=TRUTH)
     with path.open("w") as file:
@@ -106,7 +106,7 @@ def test_a_journal_without_a_step_is_a_clear_error(tmp_path: Path) -> None:
         fit.read(path)
 
 
-def test_what_a_row_leaves_out_is_what_it_must_be(tmp_path: Path) -> None:
+def test_missing_columns_get_their_implied_values(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     rows = [
         {"prefill": 100, "prefix": 50, "seconds": 0.1},
@@ -121,7 +121,7 @@ def test_what_a_row_leaves_out_is_what_it_must_be(tmp_path: Path) -> None:
     ]
 
 
-def test_a_model_that_the_profile_cannot_tell_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_the_profile_cannot_determine_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.csv"
     path.write_text("decode,longest,seconds\n" + "".join(f"{n},1000,{0.01 + n / 1e4}\n" for n in range(1, 30)))
     assert run(str(path)) == 0
@@ -147,7 +147,7 @@ def test_a_model_that_the_profile_cannot_tell_is_named(tmp_path: Path, capsys: p
         ("", r"a.csv has no steps"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_a_clear_error(tmp_path: Path, text: str, message: str) -> None:
+def test_an_unreadable_file_is_a_clear_error(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "a.csv"
     path.write_text(text)
     with pytest.raises(InvalidValue, match=message):
@@ -157,14 +157,14 @@ def test_a_file_that_cannot_be_read_is_a_clear_error(tmp_path: Path, text: str, 
 @pytest.mark.parametrize(
     ("text", "message"), [("{", "a.jsonl:1 is not JSON"), ("[1]", "a.jsonl:1 must be an object"), ("", "has no steps")]
 )
-def test_lines_that_are_no_steps_are_clear_errors(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_rows_are_clear_errors(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(text)
     with pytest.raises(InvalidValue, match=message):
         fit.read(path)
 
 
-def test_flags_that_cannot_be(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_refused(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(str(profile), "--p-moe", "2") == 2
     assert "p-moe=2.0 must be between 0 and 1" in capsys.readouterr().err
     assert run(str(profile), "--out", str(tmp_path / "x.yaml")) == 2

@@ -1,4 +1,4 @@
-"""The learned step-time model: exact where the truth has its form, quick to follow, and hard to lead astray."""
+"""The learned step-time model: exact for its own form, quick to follow changes, and robust to outliers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def profiled(buckets: Buckets, truth: Padded | None = None) -> LearnedModel:
 
 
 def errors(model: LearnedModel, steps: Iterable[Step], after: int = 200) -> dict[str, float]:
-    """Mean absolute error by kind of step, each predicted and then learned, but for the first `after`."""
+    """Return the mean absolute error by kind of step, each predicted, then learned, except the first `after`."""
     found: dict[str, list[float]] = {}
     for count, (load, seconds) in enumerate(steps):
         if count >= after:
@@ -44,7 +44,7 @@ def errors(model: LearnedModel, steps: Iterable[Step], after: int = 200) -> dict
 
 
 @pytest.mark.parametrize("buckets", [NONE, ENGINE], ids=["plain", "padded"])
-def test_a_profile_tells_the_true_form(buckets: Buckets) -> None:
+def test_a_profile_determines_the_true_form(buckets: Buckets) -> None:
     model, form = profiled(buckets), Padded(TRUTH, buckets)
     for load in samples(TRUTH, 5, 200):
         assert model.step_time(load) == pytest.approx(form.step_time(load), rel=1e-6)
@@ -52,9 +52,12 @@ def test_a_profile_tells_the_true_form(buckets: Buckets) -> None:
 
 @pytest.mark.parametrize("buckets", [NONE, ENGINE], ids=["plain", "padded"])
 @pytest.mark.parametrize("drift", [0.6, 1.0, 1.8])
-def test_after_200_steps_the_errors_are_those_of_the_noise(buckets: Buckets, drift: float) -> None:
-    """Steps of all kinds take `drift` times as long as in the profile, programs differ from the form by up to 20 %,
-    times are noisy, and one step in 25 takes ten times as long."""
+def test_after_200_steps_only_noise_remains(buckets: Buckets, drift: float) -> None:
+    """Learn from steps of all kinds that take `drift` times as long as in the profile.
+
+    Programs differ from the form by up to 20%, times are noisy, and one step in 25 takes ten times
+    as long.
+    """
     random = np.random.default_rng(3)
     speeds = tuple(random.uniform(0.8, 1.2, buckets.programs).tolist())
     served, sigma = Padded(TRUTH, buckets, speeds), 0.05
@@ -70,8 +73,8 @@ def test_after_200_steps_the_errors_are_those_of_the_noise(buckets: Buckets, dri
     assert judged["decode"] < 0.10 and judged["prefill"] < 0.15 and judged["mixed"] < 0.15, judged
 
 
-def test_mixed_steps_alone_are_learned_from() -> None:
-    """Under load nearly all steps are mixed: a model that ignores them learns nothing."""
+def test_mixed_steps_alone_train_the_model() -> None:
+    """Under load nearly all steps are mixed, so a model that ignores them learns nothing."""
     mixed = [load for load in samples(TRUTH, 5, 900) if kind(load) == "mixed"]
     form = Padded(TRUTH, ENGINE)
     served = [(load, 2.5 * form.step_time(load)) for load in mixed]
@@ -80,7 +83,7 @@ def test_mixed_steps_alone_are_learned_from() -> None:
 
 @pytest.mark.parametrize("slower", [80.0, 1 / 80])
 def test_a_profile_of_another_machine_is_corrected_within_a_few_steps(slower: float) -> None:
-    """As one measured while the machine was busy: all kinds of steps are scaled, also those not seen since."""
+    """The profile was measured on a busy machine: all kinds of steps are rescaled, also those not seen since."""
     other = replace(TRUTH, **{name: slower * getattr(TRUTH, name) for name in LINEAR})
     model, form = profiled(ENGINE, Padded(other, ENGINE)), Padded(TRUTH, ENGINE)
     load = Load(decode=24, longest=3000, context=40_000)
@@ -90,7 +93,7 @@ def test_a_profile_of_another_machine_is_corrected_within_a_few_steps(slower: fl
         assert model.step_time(one) == pytest.approx(form.step_time(one), rel=0.3)
 
 
-def test_pauses_do_not_scale_what_is_known() -> None:
+def test_pauses_do_not_rescale_the_model() -> None:
     model, form = profiled(ENGINE), Padded(TRUTH, ENGINE)
     load = Load(decode=24, longest=3000, context=40_000)
     for count in range(60):
@@ -98,8 +101,8 @@ def test_pauses_do_not_scale_what_is_known() -> None:
     assert model.step_time(Load().add_chunk(500, 4000)) < 3 * form.step_time(Load().add_chunk(500, 4000))
 
 
-def test_what_serving_does_not_show_is_kept() -> None:
-    """After 2,000 decode steps prompts are predicted as before."""
+def test_unobserved_kinds_of_steps_keep_their_predictions() -> None:
+    """After 2,000 decode steps, predictions for prompts are unchanged."""
     model, form = profiled(ENGINE), Padded(TRUTH, ENGINE)
     random = np.random.default_rng(0)
     for _ in range(2000):
@@ -125,19 +128,19 @@ TIMES = st.one_of(st.floats(1e-6, 1e3), st.sampled_from([0.0, -1.0, float("nan")
 
 
 @given(st.lists(st.tuples(LOADS, TIMES), max_size=30), LOADS, st.sampled_from([NONE, ENGINE]))
-def test_nothing_that_is_measured_makes_it_say_nonsense(steps: list[Step], load: Load, buckets: Buckets) -> None:
+def test_predictions_stay_valid_for_any_measurements(steps: list[Step], load: Load, buckets: Buckets) -> None:
     model = profiled(buckets)
     for one, seconds in steps:
         before = model.step_time(one)
         model.observe(one, seconds)
         assert 0 < model.step_time(one) < float("inf")
-        assert model.step_time(one) <= 2 * before * (1 + 1e-9), "a pause is no trend"
+        assert model.step_time(one) <= 2 * before * (1 + 1e-9), "a pause changed the model"
     assert 0 <= model.step_time(load) < float("inf")
     assert model.step_time(load.add_chunk(8192, 0)) >= 0 and model.prefill_rate > 0
 
 
 @pytest.mark.parametrize("kind_", ["learned", "general", "table", "linear", "roofline", "poly"])
-def test_a_recipe_survives_a_journal_and_predicts_the_same(kind_: str) -> None:
+def test_a_recipe_survives_a_journal_with_equal_predictions(kind_: str) -> None:
     import json
 
     form, loads = Padded(TRUTH, ENGINE), [probe.load for probe in probes(LIMITS, 131_072, ENGINE)]
@@ -156,6 +159,6 @@ def test_a_recipe_of_another_version_is_a_clear_error() -> None:
         Recipe.of({"model": "profile", "points": []})
 
 
-def test_a_model_of_nothing_is_refused() -> None:
+def test_an_empty_profile_is_refused() -> None:
     with pytest.raises(InvalidValue, match="no measured steps to fit"):
         LearnedModel()

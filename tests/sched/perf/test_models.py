@@ -1,4 +1,4 @@
-"""Step-time models: what was published is reproduced, what was measured is learnt, and nonsense breaks nothing."""
+"""Step-time models: they reproduce published points, learn from measurements, and survive invalid values."""
 
 from pathlib import Path
 from typing import Literal
@@ -79,14 +79,14 @@ def test_an_unknown_key_is_named_with_those_allowed() -> None:
 @pytest.mark.parametrize(
     ("boundary", "segments"), [("chunk", 1), ("layer", 62), ("op", 124), ("layers:4", 16), ("layers:62", 1)]
 )
-def test_boundaries(boundary: str, segments: int) -> None:
+def test_boundaries_are_parsed_and_checked(boundary: str, segments: int) -> None:
     preset = load_yaml(CONFIGS / "minimax-m2.5-h200-tp4.yaml", Latency)
     assert preset.segments(boundary) == segments
     with pytest.raises(InvalidValue, match="op, layer, layers:K or chunk"):
         preset.segments("layers:0")
 
 
-def test_points_that_do_not_tell_are_refused() -> None:
+def test_insufficient_points_are_refused() -> None:
     one = Point("decode", 1000, 0.01)
     with pytest.raises(InvalidValue, match="1 points cannot determine"):
         solve([one], {})
@@ -105,7 +105,7 @@ def test_fit_finds_the_coefficients_behind_the_measurements() -> None:
     assert fitted.mape < 1e-6 and set(fitted.by_kind) == {"prefill", "decode", "mixed"}
 
 
-def test_fit_reports_the_noise_it_cannot_explain() -> None:
+def test_fit_reports_unexplained_noise() -> None:
     random = np.random.default_rng(0)
     noisy = [(load, TRUTH.step_time(load) * random.lognormal(0, 0.05)) for load in loads(500)]
     fitted = fit(noisy, p_moe=TRUTH.p_moe)
@@ -115,7 +115,7 @@ def test_fit_reports_the_noise_it_cannot_explain() -> None:
 
 
 def test_nonnegative_least_squares_is_optimal() -> None:
-    """The law of Karush, Kuhn and Tucker: no pull on what is above zero, none upwards on what is zero."""
+    """The Karush-Kuhn-Tucker conditions hold: zero gradient at positive values, no descent direction at zeros."""
     random = np.random.default_rng(3)
     for _ in range(50):
         table, target = random.normal(size=(30, 6)), random.normal(size=30)
@@ -126,7 +126,7 @@ def test_nonnegative_least_squares_is_optimal() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_agrees_with_itself_and_survives_nonsense(name: str) -> None:
+def test_a_model_is_consistent_and_survives_invalid_values(name: str) -> None:
     model = MODELS[name]
     rows = np.array([1.0, 2.0, 40.0])
     longest, total = np.array([500.0, 9000.0, 90_000.0]), np.array([500.0, 9900.0, 250_000.0])
@@ -143,7 +143,7 @@ def test_a_model_agrees_with_itself_and_survives_nonsense(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @given(st.integers(0, 200_000), st.integers(0, 200_000), st.integers(1, 9000))
-def test_a_prompt_takes_what_its_chunks_take(name: str, tokens: int, context: int, chunk: int) -> None:
+def test_a_prompt_takes_the_sum_of_its_chunks(name: str, tokens: int, context: int, chunk: int) -> None:
     chunk = max(chunk, tokens // 50)
     steps = [Load().add_chunk(min(chunk, tokens - done), context + done) for done in range(0, tokens, chunk)]
     together = MODELS[name].prefill_times(np.array([float(tokens)]), np.array([float(context)]), chunk)
@@ -152,7 +152,7 @@ def test_a_prompt_takes_what_its_chunks_take(name: str, tokens: int, context: in
 
 
 @pytest.mark.parametrize("p_moe", [0.0, 1e-3, 0.999, 1.0])
-def test_experts_of_any_number_are_read_once(p_moe: float) -> None:
+def test_the_weights_of_each_expert_are_read_at_most_once(p_moe: float) -> None:
     model = Coefficients(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, w_moe=1.0, p_moe=p_moe)
     tokens = np.array([0.0, 1.0, 7.0, 8.0, 20.0])
     steps = [[], [1], [7], [8], [8, 8, 4]]
@@ -182,7 +182,7 @@ def test_prefill_rate_follows_steps_without_decodes(name: str) -> None:
     assert model.prefill_rate == pytest.approx(2000, rel=1e-3)
 
 
-def test_table_is_exact_at_its_entries_and_between_its_neighbours() -> None:
+def test_table_is_exact_at_its_entries_and_between_neighbors() -> None:
     truth = GeneralModel(TRUTH)
     table = TableModel.profiled(truth)
     for batch, length in ((1, 8192), (32, 131072), (256, 256)):
@@ -196,16 +196,16 @@ def test_table_is_exact_at_its_entries_and_between_its_neighbours() -> None:
 
 
 @given(st.integers(1, 400), st.integers(1, 200_000), st.sampled_from(["bilinear", "nearest"]))
-def test_table_tells_one_load_what_it_tells_many(
+def test_single_and_batched_table_lookups_agree(
     batch: int, longest: int, lookup: Literal["bilinear", "nearest"]
 ) -> None:
-    """A single step is looked up without numpy, to the same bits."""
+    """A single step is looked up without numpy, with bitwise equal results."""
     table = TableModel.profiled(GeneralModel(TRUTH), lookup=lookup)
     (one,) = table.decode_times(np.array([batch]), np.array([longest]), np.array([batch * longest]))
     assert table.step_time(Load(decode=batch, longest=longest, context=batch * longest)) == one
 
 
-def test_table_learns_by_mean_or_by_moving_average() -> None:
+def test_table_learns_by_mean_or_moving_average() -> None:
     load = Load(decode=4, longest=8192)
     slow, quick = (TableModel.profiled(GeneralModel(TRUTH), ewma=ewma) for ewma in (None, 0.2))
     before = slow.step_time(load)
@@ -216,7 +216,7 @@ def test_table_learns_by_mean_or_by_moving_average() -> None:
     assert quick.step_time(load) == pytest.approx(2 * before, rel=1e-3)
 
 
-def test_unseen_entries_follow_a_fit_to_those_seen() -> None:
+def test_unseen_entries_are_fitted_to_those_seen() -> None:
     table = TableModel(prefill_rate=20_000)
     table.add([(batch, length, 0.01 + 1e-4 * batch + 1e-7 * length) for batch in (1, 8) for length in (256, 16384)])
     assert table.step_time(Load(decode=64, longest=131072)) == pytest.approx(0.01 + 6.4e-3 + 0.0131072)
@@ -235,7 +235,7 @@ def test_linear_model_is_fitted_offline_and_recalibrates_online() -> None:
     assert max(error) < 0.02
 
 
-def test_linear_model_survives_a_load_that_never_varies() -> None:
+def test_linear_model_survives_constant_loads() -> None:
     model, load = LinearModel(8e-3, 4e-5, 2e-8, forgetting=0.95), decode(1000, 1000)
     for _ in range(20_000):
         model.observe(load, 0.02)

@@ -1,4 +1,4 @@
-"""Latency presets: what is published holds, what is derived is right by hand, what is missing is named."""
+"""Latency presets: published points hold, derived values match hand computation, missing values are named."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_every_preset_says_what_is_published_and_what_is_assumed(path: Path) -> 
     assert made.kv_tokens > 4096 and made.device().pages > 0
 
 
-def test_a_derived_step_by_hand() -> None:
+def test_a_derived_step_matches_hand_computation() -> None:
     truth = SHEET.coefficients()
     weights, token, read = 8e9 / 0.8e12, 1e10 / 50e12, 80_000 / 0.8e12
     assert truth.step_time(decode(1000)) == pytest.approx(weights + token + 1000 * read)
@@ -50,14 +50,14 @@ def test_a_derived_step_by_hand() -> None:
     assert truth.step_time(chunk) == pytest.approx(weights + 100 * token + 5e5 * (100 * 50 + 5000) / 50e12)
 
 
-def test_what_hides_behind_reading_the_weights_costs_nothing() -> None:
+def test_arithmetic_hidden_behind_weight_reads_costs_nothing() -> None:
     values = {name: getattr(SHEET, name) for name in Derived.__slots__}
     half = Derived(**values | {"hidden": 0.5, "row": 1e-5}).coefficients()
     assert half.decode == pytest.approx(0.5 * SHEET.coefficients().decode + 1e-5)
     assert half.prefill == SHEET.coefficients().prefill
 
 
-def test_experts_are_read_as_tokens_need_them() -> None:
+def test_experts_are_read_if_some_token_needs_them() -> None:
     values = {name: getattr(SHEET, name) for name in Derived.__slots__} | {"experts": 4e9, "p_moe": 0.25}
     experts = Derived(**values).coefficients().step_time(decode(0, 0)) - SHEET.coefficients().step_time(decode(0, 0))
     assert experts == pytest.approx(4e9 / 0.8e12 * (1 - 0.75**2))
@@ -75,29 +75,32 @@ def test_experts_are_read_as_tokens_need_them() -> None:
         ("experts", 1e9, "requires p_moe"),
     ],
 )
-def test_data_sheets_that_make_no_sense_are_refused(name: str, value: float, message: str) -> None:
+def test_invalid_data_sheets_are_refused(name: str, value: float, message: str) -> None:
     values = {one: getattr(SHEET, one) for one in Derived.__slots__}
     with pytest.raises(InvalidValue, match=f"{name}.*{message}"):
         Derived(**values | {name: value})
 
 
-def test_the_most_that_sarathi_puts_in_a_step_of_opt_fits_the_tight_objective() -> None:
-    """SLOs-Serve, section 6: 512 tokens within 50 ms, a published fact that the preset was not made from."""
+def test_sarathis_largest_step_of_opt_meets_the_tight_objective() -> None:
+    """SLOs-Serve, section 6: 512 tokens within 50 ms. The preset was not fitted to this published fact."""
     truth = preset("opt-7b-a100-40g").solve()
     assert 0.04 < truth.step_time(Load().add_chunk(512, 0)) < 0.05
     assert truth.step_time(Load().add_chunk(1024, 0)) > 0.05
 
 
 def test_a_loaded_qwen_on_h20_decodes_as_fast_as_published() -> None:
-    """FairBatching, Tables 2 and 4: at 2.5 requests/s of 892 + 377 tokens vLLM's P50 TPOT is 26 ms. What prompts and
-    rows leave of each second goes to steps, and a step is a token of every row."""
+    """FairBatching, Tables 2 and 4: at 2.5 requests/s of 892 + 377 tokens, vLLM's P50 TPOT is 26 ms.
+
+    The time left by prompts and rows goes to the fixed part of steps, and a step gives each row a
+    token.
+    """
     truth, prompt, output = preset("qwen3-14b-h20").solve(), 892, 377
     chunk = Load().add_chunk(prompt, 0)
     request = truth.step_time(chunk) - truth.fixed + output * (truth.decode + truth.context * (prompt + output / 2))
     assert truth.fixed / (1 - 2.5 * request) == pytest.approx(0.026, rel=0.05)  # 0.061 with hidden: 0
 
 
-PUBLISHED_MODELS = {  # presets whose model's config is in configs/model
+PUBLISHED_MODELS = {  # presets of models with a config in configs/model
     "llama3-8b-a800": "llama3-8b",
     "opt-7b-a100-40g": "opt-6.7b",
     "qwen3-14b-h20": "qwen3-14b",
@@ -163,7 +166,7 @@ def test_a_preset_with_a_missing_coefficient_is_a_clear_error(text: str, message
 
 
 @pytest.mark.parametrize("context", [0.0, 40e-9])
-def test_assumed_otherwise_the_published_points_still_hold(context: float) -> None:
+def test_published_points_hold_under_other_assumptions(context: float) -> None:
     made = preset("minimax-m2.5-h200-tp4")
     other = made.with_coefficients({"context": context, "w_moe": 8e-3})
     truth = other.solve()
@@ -175,7 +178,7 @@ def test_assumed_otherwise_the_published_points_still_hold(context: float) -> No
     assert made.solve().context == 15e-9
 
 
-def test_what_was_solved_for_derived_or_given_is_replaced() -> None:
+def test_replacing_an_assumption_replaces_dependent_coefficients() -> None:
     made = preset("minimax-m2.5-h200-tp4").with_coefficients({"longest": 1e-8, "context": 0.0})
     truth = made.solve()
     assert (truth.longest, truth.context) == (1e-8, 0.0)
@@ -197,7 +200,7 @@ def test_what_was_solved_for_derived_or_given_is_replaced() -> None:
         ({"w_moe": 10.0}, "fixed=.* negative"),
     ],
 )
-def test_coefficients_that_cannot_be_are_refused(values: dict[str, float], message: str) -> None:
+def test_invalid_coefficients_are_refused(values: dict[str, float], message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         preset("minimax-m2.5-h200-tp4").with_coefficients(values).solve()
 

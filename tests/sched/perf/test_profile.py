@@ -1,4 +1,4 @@
-"""What is measured before serving: every kind of step, within limits, and within the time, however slow the device."""
+"""Profiling before serving: every kind of step, within the limits and within the time, also on slow devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMITS = Limits(512, 64, 8192, 16)
     draft=st.integers(0, 4),
     padded=st.booleans(),
 )
-def test_probes_are_legal_steps(
+def test_probes_are_valid_steps(
     rows: int, tokens: int, pages: int, page_size: int, length: int, draft: int, padded: bool
 ) -> None:
     limits = Limits(max(tokens, rows), rows, pages, page_size, draft=draft)
@@ -43,21 +43,21 @@ def test_probes_are_legal_steps(
         assert all(row.start >= 0 and row.length >= 1 for row in probe.rows)
         assert all(row.start + row.length <= max(length, 2) + draft for row in probe.rows)
         held = [page for span in spans(probe, limits) for page in span.new_pages]
-        assert len(set(held)) == len(held) and max(held) < limits.pages, "no two requests share a page"
+        assert len(set(held)) == len(held) and max(held) < limits.pages, "two requests share a page"
 
 
 @pytest.mark.parametrize("buckets", [NONE, ENGINE], ids=["plain", "padded"])
-def test_the_first_probes_are_of_every_kind_and_the_smallest(buckets: Buckets) -> None:
+def test_the_first_probes_are_the_smallest_of_every_kind(buckets: Buckets) -> None:
     made = probes(LIMITS, 2048, buckets)
     assert {kind(probe.load) for probe in made[:3]} == {"decode", "prefill", "mixed"}
     assert all(probe.load.tokens <= 64 for probe in made[:3])
     assert {probe.load.decode for probe in made if kind(probe.load) == "decode"} >= set(buckets.decode)
     longest = max(probe.load.longest for probe in made)
-    assert longest > 1900, "long contexts are measured too"
+    assert longest > 1900, "no long contexts are measured"
 
 
 def profile(truth: Coefficients, seconds: float, limits: Limits = LIMITS) -> tuple[list[Point], float]:
-    """A profile in virtual time, and how long it took."""
+    """Profile in virtual time; return the points and the time it took."""
 
     async def run() -> tuple[list[Point], float]:
         outputs: defaultdict[int, int] = defaultdict(lambda: 1 << 30)
@@ -67,7 +67,7 @@ def profile(truth: Coefficients, seconds: float, limits: Limits = LIMITS) -> tup
     return clock.run(run())
 
 
-def test_a_fast_device_is_measured_whole_and_exactly() -> None:
+def test_a_fast_device_is_profiled_completely_and_exactly() -> None:
     truth = Coefficients(1e-3, 1e-5, 1e-5, 1e-9, 1e-7, 1e-8)
     points, took = profile(truth, 10.0)
     assert [load for load, _ in points] == [probe.load for probe in probes(LIMITS, 2048, ENGINE)]
@@ -77,7 +77,7 @@ def test_a_fast_device_is_measured_whole_and_exactly() -> None:
 
 
 @pytest.mark.parametrize("chunk", [0.5, 2.0, 20.0])
-def test_a_device_whose_chunk_takes_long_still_gets_decode_and_mixed_points(chunk: float) -> None:
+def test_a_device_with_slow_chunks_still_gets_decode_and_mixed_points(chunk: float) -> None:
     truth = Coefficients(0.02 * chunk, chunk / 512, 2e-3 * chunk, 0.0, 1e-6, 1e-7)
     points, took = profile(truth, 10.0)
     kinds = {kind(load) for load, _ in points}
@@ -88,7 +88,7 @@ def test_a_device_whose_chunk_takes_long_still_gets_decode_and_mixed_points(chun
         assert len(points) > 15 and any(load.prefill == 512 for load, _ in points)
 
 
-def test_the_first_step_of_a_program_which_finds_everything_cold_is_no_point() -> None:
+def test_the_first_cold_step_of_a_program_is_not_a_point() -> None:
     truth = Coefficients(0.02, 1e-4, 1e-3, 0.0, 0.0, 0.0)
 
     class Cold(SimExecutor):
@@ -111,7 +111,7 @@ def test_the_first_step_of_a_program_which_finds_everything_cold_is_no_point() -
     assert all(seconds == pytest.approx(truth.step_time(load)) for load, seconds in clock.run(run()))
 
 
-def test_drafting_steps_are_measured_where_rows_may_draft() -> None:
+def test_steps_with_drafts_are_measured_if_drafts_are_enabled() -> None:
     truth = Coefficients(1e-3, 1e-5, 1e-5, 1e-9, 1e-7, 1e-8, draft=1e-3)
     points, _ = profile(truth, 10.0, Limits(512, 64, 8192, 16, draft=4))
     drafted = [load for load, _ in points if load.drafts]

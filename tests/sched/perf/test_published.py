@@ -1,4 +1,4 @@
-"""The other papers' step-time models, all of them by name, and what online correction can and cannot do."""
+"""Step-time models of other papers by name, and what online correction can and cannot do."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ from jaxserve.sched.perf.roofline import Roofline, Term
 TRUTH = Coefficients(8.7e-3, 4.5e-5, 2e-5, 3e-10, 2.4e-7, 1.5e-8, 11.5e-3, 8 / 256)
 LINE = Coefficients(8e-3, 4e-5, 4e-5, 0.0, 2e-8, 2e-8)
 ROOF = Roofline((Term(1e-4, 0.0, 1e-3), Term(1e-6, 2e-3, 2e-2)), 5e-8)
-LEARNING = [name for name in KINDS if name not in ("exact", "table")]  # table is a mean over all that ever was
+LEARNING = [name for name in KINDS if name not in ("exact", "table")]  # table is a mean over all steps ever seen
 
 
 def decode(*contexts: int) -> Load:
@@ -50,7 +50,7 @@ def error(model: PerfModel, steps: list[tuple[Load, float]]) -> float:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_name_makes_a_model_of_a_truth_and_of_points(name: str) -> None:
+def test_every_model_is_made_from_a_truth_and_from_points(name: str) -> None:
     for model in (make(name, LINE), make(name, points=profile(LINE.step_time))):
         assert 0.5 < model.step_time(Load().add_chunk(4096, 0)) / LINE.step_time(Load().add_chunk(4096, 0)) < 2
         assert model.decode_times(np.ones(3), np.full(3, 500.0), np.full(3, 500.0)).shape == (3,)
@@ -59,7 +59,7 @@ def test_every_name_makes_a_model_of_a_truth_and_of_points(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["linear", "roofline"])
-def test_a_line_is_found_by_every_form_that_has_it_in_it(name: str) -> None:
+def test_every_form_that_contains_a_line_finds_it(name: str) -> None:
     line = LinearModel(8e-3, 4e-5, 2e-8)
     assert error(make(name, points=profile(line.step_time)), profile(line.step_time, 9)) < 1e-6
 
@@ -75,7 +75,7 @@ def test_names_and_sources_are_checked() -> None:
             make(name, points=[])
 
 
-def test_roofline_is_its_slowest_term_by_hand() -> None:
+def test_roofline_is_its_slowest_term() -> None:
     assert ROOF.step_time(Load(decode=10)) == pytest.approx(2.001e-2)  # memory: 20 ms and 10 us
     assert ROOF.step_time(Load(prefill=1000)) == pytest.approx(0.101)  # arithmetic: 1 ms and 100 ms
     assert ROOF.step_time(Load(decode=10, drafts=4)) == pytest.approx(2.801e-2)
@@ -83,7 +83,7 @@ def test_roofline_is_its_slowest_term_by_hand() -> None:
     assert ROOF.step_time(Load(prefill=1000, prefix=20_000)) == pytest.approx(0.102)
 
 
-def test_roofline_is_found_from_its_steps() -> None:
+def test_roofline_is_fitted_to_its_own_steps() -> None:
     steps = [(load, ROOF.step_time(load)) for load in drafted(400)]
     found = Roofline.fitted(steps)
     assert error(Corrected(found), steps) < 1e-6
@@ -117,12 +117,12 @@ def test_roofline_fits_noise_no_worse_than_one_line() -> None:
         (lambda: Polynomial.fitted([(decode(10), 1.0)]), "prompt tokens alone"),
     ],
 )
-def test_forms_that_make_no_sense_are_refused(make_it: Callable[[], object], message: str) -> None:
+def test_invalid_forms_are_refused(make_it: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         make_it()
 
 
-def test_a_polynomial_predicts_what_is_left_of_a_prompt() -> None:
+def test_a_polynomial_predicts_the_rest_of_a_prompt() -> None:
     form = Polynomial(0.01, 1e-4, 1e-9)
 
     def whole(tokens: float) -> float:
@@ -133,7 +133,7 @@ def test_a_polynomial_predicts_what_is_left_of_a_prompt() -> None:
     assert float(left[0]) == pytest.approx(0.01 + whole(8000) - whole(2000))
 
 
-def test_a_polynomial_is_found_from_prompts_and_rows() -> None:
+def test_a_polynomial_is_fitted_to_prompts_and_rows() -> None:
     form = Polynomial(0.01, 1e-4, 1e-9, 5e-3, 2e-5, 3e-8)
     found = Polynomial.fitted(profile(form.step_time))
     for name in Polynomial.__slots__:
@@ -141,17 +141,17 @@ def test_a_polynomial_is_found_from_prompts_and_rows() -> None:
 
 
 @pytest.mark.parametrize("name", ["general", "linear", "roofline", "poly"])
-def test_a_fit_to_times_that_vary_by_a_factor_of_three_is_of_the_usual_one(name: str) -> None:
-    """Least squares of the relative error would predict exp(-1.5 sigma^2) of it: a fifth."""
+def test_a_fit_to_very_noisy_times_predicts_the_median(name: str) -> None:
+    """Least squares of the relative error would predict exp(-1.5 sigma^2) of the median, a fifth."""
     random = np.random.default_rng(4)
-    line = LinearModel(8e-3, 4e-5, 0.0)  # every form has it in it
+    line = LinearModel(8e-3, 4e-5, 0.0)  # contained in every form
     steps = [(load, line.step_time(load) * random.lognormal(0, 1.0)) for load in samples(TRUTH, 1, 2000)]
     model = make(name, points=steps)
     ratios = [model.step_time(load) / line.step_time(load) for load, _ in steps]
     assert 0.85 < np.median(ratios) < 1.15 and max(ratios) < 2 and min(ratios) > 0.5
 
 
-def test_a_fit_can_be_scaled_to_the_time_that_all_took() -> None:
+def test_a_fit_can_be_rescaled_to_the_total_time() -> None:
     random = np.random.default_rng(4)
     steps = [(load, TRUTH.step_time(load) * random.lognormal(0, 0.8)) for load in samples(TRUTH, 1, 300)]
     truth = to_total(fit(steps, TRUTH.p_moe).coefficients, steps)
@@ -161,8 +161,8 @@ def test_a_fit_can_be_scaled_to_the_time_that_all_took() -> None:
 
 @pytest.mark.parametrize("name", LEARNING)
 @pytest.mark.parametrize("drift", [0.8, 1.2])
-def test_a_drift_of_a_fifth_is_learnt(name: str, drift: float) -> None:
-    """The step before the drift, and after 500 slower or faster ones, is predicted equally well."""
+def test_a_drift_by_a_fifth_is_learned(name: str, drift: float) -> None:
+    """The load is predicted equally well before the drift and after 500 slower or faster steps."""
     load = decode(*[4096] * 16)  # an entry of the table
     model = make(name, TRUTH)
     for _ in range(300):
@@ -175,7 +175,7 @@ def test_a_drift_of_a_fifth_is_learnt(name: str, drift: float) -> None:
 
 @pytest.mark.parametrize("name", ["general", "linear", "roofline", "poly"])
 @pytest.mark.parametrize("drift", [0.8, 1.2])
-def test_a_drift_of_all_steps_is_learnt_within_noise(name: str, drift: float) -> None:
+def test_a_drift_of_all_steps_is_learned_within_noise(name: str, drift: float) -> None:
     random = np.random.default_rng(5)
     steps = [(load, drift * seconds) for load, seconds in profile(TRUTH.step_time, 11)]
     model = make(name, TRUTH)
@@ -187,7 +187,7 @@ def test_a_drift_of_all_steps_is_learnt_within_noise(name: str, drift: float) ->
 
 
 def serving(count: int, seed: int) -> list[Load]:
-    """Steps as they follow one another: batches that change slowly, now and then a chunk."""
+    """Return steps as in serving: batches change slowly, with a chunk now and then."""
     random = np.random.default_rng(seed)
     contexts, made = random.integers(500, 8000, 20).tolist(), []
     for _ in range(count):
@@ -203,8 +203,8 @@ def serving(count: int, seed: int) -> list[Load]:
 
 
 @pytest.mark.parametrize("forgetting", [1.0, 0.99, 0.95])
-def test_a_line_is_recalibrated_for_thousands_of_noisy_steps(forgetting: float) -> None:
-    """Steps that hardly vary say little of some direction: recursive least squares diverges there, this must not."""
+def test_a_line_recalibrates_over_thousands_of_noisy_steps(forgetting: float) -> None:
+    """Steps that hardly vary leave a direction undetermined: plain recursive least squares diverges there."""
     random = np.random.default_rng(2)
     model = LinearModel.fitted(profile(TRUTH.step_time), forgetting=forgetting)
     errors = []
@@ -216,7 +216,7 @@ def test_a_line_is_recalibrated_for_thousands_of_noisy_steps(forgetting: float) 
     assert abs(np.mean(errors)) < 0.05 and min(model.coefficients) >= 0
 
 
-def test_a_pause_hardly_moves_a_line_that_is_known() -> None:
+def test_a_pause_hardly_moves_a_well_known_line() -> None:
     model, load = LinearModel.fitted(profile(TRUTH.step_time)), decode(*[4096] * 16)
     for one in serving(200, 1):
         model.observe(one, TRUTH.step_time(one))
@@ -233,7 +233,7 @@ def test_exact_never_learns() -> None:
 
 
 @pytest.mark.parametrize("name", ["general", "roofline", "poly"])
-def test_one_pause_hardly_moves_a_model_and_many_move_it_so_far_only(name: str) -> None:
+def test_a_pause_hardly_moves_a_model_and_corrections_are_bounded(name: str) -> None:
     model, load = make(name, TRUTH), decode(5000)
     before = model.step_time(load)
     model.observe(load, 1000 * before)
@@ -246,15 +246,15 @@ def test_one_pause_hardly_moves_a_model_and_many_move_it_so_far_only(name: str) 
     assert model.step_time(load) == pytest.approx(before / BOUND)
 
 
-def test_a_ratio_settles_on_what_is_measured() -> None:
+def test_a_ratio_converges_to_the_measured_mean() -> None:
     ratio = Ratio()
     for step in range(400):
         ratio.observe(1.0, 3.0 if step % 2 else 1.5)
     assert ratio.value == pytest.approx(2.25, rel=0.03)
 
 
-def test_comparison_tells_what_was_seen_from_what_is_learnt() -> None:
-    """A machine that slows down by a fifth half way: a model that learns is nearer than one that was fitted."""
+def test_comparison_separates_fitted_from_online_errors() -> None:
+    """If the machine slows down by a fifth halfway, a model that learns is closer than one that was fitted."""
     steps = profile(TRUTH.step_time)
     drifting = [(load, seconds * (1.0 if i < 150 else 1.4)) for i, (load, seconds) in enumerate(steps)]
     scores = {score.name: score for score in compare(drifting, p_moe=TRUTH.p_moe)}
@@ -266,7 +266,7 @@ def test_comparison_tells_what_was_seen_from_what_is_learnt() -> None:
     assert general.by_kind is not None and set(general.by_kind) == {"prefill", "decode", "mixed"}
 
 
-def test_comparison_without_drift_finds_the_form_that_is_true() -> None:
+def test_comparison_without_drift_finds_the_true_form() -> None:
     scores = {score.name: score for score in compare(profile(TRUTH.step_time), p_moe=TRUTH.p_moe)}
     mape = {name: score.mape for name, score in scores.items()}
     assert min(mape, key=lambda name: mape[name] or 0.0) in ("general", "exact", "learned")
@@ -274,7 +274,7 @@ def test_comparison_without_drift_finds_the_form_that_is_true() -> None:
     assert mape["linear"] is not None and 0.01 < mape["linear"] < 0.2
 
 
-def test_a_model_that_steps_cannot_tell_says_so() -> None:
+def test_a_model_that_the_steps_cannot_determine_says_so() -> None:
     steps = [(load, seconds) for load, seconds in profile(TRUTH.step_time) if kind(load) == "decode"]
     scores = {score.name: score for score in compare(steps[:8])}
     assert scores["poly"].mape is None and "prompt tokens alone" in scores["poly"].problem

@@ -1,4 +1,4 @@
-"""Policies that fill one step with prompts and decodes: what goes in, by hand, and that nothing idles or is lost."""
+"""Policies that fill one step with prompts and decodes: contents of a step, and no idle time or lost requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
 from tests.support.examples import examples
 from tests.support.sched.colocated import EXACT, STEEP, decoding, prompt, view
 from tests.support.sched.complete import JOB, ROLES, check_complete
-from tests.support.sched.harness import SimRequest
+from tests.support.sched.harness import Job
 from tests.support.sched.harness import simulate as serve
 
 DEVICE = Latency("test", kv_bytes_per_token=1000, kv_tokens=100_000, coefficients=EXACT)
@@ -39,7 +39,7 @@ def step(name: str, at: View) -> list[tuple[int, int]]:
 
 
 def test_the_budget_is_the_least_slack_less_the_margin() -> None:
-    """80 ms of slack: 76 ms, of which 10 are fixed and 1 a row; both rows are due within 80 + 50 ms."""
+    """Slack of 80 ms: 0.95 of it is 76 ms, less 10 ms fixed and 1 ms per row. Both rows are due within 80 + 50 ms."""
     at = view([prompt(0, 5000)], [decoding(1, 0.08), decoding(2, 0.12)])
     assert step("fairbatching", at) == [(1, 1), (2, 1), (0, 640)]
     assert step("fairbatching:use=1.0", at) == [(1, 1), (2, 1), (0, 680)]
@@ -52,8 +52,11 @@ def test_the_budget_is_never_less_than_the_tightest_tpot() -> None:
 
 
 def test_a_budget_that_keeps_no_row_in_time_does_not_hold() -> None:
-    """Too late to catch up, too many rows for their tpot, or a first token that was late: the step is cut for no row.
-    As published it is cut all the same."""
+    """Do not shorten a step if no row gains by it.
+
+    That is so if rows are too late to catch up, if there are too many rows for their TPOT, or if a
+    first token was late. The published rule shortens the step anyway.
+    """
     late_first = decoding(1, 1.55, first=1.5)
     for rows in ([decoding(1, -2.0)], [decoding(id, 0.02) for id in range(1, 61)], [late_first]):
         at = view([prompt(0, 5000)], rows, now=1.5 if rows == [late_first] else 0.0)
@@ -64,7 +67,7 @@ def test_a_budget_that_keeps_no_row_in_time_does_not_hold() -> None:
 
 
 def test_rows_left_out_for_long_join_a_step() -> None:
-    """The second row can wait for ever, but decoded last a second ago: 4 tpot and steps are over."""
+    """The second row has infinite slack but last decoded a second ago, more than 4 TPOTs and 4 steps."""
     for name in ("fairbatching", "slos_serve"):
         for waited in (0.1, 1.0):
             rows = [decoding(1, 0.05), decoding(2, 9.0, tier=BEST_EFFORT)]
@@ -73,7 +76,7 @@ def test_rows_left_out_for_long_join_a_step() -> None:
             assert (ids[:3] == [1, 2, 0]) == (waited == 1.0), name
 
 
-def test_who_can_wait_for_a_step_more_comes_after_prompts() -> None:
+def test_decodes_that_can_wait_a_step_come_after_prompts() -> None:
     """The budget is 80 ms: rows due before 80 + 50 ms are urgent, those due later are not."""
     decode = [decoding(1, 0.08), decoding(2, 0.129), decoding(3, 0.131)]
     assert step("fairbatching", view([prompt(0, 5000)], decode)) == [(1, 1), (2, 1), (0, 640)]
@@ -109,11 +112,14 @@ def test_anchored_at_the_arrival_an_early_first_token_leaves_slack() -> None:
     assert step("fairbatching:use=1.0", at) == [(1, 1), (0, 390)]
     assert step("fairbatching:use=1.0+anchor=arrival", at) == [(1, 1), (0, 8000)]
     tight = view([prompt(0, 8000)], [decoding(1, 0.05, first=0.5)], perf=STEEP)
-    assert step("fairbatching:use=1.0+anchor=arrival", tight)[1] == (0, 5380)  # 550 ms: 10 fixed, 1 + 1 for the row
+    assert step("fairbatching:use=1.0+anchor=arrival", tight)[1] == (
+        0,
+        5380,
+    )  # 550 ms: 10 fixed, 1 for the row and 1 for its context
 
 
 def test_a_fixed_budget_is_in_tokens_whatever_the_slack() -> None:
-    """Such a step takes 22 ms: who is due within 50 ms of its end is urgent. 47.5 ms of prompt tokens are 375."""
+    """A step takes 22 ms, so rows due within 50 ms of its end are urgent. 47.5 ms of prompt tokens are 375 tokens."""
     at = view([prompt(0, 5000)], [decoding(1, 0.07), decoding(2, 3.0)])
     assert step("fairbatching:budget=fixed:100", at) == [(1, 1), (0, 99)]
     assert step("fairbatching:budget=fixed", at) == [(1, 1), (0, 374)]
@@ -142,24 +148,24 @@ def test_sarathi_decodes_everything_and_fills_up_with_prompts() -> None:
 
 
 def test_sarathis_own_budget_is_what_the_tightest_tpot_allows() -> None:
-    """45 ms of 50: 10 are fixed, 350 prompt tokens take the rest. It is a constant, whoever decodes."""
+    """45 of 50 ms: 10 are fixed, 350 prompt tokens take the rest. The budget is constant, whatever decodes."""
     assert step("sarathi", view([prompt(0, 3000)], [decoding(1, 9.0)])) == [(1, 1), (0, 349)]
     assert step("sarathi:share=1.0", view([prompt(0, 3000)], [])) == [(0, 400)]
     assert step("sarathi", view([prompt(0, 3000)], [])) == [(0, 350)]
     assert step("sarathi", view([prompt(0, 9000)], [], role=Role.PREFILL)) == [(0, 8192)]
 
 
-def test_a_budget_fills_a_padded_step_and_none_holds_where_no_step_is_fast_enough() -> None:
-    """64 tokens cost what one does, 16.4 ms."""
+def test_a_budget_fills_a_padded_step_and_does_not_apply_if_no_step_is_fast_enough() -> None:
+    """A padded step of up to 64 tokens costs 16.4 ms."""
     slow = LearnedModel(buckets=Buckets((1, 8), (64, 256)), coefficients=EXACT)
     for name in ("sarathi", "fairbatching:budget=fixed"):
         for tpot, tokens in ((0.019, 64), (0.010, 300)):
-            hurried = prompt(0, 300)
-            hurried.slo = SLO(ttft=8.0, tpot=tpot)
-            assert step(name, view([hurried], [], perf=slow)) == [(0, tokens)], name
+            late_decodes = prompt(0, 300)
+            late_decodes.slo = SLO(ttft=8.0, tpot=tpot)
+            assert step(name, view([late_decodes], [], perf=slow)) == [(0, tokens)], name
 
 
-def test_vllm_puts_whole_prompts_first_and_nobody_decodes() -> None:
+def test_vllm_schedules_whole_prompts_first_and_pauses_decodes() -> None:
     at = view([prompt(0, 5000), prompt(1, 3000), prompt(2, 300)], [decoding(3, 0.01)])
     assert [id for id, _ in step("vllm", at)][:2] == [0, 1]
     assert step("vllm", view([prompt(0, 5000, runs=True), prompt(1, 3300)], [decoding(3, 0.01)])) == [(0, 5000)]
@@ -179,21 +185,21 @@ def test_best_effort_comes_last(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_prompt_that_finds_no_room_does_not_take_the_place_of_one_that_runs(name: str) -> None:
+def test_a_prompt_without_pages_does_not_displace_a_running_one(name: str) -> None:
     at = view([prompt(0, 4000, due=-5.0), prompt(1, 4, runs=True)], [decoding(2, 99.0)], free_pages=100)
     granted = step(name, at)
     assert granted[0][0] in (1, 2) and {id for id, _ in granted} & {1, 2}
 
 
-def test_somebody_who_runs_comes_along_with_prompts_that_may_find_no_room() -> None:
+def test_a_running_request_is_planned_beside_prompts_that_may_find_no_pages() -> None:
     at = view([prompt(0, 50), prompt(1, 5000)], [decoding(2, 99.0), decoding(3, 98.0)])
     assert step("fairbatching:budget=fixed:60", at) == [(0, 50), (1, 10), (3, 1)]
     assert step("vllm", at) == [(0, 50), (1, 5000)]
     assert step("vllm", replace(at, role=Role.DECODE)) == [(0, 50), (1, 5000), (2, 1)]  # pages may be reserved
 
 
-def test_a_slot_that_no_row_here_holds_is_not_taken_to_be_free() -> None:
-    """Of a prompt that is done and waits to be decoded elsewhere, say. `vllm` decoded nobody, and nothing ran."""
+def test_a_slot_not_held_by_a_running_decode_is_not_assumed_free() -> None:
+    """A finished prompt that waits for its transfer holds a slot: `vllm` then planned no decode and nothing ran."""
     at = view([prompt(0, 50)], [decoding(2, 99.0)])
     for name in ("vllm", "sarathi", "fairbatching"):
         assert step(name, replace(at, free_slots=0))[0] == (2, 1), name
@@ -219,7 +225,7 @@ def test_requests_without_objectives_are_served() -> None:
         ("vllm:tokens=0", "at least 1"),
     ],
 )
-def test_wrong_options_are_answered_with_what_is_allowed(name: str, allowed: str) -> None:
+def test_invalid_options_name_the_allowed_values(name: str, allowed: str) -> None:
     with pytest.raises(InvalidValue, match=allowed):
         policies.make(name)
 
@@ -279,7 +285,7 @@ def test_an_instance_with_requests_never_idles(name, loads, pages, rows, tokens)
                 StepResult(plan.step, begun, now, tuple((7,) if span.samples else () for span in plan.spans))
             )
             scheduler.check()
-    raise AssertionError("it does not end")
+    raise AssertionError("the run does not end")
 
 
 @given(
@@ -292,7 +298,7 @@ def test_an_instance_with_requests_never_idles(name, loads, pages, rows, tokens)
 )
 @settings(max_examples=examples(120))
 def test_nothing_is_lost_whatever_the_roles(jobs, roles, policy, pages, rows, tokens) -> None:  # type: ignore[no-untyped-def]
-    """A request of up to 34 tokens in pools of 36 to 56, cancelled at times: pages and requests are conserved."""
+    """Conserve pages and requests of up to 34 tokens in pools of 36 to 56 pages, with some requests cancelled."""
     check_complete(
         serve(jobs, roles, policy=policy, pages=pages, page_size=4, rows=rows, tokens=tokens), jobs, cancelled=True
     )
@@ -301,13 +307,17 @@ def test_nothing_is_lost_whatever_the_roles(jobs, roles, policy, pages, rows, to
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("roles", ROLES)
 def test_serves_a_burst(name: str, roles: str) -> None:
-    jobs = [SimRequest(range(1000 * i, 1000 * i + 1 + 7 * i % 60), 1 + 5 * i % 30, 0.002 * (i // 5)) for i in range(30)]
+    jobs = [Job(range(1000 * i, 1000 * i + 1 + 7 * i % 60), 1 + 5 * i % 30, 0.002 * (i // 5)) for i in range(30)]
     check_complete(serve(jobs, ROLES[roles], policy=name), jobs)
 
 
-def test_a_burst_of_prompts_is_served_by_the_slack_of_those_who_decode() -> None:
-    """Four rows have decoded for a second at 14 ms a token where 50 are promised. Then 2,000 prompt tokens come:
-    FairBatching computes them at once, Sarathi a little in each step; vLLM stops the rows longer than they can wait."""
+def test_slack_of_running_decodes_absorbs_a_burst_of_prompts() -> None:
+    """Serve a burst of 2,000 prompt tokens beside four rows that have slack.
+
+    The rows have decoded for a second at 14 ms a token with a TPOT of 50 ms. FairBatching computes
+    the burst at once, Sarathi spreads it over several steps, and vLLM stops the rows for longer
+    than their TPOT.
+    """
     early = [Arrival(0.0, 10, 120, SLO(1.0, 0.05)) for _ in range(4)]
     burst = [Arrival(1.0, 500, 5, SLO(0.25, 0.05)) for _ in range(4)]
     met = {}

@@ -1,4 +1,4 @@
-"""Prompts beside running decodes: steps of prompts are stopped for the next token, or bounded by the tightest TPOT."""
+"""Prompts beside running decodes: prefill steps stop for the next token, or mixed steps keep the tightest TPOT."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.policies import turns
 from jaxserve.sched.sim import NAMED, Latency, Options
 from jaxserve.sched.sim import simulate as simulated
-from tests.support.sched.harness import COEFFICIENTS, Outcome, SimRequest, perf, simulate
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, perf, simulate
 from tests.support.sched.views import PERF, decoding, prompt, view
 
 LONG = 1600  # tokens, 94 ms
@@ -35,13 +35,13 @@ SHAPE: dict[str, Any] = {
 HALVES = ("deadline_edf", "distserve", "edf", "flowprefill:no-preempt", "kairos", "sedf", "sjf")
 
 
-def talk(output: int = 60, tpot: float = TPOT, arrival: float = 0.0) -> SimRequest:
-    """A short prompt with a long answer, of which no token may come later than that after the one before."""
-    return SimRequest(range(90_000, 90_020), output, arrival, SLO(ttft=8.0, tpot=tpot, tbt=tpot))
+def talk(output: int = 60, tpot: float = TPOT, arrival: float = 0.0) -> Job:
+    """Return a request with a short prompt, a long answer, and a bound on every gap between tokens."""
+    return Job(range(90_000, 90_020), output, arrival, SLO(ttft=8.0, tpot=tpot, tbt=tpot))
 
 
-def document(arrival: float, at: int = 0, ttft: float = 8.0) -> SimRequest:
-    return SimRequest(range(at, at + LONG), 2, arrival, SLO(ttft=ttft, tpot=TPOT))
+def document(arrival: float, at: int = 0, ttft: float = 8.0) -> Job:
+    return Job(range(at, at + LONG), 2, arrival, SLO(ttft=ttft, tpot=TPOT))
 
 
 def gaps(request: Request) -> list[float]:
@@ -49,7 +49,7 @@ def gaps(request: Request) -> list[float]:
 
 
 def kinds(outcome: Outcome) -> set[str]:
-    """What steps with prompts were of, while a row decoded too: `prompts` alone, or `mixed`."""
+    """Return the kinds of steps with prompts while a row decoded: `prompts` alone, or `mixed`."""
     return {
         "mixed" if any(span.length == 1 for span in plan.spans) else "prompts"
         for _, plan in outcome.plans
@@ -66,7 +66,7 @@ def test_a_long_prompt_is_stopped_for_the_next_token_of_a_running_decode() -> No
     assert all(gap <= TPOT + 1e-9 for gap in gaps(first)), "a token was late"
     assert [len(one.output) for one in outcome.requests] == [60, 2]
     taken = second.token_times[0] - second.arrival
-    assert T_LONG < taken < 2 * T_LONG, "the prompt had most of the time"
+    assert T_LONG < taken < 2 * T_LONG, "the prompt did not get most of the time"
 
 
 def test_without_running_decodes_a_prompt_is_not_stopped() -> None:
@@ -77,7 +77,7 @@ def test_without_running_decodes_a_prompt_is_not_stopped() -> None:
 
 @pytest.mark.parametrize("policy", HALVES)
 def test_every_composed_policy_bounds_mixed_steps_by_the_tightest_tpot(policy: str) -> None:
-    """With the true step times known, each step that decodes beside a prompt takes at most the tightest TPOT."""
+    """With an exact model, each mixed step takes at most the tightest TPOT."""
     jobs = [talk(200), talk(200, tpot=0.02, arrival=0.01), document(0.05), document(0.06, at=5000)]
     outcome = simulate(jobs, **{**SHAPE, "policy": policy})
     assert outcome.counters["mixed0"].suspended == 0
@@ -86,36 +86,34 @@ def test_every_composed_policy_bounds_mixed_steps_by_the_tightest_tpot(policy: s
     assert [len(one.output) for one in outcome.requests] == [200, 200, 2, 2]
 
 
-def test_mixed_steps_are_bounded_where_no_more_steps_can_be_suspended() -> None:
-    """The second prompt stops the first; the third has no step to stop, so it shares steps with the row."""
+def test_mixed_steps_are_bounded_if_no_more_steps_can_be_suspended() -> None:
+    """The second prompt suspends the first. The third may suspend no more steps, so it shares steps with the row."""
     jobs = [talk(200), document(0.05), document(0.06, at=5000, ttft=0.4), document(0.07, at=9000, ttft=0.25)]
     outcome = simulate(jobs, **{**SHAPE, "suspended": 1})
     assert "mixed" in kinds(outcome) and outcome.counters["mixed0"].suspended > 0
     assert all(gap <= TPOT + 1e-9 for gap in gaps(outcome.requests[0]))
 
 
-def test_prompts_go_on_beside_decodes_that_cannot_be_on_time() -> None:
-    """Their TPOT is less than a decode step takes: prompts have their least share all the same."""
+def test_prompts_progress_beside_decodes_that_cannot_be_on_time() -> None:
+    """The TPOT is shorter than a decode step, and prompts still get their minimum share."""
     outcome = simulate([talk(4000, tpot=T_DECODE / 2), document(0.05)], **SHAPE)
     assert outcome.requests[1].token_times[0] < outcome.requests[0].token_times[-1]
 
 
-def test_decodes_without_a_promise_take_every_other_step() -> None:
+def test_decodes_without_an_objective_take_every_other_step() -> None:
     jobs = [
-        SimRequest(range(90_000, 90_020), 60, 0.0, SLO(ttft=inf, tpot=inf)),
+        Job(range(90_000, 90_020), 60, 0.0, SLO(ttft=inf, tpot=inf)),
         document(0.01),
         document(0.01, at=5000),
     ]
     outcome = simulate(jobs, **SHAPE)
     spans = [max(span.length for span in plan.spans) for _, plan in outcome.plans]
     long = [place for place, most in enumerate(spans) if most > 100]
-    assert len(long) == 2 and long[1] == long[0] + 2, "a step of the row lies between them"
+    assert len(long) == 2 and long[1] == long[0] + 2, "no decode step between two prefill steps"
 
 
 def test_best_effort_stops_nothing() -> None:
-    outcome = simulate(
-        [SimRequest(range(90_000, 90_020), 60, 0.0, SLO(inf, inf), tier=BEST_EFFORT), document(0.01)], **SHAPE
-    )
+    outcome = simulate([Job(range(90_000, 90_020), 60, 0.0, SLO(inf, inf), tier=BEST_EFFORT), document(0.01)], **SHAPE)
     assert outcome.counters["mixed0"].suspended == 0
 
 
@@ -136,7 +134,7 @@ def test_a_journal_of_stops_for_decodes_gives_the_same_plans() -> None:
     assert found.differences == [] and found.plans == len(file.getvalue().split('"kind":"planned"')) - 1
 
 
-# the decisions themselves
+# Single decisions
 
 
 def colocated(prefill: list[Request], decode: list[Request], **more: object) -> View:
@@ -148,8 +146,8 @@ def decide(at: View) -> Decision:
     return policies.make("flowprefill").decide(at)
 
 
-def test_the_policy_says_when_it_wants_to_be_asked_again() -> None:
-    """Due at 0.3 s; the step of the row takes 10.1 ms, and stopping 5 % of 210 ms."""
+def test_the_policy_sets_the_time_of_its_next_decision() -> None:
+    """The token is due at 0.3 s; the decode step takes 10.1 ms, and stopping takes 5% of 210 ms."""
     decision = decide(colocated([prompt(0, 200)], [decoding(1, 100, due=0.3, last=-0.01)]))
     assert [grant.request for grant in decision.grants] == [0, 1] and decision.separate
     seconds = PERF.step_time(Load().add_chunk(200, 0))
@@ -158,17 +156,17 @@ def test_the_policy_says_when_it_wants_to_be_asked_again() -> None:
     assert decision.again == pytest.approx(expected, rel=1e-9)
 
 
-def test_decodes_have_the_step_when_their_token_is_due_soon_unless_they_had_the_last() -> None:
+def test_decodes_take_a_step_before_their_deadline_unless_they_had_the_last_one() -> None:
     requests = [prompt(0, 300)], [decoding(1, 100, due=0.03)]
     decision = decide(colocated(*requests))
     assert [grant.request for grant in decision.grants] == [1, 0] and decision.separate and decision.again == inf
     decision = decide(colocated(*requests, decoded=True))
     assert [grant.request for grant in decision.grants] == [0, 1]
-    assert decision.again == pytest.approx(turns.LEAST * 0.05), "their least share"
+    assert decision.again == pytest.approx(turns.LEAST * 0.05), "prompts did not get their minimum share"
 
 
-def test_the_first_prompt_is_cut_so_that_its_step_can_be_stopped_soon() -> None:
-    """A tenth of the step must pass in a quarter of 50 ms: 125 ms, of which 10 are fixed."""
+def test_the_first_prompt_is_chunked_so_that_its_step_can_stop_in_time() -> None:
+    """A tenth of the step must fit in a quarter of 50 ms, so the step takes 125 ms, 10 of them fixed."""
     limits = Limits(8192, 256, 1000, 16, preemptible=True, stopping=0.1)
     decision = decide(colocated([prompt(0, 5000)], [decoding(1, 100, due=0.3)], limits=limits))
     assert decision.grants[0].request == 0 and 64 <= decision.grants[0].tokens <= 115
@@ -187,19 +185,19 @@ def test_a_running_step_is_stopped_when_the_decodes_must_run() -> None:
     late = decoding(1, 100, due=-9.0, last=0.25)
     running = Task(3, (one,), 4.0, total=0.0, since=0.2)
     at = replace(colocated([], [late], now=0.26, start=0.26), running=running)
-    assert decide(at).again == inf, "no row is on time again, so prompts are stopped for none"
+    assert decide(at).again == inf, "no row can be on time again, so no prompt may be stopped"
     at = replace(colocated([], [late, decoding(2, 100, due=5.0, last=0.25)], now=0.26, start=0.26), running=running)
     decision = decide(at)
     assert not decision.preempt and decision.again == pytest.approx(
         0.3 - (1 + turns.CUSHION) * PERF.step_time(Load(0, 1, 0, 99, 99)) - turns.SLIP * 0.05
-    ), "a row that is hopelessly late is due a tpot after its last token"
+    ), "the next token of a late row is due one TPOT after its last one"
 
 
 # FlowPrefill, Figure 16
 
 
-def test_colocated_flowprefill_is_ahead_of_chunks_in_ttft_and_tbt() -> None:
-    """The paper's colocated setting (section 6.5), a short run at a rate where both are loaded."""
+def test_colocated_flowprefill_beats_chunked_prefill_in_ttft_and_tbt() -> None:
+    """Run the paper's colocated setting (section 6.5) briefly at a rate that loads both policies."""
     latency = load_yaml(preset("latency", "llama3-8b-a800"), Latency)
     workload = NAMED["flowprefill-llama3-8b-colocated"]
     found = {}

@@ -1,4 +1,4 @@
-"""The dynamic program against its definition: every subset tried, the paper's recurrence, the paper's example."""
+"""The dynamic program against its definition: all subsets, the paper's recurrence, and the paper's example."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jaxserve.sched.policies.slos_serve.dp import admitted, largest_set, tier_of
 from jaxserve.sched.policies.slos_serve.speculation import StepCosts
 from jaxserve.sched.routing.base import Fleet
 from tests.support.examples import examples
-from tests.support.sched.harness import SimRequest, simulate
+from tests.support.sched.harness import Job, simulate
 
 TOKEN = Coefficients(fixed=0, prefill=1 / 6, decode=1 / 6, quadratic=0, longest=0, context=0)  # six tokens per second
 LARGE = Limits(tokens=8192, rows=256, pages=10_000, page_size=16)
@@ -48,13 +48,16 @@ def terms(coefficients: Coefficients = TOKEN, margin: float = 0.0) -> StepCosts:
 
 @pytest.mark.parametrize(("rows", "expected"), [(3, 3), (0, 4), (1, 4), (2, 4), (4, 2), (5, 1), (6, 0), (7, 0)])
 def test_figure_3(rows: int, expected: int) -> None:
-    """Six tokens a unit, three decodes, four prompts of six, TTFT of six units: 36 - 18 tokens are three prompts."""
+    """Six tokens a unit, three decodes, four prompts of six tokens due after six units:
+
+    36 - 18 tokens fit three prompts.
+    """
     standing = Commitments(0.0, np.ones(rows), np.ones(rows), prompts([], []), 1e9)
     assert int(admitted(standing, prompts([6.0] * 4, [6.0] * 4), terms()).sum()) == expected
 
 
 def line(capacity: float, tpot: list[float]) -> Callable[[Array], Array]:
-    """PB* of a server of so many tokens per second, whose rows take one token each tpot."""
+    """Return PB* of a server that computes `capacity` tokens per second, one of them per row and TPOT."""
 
     def rate(counts: Array) -> Array:
         result: Array = capacity - counts @ (1.0 / np.array(tpot))
@@ -66,7 +69,7 @@ def line(capacity: float, tpot: list[float]) -> Callable[[Array], Array]:
 def feasible(
     start: float, items: Prompts, tier: Array, taken: list[bool], counts: Array, rate: Callable[[Array], Array]
 ) -> bool:
-    """By definition: at every deadline, what was left for prompts until then covers the prompts due by then."""
+    """Check by definition: at every deadline, the tokens left for prompts cover the prompts due by then."""
     at, left, now = start, 0.0, counts.copy()
     order = sorted(range(len(items)), key=lambda row: (items.deadline[row], not taken[row], row))
     for row in order:
@@ -103,8 +106,10 @@ CASE = st.tuples(
 @given(CASE, st.booleans())
 @settings(max_examples=examples(400), deadline=None)
 def test_no_set_of_more_value_exists(case, weighed: bool) -> None:  # type: ignore[no-untyped-def]
-    """Two tiers, prompts forced in, memory, values by priority: of all subsets none that is feasible is worth more than
-    the one found. Where all are worth the same, that is the largest."""
+    """No feasible subset is worth more than the set found, with two tiers, forced prompts, memory and priorities.
+
+    If all prompts have the same value, the set found is the largest.
+    """
     rows, running, capacity, free = case
     items = Prompts(
         np.array([float(row[0]) for row in rows]),
@@ -120,7 +125,7 @@ def test_no_set_of_more_value_exists(case, weighed: bool) -> None:  # type: igno
     if not weighed:
         assert found.tolist() == largest_set(0.0, items, tier, forced, counts, rate, float(free)).tolist()
     assert not (found & forced).any()
-    everybody = [bool(flag) for flag in found | forced]
+    all_taken = [bool(flag) for flag in found | forced]
     best = 0.0
     without = feasible(0.0, items, tier, forced.tolist(), counts, rate)
     new = np.flatnonzero(~forced).tolist()
@@ -132,11 +137,11 @@ def test_no_set_of_more_value_exists(case, weighed: bool) -> None:  # type: igno
     if without:
         assert float(value[found].sum()) == best
         assert items.pages[found].sum() <= free
-        assert feasible(0.0, items, tier, everybody, counts, rate) or not found.any()
+        assert feasible(0.0, items, tier, all_taken, counts, rate) or not found.any()
 
 
 def recurrence(deadline: list[float], tokens: list[float], rate: Callable[[int], float]) -> int:
-    """pb[i, n] as printed (appendix C, with <= for <), over the last prompt taken; returns the largest n."""
+    """Compute pb[i, n] as printed (appendix C, with <= for <), over the last prompt taken, and return the largest n."""
     order = sorted(range(len(deadline)), key=lambda row: (deadline[row], row))
     pb: dict[tuple[int, int], float] = {(-1, 0): 0.0}
     best = 0
@@ -169,23 +174,26 @@ def test_equals_the_recurrence_as_printed(rows: list[tuple[int, int]], capacity:
     assert int(found.sum()) == recurrence(deadline, tokens, lambda n: capacity - n)
 
 
-def test_a_forced_prompt_that_is_late_anyway_is_not_made_later() -> None:
-    """Due at 1 with ten seconds of work: who is due before it has caught up would delay it, who is due later not."""
+def test_a_forced_prompt_that_is_late_anyway_is_not_delayed_further() -> None:
+    """A forced prompt of ten seconds is due at 1 s.
+
+    Prompts due before it catches up would delay it; later ones would not.
+    """
     items = prompts([1.0, 5.0, 40.0], [60.0, 6.0, 6.0])
     forced: Mask = np.array([True, False, False])
     found = largest_set(0.0, items, np.zeros(3, dtype=np.intp), forced, np.zeros(1), line(6.0, [10.0]), 1e9)
     assert found.tolist() == [False, False, True]
 
 
-def test_of_equal_sets_the_one_that_leaves_the_most() -> None:
+def test_among_equal_sets_the_one_with_the_most_capacity_left_wins() -> None:
     items = prompts([5.0, 5.0], [20.0, 10.0])
     none: Mask = np.zeros(2, dtype=bool)
     found = largest_set(0.0, items, np.zeros(2, dtype=np.intp), none, np.zeros(1), line(5.0, [10.0]), 1e9)
     assert found.tolist() == [False, True]
 
 
-def test_more_new_prompts_than_are_decided_at_a_time() -> None:
-    """A hundred alike, all due at 100: sixty fit, whatever the size of the lots."""
+def test_more_new_prompts_than_one_lot_decides() -> None:
+    """Of a hundred equal prompts due at 100, sixty fit, whatever the size of the lots."""
     standing = Commitments(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
     found = admitted(standing, prompts([100.0] * 100, [10.0] * 100, tpot=1e6), terms())
     assert int(found.sum()) == 60 and dp.MOST < 60
@@ -201,8 +209,10 @@ def test_tiers_are_few_and_never_looser() -> None:
 
 
 def test_ten_new_beside_two_hundred_running_within_ten_milliseconds() -> None:
-    """Both kinds of running: rows that decode, and prompts under way; with two tiers, memory short, and drafts. (All
-    under way took 6 to 8 ms, beside a dozen other processes.)"""
+    """Decide in 10 ms beside rows that decode and prompts under way, with two tiers, scarce memory and drafts.
+
+    Measured: 6 to 8 ms with all prompts under way, beside a dozen other processes.
+    """
     random = np.random.default_rng(0)
     model = GeneralModel(Coefficients(8e-3, 5e-5, 2e-5, 1e-9, 1e-8, 1e-8, draft=1e-3))
 
@@ -222,7 +232,8 @@ def test_ten_new_beside_two_hundred_running_within_ten_milliseconds() -> None:
         assert best <= limit, (rows, under_way, best)
 
 
-# ---- as an admission, and what is refused --------------------------------------------------------------------------
+# ---- as an admission, and refusals
+# -----------------------------------------------------------------------------------
 
 
 def request(id: int, tokens: int, ttft: float, tpot: float = 1.0, **more: object) -> Request:
@@ -238,8 +249,8 @@ def asked(server: Scheduler, one: Request) -> bool:
     return ByDP(margin=0.0, output=0).admits(one, server, 0.0)
 
 
-def test_admits_what_fits_beside_what_was_admitted() -> None:
-    """Six tokens a second: prompts of 12 due at 6 are three (36 tokens), the fourth has to go elsewhere."""
+def test_admits_what_fits_beside_admitted_requests() -> None:
+    """At six tokens a second, three prompts of 12 tokens are in time at 6 s (36 tokens) and the fourth is refused."""
     server = scheduler()
     answers = []
     for id in range(5):
@@ -258,7 +269,9 @@ def test_best_effort_does_not_count() -> None:
 
 
 def test_the_tightest_stage_bounds_demand() -> None:
-    """Rows of 0.2 s a token take five of the six tokens a second: a second one is one too many, wherever it says so."""
+    """Rows of 0.2 s a token take five of six tokens a second, so a second row is refused, whichever
+    stage sets its TPOT.
+    """
     server = scheduler()
     server.add(request(0, 1, 60.0, tpot=0.2))
     assert asked(server, request(1, 1, 60.0, tpot=2.0))
@@ -268,7 +281,7 @@ def test_the_tightest_stage_bounds_demand() -> None:
     assert not asked(server, request(1, 1, 60.0, tpot=0.2, stages=((THINKING, 2.0),), thinking=ThinkingEnd([(7,)])))
 
 
-def test_nobody_decodes_on_a_prefill_instance() -> None:
+def test_a_prefill_instance_counts_no_decodes() -> None:
     server = scheduler(Role.PREFILL)
     for id in range(4):
         server.add(request(id, 6, 6.0, tpot=0.2))
@@ -285,9 +298,9 @@ def test_memory_counts() -> None:
 
 
 @pytest.mark.parametrize("policy", ["distserve", "slos_serve"])
-def test_refused_requests_are_told_and_cost_nothing(policy: str) -> None:
-    """The harness's device computes a prompt of 20 in 2 ms: of ten at once those beyond the first few are refused."""
-    jobs = [SimRequest(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(10)]
+def test_refused_requests_are_reported_and_cost_nothing(policy: str) -> None:
+    """Of ten prompts of 20 tokens at once, 2 ms each, all but the first few are refused."""
+    jobs = [Job(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(10)]
     outcome = simulate(jobs, policy=policy, pages=400, tokens=256, rows=16, admission="dp:refuse")
     reasons = [one.finish_reason for one in outcome.requests]
     assert 1 <= reasons.count("stop") < 10 and set(reasons) <= {"stop", "rejected", "refused"}
@@ -301,7 +314,7 @@ def test_refused_requests_are_told_and_cost_nothing(policy: str) -> None:
 
 
 def test_demoted_requests_are_served_last() -> None:
-    jobs = [SimRequest(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(10)]
+    jobs = [Job(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(10)]
     outcome = simulate(jobs, pages=400, tokens=256, rows=16, admission="dp")
     assert [one.finish_reason for one in outcome.requests] == ["stop"] * 10
     assert 1 <= sum(one.tier == BEST_EFFORT for one in outcome.requests) < 10
@@ -315,12 +328,12 @@ def fleet(*servers: Scheduler) -> Fleet:
 
 
 def test_the_next_replica_is_asked() -> None:
-    """In turn; the one whose turn it is first, then those behind it, and back to it where none can."""
+    """Ask replicas in turn: the next one in turn, then those after it. If all refuse, keep the turn."""
     route = routing.make("next_replica", ByDP(margin=0.0, output=0))
     servers = [scheduler() for _ in range(3)]
     servers[1].add(request(0, 36, 6.0, tpot=1e5))
     firsts = [route.prefill(request(id, 36, 6.0, tpot=1e5), fleet(*servers))[0] for id in (1, 2, 3)]
-    assert firsts == [0, 2, 2], "replica 1 has no room, so its turn goes to 2"
+    assert firsts == [0, 2, 2], "replica 1 has no room, so replica 2 is next"
     hopeless = request(4, 37, 6.0, tpot=1e5)
     assert route.prefill(hopeless, fleet(*servers)) == [0, 1, 2]
 
@@ -337,17 +350,17 @@ def test_the_limit_ends_the_search() -> None:
         routing.make("next_replica:limit=0")
 
 
-def test_it_asks_the_programme_where_admission_lets_everybody_in() -> None:
+def test_next_replica_asks_the_dp_if_admission_is_none() -> None:
     servers = [scheduler(), scheduler()]
     servers[0].add(request(0, 36, 6.0, tpot=1e5))
     route = routing.make("next_replica", AdmitAll())
     assert route.prefill(request(1, 30, 6.0, tpot=1e5), fleet(*servers)) == [1, 0]
     late = request(2, 30, 6.0, tier=BEST_EFFORT)
-    assert route.prefill(late, fleet(*servers)) == [1, 0], "best effort stays where its turn is"
+    assert route.prefill(late, fleet(*servers)) == [1, 0], "best effort goes to the next replica in turn"
 
 
 def test_more_replicas_refuse_less() -> None:
-    jobs = [SimRequest(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(12)]
+    jobs = [Job(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(12)]
     kept = []
     for count in (1, 2, 4):
         outcome = simulate(

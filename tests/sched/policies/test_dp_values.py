@@ -1,4 +1,4 @@
-"""The values of promises in the dynamic program: priorities, sets worth the most, lots."""
+"""Values of requests in the dynamic program: priorities, sets of the highest value, and lots."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ def prompts(deadline: list[float], tokens: list[float], tpot: float = 1.0) -> Pr
     st.integers(-5, 5),
 )
 @settings(max_examples=examples(300), deadline=None)
-def test_the_promised_are_worth_the_most_whatever_the_way_to_them(
+def test_fast_paths_and_lots_find_a_set_of_the_highest_value(
     jobs: list[tuple[int, int, float, int]], running: int, free: float, level: int
 ) -> None:
-    """The short ways and lots of `admitted` find a set worth as much as the whole program does, and a priority that
-    all share changes nothing."""
+    """The fast paths and lots of `admitted` match the full program's value, and a common priority changes nothing."""
     deadline, tokens, tpot, priority = (list(column) for column in zip(*jobs, strict=True))
     count = len(jobs)
     new = Prompts(np.array(deadline, float), np.array(tokens, float), np.array(tpot), np.ones(count))
@@ -61,14 +60,14 @@ def test_the_promised_are_worth_the_most_whatever_the_way_to_them(
 
 
 def test_a_value_is_that_of_a_priority() -> None:
-    """One is worth two of the next priority, and sums of them are exact."""
+    """A request is worth two of the next lower priority, and sums of values are exact."""
     assert values([0, 1, -1, 3]).tolist() == [1.0, 0.5, 2.0, 0.125]
     assert values([10_000, -10_000]).tolist() == [2.0**-dp.SPAN, 2.0**dp.SPAN]
     assert values([dp.SPAN, -dp.SPAN]).sum() - 2.0**dp.SPAN == 2.0**-dp.SPAN
 
 
-def test_one_of_more_value_outweighs_several() -> None:
-    """Ten seconds of a server: a prompt that takes all of them, or three that take three each."""
+def test_one_request_of_high_value_outweighs_several() -> None:
+    """A server has ten seconds: one prompt takes all ten, or three prompts take three each."""
     standing = Commitments(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
     new = prompts([10.0] * 4, [60.0, 18.0, 18.0, 18.0], tpot=1e6)
     for priority, chosen in ((0, [1, 2, 3]), (-1, [1, 2, 3]), (-2, [0])):
@@ -76,8 +75,8 @@ def test_one_of_more_value_outweighs_several() -> None:
         assert np.flatnonzero(found).tolist() == chosen
 
 
-def test_lots_are_smaller_where_kinds_are_many() -> None:
-    """Fourteen priorities at once, of which ten fit: those of more value first."""
+def test_lots_are_smaller_with_more_kinds() -> None:
+    """Of fourteen priorities at once ten fit, and the higher values are admitted."""
     standing = Commitments(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
     new = prompts([100.0] * 14, [60.0] * 14, tpot=1e6)
     order = np.random.default_rng(0).permutation(14)

@@ -1,4 +1,4 @@
-"""Policies that are made to draft: as much as pays, by what was accepted and what steps take."""
+"""Policies with drafting: draft lengths follow measured acceptance and step times."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxserve.sched.perf.drafted import FIRST, Drafted
 from jaxserve.sched.perf.model import GeneralModel
 from jaxserve.sched.policies import drafting
 from tests.support.examples import examples
-from tests.support.sched.harness import COEFFICIENTS, Outcome, SimRequest, simulate
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, simulate
 from tests.support.sched.speculation import JOB, check
 
 CHEAP = replace(COEFFICIENTS, fixed=5e-3, draft=2e-4)
 DEAR = replace(COEFFICIENTS, fixed=1e-3, decode=1e-3, draft=2e-3)
-JOBS = [SimRequest(range(100 * row, 100 * row + 8), 300) for row in range(4)]
+JOBS = [Job(range(100 * row, 100 * row + 8), 300) for row in range(4)]
 
 
 def run(policy: str, **shape: object) -> Outcome:
@@ -34,7 +34,7 @@ def ended(outcome: Outcome) -> float:
 
 
 def drafted(outcome: Outcome) -> float:
-    """Share of the decode steps in which somebody drafts, once acceptance is known."""
+    """Return the share of decode steps with a draft once acceptance is known."""
     steps = [any(span.draft for span in plan.spans) for _, plan in outcome.plans][20:]
     return sum(steps) / len(steps)
 
@@ -46,8 +46,8 @@ def test_good_drafts_that_cost_little_are_used() -> None:
 
 
 @pytest.mark.parametrize(("coefficients", "acceptance"), [(CHEAP, 0.0), (DEAR, 0.3)])
-def test_drafts_that_do_not_pay_are_left(coefficients: object, acceptance: float) -> None:
-    """A wrong drafter, or one that costs more than it brings: tried now and then, and no more than that."""
+def test_drafts_that_do_not_pay_are_not_used(coefficients: object, acceptance: float) -> None:
+    """Drafts that are always wrong, or cost more than they gain, are only probed from time to time."""
     plain = run("distserve", coefficients=coefficients)
     adaptive = run("distserve/draft", coefficients=coefficients, acceptance=acceptance)
     always = run("distserve/draft:no-adaptive", coefficients=coefficients, acceptance=acceptance)
@@ -55,8 +55,8 @@ def test_drafts_that_do_not_pay_are_left(coefficients: object, acceptance: float
     assert ended(adaptive) < 1.03 * ended(plain) < ended(always)
 
 
-def test_that_nobody_drafts_is_not_decided_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But it is where somebody drafts: what is accepted changes what pays."""
+def test_not_drafting_is_not_decided_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While some request drafts, every step decides anew, since acceptance changes what pays."""
     asked = 0
 
     def best(self: drafting._Batch, draft: int, plain: float) -> drafting._Best | None:
@@ -72,7 +72,7 @@ def test_that_nobody_drafts_is_not_decided_at_every_step(monkeypatch: pytest.Mon
         assert least < asked / len(outcome.plans) <= most
 
 
-def test_the_most_is_always_drafted_where_it_shall_be() -> None:
+def test_a_fixed_draft_length_is_always_drafted() -> None:
     outcome = run("distserve/draft:no-adaptive", acceptance=0.5)
     lengths = {span.draft for _, plan in outcome.plans for span in plan.spans if span.start > 8}
     assert lengths <= {0, 1, 2, 3, 4} and drafted(outcome) > 0.95
@@ -80,19 +80,19 @@ def test_the_most_is_always_drafted_where_it_shall_be() -> None:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(jobs=st.lists(JOB, min_size=1, max_size=6), acceptance=st.floats(0, 1), adaptive=st.booleans())
-def test_no_token_is_lost_or_invented(jobs: list[SimRequest], acceptance: float, adaptive: bool) -> None:
+def test_no_token_is_lost_or_invented(jobs: list[Job], acceptance: float, adaptive: bool) -> None:
     policy = "sarathi:tokens=16/draft" + ("" if adaptive else ":no-adaptive")
     outcome = simulate(jobs, policy=policy, draft=3, acceptance=acceptance, pages=40, tokens=24)
     check(outcome, jobs, 3, 4)
 
 
-def test_a_request_that_draws_one_at_a_time_does_not_draft() -> None:
+def test_a_request_that_samples_without_drafts_does_not_draft() -> None:
     params = SamplingParams(max_tokens=None, repetition_penalty=1.2)
     late = SamplingParams(max_tokens=None, min_tokens=20)
     jobs = [
-        SimRequest(range(8), 40, params=params),
-        SimRequest(range(100, 108), 40),
-        SimRequest(range(200, 208), 40, params=late),
+        Job(range(8), 40, params=params),
+        Job(range(100, 108), 40),
+        Job(range(200, 208), 40, params=late),
     ]
     outcome = simulate(jobs, policy="distserve/draft:no-adaptive", pages=400, draft=4, tokens=64, acceptance=0.8)
     lengths = {
@@ -112,7 +112,8 @@ def test_names() -> None:
     assert draft_lengths(1) == (1,) and draft_lengths(4) == (1, 2, 4) and draft_lengths(6) == (1, 2, 4, 6)
 
 
-# ---- what is measured --------------------------------------------------------------------------------------------
+# ---- measurements
+# ------------------------------------------------------------------------------------------------
 
 
 def test_acceptance_of_tiers_and_requests() -> None:
@@ -125,7 +126,7 @@ def test_acceptance_of_tiers_and_requests() -> None:
     assert known.of("fast") > 0.9 > 0.2 > known.of("slow")
     assert known.of("slow") < known.all.acceptance < known.of("fast")
     assert known.of("never seen") == known.all.acceptance
-    assert known.record("slow", good) is good, "a request keeps what it knows"
+    assert known.record("slow", good) is good, "a request forgot its acceptance"
     assert known.record("slow", Drafts()).acceptance == pytest.approx(known.of("slow"))
 
 
@@ -137,7 +138,7 @@ def test_acceptance_is_a_share(counts: list[tuple[int, float]]) -> None:
         assert 0 <= drafts.acceptance <= 1
 
 
-def test_steps_that_draft_are_learnt() -> None:
+def test_steps_with_drafts_train_the_model() -> None:
     inner = GeneralModel(COEFFICIENTS, correct=False)
     model = Drafted(inner)
     load = Load(decode=20, longest=10, context=40, drafts=4)

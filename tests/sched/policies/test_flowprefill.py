@@ -1,4 +1,4 @@
-"""FlowPrefill on views small enough to say what it must answer, and on the head-of-line case with exact times."""
+"""FlowPrefill's decisions on small views, and exact times of a head-of-line blocking case."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from jaxserve.sched.api.request import BEST_EFFORT, Request, State
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.policies.flowprefill import FlowPrefill
-from tests.support.sched.harness import SimRequest, simulate
+from tests.support.sched.harness import Job, simulate
 from tests.support.sched.views import PERF, prompt, view
 
 K = 1024
 
 
 def due(id: int, length: int, at: float, arrival: float = 0.0, tier: str = "standard") -> Request:
-    """A prompt whose first token is due at that time; 1,000 tokens take a second and each step 10 ms."""
+    """Return a prompt with a first-token deadline; 1,000 tokens take a second and each step 10 ms."""
     return prompt(id, length, arrival, SLO(ttft=at - arrival), tier=tier)
 
 
 def task(*requests: Request, seconds: float, step: int = 7) -> Task:
-    """A step that computes all that is left of its requests."""
+    """Return a step that computes all remaining tokens of its requests."""
     for one in requests:
         one.state, one.computed, one.pending = State.RUNNING, one.prompt_length, 1
     return Task(step, requests, seconds)
@@ -42,7 +42,7 @@ def together(decision: Decision) -> list[int]:
     return [grant.request for grant in decision.grants[: decision.prompts]]
 
 
-# who comes first
+# Priorities
 
 
 def test_the_highest_priority_runs_alone_when_it_is_long() -> None:
@@ -50,26 +50,29 @@ def test_the_highest_priority_runs_alone_when_it_is_long() -> None:
     assert together(ask(view(requests, []))) == [1]
 
 
-def test_stops_for_whoever_is_due_earlier_and_can_make_it() -> None:
+def test_preempts_for_a_prompt_with_an_earlier_deadline_that_it_can_meet() -> None:
     running = task(due(0, 9000, 20.0), seconds=5.0)
     assert ask(view([due(1, 100, 3.0)], [], running=running)).preempt
     assert not ask(view([due(1, 100, 21.0)], [], running=running)).preempt  # due later
-    assert not ask(view([due(1, 4000, 3.0)], [], running=running)).preempt  # late anyway
+    assert not ask(view([due(1, 4000, 3.0)], [], running=running)).preempt  # late in any case
     assert not ask(view([due(1, 100, 3.0)], [], running=running, free_pages=6)).preempt  # 100 tokens need 7 pages
     assert not ask(view([due(1, 100, 3.0)], [], running=running), preempt=False).preempt
     assert not ask(view([due(1, 100, 3.0, tier=BEST_EFFORT)], [], running=running)).preempt
 
 
-def test_a_started_step_is_judged_by_what_is_left_of_it() -> None:
-    """9 s of work, due in 5, half a second left: by all of its work it would look hopeless and be stopped."""
+def test_a_started_step_is_judged_by_its_remaining_time() -> None:
+    """Of 9 s of work due in 5 s, half a second is left.
+
+    Judged by its total work, the step would be stopped as hopeless.
+    """
     running = task(due(0, 9000, 5.0), seconds=0.5)
     at = view([due(1, 100, 6.0)], [], running=running)
     assert not ask(at).preempt
     assert ask(at, literal=True).preempt
 
 
-def test_a_step_that_computes_a_part_of_a_prompt_counts_the_rest_too() -> None:
-    """1,000 tokens of 5,000 are under way: 0.5 s, and 4.01 s after them."""
+def test_a_step_that_computes_one_chunk_counts_the_rest_of_its_prompt() -> None:
+    """1,000 of 5,000 tokens are under way: 0.5 s, and 4.01 s after them."""
     long = due(0, 5000, 4.4)
     long.state, long.computed = State.RUNNING, 1000
     short = due(1, 100, 6.0)
@@ -89,11 +92,11 @@ def test_the_suspended_step_resumes_when_it_is_its_turn() -> None:
     paused = task(due(0, 9000, 20.0), seconds=5.0)
     assert ask(view([due(1, 100, 3.0)], [], suspended=(paused,))).resume is None
     assert ask(view([due(1, 100, 21.0)], [], suspended=(paused,))).resume == 7
-    assert ask(view([due(1, 100, 3.0)], [], suspended=(paused,), start=4.0)).resume == 7  # 1 is late by now
+    assert ask(view([due(1, 100, 3.0)], [], suspended=(paused,), start=4.0)).resume == 7  # prompt 1 is late by now
     assert ask(view([], [], suspended=(paused,))).resume == 7
 
 
-def test_of_several_suspended_steps_the_one_due_first_resumes_and_dead_ones_last() -> None:
+def test_the_suspended_step_with_the_earliest_deadline_resumes_and_hopeless_ones_last() -> None:
     steps = (
         task(due(0, 9000, 20.0), seconds=5.0, step=3),
         task(due(1, 900, 9.0), seconds=0.5, step=5),
@@ -105,12 +108,12 @@ def test_of_several_suspended_steps_the_one_due_first_resumes_and_dead_ones_last
     assert ask(view([], [], suspended=steps[2:])).resume == 2
 
 
-def test_a_suspended_step_that_comes_first_again_stops_the_running_one() -> None:
+def test_a_suspended_step_that_becomes_first_again_preempts_the_running_one() -> None:
     paused, running = task(due(0, 900, 9.0), seconds=0.5), task(due(1, 900, 12.0), seconds=0.5, step=8)
     assert ask(view([], [], suspended=(paused,), running=running)).preempt
 
 
-def test_a_long_prompt_has_its_share_of_the_time_when_suspended_and_is_not_stopped_in_it() -> None:
+def test_an_aged_long_prompt_resumes_in_its_share_of_the_time_and_is_not_preempted() -> None:
     long, short = due(0, 70_000, 5.0), due(1, 100, 60.0)
     paused = task(long, seconds=40.0)
     for start, turn in ((0.5, True), (1.5, False), (10.5, True), (19.0, False)):
@@ -121,27 +124,27 @@ def test_a_long_prompt_has_its_share_of_the_time_when_suspended_and_is_not_stopp
         assert ask(at).preempt
 
 
-def test_the_numerator_chooses_among_the_papers_three_orders() -> None:
-    """At 4 s: 0 is late, 1 cannot make it, 2 can."""
+def test_the_numerator_selects_one_of_the_papers_three_orders() -> None:
+    """At 4 s prompt 0 is late, prompt 1 will be, and prompt 2 can be on time."""
     requests = [due(0, 100, 3.0), due(1, 9000, 5.0), due(2, 2000, 30.0)]
     at = view(requests, [], start=4.0)
     assert [together(ask(at, order=name, batch=0)) for name in ("edf", "deadline_edf", "sedf")] == [[0], [1], [2]]
 
 
-def test_to_the_letter_the_latest_deadline_wins_among_the_late() -> None:
+def test_literal_mode_prefers_the_latest_deadline_among_late_prompts() -> None:
     requests = [due(0, 100, 3.0), due(1, 100, 3.5)]
     assert together(ask(view(requests, [], start=4.0), batch=0)) == [0]
     assert together(ask(view(requests, [], start=4.0), batch=0, literal=True)) == [1]
 
 
-def test_options_that_make_no_sense_are_named() -> None:
+def test_invalid_options_are_named() -> None:
     with pytest.raises(InvalidValue, match=r"order='lifo' must be one of sedf, deadline_edf, edf"):
         policies.make("flowprefill:order=lifo")
     with pytest.raises(InvalidValue, match=r"batch=-1 must be 0"):
         policies.make("flowprefill:batch=-1")
 
 
-# batching
+# Batching
 
 
 def test_short_prompts_share_a_step_below_the_budget() -> None:
@@ -151,20 +154,20 @@ def test_short_prompts_share_a_step_below_the_budget() -> None:
     assert together(ask(view(requests, []), batch=0)) == [0]
 
 
-def test_one_that_does_not_fit_does_not_end_the_batch() -> None:
+def test_a_prompt_that_does_not_fit_does_not_end_the_batch() -> None:
     requests = [due(0, 300, 9.0), due(1, 800, 10.0), due(2, 300, 11.0)]
     assert together(ask(view(requests, []))) == [0, 2]
 
 
-def test_nobody_in_a_batch_is_late_for_it() -> None:
+def test_no_prompt_in_a_batch_becomes_late_by_it() -> None:
     requests = [due(0, 300, 0.5), due(1, 300, 0.55)]  # together 0.61 s
     assert together(ask(view(requests, []))) == [0]
     requests = [due(0, 300, 0.7), due(1, 300, 0.75)]
     assert together(ask(view(requests, []))) == [0, 1]
 
 
-def test_nobody_outside_a_batch_becomes_late_for_it() -> None:
-    """Behind 0 alone (0.31 s) 2 ends at 2.32; behind 0 and 1 (0.61 s) it would at 2.62."""
+def test_no_prompt_outside_a_batch_becomes_late_by_it() -> None:
+    """Behind prompt 0 alone (0.31 s), prompt 2 ends at 2.32 s; behind 0 and 1 (0.61 s) at 2.62 s, too late."""
     requests = [due(0, 300, 2.0), due(1, 300, 2.1), due(2, 2000, 2.5)]
     assert together(ask(view(requests, []))) == [0]
     assert together(ask(view(requests, []), literal=True)) == [0, 1]
@@ -182,7 +185,7 @@ def test_late_and_best_effort_prompts_do_not_join() -> None:
     rows=st.lists(st.tuples(st.integers(1, 3000), st.floats(0.1, 6.0)), min_size=1, max_size=12),
     batch=st.sampled_from([0, 500, 1024, 8192]),
 )
-def test_a_batch_costs_nobody_the_deadline(rows: list[tuple[int, float]], batch: int) -> None:
+def test_a_batch_breaks_no_deadline(rows: list[tuple[int, float]], batch: int) -> None:
     requests = [due(i, length, at) for i, (length, at) in enumerate(rows)]
     chosen = together(ask(view(requests, []), batch=batch))
     head, load = chosen[0], Load()
@@ -198,13 +201,13 @@ def test_a_batch_costs_nobody_the_deadline(rows: list[tuple[int, float]], batch:
             assert joint < at
 
 
-# the head of the line: one prompt of 128K, then ten of 8K, 1 ms a token
+# Head-of-line blocking: one prompt of 128K tokens, then ten of 8K, at 1 ms a token
 
 SIMPLE = Coefficients(fixed=0.0, prefill=1e-3, decode=0.0, quadratic=0.0, longest=0.0, context=0.0)
 LONG, SHORT = 128 * K / 1000, 8 * K / 1000
 JOBS = [
-    SimRequest(range(128 * K), 1, 0.0, SLO(ttft=400.0)),
-    *(SimRequest(range(8 * K), 1, 1.0, SLO(ttft=100.0)) for _ in range(10)),
+    Job(range(128 * K), 1, 0.0, SLO(ttft=400.0)),
+    *(Job(range(8 * K), 1, 1.0, SLO(ttft=100.0)) for _ in range(10)),
 ]
 
 
@@ -220,7 +223,7 @@ def times(policy: str, tokens: int, **shape: Any) -> list[float]:
     return [request.token_times[0] - request.arrival for request in outcome.requests]
 
 
-def test_first_come_first_served_lets_everybody_wait_for_the_long_one() -> None:
+def test_fcfs_makes_every_prompt_wait_for_the_long_one() -> None:
     for tokens in (8 * K, 128 * K):
         ends = times("distserve", tokens, prompts=1)
         assert ends == pytest.approx([LONG, *(LONG + SHORT * (i + 1) - 1.0 for i in range(10))])
@@ -237,10 +240,10 @@ def test_first_come_first_served_lets_everybody_wait_for_the_long_one() -> None:
         ("op of a chunk", 8 * K, True, 320, 1.024),
     ],
 )
-def test_flowprefill_lets_them_wait_for_the_next_boundary(
+def test_flowprefill_makes_short_prompts_wait_for_the_next_boundary_only(
     boundary: str, tokens: int, preemptible: bool, segments: int, stopped: float
 ) -> None:
-    """The first of the short ones begins at the boundary; the long one ends after all of them, with no work lost."""
+    """The first short prompt starts at the boundary; the long one ends after all of them, with no work lost."""
     ends = times("flowprefill", tokens, preemptible=preemptible, segments=segments)
     shorts = [stopped + SHORT * (i + 1) - 1.0 for i in range(10)]
     long = LONG if stopped == LONG else LONG + 10 * SHORT

@@ -1,4 +1,4 @@
-"""Policies on views small enough to say what they must answer."""
+"""Decisions of policies on small views."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_kairos_serves_a_short_prompt_before_a_long_one_that_came_first() -> Non
 
 
 def test_kairos_does_not_put_the_longest_late_prompt_first() -> None:
-    """As published, dividing a negative slack by the length would."""
+    """Dividing a negative slack by the length, as published, would put it first."""
     at = view([prompt(0, 9000, -20.0), prompt(1, 100, -20.0)], [], start=0.0)
     assert order(KairosPrefill(), at) == [1, 0]
 
@@ -40,25 +40,25 @@ def test_kairos_serves_requests_without_an_objective_last() -> None:
 
 
 def test_kairos_decodes_the_short_row_alone_while_the_long_one_has_slack() -> None:
-    # everybody: 110 ms; the short row alone: 11 ms
+    # all rows: 110 ms; the short row alone: 11 ms
     short = decoding(0, 1000, due=0.050)
     patient, pressed = decoding(1, 100_000, due=0.400), decoding(1, 100_000, due=0.115)
     assert order(KairosDecode(), view([], [short, patient], role=Role.DECODE)) == [0]
-    assert order(KairosDecode(), view([], [short, pressed], role=Role.DECODE)) == [0, 1]  # 5 ms of slack: not enough
+    assert order(KairosDecode(), view([], [short, pressed], role=Role.DECODE)) == [0, 1]  # 5 ms of slack are not enough
     assert order(Continuous(), view([], [short, patient], role=Role.DECODE)) == [0, 1]
 
 
-def test_kairos_leaves_nobody_out_under_kv_pressure() -> None:
+def test_kairos_decodes_every_row_under_kv_pressure() -> None:
     rows = [decoding(0, 1000, due=0.200), decoding(1, 100_000, due=0.400)]
     assert order(KairosDecode(), view([], rows, role=Role.DECODE, kv_waiting=1)) == [0, 1]
     assert order(KairosDecode(), view([], rows, role=Role.DECODE, free_pages=199)) == [0, 1]
 
 
-def test_one_late_straggler_does_not_forbid_the_rest_but_is_not_starved() -> None:
+def test_one_hopeless_row_does_not_exclude_the_others_and_does_not_starve() -> None:
     rows = [decoding(0, 1000, due=0.300, last=-0.01), decoding(1, 2000, due=0.300, last=-0.01)]
     late = decoding(2, 150_000, due=-1.0, last=-0.1)
     assert order(KairosDecode(), view([], [*rows, late], role=Role.DECODE)) == [0, 1]
-    starved = decoding(2, 150_000, due=-1.0, last=-0.3)  # six of its tpot without a token
+    starved = decoding(2, 150_000, due=-1.0, last=-0.3)  # six times its TPOT without a token
     assert set(order(KairosDecode(), view([], [*rows, starved], role=Role.DECODE))) == {0, 1, 2}
 
 
@@ -89,16 +89,19 @@ def test_halves_can_be_chosen_apart() -> None:
 
 @pytest.mark.parametrize("name", ["kairos:literal", "kairos:verbatim", "prefill=fcfs,decode=kairos:literal"])
 def test_kairos_to_the_letter_lets_one_late_straggler_forbid_everything(name: str) -> None:
-    """Line 7: its slack is the least, so all are decoded together, for everybody, until it leaves."""
+    """Line 7: the straggler has the least slack, so all rows decode together until it ends."""
     rows = [decoding(0, 1000, due=0.300, last=-0.01), decoding(1, 2000, due=0.300, last=-0.01)]
     late = decoding(2, 150_000, due=-1.0, last=-0.1)
     assert order(policies.make("kairos"), view([], [*rows, late], role=Role.DECODE)) == [0, 1]
     assert order(policies.make(name), view([], [*rows, late], role=Role.DECODE)) == [0, 1, 2]
 
 
-def test_kairos_to_the_letter_counts_a_step_of_its_own_as_what_a_row_needs() -> None:
-    """Line 5: the long row alone needs 110 ms and is due in 130: 20 ms of slack, so the short ones run alone; that
-    all three then need 112.5 ms for three rows, and that it waits, is not seen."""
+def test_literal_kairos_takes_a_step_alone_as_the_need_of_a_row() -> None:
+    """Line 5 overlooks that a row waits and then decodes jointly with others.
+
+    The long row alone needs 110 ms and is due in 130 ms. With 20 ms of slack the short rows run
+    alone, though all three then need a joint step of 112.5 ms.
+    """
     perf = GeneralModel(Coefficients(0.010, 1e-3, decode=0.004, quadratic=0.0, longest=1e-6, context=0.0))
     rows = [decoding(0, 1000, due=0.300), decoding(1, 100_000, due=0.136)]
     # alone 114 ms: slack 22 ms >= 15 ms of the short row; together 118 ms: slack 18 ms, still; margin takes it
@@ -119,7 +122,7 @@ def test_kairos_to_the_letter_leaves_rows_out_though_kv_is_short() -> None:
 
 
 def test_the_greedy_prefix_stops_at_the_first_local_maximum() -> None:
-    """Rows of 1,000, 30,000 and then twenty of 31,000: the second adds less than it costs, all of them more."""
+    """Rows of 1,000, 30,000 and then twenty of 31,000 tokens: the second costs more than it adds, all of them less."""
     rows = [decoding(i, length, due=1.0) for i, length in enumerate([1000, 30_000, *[31_000] * 20, 400_000])]
     at = view([], rows, role=Role.DECODE)
     assert order(policies.make("kairos:greedy"), at) == [0]
@@ -133,7 +136,7 @@ def test_best_effort_rows_decode_behind_the_others_and_forbid_nothing() -> None:
     assert order(policies.make("kairos"), view([], [*rows, straggler], role=Role.DECODE)) in ([0, 1], [0, 1, 3])
 
 
-def test_options_go_to_the_half_that_they_concern() -> None:
+def test_options_reach_the_policy_of_the_phase_they_concern() -> None:
     assert policies.make("kairos:no-pack+margin=0.1+ageing=0.2") is not None
     with pytest.raises(InvalidValue, match=r"'kairos' has no option 'packed'; its options: .*no-pack.*margin=0.0"):
         policies.make("kairos:packed")
@@ -141,8 +144,8 @@ def test_options_go_to_the_half_that_they_concern() -> None:
         policies.make("edf:literal")
 
 
-def test_kairos_takes_a_step_that_a_table_says_costs_nothing() -> None:
-    """Without a warning: a division by zero would be one."""
+def test_kairos_accepts_steps_that_take_no_time() -> None:
+    """A table may predict zero: this must not warn of a division by zero."""
     perf = GeneralModel(Coefficients(0.0, 1e-3, 0.0, 0.0, 0.0, 0.0), correct=False)
     rows = [decoding(1, 10, 1.0), decoding(2, 20, 2.0)]
     assert order(KairosDecode(), view([], rows, perf=perf, role=Role.DECODE)) == [1]

@@ -1,4 +1,4 @@
-"""Orders of prompts: what each puts first, by hand; and what all of them keep to."""
+"""Orders of waiting prompts: the first prompt of each order, and properties of all orders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.policies.ordered import LONG, PERIOD
-from tests.support.sched.harness import SimRequest, simulate
+from tests.support.sched.harness import Job, simulate
 from tests.support.sched.views import begun, order, prompt, view
 
 ORDERS = ("fcfs", "sjf", "edf", "deadline_edf", "sedf", "kairos", "kairos:literal", "kairos:verbatim", "flowprefill")
@@ -28,35 +28,35 @@ def first(name: str, at: View) -> int:
 
 
 def due(id: int, length: int, at: float, arrival: float = 0.0) -> Request:
-    """A prompt whose first token is due at that time; 1,000 tokens take a second and each step 10 ms."""
+    """Return a prompt with a first-token deadline; 1,000 tokens take a second and each step 10 ms."""
     return prompt(id, length, arrival, SLO(ttft=at - arrival))
 
 
-def test_sjf_is_by_what_is_left() -> None:
+def test_sjf_sorts_by_remaining_tokens() -> None:
     at = view([prompt(0, 3000), prompt(1, 2000, 0.1), begun(prompt(2, 9000, 0.2), 8500)], [])
     assert order(policies.make("sjf"), at) == [2, 1, 0]
 
 
-def test_edf_is_by_arrival_and_objective() -> None:
+def test_edf_sorts_by_deadline() -> None:
     requests = [due(0, 10, 9.0), due(1, 10, 5.0, arrival=2.0), due(2, 10, 5.0, arrival=1.0)]
     assert order(policies.make("edf"), view(requests, [], start=6.0)) == [2, 1, 0]
 
 
-def test_d_edf_puts_those_behind_whose_deadline_has_passed() -> None:
+def test_d_edf_puts_prompts_past_their_deadline_last() -> None:
     requests = [due(0, 10, 3.0), due(1, 10, 2.0), due(2, 9000, 6.5), due(3, 10, 9.0)]
     at = view(requests, [], start=5.0)
     assert order(policies.make("edf"), at) == [1, 0, 2, 3]
     assert order(policies.make("deadline_edf"), at) == [2, 3, 1, 0]
 
 
-def test_s_edf_puts_those_behind_who_cannot_make_it_and_counts_what_is_left_of_them() -> None:
-    """At 5 s: 2 needs 9 s and has 1.5; 4 of 9,000 tokens has 1,000 left, which fit."""
+def test_s_edf_puts_prompts_that_will_be_late_last_and_counts_only_remaining_work() -> None:
+    """At 5 s prompt 2 needs 9 s and has 1.5; prompt 4 has 1,000 of 9,000 tokens left, which fit."""
     requests = [due(0, 10, 3.0), due(2, 9000, 6.5), due(3, 10, 9.0), begun(due(4, 9000, 6.5), 8000)]
     assert order(policies.make("sedf"), view(requests, [], start=5.0)) == [4, 3, 0, 2]
 
 
-def test_s_edf_counts_every_step_of_a_prompt() -> None:
-    """2,000 tokens in chunks of 1,000 are 2.02 s: two steps of 10 ms each."""
+def test_s_edf_counts_the_fixed_time_of_every_chunk() -> None:
+    """2,000 tokens in chunks of 1,000 take 2.02 s, two steps with 10 ms each."""
     requests = [due(0, 2000, 2.015), due(1, 2000, 2.025)]
     assert order(policies.make("sedf"), view(requests, [], limits=Limits(1000, 256, 1000, 16))) == [1, 0]
     assert order(policies.make("sedf"), view(requests, [], limits=Limits(8192, 256, 1000, 16))) == [0, 1]
@@ -68,9 +68,11 @@ def test_kairos_to_the_letter_puts_the_longest_late_prompt_first_among_the_late(
     assert order(policies.make("kairos:literal"), view(requests, [])) == [1, 0]
 
 
-def test_line_22_counts_the_whole_prompt_for_every_chunk_and_so_keeps_slack() -> None:
-    """After a hundred chunks of 1,000 tokens of a prompt of 100,000, mu is a hundred times too high: two prompts that
-    are late by then look early, and among the early the short one goes first."""
+def test_literal_kairos_counts_the_whole_prompt_for_every_chunk_and_overestimates_slack() -> None:
+    """Line 22 as published makes mu a hundred times too high for a prompt of 100 chunks of 1,000 tokens.
+
+    Two prompts that will be late then look early, and among early prompts the short one goes first.
+    """
     limits = Limits(1000, 256, 10_000, 16)
     literal, verbatim = policies.make("kairos:literal"), policies.make("kairos:verbatim")
     requests = [prompt(0, 9000), prompt(1, 100)]
@@ -82,7 +84,7 @@ def test_line_22_counts_the_whole_prompt_for_every_chunk_and_so_keeps_slack() ->
 
 
 def test_kairos_can_predict_finish_times_by_the_model() -> None:
-    """In chunks of 10 tokens 4,000 tokens take 8 s; n/mu, with the mu of large chunks, says 4 s."""
+    """In chunks of 10 tokens, 4,000 tokens take 8 s; n/mu with the mu of large chunks predicts 4 s."""
     limits = Limits(10, 256, 10_000, 16)
     requests = [due(0, 4000, 7.0), due(1, 5000, 18.5)]
     assert order(policies.make("kairos"), view(requests, [], limits=limits)) == [0, 1]
@@ -91,7 +93,7 @@ def test_kairos_can_predict_finish_times_by_the_model() -> None:
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_best_effort_comes_last_in_every_order(name: str) -> None:
-    """Though it is the shortest, the first, and due before all others."""
+    """A best-effort prompt comes last although it is the shortest, the first, and has the earliest deadline."""
     easy = prompt(0, 10, -5.0, SLO(ttft=6.0), tier=BEST_EFFORT)
     requests = [easy, prompt(1, 5000), prompt(2, 9000, -50.0)]
     granted = order(policies.make(f"prefill={name},decode=continuous"), view(requests, []))
@@ -100,7 +102,7 @@ def test_best_effort_comes_last_in_every_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", AGEING)
 def test_the_oldest_long_prompt_has_its_share_of_the_time(name: str) -> None:
-    """Of every 10 s the first two, whoever else is there; else it waits behind the short ones."""
+    """The oldest long prompt gets the first 2 s of every 10 s, and otherwise waits behind the short ones."""
     requests = [due(0, 500, 60.0), due(1, LONG, 70.0), due(2, LONG, 70.0), due(3, 500, 60.0)]
     best_effort = prompt(4, LONG, -1.0, tier=BEST_EFFORT)
     for start in np.arange(0.0, 3 * PERIOD, 0.5).tolist():
@@ -110,16 +112,19 @@ def test_the_oldest_long_prompt_has_its_share_of_the_time(name: str) -> None:
         assert first(name, at) != 1
 
 
-def test_a_share_must_be_one() -> None:
+def test_an_invalid_share_is_refused() -> None:
     with pytest.raises(InvalidValue, match=r"ageing=1\.5 must be a share of the time, 0 to 1"):
         policies.make("sjf:ageing=1.5")
 
 
 def test_long_prompts_get_their_share_under_overload() -> None:
-    """A short prompt of 0.6 s comes every 0.5 s: SJF serves the long one when nobody comes any more, unless it has
-    four or five steps of 1 s in every 10 s."""
+    """Under an overload of short prompts, give the long prompt its share.
+
+    A short prompt of 0.6 s comes every 0.5 s. SJF serves the long one when no more prompts arrive,
+    unless it has four or five steps of 1 s in every 10 s.
+    """
     slow = Coefficients(fixed=0.0, prefill=1e-3, decode=0.0, quadratic=0.0, longest=0.0, context=0.0)
-    jobs = [SimRequest(range(600), 1, index * 0.5) for index in range(400)] + [SimRequest(range(LONG), 1, 0.1)]
+    jobs = [Job(range(600), 1, index * 0.5) for index in range(400)] + [Job(range(LONG), 1, 0.1)]
     shape: dict[str, Any] = {
         "tokens": 1000, "pages": 2000, "page_size": 64, "rows": 64, "prefix_caching": False, "coefficients": slow,
     }  # fmt: skip
@@ -131,16 +136,16 @@ def test_long_prompts_get_their_share_under_overload() -> None:
 
 @pytest.mark.parametrize("name", ["sjf", "edf", "deadline_edf", "sedf", "kairos"])
 def test_a_chunk_holds_one_prompt_or_several(name: str) -> None:
-    jobs = [SimRequest(range(1000 * i, 1000 * i + 10), 1) for i in range(4)]
+    jobs = [Job(range(1000 * i, 1000 * i + 10), 1) for i in range(4)]
     packed = simulate(jobs, policy=name, tokens=32)
     alone = simulate(jobs, policy=f"{name}:no-pack", tokens=32)
     assert [len(plan.spans) for _, plan in packed.plans] == [4, 1]
     assert [len(plan.spans) for _, plan in alone.plans] == [1] * 4
 
 
-def test_one_prompt_a_step_lets_another_run_where_the_first_gets_no_pages() -> None:
-    """A prompt that has begun holds the pages that the first in order waits for."""
-    jobs = [SimRequest(range(40), 1), SimRequest(range(100, 130), 1, 0.001, SLO(ttft=0.1))]
+def test_with_one_prompt_a_step_another_runs_if_the_first_gets_no_pages() -> None:
+    """A prompt that has begun holds the pages that the first prompt in order waits for."""
+    jobs = [Job(range(40), 1), Job(range(100, 130), 1, 0.001, SLO(ttft=0.1))]
     began, early = simulate(jobs, policy="edf:no-pack", tokens=16, pages=12, page_size=4).requests
     assert began.token_times[0] < early.token_times[0]
 
@@ -150,7 +155,7 @@ def test_one_prompt_a_step_lets_another_run_where_the_first_gets_no_pages() -> N
     name=st.sampled_from(ORDERS[:-1]),
     start=st.floats(0, 30),
 )
-def test_every_order_names_everybody_once(lengths: list[int], name: str, start: float) -> None:
+def test_every_order_contains_each_prompt_once(lengths: list[int], name: str, start: float) -> None:
     requests = [prompt(i, length, i * 0.7 % 3, SLO(ttft=1 + i % 5)) for i, length in enumerate(lengths)]
     assert sorted(order(policies.make(f"prefill={name},decode=continuous"), view(requests, [], start=start))) == list(
         range(len(lengths))

@@ -1,4 +1,4 @@
-"""SLOs-Serve as a policy: promises kept, the others served from what is left, and fast decisions."""
+"""The SLOs-Serve policy: promises are kept, other requests use the remaining capacity, and decisions are fast."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.slos_serve.policy import SlosServe
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
 from tests.support.examples import examples
-from tests.support.sched.harness import COEFFICIENTS, Outcome, SimRequest
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome
 from tests.support.sched.harness import simulate as run
 
 DEVICE = Coefficients(fixed=10e-3, prefill=1e-4, decode=5e-5, quadratic=0, longest=0, context=0)
@@ -44,7 +44,7 @@ def filed(requests: list[Request], role: Role = Role.MIXED) -> RequestQueues:
 
 
 def view(requests: list[Request], now: float = 0.0, **more: object) -> View:
-    """What a policy sees of requests as they stand."""
+    """Return the policy's view of the current requests."""
     limits = more.pop("limits", Limits(tokens=8192, rows=256, pages=100_000, page_size=16, draft=0))
     role = more.pop("role", Role.MIXED)
     perf = more.pop("perf", GeneralModel(DEVICE, correct=False))
@@ -70,7 +70,7 @@ def decoding(
     last: float = 0.0,
     out: int = 1,
 ) -> Request:
-    """A row that got its first token at `first` and the last of `out` at `last`."""
+    """Return a row that got its first token at `first` and token number `out` at `last`."""
     one = waiting(id, prompt, 1.0, tpot, tier, first - 0.5)
     one.state, one.computed = State.RUNNING, prompt + out - 1
     one.output, one.token_times = [1] * out, [*np.linspace(first, last, out).tolist()]
@@ -82,28 +82,33 @@ def granted(decision: Decision) -> dict[int, int]:
     return {grant.request: grant.tokens for grant in decision.grants}
 
 
-# ---- one step, by hand ---------------------------------------------------------------------------------------------
+# ---- one step --------------------------------------------------------------------------------------
+# ------------------
 
 
 def test_a_step_lasts_as_long_as_the_tightest_tpot_allows() -> None:
-    """0.95 x 50 ms: 10 ms and one row leave 374 tokens, in multiples of 64: 320; with 100 ms 848, 832."""
+    """0.95 x 50 ms less 10 ms and one row leaves 374 tokens, 320 as a multiple of 64; 100 ms leaves
+    848, rounded to 832.
+    """
     for tpot, expected in ((0.05, 320), (0.1, 832)):
         decision = SlosServe().decide(view([decoding(0, 10, tpot), waiting(1, 5000, 30.0)]))
         assert granted(decision) == {0: 1, 1: expected}
 
 
 def test_prompts_by_deadline_and_declined_ones_last() -> None:
-    """5,000 tokens take half a second: the third cannot be in time and is served after the others."""
+    """5,000 tokens take half a second: the third prompt cannot be in time and is served after the others."""
     requests = [waiting(0, 9000, 3.0), waiting(1, 500, 1.0), waiting(2, 5000, 0.3)]
     decision = SlosServe().decide(view(requests))
     assert decision.demote == (2,)
     assert [grant.request for grant in decision.grants][:2] == [1, 0]
-    assert 2 not in granted(decision), "best effort waits while promised prompts fill the step"
+    assert 2 not in granted(decision), "best effort ran before promised prompts that fill the step"
 
 
-def test_the_set_worth_the_most_is_promised() -> None:
-    """Five seconds for a prompt of five, or two of two: by number the two, unless the one has a priority two lower.
-    What was promised stays promised, whatever comes."""
+def test_the_set_of_the_highest_value_is_promised() -> None:
+    """In five seconds fit one prompt of five or two of two; promises made earlier are kept.
+
+    The two are promised unless the one has a priority two lower.
+    """
     for priority, demoted in ((0, (0,)), (-1, (0,)), (-2, (1, 2)), (3, (0,))):
         rivals = [waiting(0, 48_000, 5.0), waiting(1, 19_000, 5.0), waiting(2, 19_000, 5.0)]
         rivals[0].priority = priority
@@ -115,14 +120,14 @@ def test_the_set_worth_the_most_is_promised() -> None:
         assert policy.decide(view([*kept, later])).demote == (9,)
 
 
-def test_what_was_promised_is_kept() -> None:
-    """A request that came later cannot take the place of one that was promised before."""
+def test_promises_are_kept() -> None:
+    """A later request cannot take the place of a request promised before it."""
     policy = SlosServe()
     old = waiting(0, 9000, 1.1)
     assert policy.decide(view([old])).demote == ()
     rivals = [waiting(one, 2000, 1.0) for one in (1, 2, 3)]
     assert policy.decide(view([old, *rivals], now=0.01)).demote == (1, 2, 3)
-    assert SlosServe().decide(view([old, *rivals], now=0.01)).demote == (0,), "without the promise the three win"
+    assert SlosServe().decide(view([old, *rivals], now=0.01)).demote == (0,), "without the promise, the three win"
 
 
 def test_a_promise_that_cannot_be_kept_is_void() -> None:
@@ -131,11 +136,13 @@ def test_a_promise_that_cannot_be_kept_is_void() -> None:
     assert policy.decide(view([old])).demote == ()
     assert policy.decide(view([old], now=0.4)).demote == ()
     decision = policy.decide(view([old], now=0.6))
-    assert decision.demote == (0,) and granted(decision)[0] > 0, "served from what is left, at once"
+    assert decision.demote == (0,) and granted(decision)[0] > 0, (
+        "an unpromised request is served from the remaining capacity at once"
+    )
 
 
-def test_who_has_run_before_is_promised() -> None:
-    """Its KV was dropped, or it came from another instance: no second decision on what has begun."""
+def test_a_request_that_has_run_before_is_promised() -> None:
+    """A request with dropped KV or from another instance has begun, so it is not decided on again."""
     resumed = decoding(0, 200, out=5)
     resumed.state, resumed.computed = State.WAITING, 0
     begun = waiting(1, 400, 0.02)
@@ -145,28 +152,28 @@ def test_who_has_run_before_is_promised() -> None:
 
 
 def test_a_loose_row_waits_for_the_step_in_which_it_is_due() -> None:
-    """Steps of 47.5 ms: a row of 200 ms that has just got a token waits, and is in when only one more fits before."""
+    """With steps of 47.5 ms, a row of 200 ms that just got a token waits until only one more step fits."""
     prompt = waiting(2, 5000, 30.0)
     policy = SlosServe()
     early = policy.decide(view([decoding(0, 10), decoding(1, 10, 0.2), prompt]))
-    assert list(granted(early)) == [0, 2, 1], "from what the prompt leaves"
+    assert list(granted(early)) == [0, 2, 1], "the row decodes in the time that the prompt leaves"
     rows = [decoding(0, 10, first=0.12, last=0.12), decoding(1, 10, 0.2), prompt]
     assert list(granted(policy.decide(view(rows, now=0.12)))) == [1, 0, 2]
 
 
-def test_a_loose_row_decodes_where_there_is_room() -> None:
+def test_a_loose_row_decodes_if_the_step_has_time() -> None:
     assert set(granted(SlosServe().decide(view([decoding(0, 10), decoding(1, 10, 0.2)])))) == {0, 1}
 
 
-def test_a_row_that_is_ahead_keeps_its_pace() -> None:
-    """Far ahead of its deadline, it is still due one tpot after its last token."""
+def test_a_row_ahead_of_its_deadline_keeps_its_tpot() -> None:
+    """A row far ahead of its deadline is still due one TPOT after its last token."""
     ahead = decoding(1, 10, 0.2, first=0.0, last=0.1, out=30)
     prompt = waiting(2, 5000, 30.0)
     rows = [decoding(0, 10, first=0.22, last=0.22), ahead, prompt]
     assert list(granted(SlosServe().decide(view(rows, now=0.22)))) == [1, 0, 2]
 
 
-def test_a_late_row_makes_the_step_shorter() -> None:
+def test_a_late_row_shortens_the_step() -> None:
     prompt = waiting(1, 5000, 30.0)
     on_time = granted(SlosServe().decide(view([decoding(0, 10), prompt])))[1]
     behind = granted(SlosServe().decide(view([decoding(0, 10), prompt], now=0.02)))[1]
@@ -175,21 +182,21 @@ def test_a_late_row_makes_the_step_shorter() -> None:
 
 
 def test_a_step_that_ends_a_prompt_ends_by_its_deadline() -> None:
-    """Alone the first takes 40 ms of its 60: the second gets what is left of these, not a step of its own length."""
+    """The first prompt takes 40 of its 60 ms alone: the second gets the rest, not a step of the full length."""
     seen = view([waiting(0, 300, 0.06), waiting(1, 5000, 30.0)])
     assert granted(SlosServe(block=0.25).decide(seen)) == {0: 300, 1: 192}
-    assert granted(SlosServe().decide(seen)) == {0: 300}, "and one of its own length leaves nothing"
+    assert granted(SlosServe().decide(seen)) == {0: 300}, "a step of the full length leaves nothing"
 
 
-def test_best_effort_takes_what_is_left() -> None:
+def test_best_effort_takes_the_remaining_time() -> None:
     rows = [decoding(0, 10), decoding(1, 10, tier=BEST_EFFORT), waiting(2, 5000, 9.0, tier=BEST_EFFORT)]
     assert list(granted(SlosServe().decide(view(rows)))) == [0, 1, 2]
     full = [*rows, waiting(3, 5000, 30.0)]
     assert set(granted(SlosServe().decide(view(full)))) == {0, 3} or 2 not in granted(SlosServe().decide(view(full)))
 
 
-def test_prompts_that_wait_for_pages_hold_nobody_up() -> None:
-    """The step is for those who can run; the first who waits for pages is named, those behind it are not."""
+def test_prompts_that_wait_for_pages_do_not_block_others() -> None:
+    """The step goes to requests that can run. Of those that wait for pages, only the first is named."""
     limits = Limits(tokens=8192, rows=256, pages=200, page_size=16)
     running = waiting(0, 3000, 30.0)
     running.state, running.computed = State.RUNNING, 64
@@ -205,7 +212,7 @@ def test_without_objectives_everything_runs() -> None:
     assert SlosServe().decide(view([])) == Decision()
 
 
-def test_a_prefill_instance_promises_by_prompts_alone() -> None:
+def test_a_prefill_instance_promises_by_prompts_only() -> None:
     decision = SlosServe().decide(view([waiting(0, 500, 1.0), waiting(1, 9000, 0.5)], role=Role.PREFILL))
     assert decision.demote == (1,) and granted(decision)[0] == 500
 
@@ -229,8 +236,8 @@ def test_drafts_make_steps_longer_and_prompts_larger() -> None:
     assert all(grant.draft == 0 for grant in SlosServe().decide(seen).grants)
 
 
-def test_a_young_row_is_not_made_to_count_on_a_mean() -> None:
-    """With one token out, it may end with the next: the step is one that a plain row would be in time in."""
+def test_a_new_row_does_not_rely_on_mean_acceptance() -> None:
+    """A row with one token out may end with the next, so the step must be in time for a row without drafts."""
     seen = view([decoding(0, 10), waiting(9, 50_000, 100.0)], limits=DRAFTS, perf=DRAFTER, acceptance=0.8)
     cautious, published = SlosServe().decide(seen), SlosServe(caution=0.0).decide(seen)
     assert 0.02 + 1e-4 * granted(cautious)[9] < 0.065 < 0.02 + 1e-4 * granted(published)[9]
@@ -243,7 +250,7 @@ def test_a_looser_tier_drafts_less_and_best_effort_nothing() -> None:
     assert drafts[0] > drafts.get(1, 0) >= 0 and drafts.get(2, 0) == 0
 
 
-def test_steps_without_dynamic_size_never_outlast_the_tightest_tpot_seen() -> None:
+def test_without_dynamic_size_no_step_exceeds_the_tightest_tpot_seen() -> None:
     policy, dynamic = SlosServe(dynamic=False), SlosServe()
     tight, loose = [decoding(0, 10), waiting(1, 5000, 30.0)], [decoding(2, 10, 0.1), waiting(1, 5000, 30.0)]
     assert granted(policy.decide(view(tight)))[1] == granted(dynamic.decide(view(tight)))[1] == 320
@@ -265,8 +272,8 @@ def arrivals(count: int, rate: float, seed: int = 0) -> list[Arrival]:
     ]
 
 
-def test_promises_are_kept_where_predictions_hold() -> None:
-    """At twice what can be served: who was promised attains, and all the others finish too."""
+def test_promises_are_kept_if_predictions_are_exact() -> None:
+    """At twice the sustainable load, promised requests attain their SLOs and all others finish."""
     demoted: set[int] = set()
 
     class Watched(SlosServe):
@@ -297,7 +304,7 @@ def test_every_request_is_served(options: str, mesh: Mesh) -> None:
 
 
 JOB = st.builds(
-    lambda start, prompt, output, arrival, ttft, tpot, tier, cancel: SimRequest(
+    lambda start, prompt, output, arrival, ttft, tpot, tier, cancel: Job(
         range(start, start + prompt),
         output,
         arrival,
@@ -327,7 +334,7 @@ JOB = st.builds(
     lead=st.sampled_from([0.0, 4e-4]),
 )
 @settings(max_examples=examples(80), deadline=None)
-def test_nobody_starves_in_pools_of_a_few_pages(  # type: ignore[no-untyped-def]
+def test_no_request_starves_in_pools_of_a_few_pages(  # type: ignore[no-untyped-def]
     jobs, roles, pages, rows, tokens, draft, policy, lead
 ) -> None:
     outcome: Outcome = run(
@@ -339,7 +346,7 @@ def test_nobody_starves_in_pools_of_a_few_pages(  # type: ignore[no-untyped-def]
 
 
 def test_a_replayed_journal_gives_equal_plans() -> None:
-    """What the policy remembers follows from what it has seen."""
+    """The policy's state is a function of the views it has seen."""
     file = io.StringIO()
     journal = Journal(file)
     plans: list[StepPlan] = []
@@ -361,7 +368,7 @@ def test_a_replayed_journal_gives_equal_plans() -> None:
     assert any(span.draft for plan in plans for span in plan.spans)
 
 
-def test_options_are_named() -> None:
+def test_options_are_validated() -> None:
     assert isinstance(policies.make("slos_serve:no-spec+margin=0.1"), SlosServe)
     with pytest.raises(InvalidValue, match="its options: no-admit, no-spec, no-dynamic, margin"):
         policies.make("slos_serve:spek")
@@ -372,7 +379,9 @@ def test_options_are_named() -> None:
 
 @pytest.mark.parametrize(("rows", "prompts", "limit"), [(64, 256, 0.3e-3), (512, 4096, 3e-3)])
 def test_decisions_are_fast(rows: int, prompts: int, limit: float) -> None:
-    """The median decision, with a new request at every fourth. Thrice the target: the machine is not ours alone."""
+    """Bound the median decision, with a new request at every fourth, by three times the target, since
+    the machine is shared.
+    """
     random = np.random.default_rng(0)
 
     def new(id: int, tier: str) -> Request:

@@ -1,4 +1,4 @@
-"""Drafting and verifying: what PB* says of it, and that the mechanism loses and invents no token."""
+"""Drafting and verification: PB* with drafts, and no token lost or invented."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, State
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.slos_serve.speculation import PrefillSupply, StepCosts, accepted, counted_on, prompt_room
 from tests.support.examples import examples
-from tests.support.sched.harness import Outcome, SimRequest, simulate
+from tests.support.sched.harness import Job, Outcome, simulate
 from tests.support.sched.speculation import JOB, check
 
-# ---- what drafting gains, and what steps leave -------------------------------------------------------------------
+# ---- gain by drafts and remaining step time
+# --------------------------------------------------------------------------
 
 
 def test_tokens_gained_by_verifying() -> None:
@@ -29,26 +30,26 @@ def test_tokens_gained_by_verifying() -> None:
 
 
 @given(st.floats(0, 0.999), st.integers(1, 10))
-def test_another_drafted_token_gains_what_its_chance_is(acceptance: float, length: int) -> None:
-    """It counts only where all before it were right."""
+def test_another_drafted_token_gains_its_chance_of_acceptance(acceptance: float, length: int) -> None:
+    """A drafted token counts only if all drafted tokens before it are right."""
     more = accepted(acceptance, length + 1) - accepted(acceptance, length)
     assert more == pytest.approx(acceptance**length, abs=1e-9)
 
 
 @given(st.floats(0, 0.99), st.integers(1, 10), st.floats(0, 3))
-def test_caution_never_counts_on_more(acceptance: float, length: int, caution: float) -> None:
+def test_caution_never_increases_the_expected_gain(acceptance: float, length: int, caution: float) -> None:
     assert counted_on(acceptance, length, 0.0) == pytest.approx(accepted(acceptance, length))
     assert 1.0 <= counted_on(acceptance, length, caution) <= accepted(acceptance, length) + 1e-9
     assert counted_on(acceptance, 1, caution) == 1.0 and counted_on(1.0, length, caution) == pytest.approx(length)
 
 
 def test_caution_by_hand() -> None:
-    """Two tokens at 0.5: 1 or 2, mean 1.5, deviation 0.5, over 10 / 1.5 steps: 0.19."""
+    """Two tokens at 0.5: 1 or 2, mean 1.5, standard deviation 0.5, over 10 / 1.5 steps: 0.19."""
     assert counted_on(0.5, 2, 1.0) == pytest.approx(1.5 - 0.5 * (1.5 / 10) ** 0.5)
 
 
 def test_prompt_room_by_hand() -> None:
-    """10 ms, and 1 ms a token: 15 of 25 ms are left for prompts, 12 beside three rows; 4 too few at 6 ms."""
+    """At 10 ms fixed and 1 ms a token, 25 ms leaves 15 tokens for prompts, 12 beside three rows; 6 ms lacks 4."""
     perf = GeneralModel(Coefficients(10e-3, 1e-3, 1e-3, 0, 0, 0))
     assert prompt_room(perf, Load(), 100, 25e-3 + 1e-9) == 15
     assert prompt_room(perf, Load(decode=3), 100, 25e-3 + 1e-9) == 12
@@ -63,7 +64,7 @@ def test_prompt_room_by_hand() -> None:
     rows=st.integers(0, 50),
     bound=st.floats(0.001, 0.2),
 )
-def test_prompt_room_is_the_most_that_fits(
+def test_prompt_room_is_the_largest_that_fits(
     fixed: float, each: float, attention: float, rows: int, bound: float
 ) -> None:
     perf = GeneralModel(Coefficients(fixed, each, each, attention, 0, 1e-8), correct=False)
@@ -85,8 +86,11 @@ def supply(tpot: Sequence[float], draft: int, acceptance: float = 0.7, margin: f
 
 
 def test_the_best_length_by_hand() -> None:
-    """Ten rows of 50 ms. Without drafts a step of 50 ms leaves 300 tokens less 10: 5,800/s. Verifying k lasts
-    50·Acc(k) ms and costs 2 ms a drafted token: 6,750/s at 2, 7,200/s at 3 and more at 4."""
+    """Choose the draft length with the highest prompt rate for ten rows of 50 ms.
+
+    Without drafts, a step of 50 ms leaves 300 tokens less 10: 5,800/s. Verifying k tokens lasts
+    50·Acc(k) ms and costs 2 ms a drafted token: 6,750/s at 2, 7,200/s at 3, and more at 4.
+    """
     plain = supply([0.05], 0).pace([10])
     assert (plain.seconds, plain.lengths) == (0.05, (1,)) and plain.rate == pytest.approx(5800, abs=25)
     rates = []
@@ -102,8 +106,8 @@ def test_a_wrong_drafter_is_not_used() -> None:
     assert supply([0.05], 4, acceptance=0.05).pace([10]).lengths == (1,)
 
 
-def test_the_looser_tier_takes_the_least_length_that_lasts() -> None:
-    """50 ms and 100 ms: where the tighter binds at 4 tokens (127 ms), the looser needs Acc >= 1.27, two tokens."""
+def test_the_looser_tier_drafts_the_shortest_sufficient_length() -> None:
+    """50 and 100 ms: if the tighter tier drafts 4 tokens (127 ms), the looser needs Acc >= 1.27, two tokens."""
     pace = supply([0.05, 0.1], 3).pace([10, 10])
     assert pace.lengths[0] > pace.lengths[1] >= 1
     for tpot, length in zip((0.05, 0.1), pace.lengths, strict=True):
@@ -111,8 +115,8 @@ def test_the_looser_tier_takes_the_least_length_that_lasts() -> None:
         assert length == 1 or tpot * accepted(0.7, length - 1) < pace.seconds
 
 
-def test_a_loose_row_takes_part_of_the_steps() -> None:
-    """In steps of 50 ms a row of 100 ms decodes in every second one: half a token a step (Algorithm 2)."""
+def test_a_loose_row_decodes_in_some_steps_only() -> None:
+    """In steps of 50 ms, a row of 100 ms decodes in every second one: half a token a step (Algorithm 2)."""
     tight = supply([0.05, 0.1], 0).rate(np.array([[10.0, 0.0], [10.0, 20.0], [20.0, 0.0]]))
     assert tight[1] == pytest.approx(tight[2], rel=1e-6) and tight[0] > tight[1]
 
@@ -123,7 +127,9 @@ def test_a_loose_row_takes_part_of_the_steps() -> None:
     draft=st.integers(0, 4),
     acceptance=st.floats(0, 0.95),
 )
-def test_more_rows_never_leave_more(tpot: list[float], counts: list[int], draft: int, acceptance: float) -> None:
+def test_more_rows_never_leave_more_prompt_tokens(
+    tpot: list[float], counts: list[int], draft: int, acceptance: float
+) -> None:
     made = supply(tpot, draft, acceptance)
     now = np.array(counts[: len(tpot)], dtype=float)
     if not now.any():
@@ -134,11 +140,12 @@ def test_more_rows_never_leave_more(tpot: list[float], counts: list[int], draft:
     assert made.pace([int(one) for one in now]).rate == pytest.approx(float(made.rate(now[None, :])[0]))
 
 
-# ---- the mechanism -----------------------------------------------------------------------------------------------
+# ---- drafts through the scheduler
+# ----------------------------------------------------------------------------------
 
 
 class Drafting:
-    """Everything by first come, and as many drafts as `length` says for the request and step."""
+    """First come, first served, with `length` drafted tokens per request and step."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = lengths
@@ -168,7 +175,7 @@ class Drafting:
 def test_drafting_loses_and_invents_no_token(  # type: ignore[no-untyped-def]
     jobs, roles, lengths, acceptance, draft, pages, tokens, lead
 ) -> None:
-    """Tiny pools, so that drafts meet page pressure, drops and resumption; steps planned ahead; cancels."""
+    """Combine drafts with page pressure, drops, resumption, steps planned ahead and cancellations."""
     outcome = simulate(
         jobs,
         roles,
@@ -207,42 +214,40 @@ def steps(outcome: Outcome) -> int:
 
 
 @pytest.mark.parametrize(("acceptance", "expected"), [(1.0, 1 + 8), (0.0, 1 + 32)])
-def test_certain_drafts_by_hand(acceptance: float, expected: int) -> None:
-    """33 tokens: the first with the prompt, the others four at a time, or one by one where every draft is wrong."""
-    jobs = [SimRequest(range(10), 33)]
+def test_certain_drafts_finish_in_the_expected_steps(acceptance: float, expected: int) -> None:
+    """33 tokens: one with the prompt, the others four at a time, or one at a time if every draft is wrong."""
+    jobs = [Job(range(10), 33)]
     outcome = simulate(jobs, policy=lambda: Drafting([3]), draft=3, acceptance=acceptance, pages=64)
     assert steps(outcome) == expected
     check(outcome, jobs, 3, 4)
 
 
-def test_a_draft_gives_way_to_the_rows_own_token() -> None:
-    """No budget for drafts, or no page: the row decodes all the same."""
-    jobs = [SimRequest(range(10), 20)]
+def test_a_draft_never_displaces_the_next_token_of_a_row() -> None:
+    """Without budget or pages for drafts, the row still decodes."""
+    jobs = [Job(range(10), 20)]
     narrow = simulate(jobs, policy=lambda: Drafting([4]), draft=4, acceptance=1.0, tokens=1)
     assert all(span.draft == 0 for _, plan in narrow.plans for span in plan.spans)
-    full = simulate(
-        [SimRequest(range(20), 4), SimRequest(range(100, 120), 4)], policy=lambda: Drafting([4]), draft=4, pages=12
-    )
-    assert not any(request.drops for request in full.requests), "drafts took somebody's pages"
+    full = simulate([Job(range(20), 4), Job(range(100, 120), 4)], policy=lambda: Drafting([4]), draft=4, pages=12)
+    assert not any(request.drops for request in full.requests), "drafts took pages of running requests"
 
 
 @pytest.mark.parametrize("truth", [0.2, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("output", [8, 200])
 def test_measured_acceptance_converges(truth: float, output: int) -> None:
-    """Also where answers are short: a draft that the end cuts says nothing of the token behind it."""
+    """This holds for short answers too: a draft cut by the end of an answer says nothing of the tokens cut off."""
     policies: list[Drafting] = []
 
     def policy() -> Drafting:
         policies.append(Drafting([3]))
         return policies[-1]
 
-    jobs = [SimRequest(range(100 * one, 100 * one + 5), output, one * 0.01) for one in range(4000 // output)]
+    jobs = [Job(range(100 * one, 100 * one + 5), output, one * 0.01) for one in range(4000 // output)]
     simulate(jobs, policy=policy, draft=3, acceptance=truth, pages=4000)
     assert policies[0].acceptance == pytest.approx(truth, abs=0.06)
 
 
-def test_the_estimate_counts_what_a_draft_tells() -> None:
-    """A draft of three of which one was right is a success and a failure; a cut one tells of no failure."""
+def test_the_estimate_counts_only_verified_drafts() -> None:
+    """A draft of three with one right token is a success and a failure; a draft cut short adds no failure."""
     drafts = Drafts(prior=0.5, weight=2.0)
     drafts.count(3, 1)
     assert drafts.acceptance == pytest.approx((0.998 * 1 + 1) / (0.998 * 2 + 2))
@@ -251,8 +256,8 @@ def test_the_estimate_counts_what_a_draft_tells() -> None:
     assert cut.acceptance > drafts.acceptance
 
 
-def test_the_deadline_counts_only_tokens_that_came() -> None:
-    """Of a draft of three that was wrong one token is gained: the next is due one tpot later, not four."""
+def test_the_deadline_counts_only_accepted_tokens() -> None:
+    """A wrong draft of three gains one token, so the next is due one TPOT later, not four."""
     deadlines: list[tuple[float, float]] = []
 
     class Watching(Drafting):
@@ -262,23 +267,23 @@ def test_the_deadline_counts_only_tokens_that_came() -> None:
                 deadlines.append((one.deadline - one.first_token_at, one.generated * one.slo.tpot))
             return super().decide(view)
 
-    simulate([SimRequest(range(10), 12)], policy=lambda: Watching([3]), draft=3, acceptance=0.4)
+    simulate([Job(range(10), 12)], policy=lambda: Watching([3]), draft=3, acceptance=0.4)
     assert len(deadlines) > 5 and all(due == pytest.approx(granted) for due, granted in deadlines)
 
 
 # ---- best effort gives way ---------------------------------------------------------------------------------------
 
 
-def test_objectives_take_the_pages_of_best_effort_and_it_finishes() -> None:
+def test_requests_with_objectives_take_pages_of_best_effort_which_still_finishes() -> None:
     jobs = [
-        SimRequest(range(16), 30, 0.0, tier=BEST_EFFORT),
-        SimRequest(range(100, 116), 30, 0.001, tier=BEST_EFFORT),
-        SimRequest(range(200, 224), 12, 0.010, tier=STANDARD),
+        Job(range(16), 30, 0.0, tier=BEST_EFFORT),
+        Job(range(100, 116), 30, 0.001, tier=BEST_EFFORT),
+        Job(range(200, 224), 12, 0.010, tier=STANDARD),
     ]
     outcome = simulate(jobs, policy="distserve", pages=14, rows=4, tokens=64)
     first, second, standard = outcome.requests
     assert first.drops + second.drops >= 1 and standard.drops == 0
-    assert second.drops >= first.drops, "the one that came last gives way first"
+    assert second.drops >= first.drops, "the newest best-effort request is dropped first"
     for request, job in zip(outcome.requests, jobs, strict=True):
         assert (request.finish_reason, len(request.output)) == ("stop", job.output)
         assert request.state is State.FINISHED
@@ -304,10 +309,10 @@ def test_best_effort_loses_pages_never_tokens(jobs, pages, draft) -> None:  # ty
 
 
 def test_a_row_of_best_effort_gives_way_before_a_prompt_with_an_objective() -> None:
-    """A row needs a page: the half-done prompt that this step leaves out keeps its own."""
+    """A row needs a page; the half-done best-effort prompt that this step leaves out must not keep its own."""
 
     class QueueView(Drafting):
-        """Decodes, lets prompts in, and goes on with them only when nobody with an objective decodes."""
+        """Decodes, starts prompts, and continues them only while no request with an objective decodes."""
 
         def decide(self, view: View) -> Decision:
             rows = [Grant(one.id, 1) for one in view.decode]
@@ -316,18 +321,18 @@ def test_a_row_of_best_effort_gives_way_before_a_prompt_with_an_objective() -> N
             return Decision((*rows[:1], *new, *rows[1:]) if rows else (*new, *old))
 
     jobs = [
-        SimRequest(range(4), 30, 0.0),
-        SimRequest(range(100, 120), 2, 0.004, tier=STANDARD),
-        SimRequest(range(200, 204), 30, 0.001, tier=BEST_EFFORT),
+        Job(range(4), 30, 0.0),
+        Job(range(100, 120), 2, 0.004, tier=STANDARD),
+        Job(range(200, 204), 30, 0.001, tier=BEST_EFFORT),
     ]
     outcome = simulate(jobs, policy=lambda: QueueView([0]), pages=14, rows=4, tokens=8)
     drops = [request.drops for request in outcome.requests]
     assert drops[2] >= 1 and drops[0] == drops[1] == 0
 
 
-def test_best_effort_gives_its_slot_to_a_prompt_that_comes_from_elsewhere() -> None:
-    """One slot where it decodes: best effort in it, taken back at every step and given again, came to no token."""
-    jobs = [SimRequest(range(12), 40, tier=BEST_EFFORT), SimRequest(range(100, 112), 5, 0.01)]
+def test_best_effort_gives_its_slot_to_a_prompt_computed_elsewhere() -> None:
+    """On a decode instance with one slot, best effort used to lose it and get it back at every step without a token."""
+    jobs = [Job(range(12), 40, tier=BEST_EFFORT), Job(range(100, 112), 5, 0.01)]
     outcome = simulate(jobs, (Role.PREFILL, Role.DECODE), pages=16, rows=1, tokens=11)
     first, second = outcome.requests
     assert (len(first.output), len(second.output)) == (40, 5) and second.drops == 0
@@ -335,12 +340,12 @@ def test_best_effort_gives_its_slot_to_a_prompt_that_comes_from_elsewhere() -> N
 
 
 @pytest.mark.parametrize("lead", [0.0, 4e-4, 1.0])
-def test_best_effort_gives_way_also_where_steps_are_planned_ahead(lead: float) -> None:
-    """A step is always running then, and always one of best effort in it: it sits one out and gives its pages."""
+def test_best_effort_gives_way_with_steps_planned_ahead(lead: float) -> None:
+    """A step with a best-effort request is always running, so that request must skip one step to give its pages."""
     jobs = [
-        SimRequest(range(16), 40, tier=BEST_EFFORT),
-        SimRequest(range(100, 116), 30),
-        SimRequest(range(200, 220), 5, 0.01),
+        Job(range(16), 40, tier=BEST_EFFORT),
+        Job(range(100, 116), 30),
+        Job(range(200, 220), 5, 0.01),
     ]
     outcome = simulate(jobs, policy=lambda: Drafting([0]), pages=18, rows=4, tokens=64, lead=lead)
     best, *standard = outcome.requests

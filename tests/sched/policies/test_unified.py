@@ -1,4 +1,4 @@
-"""`unified` on views and clusters small enough to say what it must do."""
+"""The `unified` policy on small views and clusters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxserve.sched.sim.options import Options
 from tests.support.sched.latency import LATENCY, TRUTH
 from tests.support.sched.views import begun, decoding, prompt, view
 
-# a second per 1,000 prompt tokens, 10 ms a step; see test_policies.PERF
+# 1 s per 1,000 prompt tokens and 10 ms a step; see test_policies.PERF
 LIMITS = Limits(8192, 256, 1000, 16, preemptible=True)
 
 
@@ -24,21 +24,21 @@ def granted(decision: object) -> list[int]:
 
 
 def settled(one: Request) -> Request:
-    """A row that has decoded ten tokens since it came."""
+    """Return the row after it has decoded ten tokens on this instance."""
     one.output, one.computed = [*one.output, *range(10)], one.computed + 10
     return one
 
 
-def test_the_prompt_with_the_most_work_loses_its_place_and_only_those_on_time_share_a_step() -> None:
-    """Eight seconds for 5 + 2 + 2 seconds of work: without the longest the others are on time."""
+def test_the_longest_prompt_leaves_the_on_time_set_and_only_on_time_prompts_share_a_step() -> None:
+    """With 8 s for 5 + 2 + 2 s of work, the others are on time without the longest prompt."""
     at = view([prompt(0, 5000), prompt(1, 2000), prompt(2, 2000)], [], limits=LIMITS)
     decision = Unified(ageing=0.0, pack=1.0).decide(at)
     assert granted(decision) == [1, 2]
     assert decision.demote == ()  # alone it could still be on time
 
 
-def test_prompts_share_a_step_while_the_first_of_them_keeps_its_share_of_the_time() -> None:
-    """1 + 2 s of work, due in 8: together they take less than half of it. A third makes it 5 s."""
+def test_prompts_share_a_step_while_the_first_keeps_its_share_of_the_time() -> None:
+    """1 + 2 s of work due in 8 s take less than half of the time. A third prompt makes it 5 s."""
     policy, two = Unified(ageing=0.0), [prompt(0, 1000), prompt(1, 2000)]
     assert policy.decide(view(two, [], limits=LIMITS)).prompts == 2
     assert policy.decide(view([*two, prompt(2, 2000)], [], limits=LIMITS)).prompts == 2
@@ -47,8 +47,8 @@ def test_prompts_share_a_step_while_the_first_of_them_keeps_its_share_of_the_tim
     assert granted(decision)[0] == 3 and decision.prompts == 1
 
 
-def test_who_would_be_late_behind_the_others_rides_in_a_short_step_with_them() -> None:
-    """20 ms each and 30 together, where 35 are left; not 40, and not where the other has less."""
+def test_an_otherwise_late_prompt_joins_a_short_step() -> None:
+    """20 ms each and 30 ms together: join at 35 ms, but not at 40, nor if the other prompt has less time."""
 
     def step(*others: Request) -> list[int]:
         decision = Unified().decide(replace(view([prompt(0, 10, slo=SLO(0.035)), *others], [], limits=LIMITS), now=1.0))
@@ -61,14 +61,14 @@ def test_who_would_be_late_behind_the_others_rides_in_a_short_step_with_them() -
     assert step(prompt(1, 10, tier=BEST_EFFORT)) == [0]
 
 
-def test_what_cannot_be_on_time_any_more_becomes_best_effort_and_comes_last() -> None:
+def test_hopeless_prompts_become_best_effort_and_come_last() -> None:
     late, able = prompt(0, 6000, slo=SLO(ttft=4.0)), prompt(1, 2000)
     decision = Unified(ageing=0.0).decide(view([late, able], [], limits=LIMITS))
     assert granted(decision) == [1] and decision.demote == (0,)
 
 
-def test_who_holds_pages_goes_on_where_those_on_time_may_get_none() -> None:
-    """Otherwise an instance whose pages are held by late prompts would stand still."""
+def test_a_prompt_that_holds_pages_continues_if_on_time_prompts_may_find_none() -> None:
+    """Otherwise late prompts that hold all pages would block the instance."""
     late, able = begun(prompt(0, 6000, slo=SLO(ttft=4.0)), 100), prompt(1, 2000)
     decision = Unified(ageing=0.0).decide(view([late, able], [], limits=LIMITS))
     assert granted(decision) == [1, 0] and decision.prompts == 1  # they do not share a step
@@ -78,7 +78,7 @@ def test_who_holds_pages_goes_on_where_those_on_time_may_get_none() -> None:
     assert granted(aged) == [3, 1] and aged.prompts == 1
 
 
-def test_a_prompt_that_may_not_lose_its_place_stays_in_the_set() -> None:
+def test_a_prompt_that_must_not_be_demoted_stays_in_the_set() -> None:
     long = prompt(0, 70_000, slo=SLO(ttft=75.0))
     short = [prompt(one, 4000, slo=SLO(ttft=75.0)) for one in range(1, 4)]
     at = view([long, *short], [], limits=replace(LIMITS, tokens=100_000))
@@ -96,7 +96,7 @@ def test_ageing_gives_the_oldest_late_prompt_its_share_of_the_time() -> None:
     assert granted(policy.decide(view([old, fresh], [], limits=LIMITS, now=24.0, start=24.0))) == [2]
 
 
-def test_a_late_step_stops_for_who_can_be_on_time_and_one_on_time_does_not() -> None:
+def test_a_late_step_is_preempted_for_an_on_time_prompt_and_an_on_time_step_is_not() -> None:
     policy = Unified()
     late, able = prompt(0, 6000, tier=BEST_EFFORT), prompt(1, 2000)
     at = view([able], [], limits=LIMITS)
@@ -107,8 +107,8 @@ def test_a_late_step_stops_for_who_can_be_on_time_and_one_on_time_does_not() -> 
     assert not policy.decide(replace(full, running=Task(1, (late,), 5.0))).preempt
 
 
-def test_a_step_on_time_makes_way_where_more_are_on_time_for_it_and_goes_on_in_its_turn() -> None:
-    """5 s are left of it, due at 8. Who takes 2 s and is due at 3 is on time before it, and not behind it."""
+def test_an_on_time_step_yields_if_more_prompts_are_on_time_and_resumes_in_its_turn() -> None:
+    """The running step has 5 s left, due in 8. A prompt of 2 s due in 3 is on time before it, but not after it."""
     running = Task(1, (begun(prompt(0, 6000), 6000),), 5.0)
     soon, later = prompt(1, 2000, slo=SLO(ttft=3.0)), prompt(2, 2000, slo=SLO(ttft=9.0))
     policy = Unified(ageing=0.0)
@@ -119,14 +119,14 @@ def test_a_step_on_time_makes_way_where_more_are_on_time_for_it_and_goes_on_in_i
     assert policy.decide(replace(stopped, prefill=view([later], []).prefill)).resume == 1
 
 
-def test_a_suspended_step_goes_on_when_nobody_can_be_on_time() -> None:
+def test_a_suspended_step_resumes_if_no_prompt_can_be_on_time() -> None:
     late = prompt(0, 6000, tier=BEST_EFFORT)
     at = view([], [], limits=LIMITS, suspended=(Task(7, (late,), 2.0),))
     assert Unified().decide(at).resume == 7
     assert Unified(ageing=0.0).decide(replace(at, prefill=view([prompt(1, 100)], []).prefill)).resume is None
 
 
-def test_decoding_leaves_out_the_longest_where_the_joint_step_is_too_slow_and_not_for_ever() -> None:
+def test_a_slow_joint_decode_step_leaves_out_the_longest_row_but_not_forever() -> None:
     """10 ms + 1 ms per 1,000 tokens of the longest row: 60,000 tokens make 70 ms, above 50."""
     rows = [decoding(0, 1000, due=1.0, last=-0.01), decoding(1, 60_000, due=1.0, last=-0.01)]
     at = view([], rows, role=Role.DECODE, limits=LIMITS)
@@ -136,28 +136,28 @@ def test_decoding_leaves_out_the_longest_where_the_joint_step_is_too_slow_and_no
     assert granted(Unified().decide(replace(at, kv_waiting=1))) == [0, 1]
 
 
-def test_a_guest_gets_what_the_rows_leave() -> None:
-    """0.95 x 50 ms less 11 ms for the row: 36 prompt tokens at 1 ms each are below a grid of 64; 20 tokens fit."""
+def test_a_piggybacked_prompt_gets_the_time_that_rows_leave() -> None:
+    """0.95 x 50 ms less 11 ms for the row: 36 tokens at 1 ms each are below the grid of 64; 20 tokens fit."""
     row = settled(decoding(0, 1000, due=0.01))
-    guest = prompt(1, 20)
-    decision = Unified().decide(view([guest], [row], role=Role.DECODE, limits=LIMITS))
+    waiting = prompt(1, 20)
+    decision = Unified().decide(view([waiting], [row], role=Role.DECODE, limits=LIMITS))
     assert [(grant.request, grant.tokens) for grant in decision.grants] == [(0, 1), (1, 20)]
     big = Unified().decide(view([prompt(1, 64)], [row], role=Role.DECODE, limits=LIMITS))
     assert granted(big) == [0]
 
 
-def test_a_row_that_joined_late_has_short_steps_until_it_is_on_time() -> None:
-    """Due in 10 ms, which the row needs for itself, the next in 60: two steps of 29 ms make up for it and leave 18."""
-    late, guest = decoding(0, 1000, due=0.01), prompt(1, 32)
-    assert granted(Unified().decide(view([guest], [late], role=Role.DECODE, limits=LIMITS))) == [0]
+def test_a_row_that_joined_late_gets_short_steps_until_it_is_on_time() -> None:
+    """Due in 10 ms, which the row itself needs, and the next in 60 ms: two steps of 29 ms catch up and leave 18."""
+    late, waiting = decoding(0, 1000, due=0.01), prompt(1, 32)
+    assert granted(Unified().decide(view([waiting], [late], role=Role.DECODE, limits=LIMITS))) == [0]
     assert granted(Unified().decide(view([prompt(1, 18)], [late], role=Role.DECODE, limits=LIMITS))) == [0, 1]
-    at = view([guest], [settled(late)], role=Role.DECODE, limits=LIMITS)
+    at = view([waiting], [settled(late)], role=Role.DECODE, limits=LIMITS)
     assert granted(Unified().decide(at)) == [0, 1]
 
 
-def test_rows_that_joined_behind_a_long_step_decode_alone_where_nobody_else_is_late_for_it() -> None:
-    """A step of both takes 70 ms, for the row of 60,000 tokens; the one that joined is due in 40 and takes 11 alone."""
-    joined, policy = decoding(0, 1000, due=0.04), Unified(decode_share=2.0)  # which leaves nobody out
+def test_rows_that_joined_behind_a_long_step_decode_alone_if_no_other_row_is_late_for_it() -> None:
+    """A joint step takes 70 ms for the row of 60,000 tokens; the new row is due in 40 ms and takes 11 ms alone."""
+    joined, policy = decoding(0, 1000, due=0.04), Unified(decode_share=2.0)  # which leaves no row out
 
     def steps(*rows: Request, role: Role = Role.DECODE) -> list[int]:
         return granted(policy.decide(view([], list(rows), role=role, limits=LIMITS)))
@@ -169,12 +169,16 @@ def test_rows_that_joined_behind_a_long_step_decode_alone_where_nobody_else_is_l
     assert steps(decoding(0, 1000, due=-0.1), long) == [0, 1]  # neither this token nor the next would be on time
     others = [settled(decoding(2 + one, 1000, due=9.0)) for one in range(9)]
     assert steps(joined, long, *others[:6]) == [0]
-    assert len(steps(joined, long, *others)) == 11  # 10 came in a second, and 110 ms of it would be theirs
+    assert len(steps(joined, long, *others)) == 11  # 10 came in a second, and would take 110 ms of it
 
 
-def test_where_prompts_come_to_steps_are_as_short_as_they_can_wait_for() -> None:
-    """A TTFT of 30 ms, 11 of them for their own prompts: a step may take 18. Rows of 1,000, 15,000 and 7,000 tokens
-    take 11, 25 and 17; the last is due first. Where one of the others cannot skip the step all decode."""
+def test_instances_that_receive_prompts_keep_steps_within_prompt_slack() -> None:
+    """Bound steps by the TTFT of arriving prompts and leave out rows that can skip the step.
+
+    A TTFT of 30 ms, 11 of them for the prompt itself, allows steps of 18 ms. Rows of 1,000, 15,000
+    and 7,000 tokens take 11, 25 and 17 ms; the last is due first. If one of the others cannot skip
+    the step, all decode.
+    """
     rows = [settled(decoding(0, 1000, 9.0)), settled(decoding(1, 15_000, 3.0)), settled(decoding(2, 7000, 2.0))]
     for row in rows:
         row.slo, row.prompt_length = SLO(ttft=0.03, tpot=0.05), 1
@@ -185,28 +189,28 @@ def test_where_prompts_come_to_steps_are_as_short_as_they_can_wait_for() -> None
     assert granted(Unified().decide(view([], rows, role=Role.MIXED, limits=LIMITS))) == [0, 1, 2]
 
 
-def test_a_suspended_step_goes_on_beside_rows_that_have_the_time() -> None:
+def test_a_suspended_step_resumes_beside_rows_with_enough_slack() -> None:
     late, policy = prompt(0, 6000, tier=BEST_EFFORT), Unified(ageing=0.1)
     stopped = (Task(7, (late,), 2.0),)
     ahead, soon = settled(decoding(1, 1000, due=3.0)), settled(decoding(1, 1000, due=1.0))
-    for row, now, resumed in ((ahead, 5.0, 7), (soon, 5.0, None), (soon, 0.0, 7)):  # the first 2 s of 20 are for it
+    for row, now, resumed in ((ahead, 5.0, 7), (soon, 5.0, None), (soon, 0.0, 7)):  # the first 2 s of 20 are its share
         row.budget += now
         row.token_times = [now]
         at = view([], [row], role=Role.MIXED, limits=LIMITS, suspended=stopped, now=now, start=now)
         assert policy.decide(at).resume == resumed, (now, resumed)
 
 
-def test_no_new_guest_comes_where_prompts_computed_elsewhere_wait_for_pages() -> None:
-    row, guest = settled(decoding(0, 1000, due=0.01)), prompt(1, 20)
-    at = view([guest], [row], role=Role.DECODE, limits=LIMITS)
+def test_no_prompt_is_piggybacked_while_transferred_requests_wait_for_pages() -> None:
+    row, waiting = settled(decoding(0, 1000, due=0.01)), prompt(1, 20)
+    at = view([waiting], [row], role=Role.DECODE, limits=LIMITS)
     assert granted(Unified().decide(at)) == [0, 1]
     assert granted(Unified().decide(replace(at, kv_waiting=1))) == [0]
     started = view([begun(prompt(1, 20), 10)], [row], role=Role.DECODE, limits=LIMITS)
     assert granted(Unified().decide(replace(started, kv_waiting=1))) == [0, 1]
 
 
-def test_beside_decoding_prompts_are_on_time_at_the_speed_that_is_left() -> None:
-    """Steps of 75 ms, 1.5 tpot, of which decoding takes 11: 3.9 s of work take 4.6, and 4 s are too few."""
+def test_beside_decodes_prompts_are_judged_at_the_remaining_speed() -> None:
+    """Decodes take 11 ms of steps of 75 ms (1.5 TPOT): 3.9 s of work take 4.6 s, and 4 s are too few."""
     row = decoding(0, 1000, due=0.1)
     tight = prompt(1, 3900, slo=SLO(ttft=4.0))
     short = prompt(2, 40, slo=SLO(ttft=9.0))
@@ -218,8 +222,8 @@ def test_beside_decoding_prompts_are_on_time_at_the_speed_that_is_left() -> None
 
 
 @pytest.mark.parametrize("routing", ["unified", "deflect:dropped"])
-def test_what_one_instance_must_drop_is_on_time_on_another(routing: str) -> None:
-    """Twelve prompts of 1 s each with 8 s: the prefill instance does 8, the decode instance the others."""
+def test_a_prompt_demoted_on_one_instance_is_on_time_on_another(routing: str) -> None:
+    """Twelve prompts of 1 s due in 8 s: the prefill instance computes 8 in time, the decode instance the others."""
     arrivals = [Arrival(0.001 * one, 10_000, 2, SLO(ttft=8.5, tpot=0.05)) for one in range(12)]
     alone = simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing="least_work"))
     both = simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing=routing))
@@ -228,9 +232,12 @@ def test_what_one_instance_must_drop_is_on_time_on_another(routing: str) -> None
 
 
 @pytest.mark.parametrize("third", [0.0041, 0.013])
-def test_prompts_that_meet_are_on_time_where_a_decode_instance_has_a_step_for_them(third: float) -> None:
-    """Steps of 12 ms with 20 ms to the first token: the prefill instance has time for one, or for one behind it. The
-    row of the first request decodes 500 tokens, in steps of 2 ms: the others are guests there, two in one step too."""
+def test_simultaneous_prompts_are_on_time_with_help_of_a_decode_instance(third: float) -> None:
+    """A TTFT of 20 ms allows two steps of 12 ms at most, so the prefill instance cannot compute all prompts.
+
+    The first request decodes 500 tokens in steps of 2 ms on the decode instance, which piggybacks
+    the other prompts, also two in one step.
+    """
     first = Arrival(0.0, 100, 500, SLO(ttft=0.5, tpot=0.05))
     others = [Arrival(0.3 + at, 100, 2, SLO(ttft=0.020, tpot=0.05)) for at in (0.0, 0.004, third)]
     alone, both = (
@@ -241,15 +248,15 @@ def test_prompts_that_meet_are_on_time_where_a_decode_instance_has_a_step_for_th
     assert both.summary.ttft_attained == 1.0 and both.deflections > 0
 
 
-def test_rows_decode_where_the_prompt_that_waits_finds_no_slot() -> None:
-    """The row has slack to skip a step for the prompt; there is no second slot, so nothing would run at all."""
+def test_rows_decode_if_the_waiting_prompt_finds_no_slot() -> None:
+    """The row could skip a step for the prompt, but there is no second slot, so nothing would run."""
     row = decoding(0, 1000, due=9.0)
     at = view([prompt(1, 5000)], [row], role=Role.MIXED, limits=replace(LIMITS, rows=1))
     assert granted(Unified().decide(at)) == [0]
 
 
-def test_a_promised_gap_is_kept_beside_guests() -> None:
-    """With a TBT of 60 ms nobody skips a step, and a step takes 27 ms at most: 16 tokens beside a row of 11 ms."""
+def test_a_tbt_bound_is_kept_beside_piggybacked_prompts() -> None:
+    """With a TBT of 60 ms no row skips a step, and a step takes 27 ms at most: 16 tokens beside a row of 11 ms."""
     row = decoding(0, 1000, due=9.0, last=-0.02)
     row.slo = SLO(tpot=0.05, tbt=0.06)
     at = view([prompt(1, 16)], [row], role=Role.DECODE, limits=LIMITS, start=0.0)
@@ -258,8 +265,8 @@ def test_a_promised_gap_is_kept_beside_guests() -> None:
     assert granted(Unified().decide(larger)) == [0]
 
 
-def test_prompts_find_rows_where_those_of_the_decode_instance_are_taken() -> None:
-    """Four rows of 200 tokens each at 2.2 ms a token: 9 requests per second, and 14 come. Eight rows are enough."""
+def test_requests_decode_on_other_instances_if_the_decode_instance_is_full() -> None:
+    """Four rows of 200 tokens at 2.2 ms a token serve 9 requests per second, and 14 arrive. Eight rows suffice."""
     arrivals = [Arrival(0.07 * one, 200, 200, SLO(ttft=0.5, tpot=0.01)) for one in range(100)]
     apart, both = (
         simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing=routing, rows=4))
@@ -268,8 +275,8 @@ def test_prompts_find_rows_where_those_of_the_decode_instance_are_taken() -> Non
     assert apart.summary.attained < both.summary.attained
 
 
-def test_mixed_instances_keep_the_tpot_beside_a_prompt_that_is_late_in_any_case() -> None:
-    """A prompt of 3 s due in one computes beside rows whose joint steps take 4 of 5 ms: it gets what they leave."""
+def test_mixed_instances_keep_the_tpot_beside_a_hopeless_prompt() -> None:
+    """A prompt of 3 s due in 1 s gets the time left by rows with joint steps of 4 of 5 ms."""
     quick = replace(LATENCY, coefficients=replace(TRUTH, prefill=1e-5))
     rows = [Arrival(0.1 * one, 18_000, 1500, SLO(ttft=9.0, tpot=0.005)) for one in range(4)]
     late = Arrival(2.0, 300_000, 2, SLO(ttft=1.0, tpot=0.005))
@@ -277,9 +284,12 @@ def test_mixed_instances_keep_the_tpot_beside_a_prompt_that_is_late_in_any_case(
     assert [one.attained for one in report.measured] == [True] * 4 + [False]
 
 
-def test_no_prompt_moves_to_where_the_last_rows_are_for_those_computed_elsewhere() -> None:
-    """Six prompts that meet, of 22 ms each with 30: the decode instance computes one, unless its rows are taken. Nobody
-    is held back for rows it does not need: with 40 of them the same 19 requests decode, and prompts move."""
+def test_no_prompt_is_rerouted_to_the_last_slots_reserved_for_transferred_requests() -> None:
+    """Keep slots of the decode instance for requests computed elsewhere, and only as many as they need.
+
+    Six prompts of 22 ms arrive at once with a TTFT of 30 ms: the decode instance computes one
+    unless its slots are taken. With 40 slots the same 19 requests decode and prompts are rerouted.
+    """
     first = [Arrival(0.03 * one, 100, 2000, SLO(ttft=0.5, tpot=0.05)) for one in range(19)]
     meet = [Arrival(0.9, 200, 2, SLO(ttft=0.03, tpot=0.05)) for _ in range(6)]
     full, free = (

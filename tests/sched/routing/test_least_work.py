@@ -1,4 +1,4 @@
-"""Routing by the work that is left after each instance's own prefix hit, and KV that goes back for later hits."""
+"""Routing by the work left after each instance's prefix hit, and KV write-back for later hits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxserve.sched.sim import Arrival, Latency, Options, Report, simulate
 from jaxserve.sched.sim.executor import SimExecutor
 from tests.support.examples import examples
 from tests.support.sched.complete import JOB, ROLES, check_complete
-from tests.support.sched.harness import COEFFICIENTS, SimRequest
+from tests.support.sched.harness import COEFFICIENTS, Job
 from tests.support.sched.harness import simulate as serve
 from tests.support.sched.recorded import perf, recorded
 
@@ -45,7 +45,7 @@ def order(one: Request, *instances: Scheduler) -> list[int]:
     return routing.make("least_work").prefill(one, Fleet(0.0, instances, lambda tokens: 0.0))
 
 
-def test_counts_what_is_to_be_computed_and_not_how_many_wait() -> None:
+def test_counts_tokens_to_compute_and_not_requests() -> None:
     busy, crowded = instance(), instance()
     busy.add(request(0, 5000))
     for id in range(1, 5):
@@ -53,11 +53,11 @@ def test_counts_what_is_to_be_computed_and_not_how_many_wait() -> None:
     assert order(request(9, 10, 90_000), busy, crowded) == [1, 0]
 
 
-def test_never_a_decode_instance() -> None:
+def test_never_routes_to_a_decode_instance() -> None:
     assert order(request(9, 10), instance(), instance(Role.DECODE), instance()) == [0, 2]
 
 
-def test_a_prefix_is_worth_what_it_saves_and_no_more() -> None:
+def test_a_prefix_counts_as_the_tokens_it_saves() -> None:
     """800 of the prompt's 1,000 tokens are cached on the second instance."""
     for backlog, best in ((799, 1), (800, 0), (801, 0)):
         empty, holder = instance(), instance()
@@ -72,7 +72,7 @@ def test_a_prefix_is_worth_what_it_saves_and_no_more() -> None:
 
 @given(backlogs=st.lists(st.lists(st.integers(1, 5000), max_size=4), min_size=1, max_size=5), new=st.integers(1, 5000))
 @settings(max_examples=examples(60))
-def test_orders_all_instances_by_their_backlog(backlogs: list[list[int]], new: int) -> None:
+def test_sorts_all_instances_by_their_backlog(backlogs: list[list[int]], new: int) -> None:
     instances = []
     for number, backlog in enumerate(backlogs):
         instances.append(instance())
@@ -85,7 +85,7 @@ def test_orders_all_instances_by_their_backlog(backlogs: list[list[int]], new: i
 
 
 def conversations(count: int, turns: int) -> list[Arrival]:
-    """So many conversations, each turn the one before and 640 tokens more; they speak in turn, a second apart."""
+    """Return conversations that take turns, a second apart; each turn repeats the last and adds 640 tokens."""
     return [
         Arrival(
             float(turn * count + one), TURN * (turn + 1), 2, hash_ids=tuple(100 * one + i for i in range(turn + 1)),
@@ -100,9 +100,12 @@ def hits(report: Report) -> int:
     return report.counters.prefix_hits
 
 
-def test_conversations_stay_where_their_prefix_is() -> None:
-    """Three conversations on two prefill instances: in turn every turn comes to the other instance, and finds what
-    the turn before the last one left; by least work it finds all of the last one."""
+def test_conversations_stay_with_their_cached_prefix() -> None:
+    """Compare prefix hits of three conversations on two prefill instances by router.
+
+    Round robin sends every turn to the other instance, which holds the turn before the last one.
+    Least work finds the whole last turn.
+    """
     talk = conversations(3, 4)
     found = {
         name: simulate(talk, "distserve", "4x1", DEVICE, options=Options(routing=name))
@@ -113,33 +116,36 @@ def test_conversations_stay_where_their_prefix_is() -> None:
     assert all(one.counters.prefix_queries == 3 * TURN * (1 + 2 + 3 + 4) for one in found.values())
 
 
-# giving back
+# KV write-back
 
 PD = (Role.PREFILL, Role.DECODE)
 GIVE = "least_work:write_back"
 
 
-def rounds(output: int, later: float = 10.0, **more: float | None) -> list[SimRequest]:
-    """A prompt of 16 tokens, its answer, and a prompt of both and 4 more. The harness says 1 for every token."""
+def rounds(output: int, later: float = 10.0, **more: float | None) -> list[Job]:
+    """Return a prompt of 16 tokens and a later one of it, its answer and 4 more.
+
+    The simulated model outputs only 1s.
+    """
     first = list(range(100, 116))
-    return [SimRequest(first, output, **more), SimRequest([*first, *[1] * (output - 1), 7, 7, 7, 7], 3, later)]  # type: ignore[arg-type]
+    return [Job(first, output, **more), Job([*first, *[1] * (output - 1), 7, 7, 7, 7], 3, later)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("output", "cached", "without"), [(9, 24, 16), (10, 24, 16), (8, 20, 16), (2, 16, 16)])
 def test_the_next_round_finds_the_answer_of_the_last(output: int, cached: int, without: int) -> None:
-    """Pages of 4: the prompt fills 4, and the answer but for its last token, which nobody attends to, up to 2."""
+    """With pages of 4, the prompt fills 4 pages and the answer, except for its last token without KV, up to 2."""
     assert serve(rounds(output), PD, routing=GIVE).requests[1].cached == cached
     assert serve(rounds(output), PD).requests[1].cached == without
 
 
-def test_nothing_comes_back_of_what_was_cancelled_or_lost_on_the_way() -> None:
+def test_cancelled_or_lost_kv_is_not_written_back() -> None:
     assert serve(rounds(9, cancel_at=0.004), PD, routing=GIVE).requests[1].cached == 16
     sent = iter([False, True])  # the prompt arrives, the answer does not
     assert serve(rounds(9), PD, routing=GIVE, loses=lambda: next(sent, False)).requests[1].cached == 16
 
 
-def test_an_answer_whose_pool_is_just_gone_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last step came back, the one behind it raised: nothing leaves the decode instance, and all goes on."""
+def test_an_answer_in_a_lost_pool_is_not_written_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last step succeeds and the next one raises: no KV leaves the decode instance, and serving continues."""
     export, sent = SimExecutor.export_kv, []
 
     def lost(self: SimExecutor, pages: Sequence[int]) -> KvParcel:
@@ -155,9 +161,9 @@ def test_an_answer_whose_pool_is_just_gone_is_left_out(monkeypatch: pytest.Monke
     assert found.requests[1].cached == 16 and len(sent) > 2
 
 
-def test_nothing_comes_back_that_takes_pages_from_those_who_wait() -> None:
-    """The prefill instance holds 16 pages; a prompt of 15 waits when the first answer is done."""
-    jobs = [*rounds(9), SimRequest(range(1000, 1060), 2, 0.0), SimRequest(range(2000, 2060), 2, 0.0)]
+def test_write_back_takes_no_pages_from_waiting_prompts() -> None:
+    """The prefill instance has 16 pages; a prompt of 15 pages waits when the first answer is done."""
+    jobs = [*rounds(9), Job(range(1000, 1060), 2, 0.0), Job(range(2000, 2060), 2, 0.0)]
     found = serve(jobs, PD, routing=GIVE, pages=16, prefix_caching=True)
     check_complete(found, jobs)
 
@@ -169,8 +175,8 @@ def test_nothing_comes_back_that_takes_pages_from_those_who_wait() -> None:
     every=st.integers(2, 9),
 )
 @settings(max_examples=examples(80))
-def test_giving_back_loses_nothing(jobs, roles, pages, every) -> None:  # type: ignore[no-untyped-def]
-    """Small pools, cancelled requests and transfers that fail: all pages are free or findable at the end."""
+def test_write_back_loses_nothing(jobs, roles, pages, every) -> None:  # type: ignore[no-untyped-def]
+    """With small pools, cancellations and failing transfers, all pages are free or cached at the end."""
     count = [0]
 
     def loses() -> bool:
@@ -183,13 +189,13 @@ def test_giving_back_loses_nothing(jobs, roles, pages, every) -> None:  # type: 
 
 @given(jobs=st.lists(JOB, min_size=1, max_size=8), every=st.sampled_from([5, 10_000]))
 @settings(max_examples=examples(30))
-def test_what_comes_back_is_in_the_journal(jobs: list[SimRequest], every: int) -> None:
+def test_write_back_is_journaled(jobs: list[Job], every: int) -> None:
     text = recorded(jobs, "4x1", "distserve", every, GIVE)
     assert replay(text.splitlines(), perf).differences == []
 
 
-def test_what_other_threads_ask_for_is_not_kept() -> None:
-    """`/metrics` is read while rows come: a column kept then would stay too short."""
+def test_reads_by_other_threads_are_not_memoized() -> None:
+    """`/metrics` is read while rows arrive: a column cached by that read would be too short later."""
     scheduler = Scheduler(Sarathi(), GeneralModel(COEFFICIENTS), Limits(pages=100))
     for id in range(3):
         scheduler.add(Request(id, range(10 * id + 5), SamplingParams(max_tokens=2), SLO(), float(id)))

@@ -1,4 +1,4 @@
-"""`unified` changes what instances are for where rows to decode on are what is lacking."""
+"""`unified` changes the roles of instances when slots for decoding are scarce."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 
 
 def full(roles: Sequence[Role], tpot: float, rows: int = 1) -> Fleet:
-    """Every decode instance decodes in all its rows, in steps of 10 ms and one a row, and somebody waits for one."""
+    """Return a fleet with all slots of its decode instances taken and a request waiting for each of them.
+
+    Decode steps take 10 ms and 1 ms per row.
+    """
     instances = [instance(role, rows=rows) for role in roles]
     for at, one in enumerate(instances):
         if one.role is D:
@@ -33,9 +36,9 @@ def full(roles: Sequence[Role], tpot: float, rows: int = 1) -> Fleet:
     return fleet(instances)
 
 
-def turned(turns: RoleBalancer, now: Fleet, offered: float) -> Mapping[int, Role]:
-    """What changes, done."""
-    roles = turns.roles(now, offered)
+def apply_roles(balancer: RoleBalancer, now: Fleet, offered: float) -> Mapping[int, Role]:
+    """Apply the role changes of the router and return them."""
+    roles = balancer.roles(now, offered)
     for index, role in roles.items():
         now.instances[index].set_role(role)
     return roles
@@ -50,21 +53,21 @@ def turned(turns: RoleBalancer, now: Fleet, offered: float) -> Mapping[int, Role
             0.05,
             0.26,
             {0: M, 1: M, 2: M, 3: M},
-        ),  # the other would have much to do; 22 ms are within 50
+        ),  # the other prefill instance would have too much work; 22 ms are within 50 ms
         ((P, P, D, D), 0.02, 0.26, {}),
         ((P, P, P, D), 0.02, 0.26, {0: D}),
-        ((P, P, P, D), 0.03, 0.6, {}),  # 44 ms are not
-        ((P, D, D), 0.012, 0.0, {}),  # nobody else prefills
+        ((P, P, P, D), 0.03, 0.6, {}),  # 44 ms exceed the TPOT
+        ((P, D, D), 0.012, 0.0, {}),  # no other instance prefills
         ((P, M, D), 0.02, 0.0, {}),
     ],
 )
-def test_who_lacks_rows_is_lent_an_instance(
+def test_scarce_slots_change_the_role_of_an_instance(
     roles: Sequence[Role], tpot: float, offered: float, expected: Mapping[int, Role]
 ) -> None:
     assert RoleBalancer(0.95).roles(full(roles, tpot), offered) == expected
 
 
-def test_nobody_is_lent_while_one_row_is_free_or_nobody_waits() -> None:
+def test_roles_stay_while_a_slot_is_free_or_no_request_waits() -> None:
     now = full((P, P, D, D), 0.02)
     now.instances[2].set_kv_waiting(0)
     assert RoleBalancer(0.95).roles(now, 0.0) == {}
@@ -73,38 +76,38 @@ def test_nobody_is_lent_while_one_row_is_free_or_nobody_waits() -> None:
     assert RoleBalancer(0.95).roles(now, 0.0) == {}
 
 
-def test_who_is_lent_has_the_least_to_do_and_comes_back_when_prompts_or_rows_allow() -> None:
+def test_the_least_loaded_instance_changes_and_changes_back_as_prompts_or_slots_allow() -> None:
     for offered, ended, back in ((0.1, 0, {}), (0.6, 0, {1: P}), (0.1, 2, {1: P})):
-        turns, now = RoleBalancer(0.95), full((P, P, D, D), 0.02, rows=2)
+        balancer, now = RoleBalancer(0.95), full((P, P, D, D), 0.02, rows=2)
         first: Scheduler = now.instances[0]
         decodes(first, 1, 16)
         first.add(prompt(2, 100))
-        assert turned(turns, now, 0.1) == {1: D}
+        assert apply_roles(balancer, now, 0.1) == {1: D}
         for one in now.instances:
             one.set_kv_waiting(0)
         for id in (20, 21)[:ended]:
             now.instances[2].cancel(id, "stop")
-        assert turned(turns, now, offered) == back
-        assert turned(turns, now, 0.6) == ({} if back else {1: P})
+        assert apply_roles(balancer, now, offered) == back
+        assert apply_roles(balancer, now, 0.6) == ({} if back else {1: P})
 
 
-def test_what_somebody_else_turned_is_not_given_back() -> None:
-    turns, now = RoleBalancer(0.95), full((P, P, D, D), 0.02)
-    assert turned(turns, now, 0.1) == {0: D}
+def test_a_role_set_by_an_operator_is_not_changed_back() -> None:
+    balancer, now = RoleBalancer(0.95), full((P, P, D, D), 0.02)
+    assert apply_roles(balancer, now, 0.1) == {0: D}
     now.instances[0].set_role(P)
     now.instances[2].set_kv_waiting(0)
-    assert turned(turns, now, 0.6) == {}
+    assert apply_roles(balancer, now, 0.6) == {}
 
 
-def test_the_last_that_decodes_is_not_given_back() -> None:
-    turns, now = RoleBalancer(0.95), full((P, P, D), 0.02)
-    assert turned(turns, now, 0.1) == {0: D}
+def test_the_last_decode_instance_is_not_changed_back() -> None:
+    balancer, now = RoleBalancer(0.95), full((P, P, D), 0.02)
+    assert apply_roles(balancer, now, 0.1) == {0: D}
     now.instances[2].set_role(M)
-    assert turned(turns, now, 0.6) == {}
+    assert apply_roles(balancer, now, 0.6) == {}
 
 
-def test_long_answers_to_short_prompts_find_rows_where_a_prefill_instance_has_nothing_to_do() -> None:
-    """Four rows an instance for answers of 0.9 s, 12 a second: 11 rows, where two instances have eight."""
+def test_long_answers_get_slots_on_an_idle_prefill_instance() -> None:
+    """12 answers of 0.9 s a second need 11 slots; two instances of four slots have eight."""
     arrivals = [Arrival(0.085 * one, 20, 400, SLO(ttft=0.0075, tpot=0.004)) for one in range(100)]
     set_roles, changes = Cluster.set_roles, []
 

@@ -1,4 +1,4 @@
-"""Each router's choice between a few schedulers made by hand, and moves that lose nothing."""
+"""Each router's choice among hand-made schedulers, and rerouting that loses no request."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.routing.base import Fleet, Move
 from tests.support.examples import examples
 from tests.support.sched.fleet import decodes, fleet, instance, request
-from tests.support.sched.harness import SimRequest
+from tests.support.sched.harness import Job
 from tests.support.sched.harness import simulate as serve
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 ROLES = (P, P, D, D)
 
 
-def test_a_fleet_knows_who_takes_prompts_and_who_decodes() -> None:
+def test_a_fleet_knows_its_prefill_and_decode_instances() -> None:
     mixed = fleet([instance(role) for role in (P, D, M)])
     assert (mixed.entries, mixed.decoders) == ([0, 2], [1])
 
 
 @pytest.mark.parametrize("name", ["least_work", "unified", "deflect", "fewest_requests", "prefill_budget"])
-def test_where_nothing_is_there_the_first_instance_is_as_good_as_any(name: str) -> None:
+def test_on_an_idle_fleet_the_first_instance_is_chosen(name: str) -> None:
     assert routing.make(name).prefill(request(0, 100), fleet([instance(role) for role in ROLES])) == [0, 1]
 
 
-def test_decodes_go_where_the_least_context_is() -> None:
+def test_decodes_go_to_the_instance_with_the_least_context() -> None:
     instances = [instance(role) for role in (P, D, D, D)]
     decodes(instances[1], 100, 500)
     decodes(instances[3], 101, 100)
@@ -52,10 +52,10 @@ def test_a_reservation_counts_as_context() -> None:
     assert routing.make("least_work").decode(request(1, 50), fleet(instances)) == [2, 1]
 
 
-def test_round_robin_takes_turns_on_both_sides() -> None:
-    turns, all_ = routing.make("round_robin"), fleet([instance(role) for role in (P, P, P, D, D)])
-    assert [turns.prefill(request(id, 9), all_) for id in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
-    assert [turns.decode(request(id, 9), all_) for id in range(3)] == [[3, 4], [4, 3], [3, 4]]
+def test_round_robin_rotates_for_prefill_and_decode() -> None:
+    router, all_ = routing.make("round_robin"), fleet([instance(role) for role in (P, P, P, D, D)])
+    assert [router.prefill(request(id, 9), all_) for id in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
+    assert [router.decode(request(id, 9), all_) for id in range(3)] == [[3, 4], [4, 3], [3, 4]]
 
 
 def test_least_work_counts_tokens_then_contexts() -> None:
@@ -66,7 +66,7 @@ def test_least_work_counts_tokens_then_contexts() -> None:
 
 
 def test_unified_counts_the_time_until_a_prompt_is_done() -> None:
-    """The running step is part of it, of which no token is left to plan; so is who waits."""
+    """The time includes the running step, which has no tokens left to plan, and the waiting requests."""
     instances = [instance(P), instance(P), instance(P)]
     instances[0].set_ends(0.05)
     instances[1].add(request(10, 20))
@@ -84,7 +84,7 @@ def test_fewest_requests_counts_requests_whatever_their_length() -> None:
 
 
 class Asked(AdmitAll):
-    """Says no on some instances, and remembers where it was asked."""
+    """An admission that refuses on some instances, and records the instances it was asked about."""
 
     def __init__(self, refuses: Sequence[Scheduler]) -> None:
         self.refuses = refuses
@@ -101,12 +101,12 @@ def next_replica(name: str, admission: Asked) -> routing.Router:
     return made
 
 
-def test_next_replica_asks_in_turn_until_one_can_and_its_limit() -> None:
+def test_next_replica_asks_in_turn_until_one_admits_or_the_limit() -> None:
     instances = [instance(M) for _ in range(4)]
     asked = Asked(instances[:2])
     route = next_replica("next_replica", asked)
     assert route.prefill(request(0, 9), fleet(instances))[0] == 2 and asked.asked == instances[:3]
-    assert route.prefill(request(1, 9), fleet(instances))[0] == 2  # the turn is 1, and its instance cannot
+    assert route.prefill(request(1, 9), fleet(instances))[0] == 2  # it is the turn of 1, which refuses
     assert route.prefill(request(2, 9), fleet(instances))[0] == 2
     assert route.prefill(request(3, 9), fleet(instances)) == [3, 0, 1, 2]
     asked = Asked(instances)
@@ -122,8 +122,8 @@ def busy(role: Role, *tokens: int, due: float = 8.0) -> Scheduler:
     return one
 
 
-def test_deflect_where_faster_and_only_where_the_slo_asks_for_it() -> None:
-    """Through the prefill instance 4 + 1 s and two steps; on the idle decode instance 1 s and a step."""
+def test_deflect_if_faster_and_slo_only_if_the_slo_requires_it() -> None:
+    """Through the prefill instance: 4 + 1 s and two steps; on the idle decode instance: 1 s and a step."""
     faster, slo = routing.make("deflect:faster"), routing.make("deflect:slo")
     instances = [busy(P, 4000), instance(D)]
     assert faster.prefill(request(0, 1000, ttft=8.0), fleet(instances)) == [1, 0]
@@ -134,43 +134,43 @@ def test_deflect_where_faster_and_only_where_the_slo_asks_for_it() -> None:
     assert routing.make("deflect").prefill(request(0, 1000, ttft=4.9), fleet(instances)) == [1, 0]  # slo
 
 
-def test_the_transfer_counts_on_the_way_through_a_prefill_instance() -> None:
+def test_the_transfer_counts_for_the_path_through_a_prefill_instance() -> None:
     instances, one = [instance(P), instance(D)], request(0, 1000, ttft=8.0)
     faster = routing.make("deflect:faster")
     assert faster.prefill(one, fleet(instances)) == [0]
     assert faster.prefill(one, fleet(instances, transfer=1e-3)) == [1, 0]
 
 
-def test_residents_leave_a_guest_less_and_a_full_pool_nothing() -> None:
-    """Beside a row of 50 ms a step takes 37.5 and computes 26 tokens: 1,000 tokens take 38 of these, 1.43 s."""
+def test_running_decodes_slow_a_piggybacked_prompt_and_a_full_pool_takes_none() -> None:
+    """Beside a row of 50 ms, a step takes 37.5 ms and computes 26 tokens: 1,000 tokens take 38 steps, 1.43 s."""
     faster = routing.make("deflect:faster")
     host, full, one = instance(D), instance(D, pages=62), request(0, 1000, ttft=8.0)
     decodes(host, 20, 100)
     assert faster.prefill(one, fleet([busy(P, 395), host])) == [0]  # 1.42 s
-    assert faster.prefill(one, fleet([busy(P, 415), host])) == [1, 0]  # 1.44
+    assert faster.prefill(one, fleet([busy(P, 415), host])) == [1, 0]  # 1.44 s
     assert faster.prefill(one, fleet([busy(P, 500), full])) == [0]
     assert faster.prefill(one, fleet([busy(P, 500), full, host])) == [2, 0]
 
 
-def test_deflect_dropped_moves_who_lost_its_place_and_could_be_on_time_elsewhere() -> None:
-    """1.0 + 0.5 + 0.5 s of work due in 1.8: the longest loses its place, and an idle decode instance can take it."""
+def test_deflect_dropped_reroutes_a_late_prompt_that_can_be_on_time_elsewhere() -> None:
+    """1.0 + 0.5 + 0.5 s of work due in 1.8 s: the longest would be late, and an idle decode instance can take it."""
     dropped, instances = routing.make("deflect:dropped"), [busy(P, 1000, 500, 500, due=1.8), instance(D)]
     assert dropped.prefill(request(0, 1000), fleet(instances)) == [0]
     [move] = dropped.redirect(fleet(instances))
     assert move[:3] == (50, 0, 1) and move.ends == pytest.approx(1.01)
-    assert not dropped.redirect(fleet([busy(P, 1000, 500, due=1.8), instance(D)]))  # nobody is lost
-    assert not dropped.redirect(fleet([busy(P, 1700, 500, due=1.8), instance(D)]))  # 1.71 is more than 0.9 of 1.8
+    assert not dropped.redirect(fleet([busy(P, 1000, 500, due=1.8), instance(D)]))  # all are on time
+    assert not dropped.redirect(fleet([busy(P, 1700, 500, due=1.8), instance(D)]))  # 1.71 s exceed 0.9 x 1.8 s
     assert not dropped.redirect(fleet([busy(P, 3000, 500, due=1.8), instance(D)]))  # hopeless anywhere
     assert not routing.make("deflect:slo").redirect(fleet(instances))
 
 
-def test_unified_moves_the_longest_that_another_instance_can_do_in_time() -> None:
-    """1.2 + 0.9 + 0.6 s of work due in 2: one of them must go, and has a share of the time on another."""
+def test_unified_reroutes_the_longest_prompt_that_another_instance_can_compute_in_time() -> None:
+    """1.2 + 0.9 + 0.6 s of work due in 2 s: one prompt must move, and may use a share of the time elsewhere."""
     unified = routing.make("unified:move_share=0.7+early=1")
     instances = [busy(P, 1200, 900, 600, due=2.0), instance(P), instance(D)]
     [move] = unified.redirect(fleet(instances))
     assert move[:3] == (50, 0, 1) and move.ends == pytest.approx(1.21)
-    assert not unified.redirect(fleet(instances))  # nothing has come or gone since
+    assert not unified.redirect(fleet(instances))  # nothing has changed since
     tight = routing.make("unified:move_share=0.5+early=1")
     [move] = tight.redirect(fleet([busy(P, 1200, 900, 600, due=2.0), instance(P)]))
     assert move == Move(51, 0, 1, move.ends)
@@ -181,7 +181,7 @@ def test_unified_moves_the_longest_that_another_instance_can_do_in_time() -> Non
     assert move == Move(50, 0, 1, move.ends)
 
 
-def test_unified_moves_nobody_to_where_prompts_wait_for_pages() -> None:
+def test_unified_reroutes_no_prompt_to_an_instance_with_prompts_waiting_for_pages() -> None:
     instances = [busy(P, 1200, 900, 600, due=2.0), instance(D)]
     instances[1].set_kv_waiting(1)
     assert not routing.make("unified:move_share=0.7").redirect(fleet(instances))
@@ -190,7 +190,7 @@ def test_unified_moves_nobody_to_where_prompts_wait_for_pages() -> None:
 
 
 def crowded(role: Role, rows: int, tpot: float = 0.05) -> Scheduler:
-    """Four rows at most, for one more of which a prompt waits. A step of four takes 14 ms."""
+    """Return an instance with at most four rows and a request waiting for one more. A step of four rows takes 14 ms."""
     one = instance(role, rows=4)
     for id in range(rows):
         decodes(one, id, 100, tpot)
@@ -198,35 +198,35 @@ def crowded(role: Role, rows: int, tpot: float = 0.05) -> Scheduler:
     return one
 
 
-def test_unified_has_all_instances_do_both_where_rows_are_what_is_lacking() -> None:
-    """One of two decodes: steps may take twice as long, 28 ms."""
+def test_unified_makes_all_instances_mixed_if_slots_are_scarce() -> None:
+    """With one of two instances decoding, steps may take twice as long, 28 ms."""
     unified = routing.make("unified")
     assert unified.roles(fleet([instance(P), crowded(D, 4)])) == {0: M, 1: M}
     for lacks in (
-        [instance(P), crowded(D, 3)],  # pages, not rows
+        [instance(P), crowded(D, 3)],  # pages are scarce, not slots
         [instance(P), crowded(D, 4, tpot=0.029)],
         [instance(P), crowded(D, 4), instance(D)],
     ):
         assert routing.make("unified").roles(fleet(lacks)) == {}
-    four = [instance(P), instance(P), instance(P), crowded(D, 4)]  # four times as long; nobody has a prompt to compute
+    four = [instance(P), instance(P), instance(P), crowded(D, 4)]  # four times as long; no prompt waits
     assert routing.make("unified").roles(fleet(four)) == {0: D}
     assert routing.make("unified:no-change-roles").roles(fleet([instance(P), crowded(D, 4)])) == {}
     assert routing.make("unified").roles(fleet([crowded(M, 4), crowded(M, 4)])) == {}
 
 
-def test_roles_are_as_before_when_there_is_room_again_unless_somebody_else_has_changed_them() -> None:
+def test_roles_are_restored_when_slots_are_free_unless_an_operator_changed_them() -> None:
     unified = routing.make("unified")
     unified.roles(fleet([instance(P), crowded(D, 4)]))
     assert unified.roles(fleet([crowded(M, 1), crowded(M, 2)])) == {}
     assert unified.roles(fleet([crowded(M, 1), crowded(M, 1)])) == {0: P, 1: D}
-    assert unified.roles(fleet([crowded(M, 0), crowded(M, 0)])) == {}  # as if they had been so from the start
+    assert unified.roles(fleet([crowded(M, 0), crowded(M, 0)])) == {}  # treated as the initial roles
     unified.roles(fleet([instance(P), crowded(D, 4)]))
     assert unified.roles(fleet([instance(D), instance(P)])) == {}
     assert unified.roles(fleet([instance(M), instance(M)])) == {}
 
 
 @pytest.mark.parametrize("name", ["deflect:dropped", "unified:move_share=1.0"])
-def test_who_has_begun_or_has_a_token_never_moves(name: str) -> None:
+def test_a_request_with_computed_tokens_is_never_rerouted(name: str) -> None:
     one = busy(P, 1000, 1000, 1000, due=2.5)
     plan = one.plan(0.0, 0.0)
     assert plan is not None and {span.request for span in plan.spans} == {50, 51, 52}
@@ -245,7 +245,7 @@ def test_who_has_begun_or_has_a_token_never_moves(name: str) -> None:
     roles=st.sampled_from([(P, D), (P, P, D, D), (M, M)]),
 )
 @settings(max_examples=examples(30))
-def test_moves_are_of_waiting_requests_and_lose_nothing(prompts, name, roles) -> None:  # type: ignore[no-untyped-def]
+def test_only_waiting_requests_are_rerouted_and_none_is_lost(prompts, name, roles) -> None:  # type: ignore[no-untyped-def]
     moved: list[int] = []
 
     class Recorded(type(routing.make(name))):  # type: ignore[misc]
@@ -261,7 +261,7 @@ def test_moves_are_of_waiting_requests_and_lose_nothing(prompts, name, roles) ->
     made = routing.make(name)
     made.__class__ = Recorded
     jobs = [
-        SimRequest(range(1000 * id, 1000 * id + length), 5, arrival, SLO(ttft, 0.01))
+        Job(range(1000 * id, 1000 * id + length), 5, arrival, SLO(ttft, 0.01))
         for id, (length, arrival, ttft) in enumerate(prompts)
     ]
     with pytest.MonkeyPatch.context() as patch:

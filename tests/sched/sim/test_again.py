@@ -1,4 +1,4 @@
-"""Simulating a simulated run again must find the same: then what differs from a served one is the serving."""
+"""Simulating a simulated run again gives the same results, so differences from a served run come from serving."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from jaxserve.sched.sim.arrival import Arrival
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.sim.options import Options
 from jaxserve.sched.sim.simulate import Logs
-from tests.support.sched.harness import COEFFICIENTS, SimRequest
+from tests.support.sched.harness import COEFFICIENTS, Job
 from tests.support.sched.recorded import perf, recorded
 
 
-def journalled(file: IO[str], recipe: Recipe, options: Mapping[str, object] | None = None) -> Logs:
-    """Logs of a simulation as a server's are."""
+def journaled(file: IO[str], recipe: Recipe, options: Mapping[str, object] | None = None) -> Logs:
+    """Record a simulation in the form of a server's journal."""
     journal = Journal(file)
 
     def logs(name: str, policy: str, limits: Limits, role: Role, prefix_caching: bool) -> Log:
@@ -48,11 +48,9 @@ def journalled(file: IO[str], recipe: Recipe, options: Mapping[str, object] | No
 
 
 @pytest.mark.parametrize("roles", ["1x1", "2x1", "4x1"])
-def test_a_simulated_run_comes_out_again(roles: str) -> None:
+def test_a_simulated_run_is_reproduced(roles: str) -> None:
     draw = random.Random(1)
-    jobs = [
-        SimRequest(range(1000 * i, 1000 * i + draw.randint(1, 20)), draw.randint(2, 14), i * 0.004) for i in range(60)
-    ]
+    jobs = [Job(range(1000 * i, 1000 * i + draw.randint(1, 20)), draw.randint(2, 14), i * 0.004) for i in range(60)]
     outcome = again(replay(recorded(jobs, roles, "kairos").splitlines(), perf))
     assert outcome.fit.mape < 1e-6 and outcome.noise < 1e-6
     for name, served, simulated in rows(outcome):
@@ -60,8 +58,8 @@ def test_a_simulated_run_comes_out_again(roles: str) -> None:
     assert outcome.busy == pytest.approx(outcome.simulated.busy, rel=0.02)
 
 
-def test_thinking_comes_out_again_as_thinking() -> None:
-    """Half of each answer is thought, at a loose pace, and the rest at one that no step keeps."""
+def test_thinking_is_reproduced() -> None:
+    """Half of each answer is thinking with a loose TPOT, and the rest has a TPOT that no step meets."""
     file = io.StringIO()
     slo = SLO(ttft=8.0, tpot=1e-6, stages=((THINKING, 1.0),))
     shares = {0: 0, 1: 20, 2: 12}  # of 20 tokens
@@ -71,16 +69,16 @@ def test_thinking_comes_out_again_as_thinking() -> None:
     ]
     latency = Latency("test", kv_bytes_per_token=1, kv_tokens=4096, coefficients=COEFFICIENTS)
     recipe = Recipe("general", coefficients=COEFFICIENTS)
-    simulate(arrivals, "distserve", "1x1", latency, logs=journalled(file, recipe))
+    simulate(arrivals, "distserve", "1x1", latency, logs=journaled(file, recipe))
     found = replay(file.getvalue().splitlines(), perf)
     assert found.differences == []
     assert found.thoughts == {1: 20, 2: 12}
     kept = [one.tpot_attained for one in again(found).simulated.measured]
-    assert kept == [False, True, True], "the third has its allowance from eleven thoughts"
+    assert kept == [False, True, True], "the third request gets its allowance from eleven thinking tokens"
 
 
-def test_steps_stop_again_where_the_served_ones_could() -> None:
-    """Long prompts that short ones stop: in eight segments, of which one or all are with the devices at a time."""
+def test_steps_are_preempted_again_at_the_journaled_segments() -> None:
+    """Short prompts preempt long ones in eight segments, with one or all of them dispatched at a time."""
     coefficients = replace(COEFFICIENTS, prefill=5e-5)
     latency = Latency("test", kv_bytes_per_token=1, kv_tokens=65536, coefficients=coefficients, layers=8)
     recipe = Recipe("exact", coefficients=coefficients)
@@ -90,28 +88,28 @@ def test_steps_stop_again_where_the_served_ones_could() -> None:
     stops = {}
     for depth in (1, 8):
         file, options = io.StringIO(), Options(perf="exact", depth=depth)
-        logs = journalled(file, recipe, {"segments": 8, "depth": depth})
+        logs = journaled(file, recipe, {"segments": 8, "depth": depth})
         first = simulate(arrivals, "flowprefill", "1x1", latency, options=options, logs=logs)
         found = replay(file.getvalue().splitlines(), lambda record: Recipe.of(record).make())
         second = again(found).simulated
         assert found.differences == [] and second.counters.suspended == first.counters.suspended
         assert second.summary.ttft.p50 == pytest.approx(first.summary.ttft.p50, rel=0.02)
         stops[depth] = second.counters.suspended
-    assert stops[1] > 0, "what the journal says of segments is what was simulated"
+    assert stops[1] > 0, "the journal's segments are those simulated"
     assert stops[8] != stops[1]
 
 
-def test_what_an_instance_rehearsed_is_no_share_of_its_time() -> None:
-    """It was before the first request came, so that the shares of a short run came to more than 1."""
-    found = replay(recorded([SimRequest(range(12), 6, 1.0)], "1x1", "kairos").splitlines(), perf)
+def test_warm_up_steps_do_not_count_as_busy_time() -> None:
+    """Warm-up ends before the first request arrives, and counted, the shares of a short run would exceed 1."""
+    found = replay(recorded([Job(range(12), 6, 1.0)], "1x1", "kairos").splitlines(), perf)
     busy = again(found).busy
     found.steps += [step._replace(ended=step.ended - 1.0) for step in found.steps]
     assert again(found).busy == busy and all(0 < share <= 1 for share in busy)
 
 
-def test_times_that_fit_no_model_are_said_to_say_little(capsys: pytest.CaptureFixture[str]) -> None:
-    """As those of a few steps on a busy machine: the same sizes take 1 ms and 30 ms."""
-    jobs = [SimRequest(range(100 * i, 100 * i + 8), 12, i * 0.004) for i in range(20)]
+def test_times_that_fit_no_model_are_reported_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    """A few steps on a busy machine vary like this: the same size takes 1 ms and 30 ms."""
+    jobs = [Job(range(100 * i, 100 * i + 8), 12, i * 0.004) for i in range(20)]
     found = replay(recorded(jobs, "1x1", "kairos").splitlines(), perf)
     show(found, 0)
     assert "off by 0% on average" in (said := capsys.readouterr().out) and "says little" not in said
@@ -125,8 +123,8 @@ def test_a_journal_without_a_finished_request_is_refused() -> None:
         again(Replay())
 
 
-def test_steps_to_which_a_fit_gives_no_time_do_not_count() -> None:
-    """A few steps on a busy machine, whose times fell while they grew, have coefficients of 0."""
+def test_steps_with_a_predicted_time_of_zero_are_ignored() -> None:
+    """A fit to times that fall with growing steps, as on a busy machine, has coefficients of 0."""
     found = Replay()
     taken = [(Load(decode=1), 0.003), (Load(prefill=4), 0.002), (Load(prefill=8), 0.004)]
     found.steps += [Step("one", load, seconds, ended=0.1, predicted=seconds) for load, seconds in taken]

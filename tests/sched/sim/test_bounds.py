@@ -1,4 +1,4 @@
-"""The bound beside simulations: no policy exceeds it on the servers that the simulation has."""
+"""The clairvoyant bound beside simulations: no policy exceeds it on the simulated servers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_no_policy_sustains_a_higher_rate() -> None:
     assert all(0 < one.rate <= highest for one in found.values())
 
 
-def test_best_effort_is_left_out_of_the_bound() -> None:
+def test_the_bound_ignores_best_effort() -> None:
     free = SLO(inf, inf)
     paid = [Arrival(0.1 * n, 30, 5, SLO(0.05, 0.01)) for n in range(20)]
     mixed = [one for each in paid for one in (each, replace(each, slo=free, tier=BEST_EFFORT))]
@@ -62,17 +62,17 @@ def test_best_effort_is_left_out_of_the_bound() -> None:
     assert high == pytest.approx(low * (len(mixed) - 1) / (len(paid) - 1), rel=0.02)
 
 
-def test_rounds_have_no_bound() -> None:
+def test_conversations_have_no_bound() -> None:
     rounds = [Arrival(0.0, 30, 5), Arrival(0.0, 40, 5, after=0)]
     with pytest.raises(InvalidValue, match="requests that come in rounds"):
         list(bounds(rounds, "1x1", QUIET, rates=[None]))
 
 
-SECONDS = Coefficients(0.0, 1.0, 0.0, 0.0, 0.0, 0.0)  # one per prompt token
+SECONDS = Coefficients(0.0, 1.0, 0.0, 0.0, 0.0, 0.0)  # one second per prompt token
 
 
-def test_nobody_sustains_more_than_the_servers_have_time_for() -> None:
-    """Of ten requests nine must be on time, at best the nine of a second each and not the one of three."""
+def test_the_sustained_bound_is_limited_by_server_time() -> None:
+    """Of ten requests nine must be on time, at best the nine of one second each and not the one of three."""
     mixed = [Arrival(float(n), 3 if n % 10 == 0 else 1, 1) for n in range(100)]
     for servers in (1, 2):
         rate = sustained_bound(mixed, SECONDS, servers, 0, deflection=False, chunk=8)
@@ -86,7 +86,7 @@ def test_nobody_sustains_more_than_the_servers_have_time_for() -> None:
 
 
 @pytest.mark.parametrize("deflection", [False, True])
-def test_the_bound_of_a_long_load_comes_down_to_that_of_one_without_end(deflection: bool) -> None:
+def test_the_bound_of_a_long_load_approaches_the_sustained_bound(deflection: bool) -> None:
     arrivals = HARD.draw(60, 100.0, 0)
     span = arrivals[-1].time + 0.01
     shape = {"deflection": deflection, "chunk": 8192, "details": Details(rows=16, prefix_caching=False)}
@@ -99,8 +99,8 @@ def test_the_bound_of_a_long_load_comes_down_to_that_of_one_without_end(deflecti
 
 
 @pytest.mark.parametrize("policy", ["distserve", "unified"])
-def test_no_policy_attains_the_goal_well_above_it(policy: str) -> None:
-    """1.5 times the rate, and the first and last requests, which find an empty house, not counted."""
+def test_no_policy_attains_the_goal_well_above_the_sustained_bound(policy: str) -> None:
+    """At 1.5 times the rate, without the first and last requests, which find an idle server."""
     arrivals = HARD.draw(150, 100.0, 1)
     limits = Details(kv_tokens=QUIET.kv_tokens)
     rate = sustained_bound(arrivals, QUIET.solve(), 0, 2, deflection=True, chunk=8192, details=limits)

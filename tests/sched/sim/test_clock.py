@@ -1,4 +1,4 @@
-"""Laws of virtual time: it never waits, never runs backwards, orders ties, and never hangs."""
+"""Laws of virtual time: it never waits, never goes backward, orders ties, and never hangs."""
 
 import asyncio
 import time
@@ -38,7 +38,7 @@ def test_time_is_monotone_and_ties_keep_priority_then_order() -> None:
     assert seen == [(0.0, "past"), (1.0, "a"), (1.0, "b1"), (1.0, "b2"), (2.0, "c")]
 
 
-def test_whoever_wakes_sees_every_event_of_the_moment() -> None:
+def test_a_woken_task_sees_all_events_of_its_time() -> None:
     async def main() -> list[str]:
         loop, events = clock.loop(), []
         wake: asyncio.Future[None] = loop.create_future()

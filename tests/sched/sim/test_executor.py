@@ -1,4 +1,4 @@
-"""Laws of the simulated devices: time is the model's, order is kept, lengths stay hidden, links are serial."""
+"""Laws of the simulated devices: model times, ordered steps, hidden output lengths, and serial links."""
 
 import asyncio
 from dataclasses import replace
@@ -29,7 +29,7 @@ def make(outputs: dict[int, int], device: Device = DEVICE, **kwargs: Any) -> Sim
     return SimExecutor(MODEL, device, outputs, clock.loop(), **kwargs)
 
 
-def test_step_takes_what_the_model_says_of_its_load() -> None:
+def test_a_step_takes_the_time_that_the_model_predicts() -> None:
     async def main() -> None:
         executor = make({1: 5, 2: 5})
         first = await executor.submit(StepPlan(1, (prefill(1, 0, 0, 10, 10, True),)))
@@ -43,7 +43,7 @@ def test_step_takes_what_the_model_says_of_its_load() -> None:
     clock.run(main())
 
 
-def test_steps_run_one_after_the_other_in_the_order_of_submission() -> None:
+def test_steps_run_in_the_order_of_submission() -> None:
     async def main() -> list[tuple[int, float, float]]:
         executor = make({1: 9})
         steps = [executor.submit(StepPlan(n, (prefill(1, 0, 0, 1, 5, False),))) for n in (1, 2, 3)]
@@ -56,14 +56,14 @@ def test_steps_run_one_after_the_other_in_the_order_of_submission() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
-def test_the_end_comes_with_the_hidden_length_also_after_a_drop_or_elsewhere(length: int) -> None:
+def test_outputs_end_at_the_hidden_length_also_after_a_drop_or_a_move(length: int) -> None:
     async def tokens() -> list[int]:
         here, there = make({7: length}), make({7: length})
         got: list[int] = []
         prompt = 6
         for n in range(length + 1):
             executor = here if n < 2 else there
-            if n in (0, 2):  # the prompt, or prompt and output again after a move
+            if n in (0, 2):  # prompt, or prompt and output after a move
                 span = Span(7, 3, 0, prompt + n, (0,), (0,) * (prompt + n), 0, True, begin(prompt))
             else:
                 span = Span(7, 3, prompt + n - 1, 1, samples=True)
@@ -77,7 +77,7 @@ def test_the_end_comes_with_the_hidden_length_also_after_a_drop_or_elsewhere(len
     assert clock.run(tokens()) == [FILLER] * (length - 1) + [EOS]
 
 
-def test_spans_that_do_not_sample_give_no_token() -> None:
+def test_spans_that_do_not_sample_return_no_token() -> None:
     async def main() -> None:
         result = await make({1: 1}).submit(StepPlan(1, (prefill(1, 0, 0, 5, 10, False),)))
         assert isinstance(result, StepResult) and result.tokens == ((),)
@@ -116,7 +116,7 @@ def test_preemption_stops_at_a_boundary_and_loses_no_work(segments: int) -> None
             stopped += 1
             assert isinstance(end, Suspended)
             assert worked * segments / whole == pytest.approx(round(worked * segments / whole))
-            await asyncio.sleep(5)  # others run meanwhile
+            await asyncio.sleep(5)  # other steps run meanwhile
             step = executor.submit(StepPlan(1 + stopped, plan.spans, preemptible=True, resume=end.step))
         assert worked == pytest.approx(whole)
         assert stopped == segments - 1
@@ -137,7 +137,7 @@ def test_a_queued_step_can_be_stopped_before_it_begins() -> None:
     clock.run(main())
 
 
-def test_misuse_is_named() -> None:
+def test_invalid_plans_are_named() -> None:
     async def main() -> None:
         executor = make({1: 1})
         step = executor.submit(StepPlan(1, (prefill(1, 0, 0, 5, 10, False),)))
@@ -153,7 +153,7 @@ def test_misuse_is_named() -> None:
 
 
 @pytest.mark.parametrize("behind", [True, False])
-def test_kv_waits_for_the_link_and_where_told_so_for_submitted_steps(behind: bool) -> None:
+def test_transfers_wait_for_the_link_and_optionally_for_submitted_steps(behind: bool) -> None:
     async def main() -> list[float]:
         source, target = make({1: 1}, replace(DEVICE, behind=behind)), make({1: 1})
         step = source.submit(StepPlan(1, (prefill(1, 0, 0, 10, 10, True),)))
@@ -197,8 +197,10 @@ def test_faults_can_be_injected() -> None:
 @pytest.mark.parametrize(
     ("preemptible", "ahead", "pieces"), [(False, 0, 10), (True, 0, 4), (True, 1, 5), (True, 9, 10)]
 )
-def test_kv_leaves_behind_what_is_dispatched_of_the_running_step(preemptible: bool, ahead: int, pieces: int) -> None:
-    """Asked in the fourth of ten pieces: behind that and those ahead, or behind all of a step that is not cut."""
+def test_a_transfer_waits_for_the_dispatched_segments_of_the_running_step(
+    preemptible: bool, ahead: int, pieces: int
+) -> None:
+    """Requested in the fourth of ten segments, it waits for that one and those dispatched, or for the whole step."""
 
     async def scenario() -> None:
         executor = make({1: 1}, Device(10, 4, segments=10, ahead=ahead, behind=True, latency=0.0))

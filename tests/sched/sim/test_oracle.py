@@ -1,4 +1,4 @@
-"""The clairvoyant bound: exact where it says so, and never below what a policy attains."""
+"""The clairvoyant bound: exact if it says so, and never below what a policy attains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.examples import examples
 COEFFICIENTS = Coefficients(1e-3, 1e-4, 1e-5, 1e-8, 1e-7, 1e-8, w_moe=1e-3, p_moe=0.1)
 TINY = Latency("tiny", 1000, kv_tokens=2000, page_size=4, coefficients=COEFFICIENTS, link_bandwidth=1e9)
 H200 = Coefficients(8.67e-3, 4.52e-5, 2e-5, 2.97e-10, 2.38e-7, 1.5e-8, w_moe=11.5e-3, p_moe=8 / 256)
-FREE = Coefficients(0.0, 1.0, 0.0, 0.0, 0.0, 0.0)  # a second per prompt token
+FREE = Coefficients(0.0, 1.0, 0.0, 0.0, 0.0, 0.0)  # one second per prompt token
 Jobs = list[tuple[int, int, int]]  # release, length of the window, work
 JOBS: st.SearchStrategy[Jobs] = st.lists(
     st.tuples(st.integers(0, 10), st.integers(1, 8), st.integers(0, 6)), min_size=1, max_size=8
@@ -37,7 +37,7 @@ def columns(jobs: Jobs, window: int | None = None) -> tuple[Any, Any, Any]:
 
 
 def brute_force(release: Any, deadline: Any, work: Any) -> int:
-    """Largest set whose work fits into every interval: what a server that may interrupt jobs can do."""
+    """Return the largest set that fits into every interval, which is optimal for a preemptive server."""
     count = len(work)
     inside = [(release >= a) & (deadline <= b) for a in release for b in deadline]
     lengths = [max(b - a, 0.0) for a in release for b in deadline]
@@ -58,7 +58,7 @@ def test_kise_ibaraki_mine_is_exact(jobs: Jobs, window: int) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 10), st.integers(1, 8), st.integers(0, 6)), min_size=1, max_size=5))
-def test_no_order_without_interruptions_does_better(jobs: Jobs) -> None:
+def test_no_nonpreemptive_order_is_better(jobs: Jobs) -> None:
     release, deadline, work = columns(jobs, 7)
     best = 0
     for order in permutations(range(len(jobs))):
@@ -71,7 +71,7 @@ def test_no_order_without_interruptions_does_better(jobs: Jobs) -> None:
     assert most_on_time(release, deadline, work) == best
 
 
-def test_four_thousand_requests_take_no_time() -> None:
+def test_four_thousand_requests_are_solved_quickly() -> None:
     random = np.random.default_rng(0)
     release = np.cumsum(random.exponential(0.2, 4000))
     work = random.lognormal(-1.5, 1.0, 4000)
@@ -93,7 +93,7 @@ def test_one_long_prompt_before_many_short_ones() -> None:
 @settings(deadline=None, max_examples=examples(50))
 @given(JOBS)
 @example([(0, 4, 2), (1, 1, 1), (0, 4, 1)])
-def test_windows_never_say_less_than_can_be_done(jobs: Jobs) -> None:
+def test_windows_never_undercount(jobs: Jobs) -> None:
     release, deadline, work = columns(jobs)
     value = most_value(release, deadline, work, np.ones(len(jobs)))
     assert brute_force(release, deadline, work) <= value + 1e-9 <= len(jobs) + 2e-9
@@ -157,8 +157,8 @@ def test_no_policy_exceeds_the_bound(arrivals: list[Arrival], policy: str, mesh:
     assert sum(one.attained for one in report.measured) <= most.attained <= most.requests == len(arrivals)
 
 
-def test_a_policy_comes_near_the_bound_where_there_is_nothing_to_choose() -> None:
-    """Equal prompts, one after the other with time to spare for each: the bound is attained, and not by all."""
+def test_a_policy_comes_near_the_bound_if_all_requests_are_equal() -> None:
+    """With equal prompts in sequence and time for each, the best policy attains the bound, and some do not."""
     arrivals = [Arrival(0.0, 100, 1, SLO(0.045, 1.0)) for _ in range(6)]
     report = simulate(arrivals, "distserve", "2x1", TINY, options=Options(tokens=100))
     most = bound(arrivals, COEFFICIENTS, 1, 1, deflection=False, chunk=100)
@@ -170,7 +170,7 @@ def simple(count: int = 40, **slo: float) -> list[Arrival]:
     return [Arrival(1.0 * i, 2 + i % 3, 1, SLO(**({"ttft": 8.0} | slo))) for i in range(count)]
 
 
-def test_more_servers_and_looser_promises_never_hurt() -> None:
+def test_more_servers_and_looser_slos_never_hurt() -> None:
     arrivals = [*simple(), *simple(ttft=5.0)]
     counts = [bound(arrivals, FREE, servers, 0, deflection=False, chunk=8).attained for servers in (1, 2, 3, 6)]
     assert counts == sorted(counts) and counts[0] < counts[-1] == 80
@@ -182,7 +182,7 @@ def test_more_servers_and_looser_promises_never_hurt() -> None:
     assert with_it.attained == bound(arrivals, FREE, 0, 2, deflection=True, chunk=8).attained
 
 
-def test_what_is_impossible_alone_is_not_counted() -> None:
+def test_requests_that_are_infeasible_alone_do_not_count() -> None:
     arrivals = [Arrival(0.0, 9, 1), Arrival(50.0, 7, 1), Arrival(99.0, 8, 1)]
     assert bound(arrivals, FREE, 4, 0, deflection=False, chunk=8) == Bound(2, 3, "alone", 1)
     slow = Coefficients(0.06, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -190,7 +190,7 @@ def test_what_is_impossible_alone_is_not_counted() -> None:
     assert bound([Arrival(0.0, 9, 1)], slow, 1, 1, deflection=False, chunk=8).impossible == 0
 
 
-def test_a_prefix_seen_before_costs_nothing() -> None:
+def test_a_repeated_prefix_costs_nothing() -> None:
     arrivals = [Arrival(0.0, 6, 1, hash_ids=(1, 2), block=3.0), Arrival(0.0, 7, 1, hash_ids=(1, 2), block=3.0)]
     assert jobs(arrivals, Server(FREE, 8, 8, 0, None)).fresh.tolist() == [6, 1]
     assert bound(arrivals, FREE, 1, 0, deflection=False, chunk=8).attained == 2
@@ -198,11 +198,11 @@ def test_a_prefix_seen_before_costs_nothing() -> None:
     assert bound(arrivals, FREE, 1, 0, deflection=False, chunk=8, details=details).attained == 1
 
 
-def test_decodes_bind_where_they_are_the_work() -> None:
+def test_decodes_bind_if_they_are_most_of_the_work() -> None:
     step = Coefficients(fixed=0.01, prefill=1e-6, decode=0.004, quadratic=0.0, longest=0.0, context=0.0)
     arrivals = [Arrival(0.0, 10, 101, SLO(1.0, 0.05)) for _ in range(60)]
     apart = bound(arrivals, step, 1, 1, deflection=False, chunk=8192)
-    # 6 s for 100 tokens each: 4 ms a token, and 10 ms a step shared by 60
+    # 6 s for 100 tokens each: 4 ms a token, and 10 ms a step shared by 60 rows
     assert apart == Bound(int(6 / (100 * (0.004 + 0.01 / 60))), 60, "decodes", 0)
     assert bound(arrivals, step, 1, 2, deflection=False, chunk=8192).attained == 28
     both = Coefficients(fixed=0.0, prefill=0.01, decode=0.01, quadratic=0.0, longest=0.0, context=0.0)
@@ -210,11 +210,11 @@ def test_decodes_bind_where_they_are_the_work() -> None:
     assert bound(arrivals, both, 0, 1, deflection=True, chunk=8192) == Bound(4, 12, "all work", 0)
 
 
-def test_the_longest_context_is_paid_for() -> None:
+def test_the_longest_context_counts() -> None:
     alpha = Coefficients(fixed=0.0, prefill=0.0, decode=0.0, quadratic=0.0, longest=1e-6, context=0.0)
     arrivals = [Arrival(0.0, 10_000, 101, SLO(1.0, 0.02)) for _ in range(4)]
     arrivals += [Arrival(0.0, 100, 101, SLO(1.0, 0.02)) for _ in range(40)]
-    # in batches of two 0.5 s for each long one, 5 ms for each short one, in 3 s
+    # in 3 s, batches of two take 0.5 s for each long request and 5 ms for each short one
     pairs = Details(rows=2)
     assert bound(arrivals, alpha, 1, 1, deflection=False, chunk=8192, details=pairs) == Bound(44, 44, "alone", 0)
     assert bound(arrivals * 2, alpha, 1, 1, deflection=False, chunk=8192, details=pairs) == Bound(85, 88, "decodes", 0)
@@ -222,7 +222,7 @@ def test_the_longest_context_is_paid_for() -> None:
 
 @pytest.mark.parametrize("skip", [0, 5])
 def test_goodput_of_equal_jobs(skip: int) -> None:
-    """One second each, 270 of 300 in the time of 300 arrivals and 8 s."""
+    """Of 300 requests of one second each, 270 must fit into the time of 300 arrivals plus 8 s."""
     arrivals = [Arrival(float(i), 1, 1) for i in range(300 + 2 * skip)]
     rate = goodput_bound(arrivals, FREE, 1, 0, deflection=False, chunk=8, details=Details(skip=skip))
     assert rate == pytest.approx(299 / (270 - 8), rel=0.01)
@@ -230,7 +230,7 @@ def test_goodput_of_equal_jobs(skip: int) -> None:
     assert twice > 1.9 * rate
 
 
-def test_goodput_is_where_the_share_falls_below_the_goal() -> None:
+def test_goodput_is_the_rate_at_which_the_share_falls_below_the_goal() -> None:
     arrivals = NAMED["K128"].draw(200, 5.0, 1)
     for deflection in (False, True):
         rate = goodput_bound(arrivals, H200, 1, 1, deflection=deflection, chunk=8192, tolerance=0.02)
@@ -249,7 +249,7 @@ def test_goodput_is_where_the_share_falls_below_the_goal() -> None:
         assert share(rate) < 0.9 <= share(rate / 1.1)
 
 
-def test_goodput_without_end_and_without_beginning() -> None:
+def test_goodput_of_rates_that_always_or_never_hold() -> None:
     assert goodput_bound(simple(3, ttft=99.0), FREE, 1, 0, deflection=False, chunk=8) == float("inf")
     assert goodput_bound(simple(9, ttft=0.5), FREE, 1, 0, deflection=False, chunk=8) == 0.0
 
@@ -271,6 +271,6 @@ def test_goodput_without_end_and_without_beginning() -> None:
         (lambda: goodput_bound([Arrival(1.0, 1, 1)], FREE, 1, 0, deflection=False, chunk=8), "have no rate"),
     ],
 )
-def test_nonsense_is_refused_by_name(call: Any, message: str) -> None:
+def test_invalid_arguments_are_named(call: Any, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         call()

@@ -1,4 +1,4 @@
-"""Requests that follow one another, that think before they answer, and that were promised nothing."""
+"""Requests in rounds, requests that think before they answer, and requests without objectives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.sched.presets import TINY
 QUIET = replace(TINY, noise=0.0)
 
 
-def test_a_round_comes_after_the_last_token_of_the_one_before() -> None:
+def test_a_round_arrives_after_the_last_token_of_the_previous_one() -> None:
     chain = [
         Arrival(0.5, 20, 4, hash_ids=(1 << 33,), block=1 << 24),
         Arrival(0.5, 34, 3, hash_ids=(1 << 33,), block=1 << 24, after=0, delay=2.0),
@@ -32,10 +32,10 @@ def test_a_round_comes_after_the_last_token_of_the_one_before() -> None:
     first, second, third, _ = sorted(report.measured)
     assert second.arrival == pytest.approx(first.ended + 2.0) and third.arrival == pytest.approx(second.ended + 0.25)
     assert report.summary.reasons == {"stop": 4}
-    assert report.counters.prefix_hits > 0  # what was said before is in the cache
+    assert report.counters.prefix_hits > 0  # the previous round is in the cache
 
 
-def test_what_follows_a_refused_round_never_comes() -> None:
+def test_rounds_after_a_refused_one_never_arrive() -> None:
     chain = [Arrival(0.0, 5000, 4), Arrival(0.0, 10, 1, after=0), Arrival(0.0, 10, 1, after=1), Arrival(0.0, 10, 1)]
     recorder = Recorder()
     report = simulate(chain, "distserve", "1x1", QUIET, recorder=recorder)
@@ -45,7 +45,7 @@ def test_what_follows_a_refused_round_never_comes() -> None:
 
 
 class Drafts:
-    """Everything at once; rows that decode draft as much as they may."""
+    """A policy that runs everything at once and drafts as much as rows may."""
 
     def decide(self, view: View) -> Decision:
         rows = tuple(Grant(one.id, one.remaining, view.limits.draft) for one in view.decode)
@@ -71,7 +71,7 @@ def test_thinking_ends_at_its_token_and_the_answer_has_its_own_objective(
     assert request.stage == ("answer" if answer else THINKING)
 
 
-def test_best_effort_is_served_and_counts_in_no_share() -> None:
+def test_best_effort_is_served_and_excluded_from_attainment() -> None:
     free = SLO(float("inf"), float("inf"))
     arrivals = [Arrival(0.0, 20, 3, SLO(1e-6, 1.0)), Arrival(0.0, 20, 3, free, "free", tier=BEST_EFFORT)]
     report = simulate(arrivals, "distserve", "1x1", QUIET)
@@ -89,7 +89,7 @@ def test_best_effort_is_served_and_counts_in_no_share() -> None:
         ([Arrival(0.0, 5, 5, after=0)], "arrival 0: after=0 must be an earlier place"),
     ],
 )
-def test_arrivals_that_make_no_sense(wrong: list[Arrival], message: str) -> None:
+def test_invalid_arrivals_are_refused(wrong: list[Arrival], message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         simulate(wrong, "distserve", "1x1", QUIET)
 

@@ -1,4 +1,4 @@
-"""The papers' workloads hold what the papers publish: lengths against their tables, shares, SLOs, rounds, bursts."""
+"""The papers' workloads match the papers: lengths, shares, SLOs, rounds and bursts."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -31,7 +31,7 @@ def of_class(name: str, kind: str) -> list[Arrival]:
 
 
 def check(lengths: Iterable[int], mean: float, std: float, p99: float, *, within: float) -> None:
-    """The moments within 5 %, the percentile within `within`."""
+    """Check mean and deviation within 5%, and the percentile within `within`."""
     values = np.array(list(lengths), dtype=float)
     assert values.mean() == pytest.approx(mean, rel=0.04)
     assert values.std() == pytest.approx(std, rel=0.06)
@@ -48,13 +48,13 @@ def check(lengths: Iterable[int], mean: float, std: float, p99: float, *, within
         ("file", 6833, 22390, 5186, 4, 0.16),
     ],
 )
-def test_flowprefill_tasks(task: str, mean: float, p99: float, std: float, percent: float, within: float) -> None:
+def test_flowprefill_lengths(task: str, mean: float, p99: float, std: float, percent: float, within: float) -> None:
     assert 100 * len(of_class("flowprefill-llama3-8b", task)) / COUNT == pytest.approx(percent, abs=0.9)
     [alone] = [part.workload for part in flowprefill("llama3-8b").parts if part.workload.name == task]
     check((a.prompt_tokens for a in alone.draw(COUNT, 1.0, 5)), mean, std, p99, within=within)
 
 
-# FlowPrefill, Table 2, and §6.5 where prefill and decode share a device.
+# FlowPrefill, Table 2, and section 6.5 for prefill and decode on one device.
 @pytest.mark.parametrize(
     ("model", "ttfts"),
     [
@@ -98,30 +98,30 @@ def test_slos_serve_lengths(scenario: str, prompt: tuple[float, ...], output: tu
         check(lengths, mean, std, p99, within=within)
 
 
-def test_reasoning_thinks_first_and_faster() -> None:
+def test_reasoning_thinks_first_with_a_tighter_tpot() -> None:
     arrivals = drawn("slos-serve-reasoning")
     check((a.thinking_tokens for a in arrivals), 4693, 1442, 7297, within=0.03)
     assert {(a.slo.tpot_of("thinking"), a.slo.tpot_of("answer")) for a in arrivals} == {(0.05, 0.1)}
 
 
-# SLOs-Serve, Tables 1 and 3: three times an idle server's TTFT or five times, 50 or 100 ms.
+# SLOs-Serve, Tables 1 and 3: TTFT three or five times that of an idle server, TPOT of 50 or 100 ms.
 @pytest.mark.parametrize(
     ("scenario", "times", "tpot"), [("chatbot", 5, 0.1), ("coder", 5, 0.05), ("summarizer", 3, 0.1)]
 )
-def test_slos_serve_promises(scenario: str, times: float, tpot: float) -> None:
+def test_slos_serve_objectives(scenario: str, times: float, tpot: float) -> None:
     for arrival in drawn(f"slos-serve-{scenario}")[:100]:
         assert arrival.slo.ttft == pytest.approx(times * (0.012 + 72e-6 * arrival.prompt_tokens))
         assert arrival.slo.tpot == tpot
 
 
-def test_an_idle_server_is_our_preset_of_it() -> None:
+def test_the_idle_server_is_the_preset() -> None:
     coefficients = load_yaml(preset("latency", "opt-7b-a100-40g"), Latency).solve()
     measured = TIGHT.measured(lambda tokens: coefficients.step_time(Load().add_chunk(tokens, 0)))
     assert measured.fixed == pytest.approx(TIGHT.fixed, rel=0.02)
     assert measured.per_token == pytest.approx(TIGHT.per_token, rel=0.02)
 
 
-def test_mixed_is_three_scenarios_each_with_its_own_promise() -> None:
+def test_mixed_combines_three_scenarios_with_their_objectives() -> None:
     arrivals = drawn("slos-serve-mixed")
     shares = {kind: len(of_class("slos-serve-mixed", kind)) / COUNT for kind in ("chatbot", "coder", "summarizer")}
     assert shares == pytest.approx(dict.fromkeys(shares, 1 / 3), abs=0.03)
@@ -135,7 +135,7 @@ def test_a_quarter_of_the_load_is_best_effort() -> None:
     assert {(a.class_, a.slo) for a in lowered} == {("batch", SLO(float("inf"), float("inf")))}
 
 
-def test_toolllm_comes_in_rounds_that_share_what_was_said() -> None:
+def test_toolllm_rounds_share_the_conversation() -> None:
     arrivals = TOOLLLM.draw(20_000, 2.0, 1)
     chains: list[list[Arrival]] = []
     for place, arrival in enumerate(arrivals):
@@ -158,11 +158,11 @@ def test_toolllm_comes_in_rounds_that_share_what_was_said() -> None:
             assert earlier.slo.tpot == 0.05
         assert chain[-1].slo.tpot == 0.1 and chain[0].delay == 0
     firsts = {a.prompt(place)[0] for place, a in enumerate(arrivals)}
-    assert len(firsts) == len(chains)  # rounds of one request begin alike, no others do
+    assert len(firsts) == len(chains)  # only rounds of one request share a beginning
 
 
-# Azure 2023 code, 38 minutes of it: variance over mean of the counts in windows.
-def test_coder_is_as_bursty_as_the_trace_it_stands_for() -> None:
+# Azure 2023 code, 38 minutes: variance over mean of the counts in windows.
+def test_coder_is_as_bursty_as_its_trace() -> None:
     for window, published, within in ((1, 13.1, 0.3), (10, 70.6, 0.25), (60, 159, 0.25)):
         found = []
         for seed in range(4):
@@ -200,7 +200,7 @@ def test_deflection_bursts() -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_every_name_draws_what_can_be_served_at_the_rate_asked_for(name: str) -> None:
+def test_every_workload_can_be_served_at_the_requested_rate(name: str) -> None:
     workload = NAMED[name]
     assert workload.name == name
     arrivals = workload.draw(3000, 4.0, 2)
@@ -211,12 +211,12 @@ def test_every_name_draws_what_can_be_served_at_the_rate_asked_for(name: str) ->
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_promise_can_be_replaced_by_one_for_all(name: str) -> None:
+def test_one_slo_can_replace_all(name: str) -> None:
     workload = NAMED[name]
     assert isinstance(workload, Workload | Mix)
     promised = {a.slo.ttft for a in replace(workload, ttft=1.5).draw(200, 4.0, 0) if a.tier != BEST_EFFORT}
     assert promised == {1.5}
 
 
-def test_every_model_of_flowprefill_has_a_name() -> None:
+def test_every_flowprefill_model_has_a_name() -> None:
     assert {f"flowprefill-{model}" for model in FLOWPREFILL_TTFT} <= set(NAMED)

@@ -1,4 +1,4 @@
-"""Laws of a whole simulation: equal seeds give equal histories, nothing is lost, time only goes forward."""
+"""Laws of a whole simulation: equal seeds give equal histories, nothing is lost, and time never goes backward."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_request_is_served_on_every_mesh(policy: str, mesh: Mesh) -> None:
     assert all(0 < share <= 1 for share in report.busy)
 
 
-def journalled(seed: int, policy: str, perf: str = "general") -> tuple[str, Report]:
+def journaled(seed: int, policy: str, perf: str = "general") -> tuple[str, Report]:
     file = io.StringIO()
     journal = Journal(file)
 
@@ -58,9 +58,9 @@ def journalled(seed: int, policy: str, perf: str = "general") -> tuple[str, Repo
     ("policy", "perf"), [*((policy, "general") for policy in POLICIES), ("kairos", "table"), ("kairos", "linear")]
 )
 def test_the_same_seed_gives_the_same_journal(policy: str, perf: str) -> None:
-    first, again = journalled(1, policy, perf), journalled(1, policy, perf)
+    first, again = journaled(1, policy, perf), journaled(1, policy, perf)
     assert first == again
-    assert journalled(2, policy, perf)[0] != first[0]
+    assert journaled(2, policy, perf)[0] != first[0]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -79,11 +79,11 @@ def test_an_instance_with_a_request_is_never_idle(policy: str) -> None:
         assert idle_to >= idle_from
         if idle_to > idle_from:
             alive = [one.id for one in report.measured if one.arrival < idle_to and one.ended > idle_from]
-            assert not alive, f"idle from {idle_from} to {idle_to} while {alive} wait"
+            assert not alive, f"idle from {idle_from} to {idle_to} while requests {alive} wait"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tokens_come_in_order_and_never_before_they_can(policy: str) -> None:
+def test_tokens_arrive_in_order_and_never_too_early(policy: str) -> None:
     truth = TINY.solve()
     report = simulate(CHAT, policy, "2x1", replace(TINY, noise=0.0), qps=100, num_requests=100)
     for one in report.measured:
@@ -93,7 +93,7 @@ def test_tokens_come_in_order_and_never_before_they_can(policy: str) -> None:
             assert one.tpot <= one.worst_tpot + 1e-12 and one.window_tpot <= one.largest_gap + 1e-12
 
 
-def test_one_request_alone_takes_what_the_model_says() -> None:
+def test_a_single_request_takes_the_time_that_the_model_predicts() -> None:
     quiet = replace(TINY, noise=0.0)
     truth = quiet.solve()
     [one] = simulate([Arrival(0.5, 40, 3, SLO())], "distserve", "1x1", quiet).measured
@@ -125,7 +125,7 @@ REQUEST = st.builds(
 def test_tiny_pools_never_deadlock_and_lose_nothing(  # type: ignore[no-untyped-def]
     requests, policy, mesh, pages, rows, tokens, caching, first_token
 ) -> None:
-    """Pools hold little more than one request; `simulate` itself checks conservation of pages and requests."""
+    """Pools hold little more than one request; `simulate` itself checks that pages and requests are conserved."""
     options = Options(tokens=tokens, rows=rows, pages=pages, prefix_caching=caching, first_token=first_token)
     requests = sorted(requests, key=lambda one: one.time)
     report = simulate(requests, policy, mesh, TINY, options=options)
@@ -135,14 +135,14 @@ def test_tiny_pools_never_deadlock_and_lose_nothing(  # type: ignore[no-untyped-
         assert told[id] == (min(one.output_tokens, room), "stop" if one.output_tokens <= room else "length")
 
 
-def test_what_can_never_fit_is_rejected_and_violated() -> None:
+def test_requests_that_never_fit_are_rejected_and_miss_their_slo() -> None:
     arrivals = [Arrival(0.0, 500, 5), Arrival(0.0, 10, 5)]
     report = simulate(arrivals, "distserve", "2x1", TINY)
     assert report.summary.reasons == {"rejected": 1, "stop": 1}
     assert [one.attained for one in report.measured] == [False, True]
 
 
-def test_a_horizon_leaves_the_rest_unfinished_and_violated() -> None:
+def test_a_horizon_leaves_later_requests_unfinished_and_missing_their_slo() -> None:
     arrivals = [Arrival(0.0, 10, 5), Arrival(0.0, 10, 10_000)]
     options = Options(horizon=0.01, pages=10_000)
     report = simulate(arrivals, "distserve", "1x1", TINY, options=options)
@@ -159,7 +159,7 @@ def test_shared_prefixes_are_computed_once() -> None:
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason=f"the public traces are not beside the repository ({TRACES})")
-def test_mooncake_prefixes_save_prefill() -> None:
+def test_mooncake_prefixes_save_prefill_work() -> None:
     trace = TRACES / "mooncake" / "conversation_trace.head40min.jsonl.gz"
     arrivals = load_trace(trace, num_prompts=120, prompt_scale=8, output_scale=16)
     warm, cold = (
@@ -170,14 +170,14 @@ def test_mooncake_prefixes_save_prefill() -> None:
     assert warm.summary.reasons == cold.summary.reasons == {"stop": 120}
 
 
-def test_traces_are_stretched_to_a_rate() -> None:
+def test_traces_are_rescaled_to_a_rate() -> None:
     arrivals = [Arrival(2.0 * n, 5, 2) for n in range(11)]
     slow, fast = simulate(arrivals, "distserve", "1x1", TINY), simulate(arrivals, "distserve", "1x1", TINY, qps=5)
     assert (slow.rate, fast.rate) == (0.5, 5)
     assert slow.ended == pytest.approx(20, abs=0.1) and fast.ended == pytest.approx(2, abs=0.1)
 
 
-def test_first_token_from_the_decode_side_counts_the_transfer() -> None:
+def test_a_first_token_from_the_decode_instance_includes_the_transfer() -> None:
     arrivals = [Arrival(0.0, 40, 3)]
     early, late = (
         simulate(arrivals, "distserve", "2x1", TINY, options=Options(first_token=side)).measured[0]
@@ -186,7 +186,7 @@ def test_first_token_from_the_decode_side_counts_the_transfer() -> None:
     assert late.ttft >= early.ttft + TINY.link_latency
 
 
-def test_bursts_hurt() -> None:
+def test_bursts_lower_attainment() -> None:
     calm, bursty = (
         simulate(replace(CHAT, arrivals=Arrivals(kind, cv=4.0)), "distserve", "2x1", TINY, qps=60, num_requests=300)
         for kind in ("even", "gamma")  # type: ignore[arg-type]
@@ -207,20 +207,20 @@ def test_bursts_hurt() -> None:
         ({"qps": 1.0, "options": Options(boundary="half")}, "boundary='half'"),
     ],
 )
-def test_what_a_person_got_wrong_is_named(change: dict[str, object], message: str) -> None:
+def test_invalid_arguments_are_named(change: dict[str, object], message: str) -> None:
     arguments = {"workload": CHAT, "policy": "distserve", "mesh": "2x1", "latency": TINY} | change
     with pytest.raises(InvalidValue, match=message):
         simulate(**arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [lambda: Mesh(2, prefill=2), lambda: Mesh(1, prefill=1), lambda: Mesh(4, prefill=0)])
-def test_a_mesh_needs_both_sides(make) -> None:  # type: ignore[no-untyped-def]
+def test_a_mesh_needs_prefill_and_decode(make) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(InvalidValue, match="prefill="):
         make()
 
 
-def test_speed() -> None:
-    """1,000 requests of K128 at 3 per second take under 20 s of processor time, scheduler included: 400 under 8 s."""
+def test_simulation_is_fast() -> None:
+    """1,000 requests of K128 at 3/s take less than 20 s of CPU time with the scheduler, 400 less than 8 s."""
     began = process_time()
     report = simulate(NAMED["K128"], "kairos", "2x4", H200, qps=3, num_requests=400)
     assert report.summary.count == 400

@@ -1,4 +1,4 @@
-"""Many simulations, and what Options change in one."""
+"""Sweeps over many simulations, and the options of a simulation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_sweep_is_its_simulations_in_order() -> None:
     assert reports[5] == simulate(CHAT, "kairos", "2x1", TINY, 3, qps=20, num_requests=20)
 
 
-def test_goodput_is_a_rate_that_holds_and_a_little_more_does_not() -> None:
+def test_goodput_holds_at_its_rate_and_not_slightly_above() -> None:
     seen: list[tuple[int, int]] = []
     found = goodput_search(
         CHAT,
@@ -66,7 +66,7 @@ def test_goodput_is_a_rate_that_holds_and_a_little_more_does_not() -> None:
     assert seen[-1][0] == seen[-1][1] == sum(len(one.reports) for one in found.values())
 
 
-def test_goodput_of_what_never_or_always_holds() -> None:
+def test_goodput_that_never_or_always_holds() -> None:
     search = partial(goodput_search, CHAT, ["distserve"], "1x1", TINY, num_requests=5)
     never = search(value=lambda summary: 0.0)["distserve"]
     always = search(value=lambda summary: 1.0)["distserve"]
@@ -80,14 +80,14 @@ def test_goodput_of_what_never_or_always_holds() -> None:
 
 
 class ShortestFirst:
-    """A policy of a test's own: everything, the shortest prompt first."""
+    """A policy defined in a test: everything at once, shortest prompt first."""
 
     def decide(self, view: View) -> Decision:
         rows = sorted((*view.decode, *view.prefill), key=lambda one: (one.prompt_length, one.id))
         return Decision(tuple(Grant(one.id, one.remaining) for one in rows))
 
 
-def test_a_policy_of_ones_own() -> None:
+def test_a_policy_class_can_be_simulated() -> None:
     report = simulate(CHAT, ShortestFirst, "2x1", TINY, qps=50, num_requests=40)
     assert report.policy == "ShortestFirst" and report.summary.reasons == {"stop": 40}
     assert [one.policy for one in sweep(CHAT, [ShortestFirst, "kairos"], "1x1", TINY, rates=[20], num_requests=5)] == [
@@ -105,7 +105,7 @@ def test_the_stopwatch_counts_every_decision() -> None:
     assert simulate(CHAT, "kairos", "1x1", TINY, qps=20, num_requests=20).decisions is None
 
 
-def test_routing_takes_time_that_counts() -> None:
+def test_routing_delay_counts() -> None:
     arrivals = [Arrival(0.0, 40, 3)]
     near, far = (
         simulate(arrivals, "distserve", "1x1", QUIET, options=Options(routing_delay=delay)).measured[0]
@@ -114,8 +114,8 @@ def test_routing_takes_time_that_counts() -> None:
     assert far.ttft == pytest.approx(near.ttft + 0.25) and far.tpot == pytest.approx(near.tpot)
 
 
-def test_stale_news_of_instances_crowd_one_of_them() -> None:
-    """AdmitAll hears that the first is empty, until the news that it is not has arrived."""
+def test_stale_views_crowd_one_instance() -> None:
+    """The router sees the first instance as empty until an update arrives."""
 
     def first_given(stale: float) -> list[str]:
         recorder = Recorder()
@@ -131,7 +131,7 @@ def test_stale_news_of_instances_crowd_one_of_them() -> None:
 
 @pytest.mark.parametrize("routing", sorted(ROUTERS))
 @pytest.mark.parametrize("mesh", [Mesh(4), Mesh(3, colocated=True)], ids=["2P2D", "3 mixed"])
-def test_every_router_loses_nothing_on_stale_news(routing: str, mesh: Mesh) -> None:
+def test_every_router_loses_nothing_on_stale_views(routing: str, mesh: Mesh) -> None:
     options = Options(stale=0.05, routing=routing, routing_delay=0.002)
     report = simulate(CHAT, "kairos", mesh, TINY, qps=150, num_requests=80, options=options)
     assert report.summary.reasons == {"stop": 80}
@@ -147,7 +147,7 @@ def test_less_kv_is_slower() -> None:
 
 @pytest.mark.parametrize("perf", ["general", "linear", "table"])
 @pytest.mark.parametrize("error", [-0.2, 0.5])
-def test_predictions_stay_wrong_by_what_was_asked(perf: Perf, error: float) -> None:
+def test_prediction_errors_persist_as_requested(perf: Perf, error: float) -> None:
     model, true = (perf_model(perf, QUIET.solve(), error=wrong) for wrong in (error, 0.0))
     load = Load(decode=4, longest=50, context=120)
     for _ in range(50):
@@ -176,7 +176,7 @@ def test_predictions_stay_wrong_by_what_was_asked(perf: Perf, error: float) -> N
         {"horizon": 0.0},
     ],
 )
-def test_options_that_make_no_sense(wrong: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(wrong: dict[str, Any]) -> None:
     [(name, value)] = wrong.items()
     with pytest.raises(InvalidValue, match=f"{name}={value!r} must be"):
         Options(**wrong)

@@ -1,4 +1,4 @@
-"""The timeline and the life in words say what happened, and nothing else."""
+"""The timeline and the described life of a request agree with the simulation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def of(events: list[dict[str, Any]], kind: str, **wanted: Any) -> list[dict[str,
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "4x1"])
-def test_a_recorder_changes_nothing(mesh: str) -> None:
+def test_recording_changes_no_decision(mesh: str) -> None:
     plain = simulate(CHAT, "kairos", mesh, TINY, qps=60, num_requests=60)
     assert repr(recorded(mesh)[1]) == repr(plain)
 
@@ -57,7 +57,7 @@ def test_every_step_is_a_slice_and_none_overlaps(mesh: str) -> None:
     assert times == sorted(times)
 
 
-def test_arrows_lead_from_prefill_over_the_transfer_to_decode() -> None:
+def test_arrows_lead_from_prefill_through_the_transfer_to_decode() -> None:
     recorder, report = recorded("4x1", requests=40)
     events = trace(recorder)["traceEvents"]
     moved = [one.id for one in report.measured if one.output > 1]
@@ -67,7 +67,7 @@ def test_arrows_lead_from_prefill_over_the_transfer_to_decode() -> None:
     for id, begin in ends["s"].items():
         middle, end = ends["t"][id], ends["f"][id]
         request = int(begin["name"].removeprefix("request "))
-        at = [  # the slices that they lie in
+        at = [  # the slices that contain them
             next(
                 one
                 for one in slices
@@ -92,7 +92,7 @@ def test_transfers_of_one_track_do_not_overlap() -> None:
         assert all(end <= start + 0.01 for (_, end), (start, _) in pairwise(sorted(spans)))
 
 
-def test_counters_stay_within_the_pool_and_move_only_where_they_change() -> None:
+def test_counters_stay_within_the_pool_and_are_recorded_only_on_change() -> None:
     recorder, _ = recorded("2x1")
     counters = of(trace(recorder)["traceEvents"], "C", name="KV pages", pid=2)
     pages = [one["args"]["KV pages"] for one in counters]
@@ -104,7 +104,7 @@ def life(recorder: Recorder, id: int) -> str:
     return "\n".join(explain(recorder, id))
 
 
-def test_a_life_that_went_well() -> None:
+def test_a_life_that_meets_its_slo() -> None:
     recorder = Recorder()
     [one] = simulate([Arrival(0.5, 40, 3, SLO(1.0, 0.1))], "distserve", "2x1", QUIET, recorder=recorder).measured
     told = life(recorder, 0)
@@ -115,7 +115,7 @@ def test_a_life_that_went_well() -> None:
     assert told.endswith("Attained both objectives.") and "waited" not in told
 
 
-def test_a_life_that_waited_for_a_long_one() -> None:
+def test_a_life_that_waits_for_a_long_prompt() -> None:
     slow = replace(QUIET, kv_tokens=4000)
     arrivals = [Arrival(0.0, 3000, 2), Arrival(0.01, 10, 2, SLO(0.05, 1.0), "", "short")]
     recorder = Recorder()
@@ -126,7 +126,7 @@ def test_a_life_that_waited_for_a_long_one() -> None:
     assert f"Missed TTFT by {1e3 * late:.3g} ms" in told and "Missed TPOT" not in told
 
 
-def test_a_life_whose_tokens_were_slow() -> None:
+def test_a_life_with_slow_tokens() -> None:
     arrivals = [Arrival(0.0, 20, 8, SLO(1.0, 1e-4)), Arrival(0.0, 30, 8)]
     recorder = Recorder()
     report = simulate(arrivals, "distserve", "2x1", QUIET, recorder=recorder)
@@ -136,7 +136,7 @@ def test_a_life_whose_tokens_were_slow() -> None:
 
 
 class Stops:
-    """Stops whatever prompt step runs when a shorter prompt arrives, serves that one, then goes on."""
+    """A policy that preempts the running prompt step for a shorter new prompt, then resumes it."""
 
     def decide(self, view: View) -> Decision:
         if view.running is not None:
@@ -147,7 +147,7 @@ class Stops:
         return Decision(tuple(Grant(one.id, one.remaining) for one in rows[:1]))
 
 
-def test_a_life_that_was_stopped_at_a_boundary() -> None:
+def test_a_life_that_is_preempted() -> None:
     device = replace(QUIET, kv_tokens=4000, layers=20)
     arrivals = [Arrival(0.0, 3000, 1), Arrival(0.1, 10, 1)]
     recorder = Recorder()
@@ -161,7 +161,7 @@ def test_a_life_that_was_stopped_at_a_boundary() -> None:
     assert names == ["prefill 3000, stopped", "prefill 10", "prefill 3000"]
 
 
-def test_a_long_life_is_told_in_few_lines() -> None:
+def test_a_long_life_is_described_in_few_lines() -> None:
     recorder = Recorder()
     device = replace(QUIET, kv_tokens=4000)
     simulate([Arrival(0.0, 2000, 1)], "distserve", "1x1", device, recorder=recorder, options=Options(tokens=20))
@@ -171,7 +171,7 @@ def test_a_long_life_is_told_in_few_lines() -> None:
     assert any("tokens 1,980 to 2,000" in line for line in told)
 
 
-def test_lives_that_ended_early() -> None:
+def test_lives_that_end_early() -> None:
     arrivals = [Arrival(0.0, 500, 5), Arrival(0.0, 10, 10_000), Arrival(0.0, 10, 1)]
     recorder = Recorder()
     simulate(arrivals, "distserve", "1x1", QUIET, recorder=recorder, options=Options(horizon=0.02))

@@ -1,4 +1,4 @@
-"""Traces are read as published, and what is malformed is named by file, line and column."""
+"""Traces are read in their published formats, and errors name file, line and column."""
 
 import gzip
 from pathlib import Path
@@ -34,7 +34,7 @@ LATER_BURST = (  # a later release: other columns, in another order
     "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
     "5.0,s1,2.5,ChatGPT,472,18,490,Conversation log\n"
 )
-QWEN = (  # written for these tests: the real files could not be had
+QWEN = (  # written for these tests, since the real files are not available
     '{"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 33, "output_length": 132, '
     '"type": "text", "turn": 1, "hash_ids": [1089, 1090, 7]}\n'
     '{"chat_id": 160, "parent_chat_id": 159, "timestamp": 62.5, "input_length": 40, "output_length": 20, '
@@ -66,14 +66,14 @@ def test_azure_2024_has_zones_and_whole_seconds(tmp_path: Path) -> None:
     assert [a.time for a in load_trace(write(tmp_path, text))] == pytest.approx([0.0, 0.911737, 2.411737])
 
 
-def test_mooncake_blocks_become_tokens_that_share_prefixes(tmp_path: Path) -> None:
+def test_mooncake_blocks_become_tokens_with_shared_prefixes(tmp_path: Path) -> None:
     a, b, _ = load_trace(write(tmp_path, MOONCAKE, "t.jsonl.gz"))
     first, second = a.prompt(0), b.prompt(1)
     assert first[:1024] == second[:1024] and first[1024] != second[1024]
     assert len(first) == 1030 and [x.time for x in (a, b)] == [0.0, 0.0]
 
 
-def test_spreading_a_batch_is_off_unless_asked_for(tmp_path: Path) -> None:
+def test_batches_are_spread_only_on_request(tmp_path: Path) -> None:
     path = write(tmp_path, MOONCAKE, "t.jsonl")
     assert [a.time for a in load_trace(path)] == [0.0, 0.0, 3.0]
     assert [a.time for a in load_trace(path, spread=2.0)] == [0.0, 1.0, 3.0]
@@ -92,7 +92,7 @@ def test_plain_csv_has_an_slo_and_a_class_per_request(tmp_path: Path) -> None:
     assert (b.key, b.time, b.slo, b.class_) == ("b", 0.0, SLO(ttft=9, tpot=0.1), "")
 
 
-def test_burstgpt_goes_by_the_header_and_leaves_failures_out_and_says_so(tmp_path: Path) -> None:
+def test_burstgpt_follows_the_header_and_reports_ignored_failures(tmp_path: Path) -> None:
     told: list[str] = []
     first, last = load_trace(write(tmp_path, BURST, "t.csv.gz"), tell=told.append)
     assert (first.time, first.prompt_tokens, first.output_tokens) == (0.0, 472, 18)
@@ -118,24 +118,24 @@ def test_qwen_has_seconds_types_and_blocks_of_16(tmp_path: Path) -> None:
     a, b = load_trace(write(tmp_path, QWEN, "t.jsonl"))
     assert (a.time, b.time) == (0.0, pytest.approx(1.386))
     assert (a.class_, a.key, b.class_, b.key) == ("text", "159", "search", "160")
-    assert b.hash_ids == (1089, 1090, 1091)  # the name of what comes after the prompt is no prompt's
+    assert b.hash_ids == (1089, 1090, 1091)  # the name of the next block belongs to no prompt
     first, second = a.prompt(0), b.prompt(1)
     assert first[:32] == second[:32] and first[32] != second[32]
 
 
-def test_ties_are_told_and_never_parted_unasked(tmp_path: Path) -> None:
+def test_ties_are_reported_and_separated_only_on_request(tmp_path: Path) -> None:
     told: list[str] = []
     text = MOONCAKE.replace("3000", "0") + MOONCAKE
     load_trace(write(tmp_path, text, "t.jsonl"), tell=told.append)
     assert len(told) == 1 and "6 requests share 2 timestamps" in told[0]
 
 
-def test_rows_in_any_order_are_sorted_and_ties_stay_as_they_were(tmp_path: Path) -> None:
+def test_unsorted_rows_are_sorted_and_ties_keep_their_order(tmp_path: Path) -> None:
     text = "id,arrival_s,input_tokens,output_tokens\nc,2,1,1\na,1,1,1\nb,1,1,1\n"
     assert [(a.key, a.time) for a in load_trace(write(tmp_path, text))] == [("a", 0.0), ("b", 0.0), ("c", 1.0)]
 
 
-def test_a_part_of_the_time(tmp_path: Path) -> None:
+def test_a_time_window_selects_requests(tmp_path: Path) -> None:
     text = "id,arrival_s,input_tokens,output_tokens\n" + "".join(f"r{t},{t + 7},1,1\n" for t in range(10))
     path = write(tmp_path, text)
     assert [a.key for a in load_trace(path, start=3, duration=4)] == ["r3", "r4", "r5", "r6"]
@@ -154,12 +154,12 @@ def test_a_part_of_the_time(tmp_path: Path) -> None:
         ({"time_scale": 0.0}, "time_scale=0.0"),
     ],
 )
-def test_options_that_mean_nothing(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         load_trace(write(tmp_path, PLAIN), **options)
 
 
-def test_options_cut_and_stretch(tmp_path: Path) -> None:
+def test_options_cut_and_rescale(tmp_path: Path) -> None:
     arrivals = load_trace(write(tmp_path, PLAIN), num_prompts=1, time_scale=2, prompt_scale=2, output_scale=2)
     assert [(a.key, a.prompt_tokens, a.output_tokens) for a in arrivals] == [("b", 10, 2)]
 
@@ -217,7 +217,7 @@ def test_errors_name_file_line_and_column(tmp_path: Path, text: str, name: str, 
         load_trace(write(tmp_path, text, name))
 
 
-def test_missing_and_broken_files(tmp_path: Path) -> None:
+def test_missing_and_malformed_files(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match=r"nothing\.csv does not exist"):
         load_trace(tmp_path / "nothing.csv")
     (tmp_path / "bad.csv.gz").write_bytes(b"not gzip")
@@ -242,7 +242,7 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         ("burstgpt/BurstGPT_1.dense120.csv", 120, 29.75, 284, 2.767),
     ],
 )
-def test_real_traces_have_the_statistics_on_record(
+def test_real_traces_have_the_recorded_statistics(
     file: str, rows: int, rate: float, prompt: float, output: float
 ) -> None:
     arrivals = load_trace(TRACES / file)
@@ -270,7 +270,7 @@ def test_real_burstgpt_failures_are_counted() -> None:
 
 
 @real
-def test_real_mooncake_names_every_block_and_says_that_requests_share_timestamps() -> None:
+def test_real_mooncake_names_every_block_and_reports_shared_timestamps() -> None:
     told: list[str] = []
     arrivals = load_trace(TRACES / "mooncake/conversation_trace.head40min.jsonl.gz", tell=told.append)
     assert all(len(a.hash_ids) == -(-a.prompt_tokens // 512) for a in arrivals)

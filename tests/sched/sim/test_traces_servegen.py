@@ -1,4 +1,4 @@
-"""Requests drawn from ServeGen's tables have their rates, gaps and lengths, and what is malformed is named."""
+"""ServeGen workloads have the rates, gaps and lengths of their tables, and malformed files are named."""
 
 import gzip
 import json
@@ -44,7 +44,7 @@ def client(folder: Path, number: int, rows: str, tables: Any, *, zipped: bool = 
 
 
 @pytest.mark.parametrize(("pattern", "cv"), [("Gamma", 0.5), ("Gamma", 3.0), ("Weibull", 0.5), ("Weibull", 3.0)])
-def test_rate_and_variation_are_those_measured(tmp_path: Path, pattern: str, cv: float) -> None:
+def test_rate_and_variation_match_the_table(tmp_path: Path, pattern: str, cv: float) -> None:
     folder = client(tmp_path, 1, f"0,100,{cv},{pattern},9,9\n", {"0": LANGUAGE})
     arrivals = load_trace(folder, duration=600)
     assert len(arrivals) == 60_000
@@ -53,7 +53,7 @@ def test_rate_and_variation_are_those_measured(tmp_path: Path, pattern: str, cv:
     assert gaps.mean() == pytest.approx(0.01, rel=0.01)
 
 
-def test_lengths_follow_the_table_and_an_output_of_nothing_is_never_drawn(tmp_path: Path) -> None:
+def test_lengths_follow_the_table_and_outputs_are_never_empty(tmp_path: Path) -> None:
     arrivals = load_trace(client(tmp_path, 3, "0,50,1,Gamma,1,1\n", {"0": LANGUAGE}, zipped=True), duration=600)
     prompts = [a.prompt_tokens for a in arrivals]
     assert set(prompts) == {10, 30} and np.mean(prompts) == pytest.approx(25, rel=0.02)
@@ -93,7 +93,7 @@ def test_windows_clients_and_tables_each_have_their_time(tmp_path: Path) -> None
     assert len(load_trace(tmp_path, duration=22_200)) == 3600
 
 
-def test_the_seed_decides_and_fewer_are_the_first_of_more(tmp_path: Path) -> None:
+def test_the_seed_decides_and_a_shorter_draw_is_a_prefix_of_a_longer_one(tmp_path: Path) -> None:
     folder = client(tmp_path, 1, "0,2,2,Gamma,1,1\n600,2,2,Gamma,1,1\n", {"0": LANGUAGE})
     told: list[str] = []
     many = load_trace(folder, num_prompts=1500, tell=told.append)
@@ -105,7 +105,7 @@ def test_the_seed_decides_and_fewer_are_the_first_of_more(tmp_path: Path) -> Non
 
 @settings(deadline=None)
 @given(cv=st.floats(0.05, 40))
-def test_weibull_shape_has_the_variation_asked_for(cv: float) -> None:
+def test_the_weibull_shape_gives_the_requested_variation(cv: float) -> None:
     shape = _weibull_shape(cv)
     assert (gamma(1 + 2 / shape) / gamma(1 + 1 / shape) ** 2 - 1) ** 0.5 == pytest.approx(cv, rel=1e-3)
 
@@ -143,12 +143,12 @@ GOOD = "0,1,1,Gamma,1,1\n"
         (GOOD, "[]", r"dataset\.json: must be a JSON object"),
     ],
 )
-def test_errors_say_where(tmp_path: Path, rows: str, tables: Any, message: str) -> None:
+def test_errors_name_their_place(tmp_path: Path, rows: str, tables: Any, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         load_trace(client(tmp_path, 1, rows, tables), duration=600)
 
 
-def test_a_folder_without_end_or_without_files(tmp_path: Path) -> None:
+def test_incomplete_and_empty_folders(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match=r"has no chunk-N-trace\.csv"):
         load_trace(tmp_path, num_prompts=1)
     with pytest.raises(InvalidValue, match="describes 600 requests of 1 clients: give the number"):
@@ -158,11 +158,11 @@ def test_a_folder_without_end_or_without_files(tmp_path: Path) -> None:
         load_trace(tmp_path, num_prompts=1)
 
 
-# An hour from midday of the first day; the tables on record are of all hours, so the expectation is made from the
-# files themselves: rate times table, client by client.
+# An hour from noon of the first day. The published tables are of all hours, so the expectation is computed
+# from the files: rate times table, client by client.
 @real
 @pytest.mark.parametrize("model", ["reason/deepseek-r1", "multimodal/mm-image"])
-def test_real_clients_are_drawn_as_measured(model: str) -> None:
+def test_real_clients_match_their_measurements(model: str) -> None:
     start, duration = 43_200, 3_600
     arrivals = load_trace(SERVEGEN / model, start=start, duration=duration)
     expected, outputs = 0.0, 0.0

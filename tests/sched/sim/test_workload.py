@@ -1,4 +1,4 @@
-"""Laws of workloads: the seed decides, lengths stay inside their bounds, and the moments are those asked for."""
+"""Laws of workloads: the seed decides, lengths stay within their bounds, and moments match the parameters."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -40,11 +40,11 @@ RANDOM = np.random.default_rng
 
 
 @pytest.mark.parametrize("workload", NAMED.values(), ids=list(NAMED))
-def test_the_seed_decides_and_the_rate_only_stretches_time(workload) -> None:  # type: ignore[no-untyped-def]
+def test_the_seed_decides_and_the_rate_only_rescales_time(workload) -> None:  # type: ignore[no-untyped-def]
     first, again, other, faster = (workload.draw(300, rate, seed) for rate, seed in ((2, 1), (2, 1), (2, 2), (4, 1)))
     assert first == again != other
     assert [a.prompt_tokens for a in first] == [a.prompt_tokens for a in faster]
-    if workload.name != K128_WAVES.name:  # its waves last as long at any rate
+    if workload.name != K128_WAVES.name:  # its waves last equally long at any rate
         assert [a.time for a in first] == pytest.approx([2 * a.time for a in faster])
     assert all(a.time <= b.time for a, b in pairwise(first))
 
@@ -79,7 +79,7 @@ def test_long_tail_is_as_published(workload, share, low, high) -> None:  # type:
         (Lengths("beta", mean=300, std=100, low=20, high=500), 300.0),
     ],
 )
-def test_lengths(lengths: Lengths, mean: float) -> None:
+def test_lengths_stay_within_bounds_with_the_given_moments(lengths: Lengths, mean: float) -> None:
     drawn = lengths.draw(RANDOM(0), 50_000)
     assert drawn.mean() == pytest.approx(mean, rel=0.02)
     assert drawn.min() >= lengths.low and drawn.max() <= lengths.high and np.all(drawn == np.rint(drawn))
@@ -91,7 +91,7 @@ def test_lengths(lengths: Lengths, mean: float) -> None:
     ("arrivals", "cv"),
     [(Arrivals(), 1.0), (Arrivals("gamma", cv=3.0), 3.0), (Arrivals("gamma", cv=0.2), 0.2), (Arrivals("even"), 0.0)],
 )
-def test_gaps_have_the_variation_asked_for(arrivals: Arrivals, cv: float) -> None:
+def test_gaps_have_the_requested_variation(arrivals: Arrivals, cv: float) -> None:
     times = arrivals.draw(RANDOM(0), 40_000, 5.0)
     gaps = np.diff(times)
     assert gaps.min() >= 0 and gaps.mean() == pytest.approx(0.2, rel=0.05)
@@ -108,7 +108,7 @@ def test_on_off_keeps_the_mean_rate_and_its_contrast() -> None:
 def test_bursts_hold_their_share_size_and_the_exact_rate() -> None:
     times = Arrivals("bursts", size=50, duty=0.01, share=0.6).draw(RANDOM(0), 30_000, 2.0)
     assert (len(times) - 1) / times[-1] == pytest.approx(2.0)
-    crowded = np.histogram(times, np.arange(0, times[-1], 1.0))[0]  # a burst of 50 lasts 0.4 s every 42 s
+    crowded = np.histogram(times, np.arange(0, times[-1], 1.0))[0]  # a burst of 50 takes 0.4 s of every 42 s
     assert crowded[crowded >= 8].sum() / len(times) == pytest.approx(0.6, abs=0.06)
     assert (crowded >= 8).mean() == pytest.approx(1 / 41.7, rel=0.2)
 
@@ -120,7 +120,7 @@ PARTS = st.lists(
 
 @settings(max_examples=examples(40), deadline=None)
 @given(parts=PARTS, common=st.booleans(), count=st.integers(1, 200), rate=st.floats(0.1, 50), seed=st.integers(0, 99))
-def test_laws_of_mixtures(parts, common, count, rate, seed) -> None:  # type: ignore[no-untyped-def]
+def test_mixtures_have_the_sum_of_their_parts(parts, common, count, rate, seed) -> None:  # type: ignore[no-untyped-def]
     mix = Mix("any", tuple(Share(share, workload) for share, workload in parts), POISSON if common else None)
     arrivals = mix.draw(count, rate, seed)
     validate(arrivals)
@@ -131,7 +131,7 @@ def test_laws_of_mixtures(parts, common, count, rate, seed) -> None:  # type: ig
     assert all(a.class_ == arrivals[a.after].class_ for a in arrivals if a.after is not None)
 
 
-def test_mixtures_keep_their_shares_and_each_part_its_rhythm() -> None:
+def test_mixtures_keep_shares_and_the_arrival_process_of_each_part() -> None:
     even = replace(K32, name="even", request_class="even", arrivals=Arrivals("even"))
     mix = Mix("two", (Share(1, even), Share(3, K128)))
     arrivals = mix.draw(20_000, 8.0, 0)
@@ -152,14 +152,14 @@ def test_a_share_becomes_best_effort_and_rounds_stay_together() -> None:
     assert best_effort(arrivals, 0.0) == arrivals
 
 
-def test_the_scale_of_slos_leaves_everything_else() -> None:
+def test_scaling_slos_changes_nothing_else() -> None:
     [arrival] = REASONING.draw(1, 1.0, 0)
     [scaled] = scale_slo([replace(arrival, slo=replace(arrival.slo, tbt=0.4))], ttft=2, tpot=0.5)
     assert scaled.slo == SLO(2 * arrival.slo.ttft, 0.05, 0.2, (("thinking", 0.025),))
     assert replace(scaled, slo=arrival.slo) == arrival
 
 
-def test_a_slowdown_takes_another_server() -> None:
+def test_a_slowdown_is_relative_to_another_server() -> None:
     slower = Slowdown(3, 0.025, 90e-6).measured(lambda tokens: 0.5 + 0.001 * tokens)
     assert slower.ttft(1000) == pytest.approx(3 * 1.5)
     square = slower.measured(lambda tokens: 1e-7 * tokens**2)
@@ -183,7 +183,7 @@ def test_a_slowdown_takes_another_server() -> None:
         ({"delay": -0.1}, "arrival 1: delay=-0.1"),
     ],
 )
-def test_what_cannot_be_served_in_order_is_refused_by_place(change: dict[str, float], message: str) -> None:
+def test_unordered_requests_are_refused_by_position(change: dict[str, float], message: str) -> None:
     good = Arrival(1.0, 5, 4)
     validate([good, replace(good, after=0, delay=2.0, thinking_tokens=4)])
     with pytest.raises(InvalidValue, match=message):
@@ -220,7 +220,7 @@ def test_what_cannot_be_served_in_order_is_refused_by_place(change: dict[str, fl
         (lambda: scale([], prompt=0), "prompt_scale=0"),
     ],
 )
-def test_nonsense_is_refused_by_name(make, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_arguments_are_named(make, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(InvalidValue, match=message):
         make()
 
@@ -231,8 +231,8 @@ def test_prompts_of_two_requests_share_nothing() -> None:
     assert len(arrival.prompt(3)) == 1000
 
 
-def test_no_block_has_the_tokens_of_a_request_without_names() -> None:
-    """In a trace that names the blocks of some of its requests only, nobody is given a prefix by accident."""
+def test_unnamed_requests_never_share_named_blocks() -> None:
+    """If a trace names only blocks of some requests, no other request gets a prefix hit by accident."""
     for id, name in ((7, 7), (0, 0), (3, 4)):
         named = Arrival(0.0, 1000, 1, hash_ids=(name,)).prompt(12)
         assert not set(Arrival(0.0, 1000, 1).prompt(id)) & set(named)
@@ -260,7 +260,7 @@ def test_equal_blocks_are_equal_tokens_and_slices_agree_with_items(block: float)
         tokens[1400]
 
 
-def test_scale_divides_lengths_and_stretches_time() -> None:
+def test_scale_divides_lengths_and_rescales_time() -> None:
     [scaled] = scale([Arrival(10.0, 1000, 7, hash_ids=(1, 2))], time=0.5, prompt=4, output=100)
     assert (scaled.time, scaled.prompt_tokens, scaled.output_tokens, scaled.block) == (5.0, 250, 1, 128.0)
 

@@ -1,4 +1,4 @@
-"""Workloads are found by name, and mixtures are read from YAML as strictly as everything else."""
+"""Workloads by name, and mixtures read strictly from YAML."""
 
 from pathlib import Path
 
@@ -15,13 +15,13 @@ PRESETS = Path(__file__).resolve().parents[3] / "configs" / "workload"
 
 
 @pytest.mark.parametrize("name", [*NAMED, *sorted(path.stem for path in PRESETS.glob("*.yaml"))])
-def test_every_name_is_found_and_can_be_served(name: str) -> None:
+def test_every_workload_is_found_and_can_be_served(name: str) -> None:
     workload = find_workload(name)
     assert workload.name == name
     validate(workload.draw(200, 3.0, 0))
 
 
-def test_the_preset_k128_is_the_built_in_one() -> None:
+def test_the_preset_k128_equals_the_built_in_one() -> None:
     assert find_workload("k128").draw(300, 3.0, 0) == K128.draw(300, 3.0, 0)
 
 
@@ -51,7 +51,7 @@ def test_a_mixture_from_yaml_has_every_kind_of_request() -> None:
         ("kind: beta, mean: 3000", "kind: beta, mean: 9000", r"do not fit between 1 and 8000"),
     ],
 )
-def test_a_wrong_mixture_is_refused_with_its_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_an_invalid_mixture_is_refused_with_its_line(tmp_path: Path, old: str, new: str, message: str) -> None:
     text = (PRESETS / "agents-and-chat.yaml").read_text()
     assert old in text
     path = tmp_path / "w.yaml"
@@ -60,14 +60,14 @@ def test_a_wrong_mixture_is_refused_with_its_line(tmp_path: Path, old: str, new:
         find_workload(str(path))
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match="did you mean 'slos-serve-chatbot'"):
         find_workload("slos-serve-chatbots")
     with pytest.raises(InvalidValue, match=r"nothing\.yaml does not exist"):
         find_workload(str(tmp_path / "nothing.yaml"))
 
 
-def test_a_file_without_parts_is_one_kind(tmp_path: Path) -> None:
+def test_a_file_without_parts_is_one_class(tmp_path: Path) -> None:
     path = tmp_path / "one.yaml"
     path.write_text((PRESETS / "chat-bursty.yaml").read_text())
     assert isinstance(find_workload(str(path)), Workload)

@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's streaming API with known delays, and fails when told to. Loopback only."""
+"""A local server of OpenAI's streaming API with known delays and configurable failures."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from openai.types.chat import completion_create_params as chat_params
 
 @dataclass
 class Endpoint:
-    """Delays in seconds. Writer of `bodies` and `headers`: the server's thread; read them once it has stopped.
+    """A local endpoint with delays in seconds.
 
-    fail: every so-many-th request gets a 503. cut: every so-many-th stream breaks off after two tokens.
-    slots: requests served at once, the others wait; 0 is no limit. strict: 422 for fields that OpenAI's API has not
-    and for prompts that are no text, and no /tokenize.
+    fail: every `fail`th request gets a 503. cut: every `cut`th stream breaks off after two tokens.
+    slots: requests served at once, the others wait; 0 is no limit. strict: 422 for fields outside
+    OpenAI's API and for prompts that are not text, and no /tokenize.
+
+    Writer of `bodies` and `headers`: the server's thread; read them only after it has stopped.
     """
 
     ttft: float = 0.05
@@ -125,7 +127,7 @@ class Endpoint:
 
 
 def _not_standard(path: str, body: dict[str, Any]) -> str:
-    """What OpenAI's API has not in a body; its own client says what it has."""
+    """Return the name of a field outside OpenAI's API, as its own client knows it."""
     params = chat_params if "chat" in path else completion_params
     known = get_type_hints(params.CompletionCreateParamsStreaming).keys()
     if unknown := sorted(set(body) - known):
@@ -134,7 +136,7 @@ def _not_standard(path: str, body: dict[str, Any]) -> str:
 
 
 class _Cut(Exception):
-    """Close the connection in the middle of a stream."""
+    """Raised to close the connection in the middle of a stream."""
 
 
 def _usage(prompt: int, output: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Sizes of models and caches that tests of capacity share."""
+"""Model and cache sizes shared by the capacity tests."""
 
 from __future__ import annotations
 

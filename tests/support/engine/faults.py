@@ -1,4 +1,4 @@
-"""Engines to break: small ones on one machine, requests that hear how they end, and devices that do not come back."""
+"""Small engines to break: recorded outcomes of requests, and devices that hang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
 
 
 class Starter:
-    """Starts engines on a machine's executors, one after the other. Call `end` behind them."""
+    """A factory of engines on one machine's executors, one at a time. Call `end` after them."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -42,16 +42,16 @@ class Starter:
     def end(self) -> None:
         for executor in self.machine.executors:
             executor.fault = None
-        for stuck in Stuck.made:
+        for stuck in HangingDevice.made:
             stuck.free.set()
         for engine in self.engines:
             engine.close()
         for executor in self.machine.executors:
-            executor._flying.clear()  # of a loop that died without ending them
+            executor._flying.clear()  # jobs of a loop that died without ending them
 
 
-class Heard:
-    """One request, and what it is told."""
+class Submitted:
+    """One request and the deltas that it receives."""
 
     def __init__(self, engine: Engine, params: SamplingParams = PARAMS, prompt: int = 5) -> None:
         self._news: queue.SimpleQueue[Delta] = queue.SimpleQueue()
@@ -64,7 +64,7 @@ class Heard:
             self.tokens += self._news.get(timeout=20).tokens
 
     def end(self, timeout: float = 20.0) -> Delta:
-        """How it ends. Fails where nothing is told."""
+        """Return the finish reason. Fails if there is none in time."""
         while True:
             delta = self._news.get(timeout=timeout)
             self.tokens += delta.tokens
@@ -72,10 +72,10 @@ class Heard:
                 return delta
 
 
-class Stuck:
-    """A device that does not come back from its next step before it is let go."""
+class HangingDevice:
+    """A device that hangs in its next step until it is released."""
 
-    made: ClassVar[list[Stuck]] = []
+    made: ClassVar[list[HangingDevice]] = []
 
     def __init__(self, machine: Machine, index: int) -> None:
         self.made.append(self)

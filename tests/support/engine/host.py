@@ -1,6 +1,6 @@
-"""A process of an instance over several: `python -m tests.support.engine.host CASE`, CASE being a `Case` in JSON.
+"""One process of a multi-host instance: `python -m tests.support.engine.host CASE` with a `Case` as JSON.
 
-The leader prints one line of JSON: tokens of each request by round, and how often steps were stopped.
+The leader prints one line of JSON: tokens of each request by round, and the number of preemptions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REPEATED, LONG = (5, 6, 7, 5, 6, 7, 5, 6, 7, 5), 24
 
 @dataclass(frozen=True)
 class Case:
-    """What a process is told."""
+    """The configuration of a process."""
 
     folder: str
     rank: int
@@ -49,7 +49,7 @@ class Case:
     boundary: str
     seed: int
     what: str = ""
-    wide: int = 32  # most tokens of a step
+    wide: int = 32  # largest step, in tokens
 
 
 def actions(seed: int) -> list[Action]:
@@ -90,7 +90,7 @@ def lead(executor: JaxExecutor, case: Case) -> dict[str, Any]:
 
 
 async def failing(executor: JaxExecutor) -> None:
-    """A device that raises while one step is stopped and another has begun; the pool is made anew on all hosts."""
+    """Let a device raise while one step is suspended and another has begun; all hosts rebuild the pool."""
 
     def fault(plan: StepPlan) -> None:
         if plan.step == 2:
@@ -102,7 +102,7 @@ async def failing(executor: JaxExecutor) -> None:
     await step
     with suppress(StepFailed):
         await executor.submit(StepPlan(2, (Job(PROMPTS[2], slot=1).span(20),), preemptible=True))
-        raise AssertionError("step 2 was to fail")
+        raise AssertionError("step 2 did not fail")
     executor.fault = None
     executor.rebuild()
 
@@ -127,7 +127,7 @@ def mislead(executor: JaxExecutor, follower: Connection[Any, Any]) -> dict[str, 
 
 
 def speculate(executor: JaxExecutor) -> dict[str, Any]:
-    """A request that drafts two tokens a step."""
+    """Run a request that drafts two tokens a step."""
 
     async def scenario() -> dict[str, Any]:
         output: list[int] = []
@@ -157,7 +157,7 @@ def main(case: Case) -> None:
         jax.distributed.initialize(f"127.0.0.1:{case.meeting}", case.processes, case.rank)
         follow(built(case).state, connect(address, KEY))
         return
-    with Listener(address, authkey=KEY) as listener:  # before the others have met it
+    with Listener(address, authkey=KEY) as listener:  # before the other processes have met it
         jax.distributed.initialize(f"127.0.0.1:{case.meeting}", case.processes, case.rank)
         plain = built(case)
         followers = accept(listener, case.processes - 1)

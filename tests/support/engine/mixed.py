@@ -1,4 +1,4 @@
-"""Requests on an executor by steps that are stopped and resumed, one action at a time."""
+"""Requests on an executor with suspended and resumed steps, one action at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan, StepResult, Suspended
 from tests.support.engine.steps import Job
 
-Action = tuple[int, int, int | None, str]  # which request, tokens, segments ahead (None: to the end), what to do
+Action = tuple[int, int, int | None, str]  # request, tokens, segments ahead (None: to the end), action
 
 
 def jobs_of(prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]) -> list[Job]:
@@ -20,10 +20,10 @@ def jobs_of(prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]
 
 
 class Mixed:
-    """Requests on one executor, one action at a time, as dice say. Writer: the test."""
+    """Requests on one executor, one random action at a time. Writer: the test."""
 
     def __init__(self, executor: JaxExecutor, jobs: Sequence[Job], new: int) -> None:
-        """new: tokens that each is to have."""
+        """Prepare `jobs`, of which each is to get `new` tokens."""
         self.executor = executor
         self.jobs = jobs
         self.new = new
@@ -46,7 +46,7 @@ class Mixed:
         await self._preemptible(StepPlan(self.number, plan.spans, preemptible=True, resume=step), job, depth)
 
     async def _preemptible(self, plan: StepPlan, job: Job, depth: int | None) -> None:
-        """`depth` None: to the end."""
+        """Submit a preemptible step for `depth` segments. `depth` None: to the end."""
         self.number += 1
         self.executor.depth = depth or 2
         step = self.executor.submit(plan)
@@ -69,15 +69,15 @@ class Mixed:
                 job.settle(result, index)
 
     async def play(self, actions: Sequence[Action]) -> None:
-        """The actions, as far as they can be done, and then whatever is left of each request."""
-        for who, chunk, depth, what in [*actions, *[(i, 30, None, "start") for i in range(len(self.jobs))] * 2]:
+        """Perform the actions that are possible, then finish all requests."""
+        for number, chunk, depth, what in [*actions, *[(i, 30, None, "start") for i in range(len(self.jobs))] * 2]:
             starts = [job for job in self.idle() if job.computed < len(job.prompt)]
             if what == "resume" and self.stopped:
-                await self.resume(sorted(self.stopped)[who % len(self.stopped)], depth)
+                await self.resume(sorted(self.stopped)[number % len(self.stopped)], depth)
             elif what == "decode":
                 await self.decode()
             elif starts:
-                await self.prompts(starts[who % len(starts)], chunk, depth)
+                await self.prompts(starts[number % len(starts)], chunk, depth)
         for step in list(self.stopped):
             await self.resume(step, None)
         for job in self.jobs:

@@ -1,4 +1,4 @@
-"""Perplexity of the embedded demo model on code held out of its training, through the executor that serves."""
+"""Perplexity of the embedded demo model on held-out code, through the serving executor."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PROMPT = 1000
 
 
 def demo(**options: Any) -> JaxExecutor:
-    """The demo model on one device, its programs compiled as they are needed."""
+    """Return an executor of the demo model on one device with programs compiled on demand."""
     sizes = {"max_model_len": LENGTH, "max_num_batched_tokens": CHUNK, "kv_cache_memory": 32 << 20, "warm": False}
     return executors(model_path(), "1x1", **sizes | options)[0]
 
 
 @cache
 def held_out() -> tuple[int, ...]:
-    """Tokens of a module that the corpus leaves out."""
+    """Return the tokens of a module outside the training corpus."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path(), local_files_only=True)
@@ -33,7 +33,7 @@ def held_out() -> tuple[int, ...]:
 
 
 def perplexity(executor: JaxExecutor, pieces: int) -> float:
-    """Over `pieces` prompts of `PROMPT` tokens, each computed in chunks."""
+    """Compute the perplexity of `pieces` prompts of `PROMPT` tokens, each in chunks."""
     losses: list[float] = []
     for at in range(pieces):
         prompt = held_out()[at * PROMPT : (at + 1) * PROMPT]
@@ -48,5 +48,5 @@ def perplexity(executor: JaxExecutor, pieces: int) -> float:
 
 @cache
 def unquantised(pieces: int) -> float:
-    """Of weights and cache in float32."""
+    """Return the perplexity with weights and cache in float32."""
     return perplexity(demo(), pieces)

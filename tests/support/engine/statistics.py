@@ -1,4 +1,4 @@
-"""What tests of drawn tokens share."""
+"""Statistics shared by the tests of sampling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMITS = Limits(slots=4, tokens=16, pages=8, page_size=4, row_pages=4, vocab=V)
 
 
 def table(params: SamplingParams, draws: int, *, seed: int = 1) -> SamplingRows:
-    """`draws` rows of one request at successive positions."""
+    """Return `draws` rows of one request at successive positions."""
     slots = SlotTable(LIMITS)
     slots.begin(2, Begin(params, seed, (), (), 3, (1,)))
     columns = np.repeat(slots.columns[2][None], draws, axis=0)
@@ -30,11 +30,11 @@ Array = npt.NDArray[Any]
 
 
 def chi_square(counts: Array, chances: Array) -> float:
-    """The p-value of counts, tokens that are expected less than five times taken together."""
+    """Return the p-value of counts, with tokens expected less than five times pooled."""
     from scipy.stats import chi2
 
     want = chances * counts.sum()
-    assert not counts[chances < 1e-20].any(), "a token that is cut off was drawn"
+    assert not counts[chances < 1e-20].any(), "an excluded token was sampled"
     rare = want < 5
     seen, hoped = counts[~rare].tolist(), want[~rare].tolist()
     if want[rare].sum() > 1:

@@ -1,4 +1,4 @@
-"""Drives executors by hand-written plans: what a scheduler would do, without one."""
+"""Hand-written plans for executors, without a scheduler."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Job:
     eos: tuple[int, ...] = ()
     pages: tuple[int, ...] = ()
     computed: int = 0
-    sampled: int = 0  # tokens drawn, on the device or back
+    sampled: int = 0  # sampled tokens, in flight or returned
     begun: bool = False
     told: int = 0
     output: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Job:
         self.pages = self.pages or tuple(range(self.slot * ROW_PAGES, (self.slot + 1) * ROW_PAGES))
 
     def span(self, chunk: int = LENGTH) -> Span:
-        """The next `chunk` tokens of the prompt, or one decode token."""
+        """Return the span of the next `chunk` prompt tokens, or of one decode token."""
         known = len(self.prompt) + self.sampled
         length = min(chunk, known - self.computed)
         start, end = self.computed, self.computed + length
@@ -92,7 +92,7 @@ class Job:
 async def generate(
     executor: JaxExecutor, jobs: Sequence[Job], count: int, *, chunk: Callable[[], int] = lambda: 12, ahead: bool = True
 ) -> None:
-    """Run jobs together until each has `count` tokens. `ahead`: plan a step before the one before it is back."""
+    """Run jobs together until each has `count` tokens. `ahead`: plan a step before the previous one has returned."""
     running: list[tuple[asyncio.Future[Any], list[Job]]] = []
     while running or any(job.sampled < count for job in jobs):
         mine = [job for job in jobs if job.sampled < count]
@@ -117,6 +117,6 @@ def run(work: Coroutine[Any, Any, R]) -> R:
 
 
 def finite_pages(executor: JaxExecutor, pages: Sequence[int]) -> bool:
-    """Whether every number in these pages, of all layers, is finite."""
+    """Return whether all numbers in these pages, over all layers, are finite."""
     parcel = executor.export_kv(pages)
     return all(bool(np.isfinite(np.asarray(leaf)).all()) for _, piece in parcel.pieces for leaf in piece)

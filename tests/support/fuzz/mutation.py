@@ -1,4 +1,4 @@
-"""Request bodies that are nearly right: valid ones, with one to four things changed, in JSON or in bytes."""
+"""Nearly valid request bodies: valid ones with one to four mutations of their JSON or bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLED = {
     "tbt_slo_ms": 200.5, "stage_slo": {"answer": {"tpot_slo_ms": 20}}, "pace_tokens": False, "cache_salt": "s",
     "request_id": "r", "skip_special_tokens": False, "include_stop_str_in_output": True, "model": "jaxserve-demo",
 }  # fmt: skip
-OFTEN = ("max_tokens",)  # left in most bodies, so that they end soon
+OFTEN = ("max_tokens",)  # kept in most bodies, so that they end soon
 SEEDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": "def main(", **SAMPLED, "logprobs": 2, "echo": True}),
     ("/v1/completions", {"prompt": ["def", "class A:"], **SAMPLED}),
@@ -49,7 +49,7 @@ HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "x-slo-tpot-ms", "x-request-i
 
 
 class Case(NamedTuple):
-    """One request, and after how many parts of the answer its client disconnects (None: it stays)."""
+    """One request, and the number of answer chunks after which its client disconnects (None: never)."""
 
     path: str
     body: bytes
@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
 
 def case(draw: random.Random) -> Case:
-    """Make a case of `draw` alone: the same seed gives the same case."""
+    """Make a case from `draw` alone: the same seed gives the same case."""
     path, seed = draw.choice(SEEDS)
     body: Any = copy.deepcopy(seed)
     for name in list(body):
@@ -82,7 +82,7 @@ def case(draw: random.Random) -> Case:
 
 
 def mutated(body: Any, draw: random.Random) -> Any:
-    """Change one thing, at the top or somewhere inside."""
+    """Mutate one value, at the top level or nested."""
     if not isinstance(body, dict) or draw.random() < 0.02:
         return copy.deepcopy(draw.choice(VALUES))
     holder: Any = body
@@ -102,7 +102,7 @@ def mutated(body: Any, draw: random.Random) -> Any:
 
 
 def torn(raw: bytes, draw: random.Random) -> bytes:
-    """Change the bytes of a body, so that it may be JSON no longer."""
+    """Mutate the bytes of a body, which may then be invalid JSON."""
     at = draw.randrange(len(raw)) if raw else 0
     return draw.choice(
         (

@@ -32,7 +32,8 @@ GPT_OSS: dict[str, Any] = {
     "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 5, "intermediate_size": 24,
     "rope_parameters": {**YARN, "truncate": False},
 }  # fmt: skip
-# A latent wider than what turns, a yarn that sharpens scores, a dense layer first, groups, shared experts.
+# A latent wider than its rotary part, a yarn that sharpens scores, a dense first layer, groups,
+# shared experts.
 DEEPSEEK: dict[str, Any] = {
     "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8, "v_head_dim": 10, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2,
@@ -74,7 +75,7 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3, a soft cap": (
         "Gemma3",
         {**GEMMA, "final_logit_softcapping": 2.0},
-    ),  # transformers leaves out that of scores
+    ),  # transformers omits that of scores
     "qwen3-moe, a dense layer, weights as they come": (
         "Qwen3Moe",
         {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [0]},

@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {
 
 
 def peer(family: str, **changes: Any) -> torch.nn.Module:
-    """A transformers model `<family>ForCausalLM` with random weights large enough to matter."""
+    """Return a transformers `<family>ForCausalLM` with random weights large enough to matter."""
     torch.manual_seed(0)
     kind = f"{family}TextConfig" if hasattr(transformers, f"{family}TextConfig") else f"{family}Config"
     config = getattr(transformers, kind)(**{**SMALL, **changes}, attn_implementation="eager")
@@ -51,7 +51,7 @@ def peer(family: str, **changes: Any) -> torch.nn.Module:
 
 
 def expected(model: torch.nn.Module, tokens: Ints) -> npt.NDArray[np.float32]:
-    """Logits [T, V] of one sequence without a cache."""
+    """Return the logits [T, V] of one sequence without a cache."""
     with torch.no_grad():
         found: npt.NDArray[np.float32] = model(torch.tensor(tokens.astype(np.int64))[None]).logits[0].numpy()
     return found
@@ -77,7 +77,7 @@ class Driver:
 
     @classmethod
     def of(cls, path: Path, tp: int = 1) -> Driver:
-        # Whole weights lie as an engine on a CPU has them, shards as one on an accelerator.
+        # Unsharded weights are laid out as on a CPU engine, shards as on an accelerator.
         spec, where = replace(registry.load_spec(path).for_tp(tp), transposed=tp == 1), mesh(tp)
         return cls(spec, load_weights(path, spec, "float32", [where])[0], where)
 
@@ -87,7 +87,7 @@ class Driver:
         return registry.logits(self.spec, weights, hidden), pools
 
     def feed(self, tokens: Ints, padded: int | None = None) -> npt.NDArray[np.float32]:
-        """The next tokens of the sequence, in a step of `padded` tokens -> their logits [T, V]."""
+        """Feed the next tokens of the sequence in a step padded to `padded` tokens; returns their logits [T, V]."""
         program, args = self._call(tokens, padded or len(tokens))
         self.done += len(tokens)
         with jax.default_matmul_precision("highest"):
@@ -95,7 +95,7 @@ class Driver:
         return np.asarray(out)[: len(tokens)]
 
     def compiled(self, tokens: Ints) -> str:
-        """The optimised program that `feed(tokens)` would run."""
+        """Return the optimized program of `feed(tokens)`."""
         program, args = self._call(tokens, len(tokens))
         return str(program.lower(self.weights, self.pools, *args).compile().as_text())
 

@@ -1,4 +1,4 @@
-"""Set-ups and requests of the parity tests."""
+"""Setups and requests of the parity tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.request import Request
 from tests.support.parity.law import LENGTH, PAGE, SPEC, Ask, Setup
 
-ROOMY, TIGHT = 200, LENGTH // PAGE + 2  # pages: for everybody, and for little more than the longest request
+ROOMY, TIGHT = 200, LENGTH // PAGE + 2  # pages: for all requests, and for little more than the longest one
 STYLES = (
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -22,7 +22,7 @@ STYLES = (
 
 
 def asks(seed: int, count: int = 12, *, cancel: bool = False) -> list[Ask]:
-    """Requests of all kinds: every third shares a long prefix with others, lengths on and around page borders."""
+    """Return requests of all kinds: every third shares a long prefix, and lengths are around page borders."""
     draw = random.Random(seed)
     shared = [draw.randrange(8, SPEC.vocab) for _ in range(96)]
     made = []
@@ -46,13 +46,13 @@ def setup(mesh: str, tokens: int, pages: int, mode: str = "auto") -> Setup:
 
 @cache
 def alone(seed: int) -> tuple[Request, ...]:
-    """The reference: each request by itself on 1x1."""
+    """Return the reference: each request alone on 1x1."""
     reference = setup("1x1", 64, ROOMY)
     return tuple(reference.run([ask])[0][0] for ask in asks(seed))
 
 
 class Faults:
-    """Makes every n-th step raise, but none with a request that has failed before: a second time would be its own."""
+    """Make every n-th step raise, unless it has a request that failed before and would then fail for good."""
 
     def __init__(self, every: int) -> None:
         self._every = every

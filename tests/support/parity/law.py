@@ -1,9 +1,9 @@
-"""The law "no schedule changes the tokens", in the sense that it can hold in float32.
+"""The law "no schedule changes the tokens", up to rounding in float32.
 
-A request alone on 1x1 is the reference. Another schedule must give the same tokens up to the first position where
-the reference's two best scores (after keyed Gumbel noise, where it samples) differ by less than `CLOSE`: there
-rounding may decide, and the comparison of that request stops. Such stops are counted; if more than one request in a
-hundred stops, the law is broken.
+A request alone on 1x1 is the reference. Another schedule must give the same tokens up to the first
+position at which the reference's two best scores (after keyed Gumbel noise, if it samples) differ by
+less than `CLOSE`: there, rounding may decide, and the comparison of that request stops. If more than
+one comparison in a hundred stops, the law is broken.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SPEC: ModelSpec = registry.spec_from_config(
 
 @dataclass(frozen=True)
 class Model:
-    """What is served, and how exactly it computes: scores closer than `close` may change places by rounding."""
+    """A model and its numerical accuracy: scores closer than `close` may swap by rounding."""
 
     spec: ModelSpec = SPEC
     dtype: str = "float32"
@@ -75,31 +75,31 @@ TINY = Model()
 
 
 def weights(spec: ModelSpec, dtype: Any, meshes: Sequence[Any]) -> list[Any]:
-    """Random weights, with a head that makes up its mind: scores lie apart as a trained model's do."""
+    """Return random weights with a decisive head, so that scores are spread like those of a trained model."""
     trees = build.random_init(3)(spec, dtype, meshes)
     return [{**tree, "head": jax.tree.map(lambda leaf: leaf * 25.0, tree["head"])} for tree in trees]
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a law's test."""
+    """One request of a parity test."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
     after: float = 0.0  # seconds
-    cancel: bool = False  # half-way through
+    cancel: bool = False  # halfway through
     tier: str = STANDARD
 
 
 class Setup:
-    """Executors of one shape; what runs on them varies."""
+    """Executors of one shape for varying runs."""
 
     slo = SLO(1.0, 0.02)  # of every request
 
     def __init__(
         self, mesh: str, tokens: int, pages: int, mode: str = "auto", model: Model = TINY, **options: Any
     ) -> None:
-        """`options` are those of an ExecutorConfig."""
+        """Create executors; `options` are those of an ExecutorConfig."""
         plan = plan_mesh(mesh, mode=mode)
         config = build.ExecutorConfig(
             spec=model.spec, load=weights, mesh=plan, max_num_seqs=ROWS, max_num_batched_tokens=tokens,
@@ -112,7 +112,7 @@ class Setup:
             **options,
         )  # fmt: skip
         self.tokens = tokens
-        self.patience = 1500 if config.interpret else 240  # seconds: kernels in an interpreter take minutes
+        self.patience = 1500 if config.interpret else 240  # seconds: interpreted kernels take minutes
         self.spec = model.spec
         self.roles: tuple[Role, ...] = plan.roles
         self.executors: list[JaxExecutor] = build.build_executors(config)
@@ -126,8 +126,10 @@ class Setup:
         place: str = "auto",
         disturb: Callable[[Cluster], None] | None = None,
     ) -> tuple[list[Request], Cluster]:
-        """Serve the requests, each at its time, and return them finished, in order, with the cluster they were in.
-        `watch` sees every plan before it runs; `disturb` is called soon after each."""
+        """Serve the requests, each at its time, and return them finished, in order, with their cluster.
+
+        `watch` sees every plan before it runs; `disturb` is called soon after each.
+        """
         return asyncio.run(self._run(asks, policy, watch, journal, place, disturb))
 
     def _cluster(
@@ -199,8 +201,8 @@ class Setup:
             machine.result()
         assert drained.done(), [list(core.scheduler) for core in cluster.cores]
         while len(cluster.kv_transfers) or any(core.scheduler.in_flight for core in cluster.cores):
-            await asyncio.sleep(0.01)  # surplus rows and moves
-        for _ in range(1000):  # a move that was abandoned gives its pages back when what it sends has arrived
+            await asyncio.sleep(0.01)  # surplus rows and transfers
+        for _ in range(1000):  # an abandoned transfer releases its pages when the KV in flight has arrived
             if not any(core.scheduler.blocks.held for core in cluster.cores):
                 break
             await asyncio.sleep(0.01)
@@ -212,7 +214,7 @@ class Setup:
 
 
 def _nothing(delta: Delta) -> None:
-    """Tokens are read from the finished request."""
+    """Ignore the delta: tokens are read from the finished request."""
 
 
 def _cancelling(cluster: Cluster, id: int) -> Callable[[Delta], None]:
@@ -224,7 +226,7 @@ def _cancelling(cluster: Cluster, id: int) -> Callable[[Delta], None]:
 
 
 def compare(asks: Sequence[Ask], served: Sequence[Request], reference: Sequence[Request], model: Model = TINY) -> int:
-    """Assert the law for each request; returns how many comparisons stopped at a close call."""
+    """Assert the law for each request; return the number of comparisons that stopped at a close call."""
     stopped = 0
     for ask, mine, alone in zip(asks, served, reference, strict=True):
         tokens, expected = mine.output, alone.output
@@ -235,7 +237,7 @@ def compare(asks: Sequence[Ask], served: Sequence[Request], reference: Sequence[
         first = next(i for i, (a, b) in enumerate(zip([*tokens, -1], [*expected, -1], strict=False)) if a != b)
         gap = margins(ask, alone.output, model)[first]
         assert gap < model.close, (
-            f"{ask}: token {first} differs, though the best scores lie {gap} apart: {mine} {alone}"
+            f"{ask}: token {first} differs, though the best scores are {gap} apart: {mine} {alone}"
         )
         stopped += 1
     return stopped
@@ -243,18 +245,18 @@ def compare(asks: Sequence[Ask], served: Sequence[Request], reference: Sequence[
 
 @cache
 def alone(model: Model, requests: tuple[Ask, ...], pages: int) -> tuple[Request, ...]:
-    """Each request by itself on 1x1: the reference."""
+    """Serve each request alone on 1x1 as the reference."""
     setup = Setup("1x1", 64, pages, model=model)
     assert {str(part.dtype) for pool in setup.executors[0].state.pools for part in pool} == {str(model.stored)}
     return tuple(setup.run([ask])[0][0] for ask in requests)
 
 
 def hold(model: Model, requests: Sequence[Ask], mesh: str, chunk: int, pages: int, roomy: int) -> None:
-    """Assert the law of requests served together, with `pages`, against each alone with `roomy` ones."""
+    """Assert the law for requests served together with `pages`, each compared to itself alone with `roomy` pages."""
     served, cluster = Setup(mesh, chunk, pages, model=model).run(requests, "unified")
     assert all(request.finish_reason in ("stop", "length") for request in served)
     if not mesh.startswith("1x"):
-        assert cluster.kv_transfers.transfers > 0, "nothing was migrated"
+        assert cluster.kv_transfers.transfers > 0, "no KV was transferred"
     assert compare(requests, served, alone(model, tuple(requests), roomy), model) <= 1
 
 
@@ -272,7 +274,7 @@ def _model(model: Model) -> tuple[Any, Any]:
 
 
 def _forward(model: Model, tree: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
-    """Logits [T, V] of one request computed in one go, with fresh pages."""
+    """Return the logits [T, V] of one request computed in one step with fresh pages."""
     total, pages = tokens.shape[0], LENGTH // PAGE
     index = jnp.arange(total, dtype=jnp.int32)
     real = index < length
@@ -286,7 +288,7 @@ def _forward(model: Model, tree: Any, tokens: jax.Array, length: jax.Array) -> j
 
 
 def margins(ask: Ask, output: Sequence[int], model: Model = TINY) -> list[float]:
-    """Distance of the two best scores at each output position, as the sampler sees them."""
+    """Return the distance of the two best scores at each output position, as the sampler sees them."""
     spec = model.spec
     tree, forward = _model(model)
     tokens = np.zeros(LENGTH, np.int32)

@@ -1,4 +1,4 @@
-"""Cases of the laws: every policy, admission, routing and mesh."""
+"""Cases of the laws: every policy, admission, router and mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxserve.sched import policies
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import BEST_EFFORT, STANDARD
 from jaxserve.sched.api.slo import SLO
-from tests.support.sched.harness import SimRequest
+from tests.support.sched.harness import Job
 
 VARIANTS = [
     "fairbatching:anchor=arrival",
@@ -56,7 +56,7 @@ ADMISSIONS = ["none", "pab", "pab:refuse", "dp"]
 Case = tuple[str, str, str]  # mesh, routing, admission
 SLOS = [SLO(ttft, tpot) for ttft, tpot in product((0.004, 0.02, 0.1, 8.0), (0.0015, 0.004, 0.05))] + [SLO(inf, inf)]
 JOB = st.builds(
-    lambda start, prompt, output, arrival, slo, tier: SimRequest(
+    lambda start, prompt, output, arrival, slo, tier: Job(
         range(start, start + prompt), output, arrival, slo=SLO(inf, inf) if tier == BEST_EFFORT else slo, tier=tier
     ),
     start=st.sampled_from([0, 0, 1000, 2000]),  # equal starts share prefixes
@@ -83,13 +83,13 @@ FIELDS: dict[str, list[Any]] = {
 SHAPE = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in FIELDS.items()})
 
 
-def drawn(seed: object) -> tuple[list[SimRequest], dict[str, Any]]:
-    """As JOBS and SHAPE, by a seed."""
+def drawn(seed: object) -> tuple[list[Job], dict[str, Any]]:
+    """Draw JOBS and SHAPE by a seed."""
     draw = random.Random(str(seed))
     jobs = []
     for _ in range(draw.randint(4, 14)):
         start, tier = draw.choice([0, 0, 1000, 2000]), draw.choice([STANDARD, STANDARD, STANDARD, BEST_EFFORT])
         slo = SLO(inf, inf) if tier == BEST_EFFORT else draw.choice(SLOS)
         prompt = range(start, start + draw.randint(1, 60))
-        jobs.append(SimRequest(prompt, draw.randint(1, 14), draw.uniform(0, 0.03), slo=slo, tier=tier))
+        jobs.append(Job(prompt, draw.randint(1, 14), draw.uniform(0, 0.03), slo=slo, tier=tier))
     return jobs, {name: draw.choice(values) for name, values in FIELDS.items()}

@@ -9,7 +9,7 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.request_queues import RequestQueue
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 
-# 10 ms + 0.1 ms per prompt token + 1 ms per decoding row, whatever the contexts; FLAT has contexts cost 10 us a token
+# 10 ms + 0.1 ms per prompt token + 1 ms per row, whatever the contexts; in FLAT, contexts cost 10 us a token
 EXACT = Coefficients(fixed=0.010, prefill=1e-4, decode=1e-3, quadratic=0.0, longest=0.0, context=0.0)
 PERF = GeneralModel(EXACT, correct=False)
 STEEP = GeneralModel(Coefficients(0.010, 1e-4, 1e-3, 0.0, 1e-5, 1e-5), correct=False)

@@ -1,18 +1,18 @@
-"""Roles of small clusters, and what a complete outcome is."""
+"""Roles of small clusters, and a check of complete outcomes."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
 from jaxserve.sched.api.policy import Role
-from tests.support.sched.harness import Outcome, SimRequest
+from tests.support.sched.harness import Job, Outcome
 
 PD = (Role.PREFILL, Role.DECODE)
 ROLES = {"1x1": (Role.MIXED,), "2x1": PD, "4x1": (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)}
 
 
-def check_complete(outcome: Outcome, jobs: list[SimRequest], *, cancelled: bool = False) -> None:
-    """Every request is told of once, in order, with exactly its tokens."""
+def check_complete(outcome: Outcome, jobs: list[Job], *, cancelled: bool = False) -> None:
+    """Check that every request receives exactly its tokens, once and in order."""
     assert [request.id for request in outcome.requests] == list(range(len(jobs)))
     for request, job in zip(outcome.requests, jobs, strict=True):
         told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
@@ -27,7 +27,7 @@ def check_complete(outcome: Outcome, jobs: list[SimRequest], *, cancelled: bool 
 
 
 JOB = st.builds(
-    lambda start, prompt, output, arrival, cancel: SimRequest(
+    lambda start, prompt, output, arrival, cancel: Job(
         range(start, start + prompt), output, arrival, cancel_at=None if cancel is None else arrival + cancel
     ),
     start=st.sampled_from([0, 0, 1000, 2000]),  # equal starts share prefixes

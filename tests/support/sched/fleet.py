@@ -1,4 +1,4 @@
-"""Views of several instances, as routers see them."""
+"""Fleets of several instances, as routers see them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fleet(instances: Sequence[Scheduler], transfer: float = 0.0) -> Fleet:
 
 
 def decodes(one: Scheduler, id: int, context: int, tpot: float = 0.05) -> None:
-    """A row that decodes there, its prompt done at time 0."""
+    """Add a running decode to the instance, with its prompt done at time 0."""
     row = request(id, context, tpot=tpot)
     row.params = SamplingParams(max_tokens=1000)
     row.limit = 1000

@@ -1,4 +1,4 @@
-"""A small simulated cluster for tests: real schedulers, cores and hand-overs, virtual time."""
+"""A small simulated cluster for tests: real schedulers, cores and KV transfers in virtual time."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ COEFFICIENTS = Coefficients(fixed=1e-3, prefill=5e-5, decode=1e-5, quadratic=1e-
 
 
 @dataclass
-class SimRequest:
-    """A request to be: `output` counts its tokens, the end-of-sequence one included."""
+class Job:
+    """A request to serve; `output` counts its tokens including the end-of-sequence token."""
 
     prompt: Sequence[int]
     output: int
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class Flaky(SimExecutor):
-    """Raises in a transfer, and is late with a step or a transfer, where the test says so."""
+    """A simulated executor with failing transfers and delayed steps and transfers, as the test says."""
 
     def __init__(
         self,
@@ -102,21 +102,21 @@ class SimSetup:
     first_token: str = "prefill"
     fails: Callable[[str, StepPlan], bool] = lambda name, plan: False
     loses: Callable[[], bool] = lambda: False  # whether the next transfer raises
-    late: Callable[[str, StepPlan], float] = lambda name, plan: 0.0  # seconds that a step takes longer
-    slow: Callable[[], float] = lambda: 0.0  # seconds that the next transfer takes longer
-    rest: float = 60.0  # virtual seconds after the last request, in which surplus steps and moves end
+    late: Callable[[str, StepPlan], float] = lambda name, plan: 0.0  # seconds added to a step
+    slow: Callable[[], float] = lambda: 0.0  # seconds added to the next transfer
+    rest: float = 60.0  # virtual seconds after the last request for surplus steps and transfers to end
     watch: Callable[[Cluster], None] = lambda cluster: None  # called with the cluster before it runs
-    turns: Sequence[tuple[float, Mapping[int, Role]]] = ()  # when, which instances are to be what
+    role_changes: Sequence[tuple[float, Mapping[int, Role]]] = ()  # times and roles of the instances to change
     log: Callable[[str], Log] = lambda name: no_log
     scheduler: Callable[..., Scheduler] = Scheduler
 
 
-def simulate(jobs: Sequence[SimRequest], roles: Sequence[Role] = (Role.MIXED,), **shape: Any) -> Outcome:
-    """Run jobs to their end; every law that can be checked at every step is checked."""
+def simulate(jobs: Sequence[Job], roles: Sequence[Role] = (Role.MIXED,), **shape: Any) -> Outcome:
+    """Run jobs to their end and check at every step the laws that can be checked there."""
     return clock.run(_simulate(jobs, SimSetup(roles, **shape)))
 
 
-async def _simulate(jobs: Sequence[SimRequest], shape: SimSetup) -> Outcome:
+async def _simulate(jobs: Sequence[Job], shape: SimSetup) -> Outcome:
     loop = clock.loop()
     plans: list[tuple[str, StepPlan]] = []
     over: list[Request] = []
@@ -127,7 +127,7 @@ async def _simulate(jobs: Sequence[SimRequest], shape: SimSetup) -> Outcome:
     cluster = Cluster(instances, place, admits, first_token=shape.first_token, finished=over.append)
     deltas: dict[int, list[Delta]] = {index: [] for index in range(len(jobs))}
 
-    def arrive(id: int, job: SimRequest) -> None:
+    def arrive(id: int, job: Job) -> None:
         request = Request(id, job.prompt, job.params, job.slo, loop.now, tier=job.tier, eos=frozenset([EOS]), seed=id)
         try:
             cluster.submit(request, deltas[id].append)
@@ -135,7 +135,7 @@ async def _simulate(jobs: Sequence[SimRequest], shape: SimSetup) -> Outcome:
             request.finish_reason, request.error = UNAVAILABLE, str(error)
             over.append(request)
 
-    def turn(roles: Mapping[int, Role]) -> None:
+    def set_roles(roles: Mapping[int, Role]) -> None:
         before = [core.scheduler.role for core in cluster.cores]
         try:
             cluster.set_roles(roles)
@@ -146,8 +146,8 @@ async def _simulate(jobs: Sequence[SimRequest], shape: SimSetup) -> Outcome:
     shape.watch(cluster)
     machine = asyncio.create_task(cluster.run())
     await asyncio.sleep(0)
-    for at, roles in shape.turns:
-        loop.at(at, 1, turn, roles)
+    for at, roles in shape.role_changes:
+        loop.at(at, 1, set_roles, roles)
     for id, job in enumerate(jobs):
         loop.at(job.arrival, 0, arrive, id, job)
         if job.cancel_at is not None:
@@ -158,8 +158,8 @@ async def _simulate(jobs: Sequence[SimRequest], shape: SimSetup) -> Outcome:
     await asyncio.wait([machine, drained], timeout=LIMIT, return_when=asyncio.FIRST_COMPLETED)
     if machine.done():
         machine.result()
-    assert drained.done(), f"not finished at {loop.now}: {[list(core.scheduler) for core in cluster.cores]}"
-    await asyncio.sleep(shape.rest)  # surplus steps and moves end
+    assert drained.done(), f"unfinished at {loop.now}: {[list(core.scheduler) for core in cluster.cores]}"
+    await asyncio.sleep(shape.rest)  # surplus steps and transfers end
     cluster.check()
     for core in cluster.cores:
         assert len(core.scheduler) == 0 and core.scheduler.blocks.held == 0
@@ -178,7 +178,7 @@ def _instances(
 
     def watch(name: str, plan: StepPlan, result: StepResult) -> None:
         plans.append((name, plan))
-        assert result.finished >= last[0], "the clock ran backwards"
+        assert result.finished >= last[0], "the clock ran backward"
         last[0] = result.finished
         assert len(plan.spans) <= shape.rows and sum(span.length for span in plan.spans) <= shape.tokens
         assert len({span.request for span in plan.spans}) == len(plan.spans)

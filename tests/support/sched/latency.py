@@ -1,4 +1,4 @@
-"""Latency laws that tests of policies share."""
+"""Latency models shared by the policy tests."""
 
 from __future__ import annotations
 

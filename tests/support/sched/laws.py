@@ -1,4 +1,4 @@
-"""What must hold in every run, whoever decides: watched from inside, at every move of the clock."""
+"""Laws of every run under any policy, checked from inside at every event."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from jaxserve.sched.api.policy import Decision, Policy, QueueView, Task, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request, RequestView, State
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.sim import clock
-from tests.support.sched.harness import Outcome, SimRequest, simulate
+from tests.support.sched.harness import Job, Outcome, simulate
 
-Record = tuple[float, str, str, Any]  # when, instance, kind, what
+Record = tuple[float, str, str, Any]  # time, instance, kind, value
 
 
 def names_of(*protocols: type) -> frozenset[str]:
-    """What protocols of the seam offer."""
+    """Return the names that the protocols of the seam offer."""
     return frozenset(name for one in protocols for name in vars(one) if not name.startswith("_"))
 
 
 REQUEST = names_of(RequestView)
 ROWS = names_of(QueueView)
-MODEL = names_of(Form, PerfModel) - {"observe"}  # to learn is the scheduler's
+MODEL = names_of(Form, PerfModel) - {"observe"}  # only the scheduler may train the model
 
 
 class Sealed:
-    """Lets through what a protocol offers, and fails on everything else."""
+    """A proxy that exposes only what a protocol offers and fails on everything else."""
 
     __slots__ = ("_allowed", "_one")
 
@@ -42,7 +42,7 @@ class Sealed:
         object.__setattr__(self, "_allowed", allowed)
 
     def __getattr__(self, name: str) -> Any:
-        assert name in self._allowed, f"a policy looks at {name!r} of {self._one!r}"
+        assert name in self._allowed, f"a policy accesses {name!r} of {self._one!r}"
         return getattr(self._one, name)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -68,7 +68,7 @@ class SealedRows(Sealed):
 
 
 def sealed(view: View) -> Any:
-    """The same view, of which nothing can be seen but what the protocols offer."""
+    """Return a view that exposes only what the protocols offer."""
 
     def task(one: Task) -> Any:
         return one._replace(requests=tuple(Sealed(request, REQUEST) for request in one.requests))
@@ -83,8 +83,8 @@ def sealed(view: View) -> Any:
     return replace(view, **changed)
 
 
-class Listening:
-    """A policy whose last words about what to run are kept. Writer of `named`."""
+class RecordingPolicy:
+    """A policy wrapper that records the last decision about what to run. Writer of `named`."""
 
     def __init__(self, policy: Policy, seal: bool) -> None:
         self._policy = policy
@@ -99,7 +99,7 @@ class Listening:
 
 
 class Watch:
-    """Keeps what the instances of one run log, and checks whenever the clock moves what must hold at all times."""
+    """A recorder of the instances' logs of one run that checks the invariants at every event."""
 
     def __init__(self, policy: str, *, seal: bool) -> None:
         self.records: list[Record] = []
@@ -108,7 +108,7 @@ class Watch:
         self._instances: list[Scheduler] = []
         self._now = 0.0
 
-    def run(self, jobs: Sequence[SimRequest], roles: Sequence[Any], **shape: Any) -> Outcome:
+    def run(self, jobs: Sequence[Job], roles: Sequence[Any], **shape: Any) -> Outcome:
         jump = clock.VirtualLoop._jump
 
         def watched(loop: clock.VirtualLoop) -> None:
@@ -120,8 +120,8 @@ class Watch:
             more = {"policy": self._make, "log": self._log, "scheduler": self._scheduler}
             return simulate(jobs, roles, **{**shape, **more})
 
-    def _make(self) -> Listening:
-        return Listening(policies.make(self._policy), self._seal)
+    def _make(self) -> RecordingPolicy:
+        return RecordingPolicy(policies.make(self._policy), self._seal)
 
     def _scheduler(self, *args: Any, **more: Any) -> Scheduler:
         self._instances.append(Scheduler(*args, **more))
@@ -136,7 +136,7 @@ class Watch:
         return log
 
     def check(self, now: float) -> None:
-        assert now >= self._now, "the clock ran backwards"
+        assert now >= self._now, "the clock ran backward"
         self._now = now
         for one in self._instances:
             one.check()
@@ -146,11 +146,11 @@ class Watch:
 
 
 def idle(one: Scheduler, now: float) -> None:
-    """An instance may stand still while time passes only where nobody in it can run: no step is suspended, nobody who
-    holds pages has the page that it needs, and of those without pages the first that the policy wants (best effort
-    comes behind the others, whatever it says) does not fit.
+    """Check that an instance idles only if no request in it can run.
 
-    A policy that leaves rows out (shedding, delaying) may do so only beside others that run.
+    No step may be suspended, no request that holds pages may have all the pages it needs, and the
+    first request in the policy's order without pages must not fit (best effort comes last in any
+    order). A policy may leave rows out (shedding, delaying) only beside others that run.
     """
     view = one.view(now, now)
     assert not view.suspended, f"idle at {now} with suspended steps"
@@ -160,22 +160,24 @@ def idle(one: Scheduler, now: float) -> None:
     waiting = {each.id: each for each in one if each.state is State.WAITING}
     if waiting:
         policy = one.policy
-        assert isinstance(policy, Listening)
+        assert isinstance(policy, RecordingPolicy)
         wanted = [waiting[id] for id in policy.named if id in waiting]
-        first = min(wanted, key=lambda each: each.tier == BEST_EFFORT, default=None)  # it comes last, whoever is named
+        first = min(
+            wanted, key=lambda each: each.tier == BEST_EFFORT, default=None
+        )  # best effort comes last in any order
         assert first is not None, f"idle at {now}: the policy wants none of {list(waiting.values())}"
         assert not _fits(one, first), f"idle at {now}: {first} fits"
 
 
 def _fits(one: Scheduler, request: Request) -> bool:
-    """Whether it would get its pages, even without a prefix hit, and a slot."""
+    """Return whether the request would get its pages, even without a prefix hit, and a slot."""
     slots = one.limits.rows - one.running - len(one._reservations)
     pages = one.blocks.count(request.known) + len(one.view(0.0, 0.0).decode)
     return slots > 0 and pages <= one.blocks.available
 
 
 def spans_in_order(records: Sequence[Record]) -> dict[int, list[tuple[float, Span]]]:
-    """Each request's settled spans, with the times when they ended."""
+    """Return each request's settled spans with their end times."""
     plans = {(name, what.step): what for _, name, kind, what in records if kind == "planned"}
     found: dict[int, list[tuple[float, Span]]] = {}
     for _, name, kind, result in records:
@@ -186,14 +188,17 @@ def spans_in_order(records: Sequence[Record]) -> dict[int, list[tuple[float, Spa
 
 
 def check_tokens(outcome: Outcome, records: Sequence[Record], page_size: int) -> None:
-    """No token before all before it are computed: spans follow each other, and only the last one of a prompt samples.
-    Whoever begins anew begins at a page that a cache may hold, or where another instance stopped."""
+    """Check that no token is computed before all tokens before it.
+
+    Spans follow each other, and only the last span of a prompt samples. A restarted request begins
+    at a page that a cache may hold, or where another instance stopped.
+    """
     spans = spans_in_order(records)
     for request in outcome.requests:
         at, drafted = 0, 0
         for place, (finished, span) in enumerate(spans.get(request.id, ())):
             if span.begin is None:
-                assert at - drafted <= span.start <= at, f"{request}: {span} does not follow {at}"
+                assert at - drafted <= span.start <= at, f"{request}: {span} does not start at {at}"
             else:
                 assert span.start % page_size == 0 or at - drafted <= span.start <= at
             at, drafted = span.start + span.length, span.draft
@@ -203,8 +208,8 @@ def check_tokens(outcome: Outcome, records: Sequence[Record], page_size: int) ->
         assert not request.output or at >= request.prompt_length
 
 
-def check_told(outcome: Outcome, jobs: Sequence[SimRequest], refuses: bool) -> None:
-    """Each request is told once why it ended, in order, with exactly its tokens."""
+def check_told(outcome: Outcome, jobs: Sequence[Job], refuses: bool) -> None:
+    """Check that each request receives exactly its tokens in order and one finish reason."""
     assert [request.id for request in outcome.requests] == list(range(len(jobs)))
     for request, job in zip(outcome.requests, jobs, strict=True):
         deltas = outcome.deltas[request.id]
@@ -221,7 +226,7 @@ def check_told(outcome: Outcome, jobs: Sequence[SimRequest], refuses: bool) -> N
 
 
 def first_difference(one: Outcome, other: Outcome) -> float:
-    """When it first shows in either run that their requests have other output lengths. Seconds."""
+    """Return the first time in seconds at which the requests' output lengths differ in either run."""
     shows = inf
     for request, same in zip(one.requests, other.requests, strict=True):
         last = min(len(request.output), len(same.output))

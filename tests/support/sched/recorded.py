@@ -13,14 +13,14 @@ from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.journal import Journal
 from jaxserve.sched.perf.recipe import Recipe
 from tests.support.sched.complete import ROLES
-from tests.support.sched.harness import COEFFICIENTS, SimRequest, simulate
+from tests.support.sched.harness import COEFFICIENTS, Job, simulate
 
 
 def perf(record: Mapping[str, Any]) -> PerfModel:
     return Recipe.of(record).make()
 
 
-def recorded(jobs: list[SimRequest], roles: str, policy: str, every: int = 10_000, routing: str = "least_work") -> str:
+def recorded(jobs: list[Job], roles: str, policy: str, every: int = 10_000, routing: str = "least_work") -> str:
     file, count = io.StringIO(), [0]
     journal = Journal(file)
     limits = Limits(16, 4, 14, 4)

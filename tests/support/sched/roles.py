@@ -1,4 +1,4 @@
-"""Runs in which roles change."""
+"""Runs with role changes."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.journal import Journal, replay
 from tests.support.sched import harness
 from tests.support.sched.cases import MESHES, Case
-from tests.support.sched.harness import COEFFICIENTS, SimRequest, perf
+from tests.support.sched.harness import COEFFICIENTS, Job, perf
 from tests.support.sched.laws import Watch, check_tokens, check_told
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 SEVERAL = {name: roles for name, roles in MESHES.items() if len(roles) > 1}
 TURN = st.tuples(st.floats(0, 0.06), st.dictionaries(st.integers(0, 3), st.sampled_from([P, D, M]), min_size=1))
-TURNS = st.lists(TURN, min_size=1, max_size=8)
-Turns = Sequence[tuple[float, Mapping[int, Role]]]
+ROLE_CHANGES = st.lists(TURN, min_size=1, max_size=8)
+RoleChanges = Sequence[tuple[float, Mapping[int, Role]]]
 
 
-def check(policy: str, case: Case, jobs: list[SimRequest], shape: dict[str, Any], turns: Turns) -> None:
-    """All laws that hold where roles stay, and that equal runs have equal histories."""
+def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], changes: RoleChanges) -> None:
+    """Check all laws that hold with fixed roles, and that equal runs have equal histories."""
     mesh, routing, admission = case
     histories = []
     for _ in range(2):
         watch = Watch(policy, seal=False)
-        outcome = watch.run(jobs, MESHES[mesh], routing=routing, admission=admission, turns=turns, **shape)
+        outcome = watch.run(jobs, MESHES[mesh], routing=routing, admission=admission, role_changes=changes, **shape)
         check_told(outcome, jobs, admission.endswith(":refuse"))
         check_tokens(outcome, watch.records, page_size=4)
         histories.append((watch.records, [one.token_times for one in outcome.requests]))
     assert histories[0] == histories[1]
 
 
-def journalled(jobs: list[SimRequest], mesh: str, policy: str, shape: dict[str, Any], turns: Turns) -> list[str]:
+def journaled(jobs: list[Job], mesh: str, policy: str, shape: dict[str, Any], changes: RoleChanges) -> list[str]:
     file = io.StringIO()
     journal = Journal(file)
     limits = Limits(16, 4, 24, 4)
@@ -47,16 +47,25 @@ def journalled(jobs: list[SimRequest], mesh: str, policy: str, shape: dict[str, 
         return journal.instance(name, policy=policy, limits=limits, role=role, prefix_caching=True, perf=described)
 
     harness.simulate(
-        jobs, SEVERAL[mesh], policy=policy, log=log, turns=turns, tokens=16, rows=4, pages=24, page_size=4, **shape
+        jobs,
+        SEVERAL[mesh],
+        policy=policy,
+        log=log,
+        role_changes=changes,
+        tokens=16,
+        rows=4,
+        pages=24,
+        page_size=4,
+        **shape,
     )
     return file.getvalue().splitlines()
 
 
 def check_replay(lines: list[str]) -> None:
-    """All that was planned is planned again, and nothing else."""
+    """Check that a replay makes the same plans and no others."""
     outcome = replay(lines, perf)
     assert outcome.differences == [] and outcome.plans == sum('"kind":"planned"' in line for line in lines)
 
 
-def run(turns: Turns, jobs: Sequence[SimRequest], roles: Sequence[Role] = (P, D), **shape: Any) -> harness.Outcome:
-    return harness.simulate(list(jobs), roles, turns=turns, **{"pages": 200, **shape})
+def run(changes: RoleChanges, jobs: Sequence[Job], roles: Sequence[Role] = (P, D), **shape: Any) -> harness.Outcome:
+    return harness.simulate(list(jobs), roles, role_changes=changes, **{"pages": 200, **shape})

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.sim.executor import EOS, FILLER
-from tests.support.sched.harness import Outcome, SimRequest
+from tests.support.sched.harness import Job, Outcome
 
 
-def check(outcome: Outcome, jobs: list[SimRequest], draft: int, page_size: int) -> None:
+def check(outcome: Outcome, jobs: list[Job], draft: int, page_size: int) -> None:
     for request, job in zip(outcome.requests, jobs, strict=True):
         told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
         assert told == request.output
@@ -23,8 +23,8 @@ def check(outcome: Outcome, jobs: list[SimRequest], draft: int, page_size: int) 
     check_plans(outcome.plans, jobs, draft, page_size)
 
 
-def check_plans(plans: list[tuple[str, StepPlan]], jobs: list[SimRequest], draft: int, page_size: int) -> None:
-    """Every span has its pages, starts where valid KV ends, and drafts only behind a whole prompt."""
+def check_plans(plans: list[tuple[str, StepPlan]], jobs: list[Job], draft: int, page_size: int) -> None:
+    """Check that every span has its pages, starts at the end of valid KV, and drafts only after a whole prompt."""
     pages: dict[tuple[str, int], int] = {}
     ends: dict[tuple[str, int], int] = {}
     for name, plan in plans:
@@ -36,15 +36,15 @@ def check_plans(plans: list[tuple[str, StepPlan]], jobs: list[SimRequest], draft
             assert pages[at] * page_size >= span.start + span.length, "a span without pages"
             assert 0 <= span.draft <= draft and span.length > span.draft
             if span.draft:
-                assert span.start >= len(jobs[span.request].prompt), "drafted before the prompt was done"
+                assert span.start >= len(jobs[span.request].prompt), "drafted before the prompt was computed"
                 assert span.samples
             if span.begin is None:
-                assert span.start <= ends[at], "the cursor left a hole"
+                assert span.start <= ends[at], "the cursor skipped tokens"
             ends[at] = span.start + span.length
 
 
 JOB = st.builds(
-    lambda start, prompt, output, arrival, cancel, most: SimRequest(
+    lambda start, prompt, output, arrival, cancel, most: Job(
         range(start, start + prompt),
         output,
         arrival,

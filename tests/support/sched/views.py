@@ -15,7 +15,7 @@ def begun(one: Request, computed: int) -> Request:
     return one
 
 
-# one second per 1,000 prompt tokens; a decode step costs 10 ms + 1 ms per 1,000 tokens of its longest row
+# 1 s per 1,000 prompt tokens; a decode step takes 10 ms + 1 ms per 1,000 tokens of its longest row
 PERF = GeneralModel(
     Coefficients(fixed=0.010, prefill=1e-3, decode=0.0, quadratic=0.0, longest=1e-6, context=0.0), correct=False
 )

@@ -1,4 +1,4 @@
-"""A stand-in for the engine where a test needs what a real one does not do on demand: fail, refuse, or be slow."""
+"""An engine double for tests that need failures, refusals or delays on demand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxserve.sched.instance.stats import Counters
 
 
 class Double:
-    """Says the prompt again, token by token, from a thread per request."""
+    """An engine double that repeats the prompt token by token from a thread per request."""
 
     def __init__(self, *, vocab_size: int = 4096, max_model_len: int = 256, delay: float = 0.0, bound: int = 1000):
         instance = InstanceInfo("i0", "mixed", ("cpu:0",), 64, 16)
@@ -40,7 +40,7 @@ class Double:
         self.delay = delay
         self.bound = bound
         self.healthy = True
-        self.fail_after: int | None = None  # tokens after which each request errs
+        self.fail_after: int | None = None  # tokens after which each request fails
         self.reject: str | None = None
         self.submitted: list[Request] = []
         self.cancelled: dict[int, str] = {}
@@ -148,5 +148,5 @@ class Double:
         return True
 
     def close(self) -> bool:
-        """True: nothing is left running."""
+        """Return True: nothing is left running."""
         return True

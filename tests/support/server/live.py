@@ -1,4 +1,4 @@
-"""A server in a thread of the test's process."""
+"""A server in a thread of the test process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Live:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
-        assert self._ready.wait(30), "the server did not come up"
+        assert self._ready.wait(30), "the server did not start"
         self.http = httpx.Client(base_url=self.url, timeout=120)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0)
 
@@ -48,11 +48,11 @@ class Live:
         self._ready.set()
 
     def call(self, work: Callable[[], None]) -> None:
-        """Run something on the server's loop."""
+        """Run `work` on the server's event loop."""
         self._loop.call_soon_threadsafe(work)
 
     def quiet(self, timeout: float = 30.0) -> None:
-        """Wait until nothing runs; fails where something stays."""
+        """Wait until no request runs; fails if one remains."""
         end = time.monotonic() + timeout
         while (stats := self.engine.stats()).running or stats.waiting or self.service.active:
             assert time.monotonic() < end, stats
