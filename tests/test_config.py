@@ -77,7 +77,7 @@ def test_yaml_becomes_a_dataclass():
         ("title: x\nparts:\n- nam: p", r"f.yaml:3: unknown key 'nam' in parts\[0\]; did you mean 'name'"),
         ("title: x\ntitle: y", "f.yaml:2: key 'title' is given twice"),
         ("kind: a", "missing 'title'"),
-        ("title: 3", "title: 3 must be a text"),
+        ("title: 3", "title: 3 must be a string"),
         ("title: x\nkind: c", "kind: 'c' must be one of 'a', 'b'"),
         ("title: x\ncolour: blue", "'blue' must be one of 'red'"),
         ("title: x\non: 1", "on: 1 must be true or false"),

@@ -143,7 +143,7 @@ def test_the_queue_is_bounded_where_nothing_is_said(machine: Machine, start: Sta
     engine = start()
     stuck = Stuck(machine, 0)
     many = []
-    with pytest.raises(QueueFull, match=r"128 requests wait, and max_num_queued_reqs=128") as full:
+    with pytest.raises(QueueFull, match=r"128 requests are waiting; the limit is max_num_queued_reqs=128") as full:
         for _ in range(1000):
             many.append(Heard(engine))
             time.sleep(0.0002)

@@ -234,7 +234,7 @@ def test_every_name_is_served(case: Case, machine: Any, tokenizer: Tokenizer, re
 
 
 def test_what_executors_were_built_with_stays(machine: Any) -> None:
-    with pytest.raises(InvalidValue, match="max_num_seqs=9 must be 8, as these executors were built"):
+    with pytest.raises(InvalidValue, match="max_num_seqs=9 must be 8, as built into these executors"):
         machine.serving(replace(machine.config, policy="vllm", max_num_seqs=9))
 
 
