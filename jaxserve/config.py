@@ -121,13 +121,13 @@ class ServeConfig(HttpSettings):
         None, "devices", "Number of instances that prefill; the others decode. Default: half.", metavar="N"
     )
     mode: Literal["auto", "disaggregated", "colocated"] = flag(
-        "auto", "devices", "colocated: every instance prefills and decodes. disaggregated: each instance does one of the "
-        "two. auto: disaggregated with two or more instances.",
+        "auto", "devices", "colocated: every instance prefills and decodes. disaggregated: each instance does "
+        "one of the two. auto: disaggregated with two or more instances.",
     )  # fmt: skip
     share_devices: bool = flag(False, "devices", "Let instances share devices if there are fewer than R*T.")
     attention_backend: Literal["auto", "mosaic_gpu", "tpu", "xla"] = flag(
-        "auto", "devices", "Attention kernels. auto: the first that can run: mosaic_gpu or xla on a GPU, tpu or xla on a "
-        "TPU, xla on CPU. A named backend that cannot run is an error.",
+        "auto", "devices", "Attention kernels. auto: the first that can run: mosaic_gpu or xla on a GPU, tpu or xla on "
+        "a TPU, xla on CPU. A named backend that cannot run is an error.",
     )  # fmt: skip
     experts_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
         "auto", "devices", "Kernels of the mixture of experts; chosen like --attention-backend."
@@ -146,8 +146,8 @@ class ServeConfig(HttpSettings):
         "prefill=fcfs,decode=continuous.", metavar="NAME",
     )  # fmt: skip
     routing: str = flag(
-        "auto", "scheduling", "Router of requests to instances: least_work (fewest prompt tokens left, after prefix cache "
-        "hits), round_robin, deflect, prefill_budget, next_replica, unified. auto: the policy's default.",
+        "auto", "scheduling", "Router of requests to instances: least_work (fewest prompt tokens left, after prefix "
+        "cache hits), round_robin, deflect, prefill_budget, next_replica, unified. auto: the policy's default.",
         metavar="NAME",
     )  # fmt: skip
     admission: str = flag(
@@ -164,8 +164,8 @@ class ServeConfig(HttpSettings):
         "beside the compiled programs. Default: 5s on accelerators, 10s on CPU.", metavar="TIME",
     )  # fmt: skip
     ttft_slo: Objective = flag(
-        AUTO, "scheduling", "Default TTFT objective of requests that set none, as in 8s or 500ms. auto: 4 prefills of the "
-        "longest prompt, as measured at start; no objective in the Python API.", metavar="TIME|auto",
+        AUTO, "scheduling", "Default TTFT objective of requests that set none, as in 8s or 500ms. auto: 4 prefills of "
+        "the longest prompt, as measured at start; no objective in the Python API.", metavar="TIME|auto",
     )  # fmt: skip
     tpot_slo: Objective = flag(
         AUTO, "scheduling", "Default objective of the mean time per token after the first. auto: 2 full decode steps.",
@@ -185,10 +185,10 @@ class ServeConfig(HttpSettings):
     max_num_seqs: int | None = flag(
         None,
         "scheduling",
-        "Largest number of running requests on an instance. Default: 256 on accelerators, 64 on CPU.",
+        "Most running requests on an instance. Default: 256 on accelerators, 64 on CPU.",
     )
     max_num_batched_tokens: int | None = flag(
-        None, "scheduling", "Largest number of new tokens in a step. Default: 8192 on accelerators, 512 on CPU."
+        None, "scheduling", "Most new tokens in a step. Default: 8192 on accelerators, 512 on CPU."
     )
     max_num_queued_reqs: int | None = flag(
         None, "scheduling", "Requests that may wait, for each instance that takes prompts; further ones get 503 with "
@@ -223,8 +223,8 @@ class ServeConfig(HttpSettings):
         0.9, "memory", "Share of each accelerator's memory for weights, KV cache and temporaries."
     )
     kv_cache_memory: Bytes | None = flag(
-        None, "memory", "Bytes of all KV caches together, as in 2GiB. Default on CPU: 2 GiB or a quarter of free memory, "
-        "whichever is smaller.", metavar="SIZE",
+        None, "memory", "Bytes of all KV caches together, as in 2GiB. Default on CPU: 2 GiB or a quarter of free "
+        "memory, whichever is smaller.", metavar="SIZE",
     )  # fmt: skip
     enable_prefix_caching: bool = flag(True, "memory", "Reuse the KV of earlier requests for equal prefixes.")
 

@@ -88,7 +88,7 @@ def test_what_does_not_fit_ends_in_status_1_and_a_remedy(capsys: pytest.CaptureF
     ("words", "message"),
     [
         (("--model", "llama9", "--devices", "h200"), "model 'llama9' is neither a folder .* llama3-8b, llama3-70b, "),
-        (("--model", "llama3-8b", "--devices", "h900:2"), "no device 'h900' is known; allowed: h200, "),
+        (("--model", "llama3-8b", "--devices", "h900:2"), "unknown device 'h900'; allowed: h200, "),
         (
             ("--model", "llama3-8b", "--devices", "h200:8", "--mesh", "3x4"),
             "mesh='3x4' needs 12 devices and 'h200:8' has 8",
