@@ -31,7 +31,7 @@ def seconds(text: str | float) -> float:
     if match is None:
         if text.strip().lower() in ("inf", ".inf"):
             return float("inf")
-        raise InvalidValue(f"{text!r} must be a number of seconds, or have a unit, as in 8s, 50ms or 2m")
+        raise InvalidValue(f"{text!r} must be a number of seconds, or have a unit as in 8s, 50ms or 2m")
     number, unit = match.groups()
     return float(number) * _SECONDS[unit or "s"]
 
@@ -42,7 +42,7 @@ def size(text: str | int) -> int:
         return text
     match = re.fullmatch(_NUMBER + r"([kmgt]i?)?b?\s*", text, re.IGNORECASE)
     if match is None:
-        raise InvalidValue(f"{text!r} must be a number of bytes, or have a unit, as in 512MiB, 2GiB or 1.5G")
+        raise InvalidValue(f"{text!r} must be a number of bytes, or have a unit as in 512MiB, 2GiB or 1.5G")
     number, unit = match.groups()
     return int(float(number) * _BYTES[(unit or "").lower()])
 

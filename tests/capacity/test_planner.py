@@ -91,7 +91,7 @@ def test_what_does_not_fit_ends_in_status_1_and_a_remedy(capsys: pytest.CaptureF
         (("--model", "llama3-8b", "--devices", "h900:2"), "unknown device 'h900'; allowed: h200, "),
         (
             ("--model", "llama3-8b", "--devices", "h200:8", "--mesh", "3x4"),
-            "mesh='3x4' needs 12 devices and 'h200:8' has 8",
+            "mesh='3x4' needs 12 devices, but 'h200:8' has 8",
         ),
         (("--model", "llama3-8b", "--devices", "h200:8", "--mesh", "8"), "mesh='8' must be RxT"),
         (("--model", "llama3-8b", "--devices", "h200", "--max-model-len", "9000"), "9000 is above the model's 8192"),

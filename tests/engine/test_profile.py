@@ -67,7 +67,7 @@ def test_a_start_measures_and_the_next_one_does_not(
     caplog.clear()
     with caplog.at_level(logging.WARNING, "jaxserve"):
         again = started()
-    assert caplog.text.count("measured again") == 1
+    assert caplog.text.count("measuring again") == 1
     assert max(seconds for _, seconds in again.recipe.points) < 50 * max(seconds for _, seconds in kept["points"])
 
     path.write_text(path.read_text()[:200])  # as a full disk leaves it
