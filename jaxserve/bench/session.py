@@ -1,4 +1,4 @@
-"""A benchmark from the first question to the server to tables and files."""
+"""A benchmark run: asks the server for its model, sends the load, prints tables and writes files."""
 
 from __future__ import annotations
 

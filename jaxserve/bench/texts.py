@@ -63,7 +63,11 @@ class TokenizerWriter:
         return self._ids
 
     def write(self, tokens: Sequence[int]) -> tuple[str, int]:
-        """Convert ids to text; merged neighbors are made up for until the length fits."""
+        """Convert ids to a text that encodes to as many tokens, if possible.
+
+        Neighboring ids may encode to fewer tokens, so the text is cut or extended until its length
+        fits.
+        """
         wanted, given = len(tokens), list(tokens)
         for turn in range(ROUNDS):
             text = self._tokenizer.decode(given)

@@ -13,7 +13,7 @@ from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
 
 MOST = 64  # largest number of devices per instance to try
-ENOUGH = 0.8  # share of the best tokens/s that a smaller T must reach: the lower bound omits collectives
+ENOUGH = 0.8  # share of the best tokens/s that a smaller T must reach, because the floor omits collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Batch:
     """The largest decode step of one instance, and what limits it."""
 
     rows: int
-    seconds: float  # lower bound
+    seconds: float  # the floor
     limit: str  # "TPOT" or "KV"
 
 

@@ -62,7 +62,7 @@ def tables(plan: Plan) -> None:
     if plan.taken is None:
         print(f"does not fit: {plan.why}")
         return
-    print(f"takes {plan.taken.mesh}: {plan.why}")
+    print(f"recommended mesh {plan.taken.mesh}: {plan.why}")
     print_table(
         f"Steps of one instance of {plan.taken.mesh}: at least",
         ["step", "GB", "TFLOP", "ms", "waits for", "tokens/s"],

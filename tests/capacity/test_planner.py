@@ -35,7 +35,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         "70.55 billion parameters",
         "8x1",
         "leaves nothing for the KV cache",
-        "takes 2x4: ",
+        "recommended mesh 2x4: ",
         "decode 64 x 2048",
     ):
         assert part in out

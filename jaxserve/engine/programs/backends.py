@@ -120,7 +120,7 @@ def _attention(config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mappin
 
 
 def _experts(config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> experts.Spec | None:
-    """None: the model has no mixture of experts."""
+    """Describe the mixture of experts for its selection; None: the model has none."""
     if spec.moe is None:
         return None
     narrow = spec.quantised
@@ -143,7 +143,7 @@ def _narrow_experts(layer: Any) -> bool:
 
 
 def _products(config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> products.Spec | None:
-    """None: the model has no 8-bit weights."""
+    """Describe the 8-bit weights for the selection of their matmul; None: the model has none."""
     if spec.quantised is None:
         return None
     blocks = spec.quantised.block is not None

@@ -36,8 +36,8 @@ class StepOutputs:
 
     def __init__(self, rows: jax.Array) -> None:
         self.rows = rows  # [G, E]
-        self.tokens: jax.Array | None = None  # [G, D] int32, of rows that may draft; see `speculate.strict`
-        self.verified: jax.Array | None = None  # [G, D] int32, of rows that may draft, see `speculate.strict`
+        self.tokens: jax.Array | None = None  # [G] int32
+        self.verified: jax.Array | None = None  # [G, D] int32, of rows that may draft; see `speculate.strict`
         self.logprobs: jax.Array | None = None  # [G, 2 + 2 * MAX_LOGPROBS] int32
         self.scores: dict[int, Scores] = {}  # by span
 
