@@ -282,7 +282,10 @@ def test_a_copy_without_the_link_says_so(tmp_path, repo):
         ('{"method": "ngram", "num_speculative_tokens": 16}', "must be 1 to 15"),
         ('{"method": "ngram", "num_speculative_tokens": 4, "model": "x"}', "takes no model"),
         ('{"method": "draft_model", "num_speculative_tokens": 4}', "needs a model"),
-        ('{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 5, "prompt_lookup_max": 3}', "at most the maximum"),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 5, "prompt_lookup_max": 3}',
+            "at most the maximum",
+        ),
         ('{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup": 5}', "prompt_lookup"),
         ('{"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "probabilistic"}', "strict"),
     ],

@@ -159,7 +159,7 @@ def test_a_request_that_waits_too_long_is_told(machine: Machine, start: Starter)
     assert stuck.reached.wait(20)
     waiting = [Heard(engine) for _ in range(20)]
     ends = [one.end() for one in waiting[8:]]  # the first are in the step that is planned ahead
-    assert {one.finish_reason for one in ends} == {"expired"} and "waited 0.9 s" in str(ends[0].error)
+    assert {one.finish_reason for one in ends} == {"expired"} and "not started within 0.9 s" in str(ends[0].error)
     stuck.free.set()
     assert {one.end().finish_reason for one in (begun, waiting[0])} == {"length"}
     assert Heard(engine).end().finish_reason == "length"

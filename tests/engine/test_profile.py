@@ -159,7 +159,7 @@ def test_the_command_writes_what_serve_simulate_and_fit_read(
     ("words", "said"),
     [
         (["--runs", "0"], "runs=0 must be at least 1"),
-        (["--time", "0s"], "time='0s' must be more than 0"),
+        (["--time", "0s"], "time='0s' must be above 0"),
         (["--out", "nowhere/mine.yaml"], "out='nowhere/mine.yaml': folder 'nowhere' does not exist"),
     ],
 )
