@@ -2,7 +2,7 @@
 
     from jaxserve import LLM, SamplingParams
 
-The names below are loaded on first use: importing jaxserve does not import jax.
+Public names are loaded on first use, so importing jaxserve does not import jax.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The errors of jaxserve, for callers outside `sched`: one tree, caught broadly (`JaxserveError`) or narrowly."""
+"""The errors of jaxserve, for code outside `sched`; all derive from `JaxserveError`."""
 
 from jaxserve.sched.api.errors import ECHO, InvalidValue, JaxserveError, QueueFull, StepFailed, short
 

@@ -1,4 +1,4 @@
-"""Generating without a server: `LLM` for scripts and notebooks, `AsyncLLM` for programs with an event loop.
+"""Generation without a server: `LLM` for scripts and notebooks, `AsyncLLM` for event loops.
 
 with LLM(mesh="2x1") as llm:
     for output in llm.generate(["Hello", "def main("], SamplingParams(max_tokens=20)):
@@ -50,7 +50,7 @@ __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Prompt", "RequestOutput"]
 
 
 class _Base:
-    """An engine with a tokenizer in front. Use as a context manager, or call `close`."""
+    """An engine with a tokenizer. Use it as a context manager, or call `close`."""
 
     def __init__(
         self,
@@ -61,20 +61,20 @@ class _Base:
         config: ServeConfig | None = None,
         **settings: Any,
     ) -> None:
-        """Load and warm up.
+        """Load the model and warm up.
 
-        `model` and `settings` are those of ServeConfig by name (`mesh="2x1"`, `policy=…`, `ttft_slo="8s"`, …). A
-        ready `config`, `engine` or `tokenizer_object` may be given instead. Raises InvalidValue.
+        `model` and `settings` are fields of ServeConfig (`mesh="2x1"`, `policy=…`, `ttft_slo="8s"`, …). A
+        `config`, `engine` or `tokenizer_object` may be passed instead. Raises InvalidValue.
         """
         if config is None:
-            settings.setdefault("queue_timeout", 0.0)  # no client waits here that would rather be told to come again
+            settings.setdefault("queue_timeout", 0.0)  # no timeout by default: offline callers wait
             config = ServeConfig.load(**({} if model is None else {"model": model}), **settings)
         elif model is not None or settings:
             raise InvalidValue(f"config is given, so {', '.join(['model', *settings])} must not be", "config")
         self.config = config
         self.tokenizer = tokenizer_object or find_tokenizer(config)
         if engine is None:
-            from jaxserve.engine.engine import Engine  # jax only now
+            from jaxserve.engine.engine import Engine  # imports jax, so only now
 
             with bar("warming up") as progress:
                 engine = Engine.start(config, progress=progress)
@@ -84,19 +84,19 @@ class _Base:
         self._metrics: Metrics = Metrics(engine, config.names[0])
 
     def close(self) -> None:
-        """End the engine; what is running is aborted."""
+        """Close the engine and abort running requests."""
         self.engine.close()
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What each instance is for at present: `prefill`, `decode` or `mixed`."""
+        """The current role of each instance: `prefill`, `decode` or `mixed`."""
         return tuple(role.value for role in self.engine.roles)
 
     def set_roles(self, roles: Sequence[str] | Mapping[int, str]) -> tuple[str, ...]:
-        """Change what instances are for while they serve: all of them, or some by index. Returns all roles.
+        """Set the roles of all instances, or of some by index, while serving; return the roles of all.
 
-        No request is lost. Raises InvalidValue, and changes nothing, where a role is unknown, or nobody would be left
-        to prefill or to decode.
+        No request is lost. Raises InvalidValue, and changes nothing, if a role is unknown or no instance
+        would prefill or decode.
         """
         return tuple(role.value for role in self.engine.set_roles(roles_of(roles, len(self.engine.roles))))
 
@@ -109,7 +109,7 @@ class _Base:
         tier: str | None,
         request_id: str | None = None,
     ) -> Submission:
-        """Check everything that can be checked before anything runs. Raises InvalidValue."""
+        """Check a request before it is submitted, and build the submission. Raises InvalidValue."""
         params = SamplingParams() if params is None else params
         for name, given, kind, allowed in (
             ("sampling_params", params, SamplingParams, "SamplingParams"),
@@ -137,14 +137,17 @@ class _Base:
 
 
 def _capped(params: SamplingParams, room: int) -> SamplingParams:
-    """Offline, an output may ask for more than fits: it ends with `length` when the context is full."""
+    """Limit an offline output to the context: it ends with `length` when the context is full."""
     if params.max_tokens is None or params.max_tokens <= room or room < 1:
         return params
     return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
 class LLM(_Base):
-    """Generates for many prompts at once and returns when all are done. Works where an event loop already runs."""
+    """Generates for many prompts at once and returns when all are done.
+
+    Also works if an event loop is already running, as in a notebook.
+    """
 
     def __enter__(self) -> Self:
         return self
@@ -164,14 +167,17 @@ class LLM(_Base):
         tier: str | Sequence[str] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate for each prompt, in order.
+        """Generate for each prompt and return the outputs in order.
 
-        A prompt is a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; such a mapping may
-        have a `cache_salt`: in the prefix cache, prompts with different ones share nothing. `sampling_params`, `slo`,
-        `priority` and `tier` are one for all or one per prompt. `tier` names a tier of the configuration, whose SLO and
-        priority hold unless `slo` or `priority` is given. `use_tqdm` shows a progress bar when it takes longer than a
-        moment. A request that fails has `finish_reason` "error" or "unavailable". Raises InvalidValue for a prompt that
-        is malformed or does not fit, before anything runs.
+        A prompt is a string, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; a
+        mapping may have a `cache_salt`: prompts with different salts share no pages of the prefix cache.
+
+        `sampling_params`, `slo`, `priority` and `tier` are one value for all prompts or one per prompt.
+        `tier` names a tier of the configuration; its SLO and priority hold unless `slo` or `priority` is
+        given. `use_tqdm` shows a progress bar if generation takes longer than a moment.
+
+        A request that fails has `finish_reason` "error" or "unavailable". Raises InvalidValue for a
+        prompt that is malformed or does not fit, before anything runs.
         """
         many = parse_prompts(prompts)
         given = ("sampling_params", sampling_params), ("slo", slo), ("priority", priority), ("tier", tier)
@@ -193,7 +199,7 @@ class LLM(_Base):
         tier: str | Sequence[str] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate the next message of one conversation, or of each of several."""
+        """Generate the next message of one conversation, or of several."""
         single = bool(messages) and isinstance(messages[0], dict)
         talks = cast(Sequence[Sequence[Message]], [messages] if single else messages)
         texts = [
@@ -216,18 +222,18 @@ class LLM(_Base):
         return self.tokenizer.hf
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; False, and nothing is forgotten, where requests are running or waiting."""
+        """Empty the prefix cache; return False, and change nothing, if requests run or wait."""
         return bool(self.engine.reset_prefix_cache())
 
     def get_metrics(self) -> list[Metric]:
-        """Return what a server would export at /metrics, as values of `jaxserve.server.metrics_reader`."""
+        """Return the metrics that a server exports at /metrics, as in `jaxserve.server.metrics_reader`."""
         from jaxserve.server.metrics import PREFIX
 
         return read_metrics(self._metrics.registry, PREFIX)
 
 
 class AsyncLLM(_Base):
-    """Generates for one prompt per call, many at a time, on the caller's event loop."""
+    """Generates for one prompt per call, many calls at a time, on the caller's event loop."""
 
     _mailbox: Mailbox | None = None
 
@@ -240,7 +246,7 @@ class AsyncLLM(_Base):
         await asyncio.to_thread(self.close)
 
     def _open_mailbox(self) -> Mailbox:
-        """The mailbox of the loop that runs: a program may have one loop after another."""
+        """Return the mailbox of the running loop; a program may use several loops in turn."""
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
@@ -251,7 +257,7 @@ class AsyncLLM(_Base):
         return self.tokenizer.hf
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; False, and nothing is forgotten, where requests are running or waiting."""
+        """Empty the prefix cache; return False, and change nothing, if requests run or wait."""
         return bool(await asyncio.to_thread(self.engine.reset_prefix_cache))
 
     async def stream(
@@ -264,10 +270,10 @@ class AsyncLLM(_Base):
         priority: int | None = None,
         tier: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream the outputs piece by piece: each RequestOutput holds only what is new since the last.
+        """Stream the outputs incrementally: each RequestOutput has only what is new since the last.
 
-        The arguments are those of `generate`. Closing the iterator, or cancelling the task that reads it, cancels the
-        request in the engine.
+        The arguments are those of `generate`. Closing the iterator, or cancelling the task that reads it,
+        cancels the request.
         """
         job = self._job(parse_prompt(prompt), sampling_params, slo, priority, tier, request_id)
         left = job.params.n
@@ -290,12 +296,12 @@ class AsyncLLM(_Base):
         priority: int | None = None,
         tier: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream the outputs as vLLM does: each RequestOutput holds all of them so far, the last one is `finished`.
+        """Stream the outputs as vLLM does: each RequestOutput has everything so far; the last is `finished`.
 
-        Prompts are those of `LLM.generate`. `request_id` names the request in its outputs and in the journal. `tier`
-        names a tier of the configuration, whose SLO and priority hold unless `slo` or `priority` is given. Closing the
-        iterator, or cancelling the task that reads it, cancels the request in the engine. Raises InvalidValue for a
-        prompt that is malformed or does not fit.
+        Prompts are those of `LLM.generate`. `request_id` names the request in its outputs and in the
+        journal. `tier` names a tier of the configuration; its SLO and priority hold unless `slo` or
+        `priority` is given. Closing the iterator, or cancelling the task that reads it, cancels the
+        request. Raises InvalidValue for a prompt that is malformed or does not fit.
         """
         job = self._job(parse_prompt(prompt), sampling_params, slo, priority, tier, request_id)
         whole = blank_output(job)
@@ -308,7 +314,7 @@ class AsyncLLM(_Base):
                 yield snapshot(whole)
 
     async def _pieces(self, job: Submission) -> AsyncGenerator[Piece, None]:
-        """Read the pieces of a job, counting them for the metrics."""
+        """Yield the pieces of a job and count them in the metrics."""
         begun = False
         async with aclosing(pieces(self.engine, self.tokenizer, job, self._open_mailbox())) as news:
             async for piece in news:
@@ -320,7 +326,7 @@ class AsyncLLM(_Base):
 
 
 def _each(given: Any, count: int, name: str) -> list[Any]:
-    """One per prompt, from one for all or one for each."""
+    """Expand one value for all prompts, or check that there is one per prompt."""
     if not isinstance(given, list | tuple):
         return [given] * count
     if len(given) != count:
@@ -329,11 +335,11 @@ def _each(given: Any, count: int, name: str) -> list[Any]:
 
 
 def _no_bar(done: float, total: float, note: str = "") -> None:
-    """Instead of a progress bar."""
+    """Replace the progress bar with nothing."""
 
 
 class _Full(Exception):
-    """The engine takes no more for now."""
+    """The engine accepts no more requests for now."""
 
 
 def run_batch(
@@ -343,7 +349,7 @@ def run_batch(
     progress: Callable[..., None],
     metrics: Metrics,
 ) -> list[RequestOutput]:
-    """Run all jobs at once; where the engine's queue is bounded, as many as it takes."""
+    """Run all jobs, as many at a time as the engine's queue accepts."""
     outputs = [blank_output(job) for job in jobs]
     news: queue.SimpleQueue[tuple[int, Choice, Delta]] = queue.SimpleQueue()
     running: dict[int, list[Choice]] = {}
@@ -356,7 +362,7 @@ def run_batch(
             metrics.begun(job)
         except QueueFull as error:
             if not running:
-                raise  # nothing of ours will make room
+                raise  # none of these jobs will free a place in the queue
             raise _Full from error
 
     try:
@@ -388,7 +394,7 @@ def blank_output(job: Submission) -> RequestOutput:
 
 
 def add_piece(whole: RequestOutput, output: CompletionOutput, piece: Piece, tokenizer: Tokenizer) -> None:
-    """Append what is new."""
+    """Append a piece to an output."""
     output.text += piece.text
     output.token_ids.extend(piece.tokens)
     if piece.logprobs:
@@ -396,7 +402,7 @@ def add_piece(whole: RequestOutput, output: CompletionOutput, piece: Piece, toke
         output.logprobs.extend(logprob_dict(at, tokenizer) for at in piece.logprobs)
         output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(at.logprob for at in piece.logprobs)
     if piece.prompt_logprobs:
-        whole.prompt_logprobs = whole.prompt_logprobs or [None]  # nothing comes before the first token
+        whole.prompt_logprobs = whole.prompt_logprobs or [None]  # the first token has no log-probability
         whole.prompt_logprobs.extend(logprob_dict(at, tokenizer) for at in piece.prompt_logprobs)
     if piece.finish_reason is not None:
         output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
@@ -404,7 +410,7 @@ def add_piece(whole: RequestOutput, output: CompletionOutput, piece: Piece, toke
 
 
 def snapshot(whole: RequestOutput) -> RequestOutput:
-    """Copy what grows, so that an output stays what it was when it was yielded."""
+    """Copy the growing parts, so that a yielded output does not change later."""
     outputs = [
         replace(one, token_ids=list(one.token_ids), logprobs=None if one.logprobs is None else list(one.logprobs))
         for one in whole.outputs

@@ -1,4 +1,4 @@
-"""What a finished or running generation looks like to a caller, with vLLM's names."""
+"""Outputs of generation, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxserve.sched.api.request import Request
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of one request in seconds on the engine's clock (only differences have a meaning)."""
+    """Times of a request in seconds on the engine's clock; only differences are meaningful."""
 
     arrival: float
     scheduled: float | None
     first_token: float | None
     finished: float | None
     token_times: tuple[float, ...] = ()
-    cached: int = 0  # prompt tokens whose KV was found in the prefix cache
+    cached: int = 0  # prompt tokens found in the prefix cache
 
     @classmethod
     def of(cls, request: Request) -> RequestMetrics:
@@ -29,19 +29,19 @@ class RequestMetrics:
 
     @property
     def ttft(self) -> float | None:
-        """Arrival to first token."""
+        """Seconds from arrival to first token."""
         return None if self.first_token is None else self.first_token - self.arrival
 
     @property
     def tpot(self) -> float | None:
-        """Mean time per token after the first; None for fewer than two tokens."""
+        """Mean seconds per token after the first; None for fewer than two tokens."""
         times = self.token_times
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of one token at one position. rank 1 is the most likely token of the vocabulary."""
+    """The log-probability of a token at a position; rank 1 is the most likely token."""
 
     logprob: float
     rank: int | None = None
@@ -50,7 +50,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of the `n` outputs of a request, or news of it."""
+    """One of the `n` outputs of a request, whole or incremental."""
 
     index: int
     text: str = ""
@@ -58,14 +58,14 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     finish_reason: str | None = None  # "stop", "length", "abort", or one of sched.plan.GIVEN_UP
-    stop_reason: int | str | None = None  # the stop token or string, where one of the caller's ended it
-    error: str | None = None  # what went wrong, where finish_reason is one of GIVEN_UP
+    stop_reason: int | str | None = None  # the requested stop token or string that ended the output
+    error: str | None = None  # the failure, if finish_reason is one of GIVEN_UP
     metrics: RequestMetrics | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What came of one prompt. While streaming, `outputs` holds only what is new."""
+    """The outputs of one prompt. With `AsyncLLM.stream`, `outputs` has only what is new."""
 
     request_id: str
     prompt: str | None
@@ -81,13 +81,13 @@ class RequestOutput:
 
 
 class Piecewise(Protocol):
-    """What can name a token."""
+    """The part of a tokenizer that names a token."""
 
     def piece(self, token: int) -> str: ...
 
 
 def logprob_dict(position: TokenLogprobs, tokenizer: Piecewise) -> dict[int, Logprob]:
-    """One position as vLLM has it: token id -> Logprob, the sampled token and the best alternatives."""
+    """Convert a position to vLLM's form: {token id: Logprob} of the sampled and the best tokens."""
     made = {
         token: Logprob(logprob, rank, tokenizer.piece(token)) for rank, (token, logprob) in enumerate(position.top, 1)
     }

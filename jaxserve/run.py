@@ -1,4 +1,4 @@
-"""`python -m jaxserve.run`: serve a model over HTTP, with OpenAI's API. The same as `jaxserve serve`."""
+"""`python -m jaxserve.run`: serve a model with OpenAI's API, like `jaxserve serve`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxserve.cli.main import dispatch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `python -m jaxserve.run`."""
+    """Run `jaxserve serve` with the arguments of `python -m jaxserve.run`."""
     return dispatch("serve", argv, prog="python -m jaxserve.run")
 
 

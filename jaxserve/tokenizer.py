@@ -1,4 +1,4 @@
-"""Text to token ids and back: a thin layer over transformers, which brings tokenizers and chat templates."""
+"""The tokenizer: a thin layer over the tokenizers and chat templates of transformers."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Message = Mapping[str, Any]
 
 
 class Tokenizer:
-    """One model's tokenizer. Safe to use from several threads."""
+    """A model's tokenizer, safe to use from several threads."""
 
     def __init__(self, hf: Any, chat_template: str | None = None) -> None:
-        """`hf` is a transformers tokenizer; `chat_template` replaces the template that it brings."""
+        """hf: a transformers tokenizer. chat_template: replaces the tokenizer's own template."""
         self._hf = hf
         self._template = chat_template
         self.piece_bytes = lru_cache(maxsize=65536)(self._piece_bytes)
-        self._lock = threading.Lock()  # for tokenizers that encode through transformers' own code
+        self._lock = threading.Lock()  # for tokenizers that encode in Python
         if self._reentrant:
-            self._backend.no_truncation()  # transformers undoes both at each call, which is not thread-safe
+            self._backend.no_truncation()  # transformers disables both at each call, which is not thread-safe
             self._backend.no_padding()
 
     @classmethod
     def load(cls, name: str | Path, revision: str | None = None, chat_template: str | None = None) -> Tokenizer:
-        """Load by Hugging Face name or folder. `chat_template` is a file, or the template itself."""
-        from transformers import AutoTokenizer  # seconds: not for those who only want --help
+        """Load by Hugging Face name or from a folder. chat_template: a file, or the template itself."""
+        from transformers import AutoTokenizer  # takes seconds, which --help should not pay
 
         if chat_template is not None and "{" not in chat_template:
             path = Path(chat_template)
@@ -44,7 +44,7 @@ class Tokenizer:
             chat_template = path.read_text(encoding="utf-8")
         try:
             loaded = AutoTokenizer.from_pretrained(str(name), revision=revision)
-        except Exception as error:  # transformers raises what the format of the files happens to lead to
+        except Exception as error:  # transformers can raise anything, depending on the files
             reason = " ".join(str(error).split())[:300]
             raise InvalidValue(
                 f"no tokenizer could be loaded from {str(name)!r} ({type(error).__name__}: {reason}); expected "
@@ -62,17 +62,17 @@ class Tokenizer:
         return len(self._hf)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with what the model wants around it (BOS) unless `add_special_tokens` is off."""
+        """Encode a text, with the model's special tokens (BOS) unless `add_special_tokens` is off."""
         if self._reentrant:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         with self._lock:
-            # quiet of lengths: the limit is the context, and callers check it
+            # No warning about lengths: callers check the context.
             return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of some tokens; what is not valid UTF-8 becomes U+FFFD. Ids beyond the vocabulary are empty."""
+        """Decode tokens; invalid UTF-8 becomes U+FFFD, and ids beyond the vocabulary are empty."""
         text: str
-        if self._backend is not None:  # as transformers would, without its checks of what `tokens` might be
+        if self._backend is not None:  # as transformers does, without its checks of `tokens`
             text = self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
             return text
         text = self._hf.decode(
@@ -89,9 +89,9 @@ class Tokenizer:
         template: str | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation; `arguments` are further variables of the template.
+        """Render a conversation to a prompt text; `arguments` are further variables of the template.
 
-        Raises InvalidValue where there is no template or it refuses.
+        Raises InvalidValue if there is no template or the template raises.
         """
         template = template or self._template
         taken = set(arguments or ()) & set(inspect.signature(self._hf.apply_chat_template).parameters)
@@ -112,7 +112,7 @@ class Tokenizer:
                 continue_final_message=continue_final_message,
                 **(arguments or {}),
             )
-        except Exception as error:  # a template is a program: it may raise anything
+        except Exception as error:  # a template is a program that may raise anything
             reason = str(error)
             reason = reason if len(reason) <= 200 else reason[:199] + "…"
             raise InvalidValue(f"the chat template refuses these messages: {reason}", "messages") from error
@@ -124,12 +124,12 @@ class Tokenizer:
 
     @cached_property
     def _backend(self) -> Any:
-        """The Rust tokenizer under transformers' own, where there is one."""
+        """The Rust tokenizer behind transformers' own; None if there is none."""
         return getattr(self._hf, "backend_tokenizer", None)
 
     @cached_property
     def _reentrant(self) -> bool:
-        """Whether the Rust tokenizer alone gives the ids that transformers would, from several threads at a time."""
+        """Whether the Rust tokenizer alone, which is thread-safe, gives the ids that transformers would."""
         from transformers import PreTrainedTokenizerFast
 
         own = type(self._hf)._encode_plus is PreTrainedTokenizerFast._encode_plus
@@ -137,22 +137,22 @@ class Tokenizer:
 
     @cached_property
     def longest_piece(self) -> int:
-        """An upper bound on the characters that one token stands for, as vLLM's `max_chars_per_token`.
+        """An upper bound on the characters of a token, as vLLM's `max_chars_per_token`.
 
-        Vocabularies that can write any byte have no token for unknown text; the others may make one token of a long
-        unknown word, so their bound is at least WordPiece's longest word.
+        Vocabularies that can encode any byte have no token for unknown text. The others may encode a long
+        unknown word as one token, so their bound is at least WordPiece's longest word.
         """
         longest = max(map(len, self._hf.get_vocab()))
         return longest if self._byte_level or self.byte_fallback else max(longest, 128)
 
     @cached_property
     def special(self) -> frozenset[int]:
-        """Ids that `skip_special_tokens` leaves out of the text."""
+        """Ids that `skip_special_tokens` omits from the text."""
         return frozenset(self._hf.all_special_ids)
 
     @cached_property
     def byte_fallback(self) -> frozenset[int]:
-        """Ids that stand for one raw byte each (`<0x0A>`); a run of them is text only as a whole."""
+        """Ids of single raw bytes (`<0x0A>`); only a whole run of them is valid text."""
         if self._byte_level:
             return frozenset()
         return frozenset(id for piece, id in self._hf.get_vocab().items() if _BYTE_PIECE.fullmatch(piece))
@@ -167,7 +167,7 @@ class Tokenizer:
         return any(part.get("type") == "ByteLevel" for part in [state, *state.get("decoders", ())])
 
     def _piece_bytes(self, token: int) -> bytes:
-        """The bytes of one token; a character may be spread over several tokens."""
+        """Return the bytes of a token; a character may span several tokens."""
         piece = self._hf.convert_ids_to_tokens(token)
         if piece is None:
             return b""
@@ -183,13 +183,13 @@ class Tokenizer:
         return str(piece).replace(_SPACE, " ").encode()
 
     def piece(self, token: int) -> str:
-        """One token as text, for lists of log-probabilities."""
+        """Return a token as text, for lists of log-probabilities."""
         return self.piece_bytes(token).decode("utf-8", errors="replace")
 
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as a printable character: itself where it is one, else from U+0100 on."""
+    """Return byte-level BPE's printable character for each byte: itself, or from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]

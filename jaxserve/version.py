@@ -1,3 +1,3 @@
-"""The version, for those who want to know it without importing anything else."""
+"""The version, importable without any other module."""
 
 __version__ = "0.1.0"

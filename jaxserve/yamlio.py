@@ -1,4 +1,4 @@
-"""Dataclasses from YAML, strictly: an unknown key, a wrong type or a key given twice is an error with file and line."""
+"""Strict conversion of YAML to dataclasses: errors name file, line, value and what is allowed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUMBER = r"\s*([+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*"
 
 
 def seconds(text: str | float) -> float:
-    """Seconds from a number or from a text with its unit: `8s`, `50ms`, `250us`, `2m`, `1h`; `inf` is allowed."""
+    """Parse seconds: a number, or a string with a unit: `8s`, `50ms`, `250us`, `2m`, `1h`; or `inf`."""
     if isinstance(text, int | float):
         return float(text)
     match = re.fullmatch(_NUMBER + r"(us|µs|ms|s|m|min|h)?\s*", text)
@@ -37,7 +37,7 @@ def seconds(text: str | float) -> float:
 
 
 def size(text: str | int) -> int:
-    """Bytes from a number or from a text with its unit: `512MiB`, `2GiB`, `1.5G`."""
+    """Parse bytes: a number, or a string with a unit: `512MiB`, `2GiB`, `1.5G`."""
     if isinstance(text, int):
         return text
     match = re.fullmatch(_NUMBER + r"([kmgt]i?)?b?\s*", text, re.IGNORECASE)
@@ -48,9 +48,9 @@ def size(text: str | int) -> int:
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """The end of an error message about an unknown word: the nearest allowed one, and all of them if that helps."""
+    """Return a hint for an unknown word: the closest allowed one, and all of them if they are few."""
     names = sorted(allowed)
-    close = difflib.get_close_matches(word[:100], names, n=1)  # its time grows with the word, which a client may send
+    close = difflib.get_close_matches(word[:100], names, n=1)  # bounded: clients may send long words
     if close and len(names) > 12:
         return f"did you mean {close[0]!r}?"
     hint = f"did you mean {close[0]!r}? " if close else ""
@@ -60,30 +60,34 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
 def load_yaml(path: str | Path, cls: type[T]) -> T:
     """Read a YAML file as the dataclass `cls`.
 
-    Keys are field names (`-` and `_` are the same). Field types may be int, float, bool, str, Path, None, Literal,
-    Enum, dataclasses, tuples, lists, mappings and unions of these. A float may be written with a unit of time (`8s`
-    is 8.0, `50ms` is 0.05). Raises InvalidValue with file and line, naming the value and what is allowed; what
-    `__post_init__` raises gets file and line too. A missing file is a FileNotFoundError.
+    Keys are field names (`-` and `_` are equal). Field types may be int, float, bool, str, Path, None,
+    Literal, Enum, dataclasses, tuples, lists, mappings, and unions of these. A float may have a unit
+    of time (`8s` is 8.0, `50ms` is 0.05). Unknown keys, wrong types and repeated keys are errors.
+
+    Raises InvalidValue with file and line, also for errors from `__post_init__`, and
+    FileNotFoundError for a missing file.
     """
     return parse_yaml(Path(path).read_text(encoding="utf-8"), cls, str(path))
 
 
 def parse_yaml(text: str, cls: type[T], source: str = "<yaml>") -> T:
-    """As `load_yaml`, from text; `source` names it in errors."""
+    """Parse YAML text like `load_yaml`; `source` names it in errors."""
     node = _compose(text, source)
     built: T = _build(cls, {}, source) if node is None else _Reader(source).value(node, cls, "")
     return built
 
 
 def load_fields(path: str | Path, cls: type[Any]) -> dict[str, Any]:
-    """The fields of dataclass `cls` that a YAML file gives, read as strictly, without building it: defaults and
-    flags can then be laid under and over them."""
+    """Read the fields of dataclass `cls` from a YAML file without building it.
+
+    Defaults and flags can then be merged below and above them. As strict as `load_yaml`.
+    """
     node = _compose(Path(path).read_text(encoding="utf-8"), str(path))
     return {} if node is None else _Reader(str(path)).fields(node, cls, "")
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """A plain value (or the text of a flag) as the type `hint`. Raises InvalidValue saying what was expected."""
+    """Convert a plain value, or the string of a flag, to type `hint`. Raises InvalidValue."""
     return _convert_scalar(value, hint)
 
 
@@ -112,7 +116,7 @@ def _build(cls: Any, fields: Mapping[str, Any], where: str) -> Any:
 
 
 class _Reader:
-    """Walks a YAML node tree and a type together, so that every error knows its line."""
+    """Converts YAML nodes to a type; keeps the nodes, so that every error has a line."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -122,7 +126,7 @@ class _Reader:
         return f"{self.source}:{node.start_mark.line + 1}"
 
     def value(self, node: yaml.Node, hint: Any, name: str) -> Any:
-        """The value of `node` as `hint`; `name` is its dotted path in the file."""
+        """Convert `node` to `hint`; `name` is its dotted path in the file."""
         if dataclasses.is_dataclass(hint):
             return _build(hint, self.fields(node, hint, name), self.at(node))
         origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -182,7 +186,7 @@ class _Reader:
         allowed = {f.name for f in dataclasses.fields(cls) if f.init}
         made: dict[str, Any] = {}
         for _, key_node, child in self.items(node, name):
-            key = str(key_node.value)  # as written: YAML reads `on` as a truth value
+            key = str(key_node.value)  # as written: YAML reads `on` as a boolean
             field = key.replace("-", "_")
             if field not in allowed:
                 inside = f" in {name}" if name else ""
@@ -244,5 +248,5 @@ def _convert_scalar(value: Any, hint: Any) -> Any:
         return value
     if hint is Path and isinstance(value, str):
         return Path(value)
-    expected = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+    expected = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
     raise InvalidValue(f"{value!r} must be {expected.get(hint, _name(hint))}")

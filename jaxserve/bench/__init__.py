@@ -1,1 +1,1 @@
-"""Load on any OpenAI-compatible endpoint, and what came of it. A client: it never imports jax."""
+"""The load generator for OpenAI-compatible servers, and its results. It never imports jax."""

@@ -1,4 +1,4 @@
-"""What servers of each kind take, by the name of `--backend`."""
+"""Request formats of servers, by the values of `--backend`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 
 class Backend(NamedTuple):
-    """Fields and prompts that a server takes."""
+    """The prompts and fields that a server accepts."""
 
     chat: bool = False  # /v1/chat/completions
-    text: bool = False  # prompts as text, also where no tokenizer is named
-    ignore_eos: bool = True  # unless the command line says otherwise
-    objectives: bool = False  # ttft_slo_ms and the like
+    text: bool = False  # prompts as text, even without a tokenizer
+    ignore_eos: bool = True  # default of --ignore-eos
+    objectives: bool = False  # ttft_slo_ms and other objectives
 
 
 BACKENDS = {
     "jaxserve": Backend(objectives=True),
     "jaxserve-chat": Backend(chat=True, text=True, objectives=True),
-    "openai": Backend(text=True, ignore_eos=False),  # nothing but what OpenAI's API has
+    "openai": Backend(text=True, ignore_eos=False),  # only what OpenAI's API has
     "openai-chat": Backend(chat=True, text=True, ignore_eos=False),
     "vllm": Backend(),
     "sglang": Backend(),

@@ -1,4 +1,4 @@
-"""One streaming request to an OpenAI-compatible endpoint, timed token by token."""
+"""One streaming request to an OpenAI-compatible server, timed token by token."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jaxserve.bench.load import Call
 from jaxserve.errors import InvalidValue
 
 LINE = 1 << 20  # bytes: an event with many log-probabilities is one long line
-SHOWN = 300  # characters of a refusal
+SHOWN = 300  # characters of an error response
 TIMEOUT = 6 * 3600.0  # seconds; a benchmark waits for the slowest request
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one call. Times are seconds: `start` since the run began, the others since `start`.
+    """The result of one call. Times in seconds: `start` since the run began, the others since `start`.
 
-    Written by the one task that sends the call. `error` is "" where the request succeeded.
+    Writer: the task that sends the call. `error` is "" if the request succeeded.
     """
 
     call: Call
@@ -40,18 +40,18 @@ class Outcome:
 
     @property
     def lag(self) -> float:
-        """How much later than planned it was sent: the client's own delay, or its limit on concurrency."""
+        """Seconds by which the call was sent late: the client's own delay, or its concurrency limit."""
         return self.start - self.call.at
 
     @property
     def tpot(self) -> float:
-        """Mean seconds per output token after the first; 0 where there is none."""
+        """Mean seconds per output token after the first; 0 without one."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to send, and what to add to every request."""
+    """The server, and what to add to every request."""
 
     base_url: str  # without /v1
     model: str
@@ -60,7 +60,7 @@ class Target:
     headers: Mapping[str, str] = field(default_factory=dict)
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     ignore_eos: bool = True
-    objectives: bool = True  # send those of each call
+    objectives: bool = True  # send the objectives of each call
     api_key: str = "none"
 
     @property
@@ -68,7 +68,7 @@ class Target:
         return self.endpoint or ("/v1/chat/completions" if self.chat else "/v1/completions")
 
     def standard(self, call: Call) -> dict[str, Any]:
-        """The fields of the request that OpenAI's API has."""
+        """Return the fields that are in OpenAI's API."""
         body: dict[str, Any] = {"model": self.model, "stream": True, "temperature": 0.0}
         body["stream_options"] = {"include_usage": True}
         if self.chat:
@@ -82,7 +82,7 @@ class Target:
         return body
 
     def extra(self, call: Call) -> dict[str, Any]:
-        """The fields that it has not: the objectives of the request, and what the command line adds."""
+        """Return the fields outside OpenAI's API: objectives, and those of the command line."""
         body: dict[str, Any] = {"ignore_eos": True} if self.ignore_eos else {}
         if self.objectives:
             body |= {name: value for name, value in call.slo.body().items() if value is not None}
@@ -91,12 +91,14 @@ class Target:
 
 class Sender(Protocol):
     async def send(self, call: Call, began: float) -> Outcome:
-        """Send one call and read its stream to the end; never raises for what the server does. `began` is the
-        perf_counter of the run's beginning."""
+        """Send a call and read its stream to the end; never raises for the server's behavior.
+
+        began: perf_counter at the start of the run.
+        """
 
 
 class Clock:
-    """Notes when tokens arrive and writes them into an outcome."""
+    """Records the arrival of tokens in an outcome."""
 
     __slots__ = ("_last", "_outcome", "_sent", "chunks")
 
@@ -107,7 +109,7 @@ class Clock:
         outcome.start = self._sent - began
 
     def token(self) -> None:
-        """A chunk with at least one token has arrived."""
+        """Record a chunk with at least one token."""
         now, outcome = perf_counter(), self._outcome
         if self.chunks == 0:
             outcome.ttft = now - self._sent
@@ -120,7 +122,7 @@ class Clock:
         self._outcome.prompt_tokens, self._outcome.output_tokens = prompt_tokens, output_tokens
 
     def end(self) -> None:
-        """The stream has ended. Where the server gave no usage, a chunk counts as a token."""
+        """Record the end of the stream; without usage from the server, a chunk counts as a token."""
         outcome = self._outcome
         outcome.latency = self._last - self._sent
         outcome.output_tokens = outcome.output_tokens or self.chunks
@@ -130,16 +132,16 @@ class Clock:
 
 
 def read_event(event: Mapping[str, Any], clock: Clock) -> str:
-    """Take one decoded event of a stream into account; returns the error it carries, or ""."""
+    """Record a decoded event of a stream; return the error that it carries, or ""."""
     if "error" in event:
         error = event["error"]
         return str(error.get("message", error)) if isinstance(error, Mapping) else str(error)
     for choice in event.get("choices") or ():
         delta = choice.get("delta")
         if delta is None:
-            # Some tokens have no text of their own. The last event may carry a reason to finish and no token.
+            # Some tokens have no text. The last event may have a finish reason and no token.
             fresh = bool(choice.get("text")) or choice.get("finish_reason") is None
-        else:  # the role comes in an event of its own, which is no token
+        else:  # the role has an event of its own, which is not a token
             fresh = bool(delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"))
         if fresh:
             clock.token()
@@ -149,7 +151,7 @@ def read_event(event: Mapping[str, Any], clock: Clock) -> str:
 
 
 class OpenAISender:
-    """The official `openai` client, as users have it."""
+    """Sends calls with the official `openai` client, as users do."""
 
     def __init__(self, client: Any, target: Target) -> None:
         self._target = target
@@ -165,11 +167,11 @@ class OpenAISender:
             async with await self._create(**body, extra_body=extra) as stream:
                 async for event in stream:
                     self._read(event, clock)
-        except openai.APIStatusError as error:  # its message leaves out bodies that are not in OpenAI's shape
+        except openai.APIStatusError as error:  # its message omits bodies that are not in OpenAI's format
             outcome.error = f"HTTP {error.status_code}: {error.response.text[:SHOWN]}"
         except (openai.OpenAIError, OSError) as error:
             outcome.error = f"{type(error).__name__}: {error}"
-        except Exception as error:  # the HTTP library's own: its name differs between versions of openai
+        except Exception as error:  # of the HTTP library, which has another name in other versions of openai
             if not type(error).__module__.startswith("httpx"):
                 raise
             outcome.error = f"{type(error).__name__}: {error}"
@@ -177,7 +179,7 @@ class OpenAISender:
         return outcome
 
     def _read(self, event: Any, clock: Clock) -> None:
-        """`read_event` on the client's objects, without turning them into dictionaries again."""
+        """Do as `read_event`, on the client's objects instead of dictionaries."""
         for choice in event.choices:
             if not self._target.chat:
                 fresh = bool(choice.text) or choice.finish_reason is None
@@ -191,8 +193,11 @@ class OpenAISender:
 
 
 class HttpSender:
-    """aiohttp and a JSON parser: a fifth of the openai client in cost for each token, and 2 ms less than httpx before
-    the first one, which would count as the time of the server."""
+    """Sends calls with aiohttp and a JSON parser.
+
+    Costs a fifth of the openai client per token, and 2 ms less than httpx before the first token,
+    which would count as the server's time.
+    """
 
     def __init__(self, client: Any, target: Target) -> None:
         self._client = client
@@ -218,7 +223,7 @@ class HttpSender:
 
 
 async def _read_stream(lines: AsyncIterable[bytes], clock: Clock) -> str:
-    """Read server-sent events to the end; returns the first error among them, or ""."""
+    """Read server-sent events to the end; return the first error, or ""."""
     async for line in lines:
         if line.startswith(b"data:"):
             data = line[5:].strip()
@@ -231,14 +236,14 @@ async def _read_stream(lines: AsyncIterable[bytes], clock: Clock) -> str:
 
 @asynccontextmanager
 async def open_sender(kind: str, target: Target, connections: int = 4096) -> AsyncIterator[Sender]:
-    """A sender of kind "openai", "http", or "auto" (openai where it is installed). Raises InvalidValue."""
+    """Open a sender of kind "openai", "http" or "auto" (openai if installed). Raises InvalidValue."""
     if kind == "auto":
         kind = "openai" if importlib.util.find_spec("openai") and target.endpoint is None else "http"
     if kind == "openai":
         if importlib.util.find_spec("openai") is None:
             raise InvalidValue("--client openai needs the openai package: pip install 'jaxserve[bench]'", "client")
         if target.endpoint is not None:
-            raise InvalidValue("--client openai knows its own endpoints; --endpoint needs --client http", "endpoint")
+            raise InvalidValue("--client openai uses its own endpoints; --endpoint needs --client http", "endpoint")
         from openai import AsyncOpenAI
 
         async with AsyncOpenAI(

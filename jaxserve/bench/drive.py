@@ -1,4 +1,4 @@
-"""Open-loop load: every call is sent at its own time, whatever became of those before it."""
+"""Open-loop load: every call is sent at its time, independently of earlier calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Progress = Callable[..., None]  # (done, total)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Outcomes in the order of the calls, and the seconds from the first call's time to the last token."""
+    """Outcomes in the order of the calls, and the seconds from the run's start to its last token."""
 
     outcomes: tuple[Outcome, ...]
     duration: float
@@ -29,9 +29,10 @@ async def drive(
     max_concurrency: int | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Send all calls, ordered by `at`, and wait for all of them.
+    """Send all calls, ordered by `at`, and wait for them.
 
-    With max_concurrency a call waits here until another has ended; that wait counts as `lag`, not as TTFT.
+    With max_concurrency, a call waits here until another one ends; the wait counts as `lag`, not as
+    TTFT.
     """
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
     done = 0
@@ -63,7 +64,7 @@ async def drive(
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One rate that was tried. `attainment` is the share of requests that kept their objectives."""
+    """A tried rate. `attainment` is the share of requests that met their objectives."""
 
     rate: float
     attainment: float
@@ -77,11 +78,11 @@ async def find_goodput(
     precision: float = 0.05,
     most: int = 12,
 ) -> tuple[float, list[Probe]]:
-    """The highest rate at which at least `target` of the requests are on time, and every rate tried.
+    """Find the highest rate at which at least `target` of the requests are on time.
 
-    `measure` gives the attainment at a rate. The rate is doubled (or halved) until one that holds and one that does
-    not enclose the answer, then halved between them in proportion until they are within `precision`, or `most`
-    rates have been tried. 0 where no rate held.
+    Returns the rate, 0 if no rate reached the target, and all probes. `measure` returns the attainment
+    at a rate. The rate is doubled (or halved) until the answer is enclosed, then bisected
+    geometrically to within `precision`, with at most `most` probes.
     """
     probes: list[Probe] = []
     low, high = 0.0, float("inf")

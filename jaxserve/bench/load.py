@@ -1,4 +1,4 @@
-"""What to send, and when: arrival times, prompts, output lengths and an objective for each request."""
+"""Load: arrival times, prompts, output lengths and objectives of requests."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Milliseconds that a request asks for, under the names of the request body; None is no objective."""
+    """Objectives in milliseconds, with the names of the request body; None is no objective."""
 
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
-    name: str = ""  # of its class, in tables
+    name: str = ""  # of its class, for tables
     tbt_slo_ms: float | None = None
     service_tier: str | None = None
     stages: tuple[tuple[str, float], ...] = ()  # (stage, milliseconds per token)
 
     def body(self) -> dict[str, Any]:
-        """Fields of the request body; None are those to leave out."""
+        """Return the fields of the request body; None are omitted by the client."""
         return {
             "ttft_slo_ms": self.ttft_slo_ms,
             "tpot_slo_ms": self.tpot_slo_ms,
@@ -47,20 +47,20 @@ NONE = Objective()
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request to be sent `at` seconds after the run's beginning."""
+    """A request to send `at` seconds after the start of the run."""
 
     at: float
     prompt: Prompt
-    prompt_tokens: int  # 0: not known before the server has counted
+    prompt_tokens: int  # 0: unknown until the server has counted
     output_tokens: int
     slo: Objective = NONE
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> NDArray[np.float64]:
-    """Seconds at which requests are sent; gaps are gamma distributed, with shape `burstiness` (1 is Poisson).
+    """Return arrival times in seconds, with gamma-distributed gaps of shape `burstiness` (1 is Poisson).
 
-    As in vLLM, the gaps are scaled so that the mean rate of the run is `rate` exactly. An infinite rate sends all
-    at once.
+    As in vLLM, gaps are scaled so that the mean rate is exactly `rate`. With an infinite rate all
+    requests arrive at once.
     """
     if not rate > 0:
         raise InvalidValue(f"request_rate={rate!r} must be positive", "request_rate")
@@ -74,7 +74,7 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> NDArray[n
 
 
 def lengths(count: int, mean: int, ratio: float, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Token counts, uniform in mean·(1 - ratio) to mean·(1 + ratio); ratio 0 is exact. At least 1."""
+    """Draw token counts uniformly from mean·(1 - ratio) to mean·(1 + ratio), at least 1."""
     if mean < 1:
         raise InvalidValue(f"a length of {mean} tokens must be at least 1", "random_input_len")
     if not 0 <= ratio < 1:
@@ -84,7 +84,7 @@ def lengths(count: int, mean: int, ratio: float, rng: np.random.Generator) -> ND
 
 
 def words(count: int, vocabulary: Sequence[int], rng: np.random.Generator) -> tuple[int, ...]:
-    """`count` token ids drawn from those that are allowed."""
+    """Draw `count` token ids from `vocabulary`."""
     return tuple(int(vocabulary[i]) for i in rng.integers(0, len(vocabulary), count))
 
 
@@ -97,16 +97,16 @@ def random_calls(
     vocabulary: Sequence[int],
     seed: int = 0,
 ) -> list[Call]:
-    """Prompts of random token ids; `at` is 0, see `schedule`."""
+    """Return calls with prompts of random token ids; `at` is 0, see `schedule`."""
     rng = np.random.default_rng(seed)
     prompts, outputs = lengths(count, input_len, range_ratio, rng), lengths(count, output_len, range_ratio, rng)
     return [Call(0.0, words(int(n), vocabulary, rng), int(n), int(m)) for n, m in zip(prompts, outputs, strict=True)]
 
 
 def custom_calls(path: Path, count: int, output_len: int) -> list[Call]:
-    """One JSON object a line: `prompt`, and optionally `output_tokens`, `ttft_slo_ms`, `tpot_slo_ms`.
+    """Read one JSON object per line: `prompt`, optional `output_tokens`, `ttft_slo_ms`, `tpot_slo_ms`.
 
-    Lines are used again from the first where there are fewer than `count`. Raises InvalidValue naming the line.
+    Lines repeat if there are fewer than `count`. Raises InvalidValue naming the line.
     """
     known = {"prompt", "output_tokens", "ttft_slo_ms", "tpot_slo_ms"}
     made: list[Call] = []
@@ -118,13 +118,13 @@ def custom_calls(path: Path, count: int, output_len: int) -> list[Call]:
         except ValueError as error:
             raise InvalidValue(f"{path}:{number}: not JSON: {error}", "dataset_path") from error
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise InvalidValue(f"{path}:{number}: an object with a text `prompt` is needed", "dataset_path")
+            raise InvalidValue(f"{path}:{number}: the line must be an object with a string `prompt`", "dataset_path")
         if unknown := set(row) - known:
-            raise InvalidValue(f"{path}:{number}: unknown {sorted(unknown)}, known are {sorted(known)}", "dataset_path")
+            raise InvalidValue(f"{path}:{number}: unknown {sorted(unknown)}; allowed: {sorted(known)}", "dataset_path")
         slo = Objective(row.get("ttft_slo_ms"), row.get("tpot_slo_ms"))
         made.append(Call(0.0, row["prompt"], 0, int(row.get("output_tokens", output_len)), slo))
     if not made:
-        raise InvalidValue(f"{path} holds no request", "dataset_path")
+        raise InvalidValue(f"{path} has no requests", "dataset_path")
     return [made[i % len(made)] for i in range(count)]
 
 
@@ -138,9 +138,9 @@ def trace_calls(
     output_scale: float = 1.0,
     seed: int = 0,
 ) -> list[Call]:
-    """The first `count` requests of a trace, with its own times, lengths, shared prefixes and objectives.
+    """Return the first `count` requests of a trace, with times, lengths, shared prefixes and objectives.
 
-    Times are multiplied, lengths divided, as `jaxserve simulate` does. Raises InvalidValue.
+    Times are multiplied and lengths divided, as in `jaxserve simulate`. Raises InvalidValue.
     """
     arrivals = load_trace(
         path,
@@ -164,9 +164,9 @@ def _slo(arrival: Arrival) -> Objective:
 
 
 def _trace_prompt(arrival: Arrival, index: int, vocabulary: Sequence[int], seed: int) -> tuple[int, ...]:
-    """The simulator's token names, which are as many as one likes, mixed into the server's vocabulary.
+    """Map the simulator's unbounded token names to the server's vocabulary.
 
-    Equal names stay equal tokens, so prefixes that requests of the trace share are shared here too.
+    Equal names become equal tokens, so requests share the prefixes that they share in the trace.
     """
     names = np.array(arrival.prompt(index)[:], dtype=np.int64).view(np.uint64) + np.uint64(seed)
     names = (names ^ (names >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -177,16 +177,16 @@ def _trace_prompt(arrival: Arrival, index: int, vocabulary: Sequence[int], seed:
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """A share of the requests and what they ask for."""
+    """A share of the requests, and their objectives."""
 
     share: float
     slo: Objective
 
 
 def parse_slo_class(text: str) -> SloClass:
-    """`chat=0.7,ttft:500,tpot:50`: seven in ten requests ask for 500 ms and 50 ms a token.
+    """Parse `chat=0.7,ttft:500,tpot:50`: 70 % of the requests with TTFT 500 ms and TPOT 50 ms.
 
-    Further: `tbt:MS`, `thinking:MS` and `answer:MS` (per token of that stage), `tier:NAME`.
+    Also `tbt:MS`, `thinking:MS` and `answer:MS` (per token of a stage), and `tier:NAME`.
     """
     head, *limits = text.split(",")
     name, _, share = head.partition("=")
@@ -214,7 +214,7 @@ def parse_slo_class(text: str) -> SloClass:
 
 
 def with_classes(calls: Sequence[Call], classes: Sequence[SloClass], seed: int) -> list[Call]:
-    """Give each call the objective of a class, drawn by share; calls that have one of their own keep it."""
+    """Give each call the objectives of a class, drawn by share; calls with their own keep them."""
     if not classes:
         return list(calls)
     shares = np.array([item.share for item in classes])
@@ -226,12 +226,12 @@ def with_classes(calls: Sequence[Call], classes: Sequence[SloClass], seed: int) 
 
 
 def schedule(calls: Sequence[Call], times: Sequence[float] | NDArray[np.float64]) -> list[Call]:
-    """The same calls at these times."""
+    """Return the calls at the given times."""
     return [replace(call, at=float(at)) for call, at in zip(calls, times, strict=True)]
 
 
 def faster(calls: Sequence[Call], factor: float) -> list[Call]:
-    """The same calls, in the same order and with the same burstiness, at `factor` times the rate."""
+    """Return the calls at `factor` times the rate, in the same order and with the same burstiness."""
     if not factor > 0:
-        raise InvalidValue(f"a rate {factor!r} times as high: must be positive", "time_scale")
+        raise InvalidValue(f"the rate factor {factor!r} must be positive", "time_scale")
     return [replace(call, at=call.at / factor) for call in calls]

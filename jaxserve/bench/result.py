@@ -1,4 +1,4 @@
-"""From outcomes to the figures that people compare, under the keys of `vllm bench serve`."""
+"""Metrics computed from outcomes, with the keys of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Milliseconds that every request must keep where it asked for nothing itself: `--goodput ttft:500 tpot:50`."""
+    """Objectives in milliseconds of requests without their own: `--goodput ttft:500 tpot:50`."""
 
     limits: Mapping[str, float] = field(default_factory=dict)
 
@@ -46,9 +46,9 @@ class Goals:
         return cls(limits)
 
     def of(self, outcome: Outcome) -> dict[str, float]:
-        """What one request is held to; its own objectives come first.
+        """Return the objectives of a request; its own take precedence.
 
-        TPOT is not held against one with objectives of stages: only the server knows which token is of which.
+        A request with stage objectives is not judged by TPOT: only the server knows each token's stage.
         """
         slo = outcome.call.slo
         own = {"ttft": slo.ttft_slo_ms, "tpot": slo.tpot_slo_ms, "tbt": slo.tbt_slo_ms}
@@ -56,12 +56,12 @@ class Goals:
         return {metric: value for metric, value in held.items() if not (slo.stages and metric == "tpot")}
 
     def kept(self, outcome: Outcome) -> dict[str, bool]:
-        """Which of them it kept; a request that failed kept none."""
+        """Return which objectives the request met; a failed request met none."""
         return {metric: outcome.ok and milliseconds(outcome, metric) <= v for metric, v in self.of(outcome).items()}
 
 
 def milliseconds(outcome: Outcome, metric: str) -> float:
-    """ttft, tpot, tbt (the largest gap; both 0 where there is one output token), or e2el of a request."""
+    """Return ttft, tpot, tbt (the largest gap) or e2el; tpot and tbt are 0 for one output token."""
     if metric == "tbt":
         return max(outcome.itls, default=0.0) * 1e3
     seconds = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.latency}[metric]
@@ -69,7 +69,7 @@ def milliseconds(outcome: Outcome, metric: str) -> float:
 
 
 def samples(outcomes: Sequence[Outcome], metric: str) -> list[float]:
-    """Milliseconds of all requests that succeeded: one a request, or one a gap for itl."""
+    """Return the milliseconds of all successful requests: one per request, or one per gap for itl."""
     good = [outcome for outcome in outcomes if outcome.ok]
     if metric == "itl":
         return [gap * 1e3 for outcome in good for gap in outcome.itls]
@@ -85,7 +85,7 @@ def percentile_name(percentile: float) -> str:
 
 
 def statistics(values: Sequence[float], metric: str, percentiles: Sequence[float]) -> dict[str, float]:
-    """{mean,median,std,p99,...}_{metric}_ms; zeros where there is no sample, as in vLLM."""
+    """Return {mean,median,std,p99,...}_{metric}_ms; zeros without samples, as in vLLM."""
     data = np.asarray(values or [0.0])
     found = {"mean": data.mean(), "median": np.median(data), "std": data.std()}
     found |= {percentile_name(p): np.percentile(data, p) for p in percentiles}
@@ -93,7 +93,7 @@ def statistics(values: Sequence[float], metric: str, percentiles: Sequence[float
 
 
 def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    """Most requests in flight at once."""
+    """Return the largest number of concurrent requests."""
     marks = [(outcome.start, 1) for outcome in outcomes] + [(o.start + o.latency, -1) for o in outcomes]
     running = most = 0
     for _, change in sorted(marks):
@@ -103,7 +103,7 @@ def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
 
 
 def peak_output_rate(outcomes: Sequence[Outcome]) -> float:
-    """Most tokens that arrived within one second of the clock, over all requests."""
+    """Return the most tokens that arrived within one second of the clock, over all requests."""
     seconds: Counter[int] = Counter()
     for outcome in outcomes:
         at = outcome.start + outcome.ttft
@@ -115,7 +115,7 @@ def peak_output_rate(outcomes: Sequence[Outcome]) -> float:
 
 
 def attainment(outcomes: Sequence[Outcome], goals: Goals) -> dict[str, Any]:
-    """Shares of the requests sent that kept what they were held to, in all and by objective; {} without any."""
+    """Return the shares of sent requests that met their objectives, in total and by objective."""
     kept = [goals.kept(outcome) for outcome in outcomes]
     held = [item for item in kept if item]
     if not held:
@@ -135,7 +135,7 @@ def attainment(outcomes: Sequence[Outcome], goals: Goals) -> dict[str, Any]:
 
 
 def measured(number: int, outcome: Outcome, kept: Mapping[str, bool]) -> Measured:
-    """The same request as the simulator would put it, so that shares are taken by the same code."""
+    """Convert an outcome to the simulator's form, so that the same code computes shares."""
     gap = max(outcome.itls, default=nan)
     good, some = outcome.ok, outcome.ok and outcome.output_tokens > 1
     return Measured(
@@ -146,7 +146,7 @@ def measured(number: int, outcome: Outcome, kept: Mapping[str, bool]) -> Measure
         output=outcome.output_tokens,
         ttft=outcome.ttft if good else inf,
         tpot=outcome.tpot if some else nan,
-        worst_tpot=nan,  # wants the time of every token; a chunk may carry several
+        worst_tpot=nan,  # needs the time of every token, but a chunk may carry several
         window_tpot=nan,
         largest_gap=gap,
         ended=outcome.start + outcome.latency if good else nan,
@@ -164,9 +164,9 @@ def summary(
     percentiles: Sequence[float] = (99.0,),
     metrics: Sequence[str] = METRICS,
 ) -> dict[str, Any]:
-    """vLLM's result keys, and `slo_attainment*`, `client_lag`. Durations in s, rates per s, latencies in ms."""
+    """Return vLLM's keys, `slo_attainment*` and `client_lag`. Durations in s, rates per s, latencies in ms."""
     if unknown := set(metrics) - set(METRICS):
-        raise InvalidValue(f"percentile_metrics: unknown {sorted(unknown)}, known are {METRICS}", "percentile_metrics")
+        raise InvalidValue(f"percentile_metrics: unknown {sorted(unknown)}; allowed: {METRICS}", "percentile_metrics")
     good = [outcome for outcome in outcomes if outcome.ok]
     prompt, output = sum(o.prompt_tokens for o in good), sum(o.output_tokens for o in good)
     attained = sum(all(goals.kept(o).values()) for o in good if goals.of(o))
@@ -191,7 +191,7 @@ def summary(
 
 
 def detail(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """One entry a request, in the order of their times; seconds."""
+    """Return lists with one entry per request, in the order of arrival; seconds."""
     return {
         "input_lens": [o.prompt_tokens for o in outcomes],
         "output_lens": [o.output_tokens for o in outcomes],
@@ -210,7 +210,7 @@ def detail(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def rows(found: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> list[list[object]]:
-    """The latencies of a summary, one line a metric, for a table."""
+    """Return the latencies of a summary as table rows, one per metric."""
     names = ["mean", "median", "std", *map(percentile_name, percentiles)]
     return [
         [TITLES[metric], *(float(found[f"{name}_{metric}_ms"]) for name in names)]
@@ -219,6 +219,6 @@ def rows(found: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence
 
 
 def errors(outcomes: Sequence[Outcome], most: int = 5) -> list[str]:
-    """The commonest errors, with how often each came."""
+    """Return the most frequent errors with their counts."""
     counted = Counter(outcome.error for outcome in outcomes if outcome.error)
     return [f"{number} × {text}" for text, number in counted.most_common(most)]

@@ -1,4 +1,4 @@
-"""One benchmark from the first question to the server to the table and the files."""
+"""A benchmark run: asks the server for its model, sends the load, prints tables and writes files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from jaxserve.report.plot import Panel, Series, lines
 from jaxserve.report.progress import bar
 from jaxserve.report.table import print_table
 
-FALLBACK = range(32, 256)  # ids, where the server has no /tokenize
+FALLBACK = range(32, 256)  # token ids if the server has no /tokenize
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to send and how to judge it; the names are those of the flags."""
+    """What to send and how to judge it, with the names of the flags."""
 
     backend: str = "jaxserve"
     tokenizer: str | None = None
@@ -61,7 +61,7 @@ class Plan:
     metadata: dict[str, str] = field(default_factory=dict)
 
     def calls(self, vocabulary: Sequence[int], seed: int) -> list[load.Call]:
-        """The calls at the plan's own rate. Another seed gives other prompts, so that no prefix cache knows them."""
+        """Build the calls at the plan's rate; another seed gives other prompts, which no cache has."""
         if self.dataset_name == "trace":
             assert self.dataset_path is not None
             calls = load.trace_calls(
@@ -91,11 +91,11 @@ class Plan:
         return load.with_classes(calls, self.classes, self.seed)
 
     def writer(self) -> texts.Writer | None:
-        """What makes text of prompts; None where token ids are sent. Raises InvalidValue."""
+        """Return what converts prompts to text; None if token ids are sent. Raises InvalidValue."""
         if self.tokenizer is None and not BACKENDS[self.backend].text:
             return None
         if self.vocabulary:
-            raise InvalidValue("--random-ids names token ids, and prompts are sent as text here", "random_ids")
+            raise InvalidValue("--random-ids names token ids, but this backend sends prompts as text", "random_ids")
         return texts.WordWriter() if self.tokenizer is None else texts.TokenizerWriter.load(self.tokenizer)
 
     @property
@@ -106,7 +106,7 @@ class Plan:
         return (load.SloClass(1.0, load.Objective(ttft, tpot)),)
 
     def rate(self, calls: Sequence[load.Call]) -> float:
-        """Requests per second that the calls amount to."""
+        """Return the requests per second of the calls."""
         if self.dataset_name != "trace":
             return self.request_rate
         span = calls[-1].at - calls[0].at
@@ -114,9 +114,9 @@ class Plan:
 
 
 async def discover(target: Target, vocabulary: Sequence[int]) -> tuple[Target, Sequence[int]]:
-    """Fill in the model's name, and token ids of its vocabulary where none are given, by asking the server.
+    """Ask the server for the model's name and for token ids of its vocabulary, if they are not given.
 
-    Raises InvalidValue where the server cannot be reached.
+    Raises InvalidValue if the server cannot be reached.
     """
     headers = {"Authorization": f"Bearer {target.api_key}", **target.headers}
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=30.0)) as http:
@@ -131,12 +131,12 @@ async def discover(target: Target, vocabulary: Sequence[int]) -> tuple[Target, S
                 vocabulary = sorted(set(found)) if found else FALLBACK
         except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as error:
             problem = f"{type(error).__name__}: {error}"
-            raise InvalidValue(f"no OpenAI-compatible server answers at {target.base_url} ({problem})") from error
+            raise InvalidValue(f"no OpenAI-compatible server responds at {target.base_url} ({problem})") from error
     return target, vocabulary
 
 
 class Session:
-    """A plan being carried out against one server."""
+    """A run of a plan against a server."""
 
     def __init__(self, plan: Plan, target: Target, client: str = "auto") -> None:
         self.plan = plan
@@ -164,7 +164,7 @@ class Session:
         return 0 if found["completed"] else 1
 
     def _calls(self, seed: int, plan: Plan | None = None) -> list[load.Call]:
-        """The calls of a plan, with prompts as the server takes them."""
+        """Build the calls of a plan, with prompts in the server's form."""
         calls = (plan or self.plan).calls(self.vocabulary, seed)
         return calls if self.writer is None else texts.as_text(calls, self.writer)
 
@@ -204,7 +204,7 @@ class Session:
         return 0 if peak else 1
 
     def result(self, run: Run, rate: float) -> dict[str, Any]:
-        """The JSON of one run, without its details."""
+        """Return the JSON of a run, without details."""
         plan = self.plan
         return {
             "date": time.strftime("%Y%m%d-%H%M%S"),
@@ -279,14 +279,14 @@ class Session:
 
 
 def distribution(values: Sequence[float]) -> Series:
-    """Cumulative distribution, at no more than fifty points."""
+    """Return a cumulative distribution with at most fifty points."""
     ordered = sorted(values)
     marks = sorted({round(i * (len(ordered) - 1) / 49) for i in range(50)}) if ordered else []
     return Series([ordered[i] for i in marks], [(i + 1) / len(ordered) for i in marks])
 
 
 def plot(path: Path, run: Run, goals: result.Goals, probes: Sequence[Probe], target: float) -> None:
-    """Distributions of TTFT and TPOT; attainment over the rate, or over how strict the objectives are."""
+    """Plot TTFT and TPOT distributions, and attainment over rates or scaled objectives."""
     panels = [
         Panel(title, "ms", "share of requests", {metric: distribution(result.samples(run.outcomes, metric))}, (0, 1.02))
         for metric, title in (("ttft", "time to first token"), ("tpot", "time per output token"))
@@ -304,7 +304,7 @@ def plot(path: Path, run: Run, goals: result.Goals, probes: Sequence[Probe], tar
 
 
 def share_at(run: Run, goals: result.Goals, scale: float) -> float:
-    """Attainment, had every objective been `scale` times as long."""
+    """Return the attainment if every objective were `scale` times as long."""
     held = [(outcome, limits) for outcome in run.outcomes if (limits := goals.of(outcome))]
     kept = [o.ok and all(result.milliseconds(o, m) <= v * scale for m, v in limits.items()) for o, limits in held]
     return sum(kept) / len(kept)

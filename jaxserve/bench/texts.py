@@ -1,4 +1,4 @@
-"""Prompts as text, for servers that take no token ids."""
+"""Prompts as text, for servers that do not accept token ids."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Protocol
 from jaxserve.bench.load import Call
 from jaxserve.tokenizer import Tokenizer
 
-# Common words, each one token of most vocabularies. /tokenize is asked for them to learn ids that a server has.
+# Common words, one token each in most vocabularies. /tokenize of this text yields ids of a server's vocabulary.
 SAMPLE = (
     "the of and to in is that it was for on are as with his they at be this from have or by one had not but what all "
     "were when we there can an your which their said if do will each about how up out them then she many some so these "
     "would other into has more her two like him see time could no make than first been its who now people my made over "
     "did down only way find use may water long little very after words called just where most know"
 )
-ROUNDS = 8  # of bringing a text to its length
+ROUNDS = 8  # attempts to bring a text to its length
 
 
 class Writer(Protocol):
-    """Makes text of token ids."""
+    """Converts token ids to text."""
 
     @property
     def vocabulary(self) -> Sequence[int]:
-        """The ids that it knows."""
+        """The known ids."""
         ...
 
     def write(self, tokens: Sequence[int]) -> tuple[str, int]:
-        """Return the text of some ids and its length in tokens, 0 where only the server can tell."""
+        """Return the text of some ids and its length in tokens, 0 if only the server knows it."""
         ...
 
 
 class WordWriter:
-    """A common word for each id: lengths are about right for most models, without their tokenizer."""
+    """Writes a common word for each id: about the right length for most models, without a tokenizer."""
 
     def __init__(self) -> None:
         self._words = SAMPLE.split()
@@ -47,7 +47,7 @@ class WordWriter:
 
 
 class TokenizerWriter:
-    """Text that a model's tokenizer encodes to the length asked for."""
+    """Writes text that a model's tokenizer encodes to the requested length."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -63,7 +63,11 @@ class TokenizerWriter:
         return self._ids
 
     def write(self, tokens: Sequence[int]) -> tuple[str, int]:
-        """Neighbours may encode to fewer tokens than they are, so a text is cut and filled up until it fits."""
+        """Convert ids to a text that encodes to as many tokens, if possible.
+
+        Neighboring ids may encode to fewer tokens, so the text is cut or extended until its length
+        fits.
+        """
         wanted, given = len(tokens), list(tokens)
         for turn in range(ROUNDS):
             text = self._tokenizer.decode(given)
@@ -76,7 +80,7 @@ class TokenizerWriter:
 
 
 def as_text(calls: Sequence[Call], writer: Writer) -> list[Call]:
-    """Return the same calls with text for token ids."""
+    """Return the calls with text instead of token ids."""
     made = []
     for call in calls:
         if not isinstance(call.prompt, str):

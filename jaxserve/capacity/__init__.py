@@ -1,1 +1,1 @@
-"""What a model needs and what a device has, on paper: no weights, no devices."""
+"""Capacity planning: what a model needs and what a device has, without weights or devices."""

@@ -1,9 +1,9 @@
-"""What the largest step holds beside weights and KV pages, on each device: counted from the weight tree.
+"""Estimates of the memory that the largest step needs beyond weights and KV pages, per device.
 
-A matrix of width W makes T rows of W. Counted are the residual stream, what a module reads of it, and what the step
-hands over, [T, E] each, and the rows that all matrices of one module make, as its last one still reads what its first
-ones made, but for an activation without a gate, which is computed in place. Llama-3-8B, 8,192 tokens: 906 MB; XLA's own
-plan for an H200 has 908 MB.
+A matrix of width W produces T rows of W. The estimate has three arrays [T, E], for the residual
+stream, a module's input and the step's result, plus the outputs of all matrices of the widest
+module: its last matrix reads what its first ones produced. An activation without a gate is computed
+in place. Llama-3-8B at 8,192 tokens: 906 MB, where XLA's plan for an H200 has 908 MB.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from jaxserve.models.layers import Info, Tree
 from jaxserve.models.quantised import Quantised
 from jaxserve.models.spec import ModelSpec
 
-COUNTS = jnp.dtype(jnp.int16).itemsize  # of a slot's token counts, for penalties
-STREAMS = 3  # [T, E]
+COUNTS = jnp.dtype(jnp.int16).itemsize  # bytes of one of a slot's token counts, for penalties
+STREAMS = 3  # arrays [T, E]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Activations:
     """Bytes on one device."""
 
     step: int  # of the largest step
-    draw: int  # of drawing from it, which follows it
+    draw: int  # of sampling, which follows the step
     counts: int  # token counts of all slots
     source: str = "counted"
 
@@ -41,7 +41,7 @@ class Activations:
 
     @classmethod
     def counted(cls, spec: ModelSpec, tp: int, dtype: Any, tokens: int, rows: int) -> Activations:
-        """Of a step of so many tokens, and of drawing for so many rows."""
+        """Estimate for a step of `tokens` tokens, and for sampling `rows` rows."""
         shared = spec.for_tp(tp)
         tree = registry.abstract_weights(shared, dtype)
         item, widest = jnp.dtype(dtype).itemsize, 0.0
@@ -51,29 +51,29 @@ class Activations:
         step = tokens * (STREAMS * spec.dim * item + widest)
         if spec.quantised is not None:
             step += max(_widened(tree["layers"][kind], tp, item) for kind in set(shared.kinds))
-        gathered = 1 if tp == 1 else 2  # arrays of logits: those of a mesh are put together first
+        gathered = 1 if tp == 1 else 2  # arrays of logits: a mesh gathers them first
         draw = gathered * rows * spec.vocab * 4 + adjusted(spec, rows)
         return cls(round(step), draw, rows * spec.vocab * COUNTS)
 
 
 def adjusted(spec: ModelSpec, rows: int) -> int:
-    """Bytes that drawing with penalties and biases takes beside what drawing without takes: the logits once more."""
+    """Return the extra bytes of sampling with penalties and biases: the logits once more."""
     return rows * spec.vocab * 4
 
 
 def _module(module: Tree, spec: ModelSpec, tp: int, item: int) -> float:
-    """Bytes for each token."""
+    """Return the bytes per token of a module's matrices."""
     matrices = [info for info in _infos(module) if is_matrix(info)]
     routed = [info for info in matrices if "experts" in info.axes]
     in_place = any(info.axes == ("dim", "ff") for info in matrices)
     made = [info for info in matrices if info not in routed and "dim" in info.axes]
     widths = sum(_width(info, spec, tp) for info in made if not (in_place and info.axes == ("ff", "dim")))
-    if spec.latent is not None and "kv_down" in module:  # queries before and after absorption, and what comes of them
+    if spec.latent is not None and "kv_down" in module:  # queries before and after absorption, and their results
         widths += spec.heads // tp * (spec.head_dim + 2 * spec.cache.dim + spec.latent.value)
     bytes_ = widths * item
     if spec.moe is not None and routed:
-        # Each shard sorts all tokens' copies [T, C, E] by expert for gate and up; down makes as many in float32.
-        # Scales, where there are any, are the smallest.
+        # Each shard sorts all tokens' copies [T, C, E] by expert for gate and up; down produces as many in float32.
+        # Scales, if any, are the smallest leaves.
         sizes = sorted((prod(info.shape) // spec.moe.experts // spec.dim for info in routed), reverse=True)
         wide, narrow = sizes[:2]
         bytes_ += spec.moe.chosen * max((spec.dim + wide) * item, narrow * item + spec.dim * 4)
@@ -81,7 +81,7 @@ def _module(module: Tree, spec: ModelSpec, tp: int, item: int) -> float:
 
 
 def _widened(layer: Tree, tp: int, item: int) -> float:
-    """Bytes of a layer's largest 8-bit weight in the dtype that products are computed in."""
+    """Return the bytes of a layer's largest 8-bit weight in the dtype of its matmul."""
     parts = jax.tree.leaves(layer, is_leaf=lambda x: isinstance(x, Quantised | Info))
     return max((shard(part.values, tp) * item for part in parts if isinstance(part, Quantised)), default=0)
 

@@ -1,4 +1,4 @@
-"""Activations as the compiler plans them: an engine's largest programs, compiled for a device that is not there."""
+"""Activations from compiled programs: an engine's largest programs, compiled without the device."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from jaxserve.models.spec import ModelSpec
 from pallas_kernels.gate.compiling import compile_all
 from pallas_kernels.gate.targets import TARGETS
 
-LIMIT = 3600.0  # seconds for one program
+LIMIT = 3600.0  # seconds per program
 Progress = Callable[[int, int, str], None]
 
 
 def compiled(spec: ModelSpec, setting: Setting, tp: int, progress: Progress | None = None) -> Activations:
-    """Of the largest step and the largest drawing of one instance. Raises InvalidValue, saying what the compiler said,
-    where one does not compile. The environment must be that of `targets.prepare`."""
+    """Return the activations of one instance's largest step and sampling, as compiled.
+
+    The environment must be that of `targets.prepare`. Raises InvalidValue with the compiler's message
+    if a program does not compile.
+    """
     found: dict[str, Any] = {}
     cases = [
         case for case in aot.steps("", partial(_config, spec, setting, tp), tp) if not case.name.endswith("decode")

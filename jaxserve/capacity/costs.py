@@ -1,6 +1,7 @@
-"""What a step must read and compute at least, and hold, on each device: counted from the abstract weight tree.
+"""Lower bounds on what a step reads and computes, and the memory of weights, per device.
 
-Letters: E model dim, H query heads, D head dim, V vocabulary, X experts, C chosen per token, T tokens, S rows.
+Counted from the abstract weight tree. Letters: E model dim, H query heads, D head dim, V vocabulary,
+X experts, C chosen per token, T tokens, S rows.
 """
 
 from __future__ import annotations
@@ -25,40 +26,40 @@ LOOKED_UP = ("embed", "positions")  # tables of which a token reads one row
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """Bytes that a device reads or writes in its memory, and FLOPs that it computes."""
+    """The bytes that a device moves to or from its memory, and the FLOPs that it computes."""
 
     bytes: float
     flops: float
 
     def seconds(self, device: Device) -> float:
-        """The roofline: no step of it is faster, as reading and computing overlap at best."""
+        """Return the roofline time: reading and computing overlap at best."""
         return max(self.bytes / device.bandwidth, self.flops / device.flops)
 
     def bound(self, device: Device) -> str:
-        """Which of the two it waits for."""
+        """Return which of the two limits the time: "bytes" or "FLOPs"."""
         return "bytes" if self.bytes / device.bandwidth >= self.flops / device.flops else "FLOPs"
 
 
 @dataclass(frozen=True)
 class Costs:
-    """One device's share of a model over `tp` devices. `parameters` are the whole model's, without copies."""
+    """One device's share of a model over `tp` devices. `parameters` are the whole model's, uncopied."""
 
-    spec: ModelSpec  # as `for_tp` has it
+    spec: ModelSpec  # as from `for_tp`
     tp: int
     dtype: Any
     cache_dtype: Any
     parameters: int  # of the checkpoint
-    active: int  # of them, those that one token multiplies with, tables left out
-    tables: int  # bytes of tables that are only looked up
-    head: int  # bytes of the output head, read where a row is drawn
+    active: int  # those used by one token, without tables
+    tables: int  # bytes of tables with row lookups only
+    head: int  # bytes of the output head, read if a row is sampled
     experts: int  # bytes of routed experts
-    every: int  # bytes of all the rest: read by each step
-    token: float  # FLOPs for each token, beside attention and head
-    draw: float  # FLOPs of the head for each drawn row
+    every: int  # bytes of all other weights, read by each step
+    token: float  # FLOPs per token, without attention and head
+    draw: float  # FLOPs of the head per sampled row
 
     @classmethod
     def of(cls, spec: ModelSpec, tp: int, dtype: Any, cache_dtype: Any = None) -> Costs:
-        """Count. Raises InvalidValue where `tp` does not fit the model."""
+        """Count the costs. Raises InvalidValue if the model cannot be split over `tp` devices."""
         shared, kinds = spec.for_tp(tp), {"tables": 0, "head": 0, "experts": 0, "every": 0}
         token, draw = 0.0, 0.0
         for kind, info in _weights(shared, dtype):
@@ -68,7 +69,7 @@ class Costs:
                 draw += 2 * size
             elif kind != "tables" and is_matrix(info):
                 token += 2 * size * (_chosen(spec) if kind == "experts" else 1)
-        plain = replace(spec, quantised=None)  # scales are no parameters
+        plain = replace(spec, quantised=None)  # scales are not parameters
         read = {source: kind for kind, info in _weights(plain, dtype) for source in info.sources}
         counted = sum(prod(source.shape) for source in read)
         used = {"tables": 0.0, "experts": _chosen(spec)}
@@ -77,30 +78,30 @@ class Costs:
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights on a device."""
+        """The bytes of all weights on a device."""
         return self.tables + self.head + self.experts + self.every
 
     @property
     def kv_token(self) -> float:
-        """Bytes on a device of one token's keys and values in all layers."""
+        """The bytes per device of one token's keys and values in all layers."""
         return kv.page_bytes(self.spec, 1, self.cache_dtype) / self.tp
 
     def touched(self, tokens: float) -> float:
-        """The share of the experts that some of so many tokens choose, where each is as likely as another.
+        """Return the expected share of experts chosen by any of `tokens` tokens, if all are equally likely.
 
-        A token chooses C of X, so an expert is left out by all of them with probability (1 - C / X)^tokens.
+        A token chooses C of X, so all tokens miss an expert with probability (1 - C / X)^tokens.
         """
         return 1.0 if self.spec.moe is None else 1 - (1 - _chosen(self.spec)) ** tokens
 
     def decode(self, rows: int, context: int) -> LayerWork:
-        """A step of `rows` rows, each of which attends to `context` tokens, its own included."""
+        """Count a step of `rows` rows, each attending to `context` tokens, itself included."""
         seen = sum(min(context, self.spec.window_of(layer) or context) for layer in range(self.spec.layers))
         weights = self.every + self.head + self.experts * self.touched(rows)
         moved = weights + rows * (self._layer_token * seen + self.kv_token + self._embedded)
         return LayerWork(moved, rows * (self.token + self.draw + self._pair * seen))
 
     def prefill(self, tokens: int, chunk: int) -> LayerWork:
-        """A prompt in chunks: each reads the weights, and the keys and values of those before it; one row is drawn."""
+        """Count a prompt in chunks, each of which reads the weights and the KV before it; samples one row."""
         moved, flops = float(self.head), self.draw + tokens * self.token
         for start in range(0, tokens, chunk):
             length = min(chunk, tokens - start)
@@ -117,14 +118,14 @@ class Costs:
 
     @property
     def _embedded(self) -> int:
-        """Bytes of a token's row in the tables."""
+        """The bytes of a token's row in the tables."""
         return self.spec.dim * int(jnp.dtype(self.dtype).itemsize)
 
     @property
     def _pair(self) -> float:
-        """FLOPs in a layer for a token and one that it attends to: a score and a sum, over H heads.
+        """The FLOPs in a layer for a token and one that it attends to: a score and a sum, over H heads.
 
-        A latent is both key and value (absorbed), wider than a head, and its turned part is not summed.
+        A latent is both key and value (absorbed), wider than a head; its rotary part is not summed.
         """
         latent = self.spec.latent
         value = self.spec.head_dim if latent is None else latent.rank
@@ -132,29 +133,29 @@ class Costs:
 
 
 def is_matrix(info: Info) -> bool:
-    """Whether tokens multiply with it: no norm or bias, which cost next to nothing, and no scales of another weight."""
+    """Return whether tokens are multiplied by a weight: not by norms, biases or scales."""
     return any(len(source.shape) > 1 and not source.name.endswith(SCALE) for source in info.sources)
 
 
 def _chosen(spec: ModelSpec) -> float:
-    """C / X."""
+    """Return C / X."""
     return 1.0 if spec.moe is None else spec.moe.chosen / spec.moe.experts
 
 
 def _pairs(tokens: int, window: int) -> int:
-    """Pairs of a token and one that it attends to, itself included: min(1, w) + min(2, w) + ... + min(T, w)."""
+    """Count pairs of a token and one that it attends to: min(1, w) + min(2, w) + ... + min(T, w)."""
     full = min(tokens, window)
     return full * (full + 1) // 2 + (tokens - full) * window
 
 
 def shard(info: Info, tp: int) -> int:
-    """Elements on a device."""
+    """Return the elements on one device."""
     split = tuple(info.partition(tp)) + (None,) * len(info.shape)
     return prod(size // tp if axis else size for size, axis in zip(info.shape, split, strict=False))
 
 
 def _weights(spec: ModelSpec, dtype: Any) -> Iterator[tuple[str, Info]]:
-    """Every weight with the kind of `Costs` that it counts to."""
+    """Yield every weight with its kind of `Costs`."""
     tree = registry.abstract_weights(spec, dtype)
     for path, info in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Info))[0]:
         top = path[0].key

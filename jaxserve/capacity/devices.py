@@ -1,4 +1,4 @@
-"""Devices by name, with what their makers publish of them."""
+"""Devices by name, with their makers' specifications."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from jaxserve.yamlio import load_yaml
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A line of configs/device/published.yaml."""
+    """An entry of configs/device/published.yaml."""
 
     title: str
     platform: Literal["gpu", "tpu", "cpu"]
     memory: float  # bytes
-    bandwidth: float  # bytes/s to read them
-    flops: float  # FLOP/s of dense matrix products
+    bandwidth: float  # bytes/s of reads
+    flops: float  # FLOP/s of dense matmuls
     source: str
-    target: str | None = None  # of the compile gate
+    target: str | None = None  # name in the compile gate
     note: str | None = None
 
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(value, float) and not 0 < value < float("inf"):
-                raise InvalidValue(f"{one.name}={value!r} must be more than 0", one.name)
+                raise InvalidValue(f"{one.name}={value!r} must be above 0", one.name)
 
     @property
     def dtype(self) -> str:
-        """What an engine computes in there unless it is told otherwise."""
+        """The engine's default dtype on this device."""
         return "float32" if self.platform == "cpu" else "bfloat16"
 
 
@@ -44,20 +44,20 @@ class _Table:
 
 @cache
 def devices() -> Mapping[str, Device]:
-    """The table, by name."""
+    """Return the known devices by name."""
     return load_yaml(preset("device", "published"), _Table).devices
 
 
 def parse_devices(text: str) -> tuple[str, int]:
-    """`h200:8` as (name, count); without a count it is 1. Raises InvalidValue naming what is allowed."""
+    """Parse `h200:8` into (name, count), the count defaulting to 1. Raises InvalidValue."""
     name, colon, count = text.strip().lower().partition(":")
     if name not in devices():
-        raise InvalidValue(f"devices={text!r}: no device {name!r} is known; allowed: {', '.join(devices())}", "devices")
+        raise InvalidValue(f"devices={text!r}: unknown device {name!r}; allowed: {', '.join(devices())}", "devices")
     if colon and not (count.isdecimal() and int(count) > 0):
-        raise InvalidValue(f"devices={text!r} must be a device and how many of them, as in {name}:8", "devices")
+        raise InvalidValue(f"devices={text!r} must be a device and a count above 0, as in {name}:8", "devices")
     return name, int(count) if colon else 1
 
 
 def meshes(count: int) -> Iterator[tuple[int, int]]:
-    """All (R, T) that use `count` devices, the smallest T first."""
+    """Yield all (R, T) that use `count` devices, the smallest T first."""
     return ((count // tp, tp) for tp in range(1, count + 1) if count % tp == 0)

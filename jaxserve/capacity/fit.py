@@ -1,4 +1,4 @@
-"""Whether a model fits a mesh of devices, what is left for KV, and what that can serve."""
+"""Fit of a model on a mesh of devices: memory left for KV, and the load that it can serve."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxserve.engine.memory import kv
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
 
-MOST = 64  # devices of one instance that are tried
-ENOUGH = 0.8  # of the best tokens/s: what a smaller T must reach, as what collectives take is not in the floor
+MOST = 64  # largest number of devices per instance to try
+ENOUGH = 0.8  # share of the best tokens/s that a smaller T must reach, because the floor omits collectives
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is asked: devices, the engine's limits, and the load to count for."""
+    """The devices, the engine's limits, and the load."""
 
     device: Device
     name: str  # of the device
@@ -28,35 +28,35 @@ class Setting:
     max_num_batched_tokens: int
     page_size: int
     utilization: float
-    kv_cache_memory: int | None  # bytes of all pools together; None: what is left
+    kv_cache_memory: int | None  # bytes of all pools together; None: all that is left
     dtype: Any
     kv_cache_dtype: str  # as for `kv.pool_dtype`
-    context: int  # tokens that a row of a decode step attends to
-    prompt: int  # tokens of a prefill
+    context: int  # tokens that a running decode attends to
+    prompt: int  # tokens of a prompt
     tpot: float  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The largest decode step of one instance, and what keeps it from being larger."""
+    """The largest decode step of one instance, and what limits it."""
 
     rows: int
-    seconds: float  # its floor
+    seconds: float  # the floor
     limit: str  # "TPOT" or "KV"
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A model on a mesh of `instances` times `tp` devices. Bytes are of one device."""
+    """A model on a mesh of `instances` times `tp` devices. Bytes are per device."""
 
     instances: int
     tp: int
-    costs: Costs | None  # None: tp does not fit the model
+    costs: Costs | None  # None: the model cannot be split over tp devices
     activations: Activations | None
     pool: int  # bytes of KV pages
     pages: int  # of one instance
     page_size: int
-    batch: Batch | None  # None: no row stays within the TPOT
+    batch: Batch | None  # None: even one row exceeds the TPOT
     refusal: str  # why an engine would not start; "": it would
 
     @property
@@ -69,17 +69,17 @@ class Fit:
 
     @property
     def tokens(self) -> int:
-        """Tokens of KV that one instance holds."""
+        """The KV tokens that fit one instance."""
         return self.pages * self.page_size
 
     @property
     def rate(self) -> float:
-        """Tokens/s of all instances at their largest batch, at the floor."""
+        """The tokens/s of all instances at their largest batch, as an upper bound."""
         return 0.0 if self.batch is None else self.instances * self.batch.rows / self.batch.seconds
 
 
 def fit(spec: ModelSpec, setting: Setting, instances: int, tp: int, measured: Activations | None = None) -> Fit:
-    """The model on that mesh. `measured`: activations of compiled programs, in place of those that are counted."""
+    """Compute the fit of a model on a mesh. measured: activations of compiled programs, not estimates."""
     nothing = Fit(instances, tp, None, None, 0, 0, setting.page_size, None, "")
     try:
         costs = Costs.of(spec, tp, setting.dtype, kv.pool_dtype(setting.kv_cache_dtype, setting.dtype))
@@ -116,7 +116,7 @@ def fit(spec: ModelSpec, setting: Setting, instances: int, tp: int, measured: Ac
 
 
 def _room(setting: Setting, instances: int, tp: int, costs: Costs, held: Activations) -> tuple[int, str]:
-    """Bytes for an instance's pool, and the setting that decides them."""
+    """Return the bytes for an instance's pool, and the setting that decides them."""
     if setting.device.platform == "cpu" or setting.kv_cache_memory is not None:
         return _told(setting, instances, tp, costs, held), "kv_cache_memory"
     name = "gpu_memory_utilization"
@@ -131,7 +131,7 @@ def _room(setting: Setting, instances: int, tp: int, costs: Costs, held: Activat
 
 
 def _told(setting: Setting, instances: int, tp: int, costs: Costs, held: Activations) -> int:
-    """Bytes for an instance's pool where a setting says them, or on a CPU, where all instances are in one memory."""
+    """Return the bytes for an instance's pool if set explicitly, or on a CPU with its shared memory."""
     memory, total = setting.device.memory, setting.kv_cache_memory
     on_cpu = setting.device.platform == "cpu"
     weights = costs.weights * (tp if on_cpu else 1)  # instances share one copy
@@ -140,7 +140,7 @@ def _told(setting: Setting, instances: int, tp: int, costs: Costs, held: Activat
     pools = total if on_cpu else total // (instances * tp)
     if weights + held.bytes + pools > memory:
         raise InvalidValue(
-            f"weights of {weights} bytes, a step's temporaries of {held.bytes} and KV pools of {pools} are more than "
+            f"weights of {weights} bytes, a step's temporaries of {held.bytes} and KV pools of {pools} exceed "
             f"the {memory:.0f} bytes of {setting.name}: lower kv_cache_memory",
             "kv_cache_memory",
         )
@@ -148,7 +148,7 @@ def _told(setting: Setting, instances: int, tp: int, costs: Costs, held: Activat
 
 
 def largest(costs: Costs, setting: Setting, pages: int) -> Batch | None:
-    """The most rows whose step keeps the TPOT and whose contexts fit the pool; None where one row is too slow."""
+    """Find the most rows that meet the TPOT and fit the pool; None if one row is too slow."""
 
     def seconds(rows: int) -> float:
         return costs.decode(rows, setting.context).seconds(setting.device)
@@ -164,27 +164,27 @@ def largest(costs: Costs, setting: Setting, pages: int) -> Batch | None:
 
 
 def choose(fits: list[Fit]) -> tuple[Fit, str] | None:
-    """The mesh to take, and why; None where none fits."""
+    """Choose a mesh and give the reason; None if no mesh fits."""
     able = [one for one in fits if one.fits]
     if not able:
         return None
     best = max(able, key=lambda one: one.rate)
     if not best.rate:
         wide = max(able, key=lambda one: one.tp)
-        return wide, "no mesh keeps the TPOT even with one row; the widest is the fastest"
+        return wide, "no mesh meets the TPOT even with one row; the widest is the fastest"
     taken = min((one for one in able if one.rate >= ENOUGH * best.rate), key=lambda one: one.tp)
     if len(able) == 1:
         return taken, "the only one that fits"
     if taken is best:
-        return taken, "the most tokens/s within the TPOT, and a smaller T falls behind by more than a fifth"
+        return taken, "the most tokens/s within the TPOT; a smaller T is more than a fifth slower"
     return taken, (
         f"the smallest T within a fifth of the most tokens/s ({best.mesh} has {best.rate / taken.rate:.2f} times as "
-        "many): each doubling of T costs collectives, which the floor leaves out"
+        "many): each doubling of T adds collectives, which the floor omits"
     )
 
 
 def remedy(spec: ModelSpec, setting: Setting, fits: list[Fit]) -> str:
-    """What to do where none fits."""
+    """Return what to change if no mesh fits."""
     longest = max((one.pages * one.page_size for one in fits), default=0)
     if longest:
         return f"a request of {setting.max_model_len} tokens does not fit; --max-model-len {longest} does"
@@ -196,7 +196,7 @@ def remedy(spec: ModelSpec, setting: Setting, fits: list[Fit]) -> str:
 
 
 def floors(costs: Costs, setting: Setting, rows: list[int]) -> list[tuple[str, int, LayerWork]]:
-    """Steps with their floors: (what, new tokens, work)."""
+    """Return steps with their lower bounds: (name, new tokens, work)."""
     decode = [(f"decode {count} x {setting.context}", count, costs.decode(count, setting.context)) for count in rows]
     prompt = costs.prefill(setting.prompt, min(setting.prompt, setting.max_num_batched_tokens))
     return [*decode, (f"prefill {setting.prompt}", setting.prompt, prompt)]

@@ -1,4 +1,4 @@
-"""A plan as tables for people, and as JSON for programs."""
+"""Output of a plan, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jaxserve.capacity.fit import Fit, Setting, floors
 from jaxserve.models.spec import ModelSpec
 from jaxserve.report.table import print_table
 
-GB, ROWS = 1e9, (1, 16, 64, 256)  # rows of the decode steps that are shown
+GB, ROWS = 1e9, (1, 16, 64, 256)  # rows of the decode steps to show
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All meshes that were asked about, and the one to take."""
+    """The requested meshes and the recommended one."""
 
     model: str
     source: str
@@ -26,7 +26,7 @@ class Plan:
 
 
 def tables(plan: Plan) -> None:
-    """Print it."""
+    """Print the plan."""
     spec, setting, device = plan.spec, plan.setting, plan.setting.device
     some = next((fit.costs for fit in plan.fits if fit.costs is not None), None)
     if some is not None:
@@ -62,7 +62,7 @@ def tables(plan: Plan) -> None:
     if plan.taken is None:
         print(f"does not fit: {plan.why}")
         return
-    print(f"takes {plan.taken.mesh}: {plan.why}")
+    print(f"recommended mesh {plan.taken.mesh}: {plan.why}")
     print_table(
         f"Steps of one instance of {plan.taken.mesh}: at least",
         ["step", "GB", "TFLOP", "ms", "waits for", "tokens/s"],
@@ -81,11 +81,11 @@ def tables(plan: Plan) -> None:
 
 
 def notes(plan: Plan) -> list[str]:
-    """What a reader should know beside the figures."""
+    """Return remarks about the figures."""
     spec, setting = plan.spec, plan.setting
     said = [f"{setting.name}: {setting.device.note}"] if setting.device.note else []
     if spec.quantised is not None:
-        said.append(f"weights of matrix products in {spec.quantised.dtype}; arithmetic is counted in {setting.dtype}")
+        said.append(f"weights of matmuls in {spec.quantised.dtype}; arithmetic is counted in {setting.dtype}")
     said += sorted(
         {f"activations {f.activations.source}" for f in plan.fits if f.activations} - {"activations counted"}
     )
@@ -123,7 +123,7 @@ def _row(fit: Fit, taken: bool) -> list[object]:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Everything, in bytes, FLOPs, seconds and tokens."""
+    """Return the plan as JSON, in bytes, FLOPs, seconds and tokens."""
     setting = plan.setting
     return {
         "model": plan.model,

@@ -1,1 +1,1 @@
-"""The command line: one module a command, each with `add_arguments(parser)` and `main(args) -> exit status`."""
+"""The command line: one module per command, with `add_arguments(parser)` and `main(args) -> exit status`."""

@@ -1,4 +1,4 @@
-"""`jaxserve bench`: open-loop load on an OpenAI-compatible endpoint, with the flags of `vllm bench serve`."""
+"""`jaxserve bench`: open-loop load on an OpenAI-compatible server, with flags of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EPILOG = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Send load to a running server; report latencies, attainment and goodput."
+    parser.description = "Send load to a running server and report latencies, attainment and goodput."
     parser.epilog = EPILOG
     _add_server(parser.add_argument_group("server"))
     _add_requests(parser.add_argument_group("requests"))
@@ -41,19 +41,19 @@ def _add_server(group: Any) -> None:
         "--backend",
         choices=BACKENDS,
         default="jaxserve",
-        help="what the server takes: openai standard fields and text alone; vllm and sglang also token ids and "
-        "ignore_eos; jaxserve also objectives; -chat: /v1/chat/completions, with text [jaxserve]",
+        help="request format: openai has standard fields and text only; vllm and sglang add token ids and "
+        "ignore_eos; jaxserve adds objectives; -chat uses /v1/chat/completions with text [jaxserve]",
     )
     add("--base-url", metavar="URL", help="instead of --host and --port")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
     add("--endpoint", metavar="PATH", help="instead of /v1/completions or /v1/chat/completions; needs --client http")
-    add("--model", help="name to ask for [the first of /v1/models]")
+    add("--model", help="model name in requests [the first of /v1/models]")
     add(
         "--tokenizer",
         metavar="NAME",
-        help="model folder or Hugging Face name: prompts are text of exact lengths. Without it the -chat and openai "
-        "backends get common words, about one token each, and others token ids",
+        help="model folder or Hugging Face name, for text prompts of exact lengths. Without it, the -chat and openai "
+        "backends send common words, about one token each, and the others send token ids",
     )
     add("--api-key", default="none")
     add("--header", nargs="+", default=[], type=_pair, metavar="NAME=VALUE", help="sent with every request")
@@ -62,7 +62,7 @@ def _add_server(group: Any) -> None:
         "--client",
         choices=("auto", "openai", "http"),
         default="auto",
-        help="the official openai client, or plain HTTP, which costs less per token [openai if installed]",
+        help="the official openai client, or plain HTTP, with less work per token [openai if installed]",
     )
 
 
@@ -73,20 +73,20 @@ def _add_requests(group: Any) -> None:
         "--dataset-path",
         type=Path,
         metavar="FILE",
-        help="custom: JSON lines with prompt and, optionally, output_tokens",
+        help="custom: JSON lines with prompt and optional output_tokens",
     )
     add("--trace", type=Path, metavar="FILE", help="Azure, Mooncake or plain CSV; implies --dataset-name trace")
-    add("--num-prompts", type=int, default=None, metavar="N", help="[100; trace: all of it]")
+    add("--num-prompts", type=int, default=None, metavar="N", help="[100; trace: all]")
     add("--random-input-len", type=int, default=128, metavar="TOKENS")
     add("--random-output-len", type=int, default=32, metavar="TOKENS")
-    add("--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths uniform in mean·(1±R) [0: exact]")
-    add("--random-ids", type=_range, metavar="LOW:HIGH", help="token ids of prompts [those /tokenize gives for a text]")
-    add("--prompt-scale", type=float, default=1.0, metavar="X", help="trace: prompt lengths are divided by this")
-    add("--output-scale", type=float, default=1.0, metavar="X", help="trace: output lengths are divided by this")
+    add("--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths uniform in mean·(1±R) [0]")
+    add("--random-ids", type=_range, metavar="LOW:HIGH", help="token ids of prompts [those of a text, from /tokenize]")
+    add("--prompt-scale", type=float, default=1.0, metavar="X", help="trace: divide prompt lengths by X")
+    add("--output-scale", type=float, default=1.0, metavar="X", help="trace: divide output lengths by X")
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="outputs have the length asked for; no field of OpenAI's API [on, but for openai and openai-chat]",
+        help="generate outputs of the requested length; not in OpenAI's API [on, except for openai and openai-chat]",
     )
     add("--seed", type=int, default=0)
 
@@ -94,17 +94,17 @@ def _add_requests(group: Any) -> None:
 def _add_load(group: Any) -> None:
     add = group.add_argument
     add("--request-rate", type=float, default=inf, metavar="RPS", help="[inf: all at once]")
-    add("--burstiness", type=float, default=1.0, metavar="SHAPE", help="of gamma gaps; 1 is Poisson, less is burstier")
+    add("--burstiness", type=float, default=1.0, metavar="SHAPE", help="shape of gamma gaps; 1 is Poisson [1]")
     add(
         "--time-scale",
         type=float,
         default=1.0,
         metavar="X",
-        help="trace: times are multiplied by this (0.5: twice as fast)",
+        help="trace: multiply arrival times by X (0.5: twice as fast)",
     )
-    add("--max-concurrency", type=int, metavar="N", help="hold calls back here, counted as the client's own delay")
-    add("--num-warmups", type=int, default=0, metavar="N", help="requests sent first and not counted")
-    add("--find-goodput", action="store_true", help="search the highest rate with --attainment on time")
+    add("--max-concurrency", type=int, metavar="N", help="most concurrent calls; waits count as the client's delay")
+    add("--num-warmups", type=int, default=0, metavar="N", help="requests sent first, not counted")
+    add("--find-goodput", action="store_true", help="search for the highest rate that reaches --attainment")
     add("--attainment", type=float, default=0.9, metavar="SHARE")
 
 
@@ -114,36 +114,36 @@ def _add_objectives(group: Any) -> None:
         "--ttft-slo",
         type=_seconds,
         metavar="8s",
-        help="of each request that has none of its own; sent to jaxserve, and judged here whatever the backend",
+        help="TTFT objective of requests without their own; sent to jaxserve, and judged here for any backend",
     )
-    add("--tpot-slo", type=_seconds, metavar="50ms", help="likewise")
+    add("--tpot-slo", type=_seconds, metavar="50ms", help="TPOT objective, likewise")
     add(
         "--slo-class",
         type=_checked(parse_slo_class),
         action="append",
         default=[],
         metavar="NAME=SHARE,ttft:MS,tpot:MS",
-        help="a share of the requests has these; again for each class. Also tbt:MS, thinking:MS and answer:MS (TPOT of "
-        "a stage, judged by the server alone), tier:NAME (sent; judged here by what else the class or --goodput says)",
+        help="objectives of a share of the requests; repeat for each class. Also tbt:MS, thinking:MS and answer:MS "
+        "(TPOT of a stage, judged by the server) and tier:NAME (sent; judged here by the other objectives)",
     )
     add(
         "--goodput",
         nargs="+",
         default=[],
         metavar="METRIC:MS",
-        help="ttft, tpot, tbt, e2el: what requests without an objective of their own are held to; not sent",
+        help="objectives of requests without their own: ttft, tpot, tbt, e2el; not sent",
     )
 
 
 def _add_results(group: Any) -> None:
     add = group.add_argument
-    add("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="NAMES", help=f"of {','.join(METRICS)}")
+    add("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="NAMES", help=f"from {','.join(METRICS)}")
     add("--metric-percentiles", default="99", metavar="NUMBERS", help="for example 50,90,99 [99]")
     add("--save-result", action="store_true", help="write a JSON file and a plot")
     add("--save-detailed", action="store_true", help="with an entry for each request")
     add("--result-dir", type=Path, default=Path("."), metavar="DIR")
     add("--result-filename", metavar="NAME", help="[backend-rate-model-time.json]")
-    add("--metadata", nargs="+", default=[], type=_pair, metavar="NAME=VALUE", help="kept in the JSON file")
+    add("--metadata", nargs="+", default=[], type=_pair, metavar="NAME=VALUE", help="saved in the JSON file")
 
 
 def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -189,7 +189,7 @@ def _range(text: str) -> range:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """The plan that the flags describe. Raises InvalidValue."""
+    """Build the plan from the flags. Raises InvalidValue."""
     dataset = "trace" if args.trace else args.dataset_name
     if dataset == "trace" and args.trace is None and args.dataset_path is None:
         raise InvalidValue("--dataset-name trace needs --trace FILE", "trace")
@@ -222,7 +222,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 
 def target_of(args: argparse.Namespace) -> Target:
-    """Where the flags say to send; the model may still be "", see Session."""
+    """Build the target from the flags; the model may still be "", see `Session`."""
     backend = BACKENDS[args.backend]
     base = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/").removesuffix("/v1")
     return Target(
@@ -239,7 +239,7 @@ def target_of(args: argparse.Namespace) -> Target:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run it. 0 where at least one request succeeded."""
+    """Run the benchmark; return 0 if at least one request succeeded."""
     plan, target = plan_of(args), target_of(args)
     session = Session(plan, target, args.client)
     return asyncio.run(session.run())

@@ -1,4 +1,4 @@
-"""`jaxserve distill`: a small draft model for speculation, trained on what its target says."""
+"""`jaxserve distill`: train a small draft model for speculative decoding on its target's output."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from jaxserve.cli.flags import add_setting, settings_of
 from jaxserve.errors import InvalidValue
 
-DESCRIPTION = """Train a small draft for a model: a Llama of the same tokenizer that guesses the model's next tokens, so
-that several are verified in one step (speculative decoding). The model answers prompts, the draft learns to give its
-probabilities, and a report says how much of what it drafts is accepted. Runs again from where it was broken off.
+DESCRIPTION = """Train a small draft model: a Llama with the target's tokenizer that predicts the target's next tokens,
+so that several are verified in one step (speculative decoding). The target answers prompts, the draft learns its
+probabilities, and a report gives the acceptance rate. An interrupted run continues from its last checkpoint.
 Needs optax and orbax-checkpoint: pip install 'jaxserve[train]'."""
 
 EPILOG = """
@@ -20,33 +20,33 @@ examples
   jaxserve distill --out draft                        # for the embedded demo model
   jaxserve serve --speculative-config '{"method": "draft_model", "model": "draft", "num_speculative_tokens": 4}'
 
-  # prompts as your users send them make the best draft; a line each, or JSONL with "prompt" or "messages"
+  # prompts like those of your users give the best draft: one per line, or JSONL with "prompt" or "messages"
   jaxserve distill --model Qwen/Qwen3-8B --prompts prompts.jsonl --samples 20000 --steps 20000 --out qwen3-draft
 
-  # train anew on the text that is there, with another size
+  # train again on the same text, with another size
   jaxserve distill --out draft --layers 2 --dim 128 --no-resume
 
-Without --prompts the model begins its texts itself. OUT is a Hugging Face folder; OUT/work has text and checkpoints,
-and can go when all is done. Of every 16 prompts one is held out, and acceptance is measured on its answers.
+Without --prompts the target starts its texts itself. OUT is a Hugging Face folder; OUT/work has text and checkpoints
+and can be deleted at the end. One prompt in 16 is held out, and acceptance is measured on its answers.
 """
-WIDTH = 4  # the draft is so many times narrower
-DEPTH = 6  # and so many times shallower
-DEMO = "the embedded demo model"  # as settings and reports call it
+WIDTH = 4  # the draft's default width: the target's divided by this
+DEPTH = 6  # the draft's default number of layers: the target's divided by this
+DEMO = "the embedded demo model"  # the name in settings and reports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve distill`."""
+    """Add the flags of `jaxserve distill`."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
-        "--model", metavar="NAME|PATH", help="the target: Hugging Face name, or folder [the demo model]"
+        "--model", metavar="NAME|PATH", help="target model: Hugging Face name, or folder [the demo model]"
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the draft")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="output folder of the draft model")
     parser.add_argument("--work", type=Path, metavar="DIR", help="text, checkpoints and settings [OUT/work]")
     parser.add_argument(
-        "--resume", action=argparse.BooleanOptionalAction, help="go on from the checkpoint in --work [if there is one]"
+        "--resume", action=argparse.BooleanOptionalAction, help="continue from a checkpoint in --work [if there is one]"
     )
     text = parser.add_argument_group("text")
-    text.add_argument("--prompts", type=Path, metavar="FILE", help="text or JSONL, a prompt a line [the model's own]")
+    text.add_argument("--prompts", type=Path, metavar="FILE", help="text or JSONL, one per line [the target's own]")
     text.add_argument("--samples", type=int, default=2048, metavar="N", help="answers to generate [2048]")
     text.add_argument(
         "--length", type=int, metavar="N", help="tokens of a prompt and its answer [512, or fewer positions]"
@@ -57,21 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[0.0, 0.7, 1.0],
         metavar="T",
-        help="answers are drawn at one [0 0.7 1]",
+        help="temperatures of the answers, one for each [0 0.7 1]",
     )
-    draft = parser.add_argument_group("the draft")
+    draft = parser.add_argument_group("draft model")
     draft.add_argument("--layers", type=int, metavar="N", help=f"[the target's / {DEPTH}, at least 1]")
     draft.add_argument("--dim", type=int, metavar="N", help=f"width [the target's / {WIDTH}]")
     draft.add_argument("--head-dim", type=int, metavar="N", help="of an attention head [the target's]")
     draft.add_argument("--heads", type=int, metavar="N", help="query heads [dim / head-dim]")
-    draft.add_argument("--kv-heads", type=int, metavar="N", help="[as many query heads share one as in the target]")
+    draft.add_argument("--kv-heads", type=int, metavar="N", help="[the target's query heads per kv head]")
     draft.add_argument("--ff-dim", type=int, metavar="N", help="of the feed-forward [8/3 of dim, to a multiple of 32]")
     _training(parser.add_argument_group("training"))
     report = parser.add_argument_group("report")
-    report.add_argument("--drafted", type=int, default=8, metavar="K", help="tokens to roll out [8]")
-    report.add_argument("--report-every", type=int, default=50, metavar="N", help="steps between two lines [50]")
+    report.add_argument("--drafted", type=int, default=8, metavar="K", help="tokens per rollout [8]")
+    report.add_argument("--report-every", type=int, default=50, metavar="N", help="steps between lines [50]")
     report.add_argument("--save-every", type=float, default=2.0, metavar="MIN", help="minutes between checkpoints [2]")
-    engine = parser.add_argument_group("how the target runs (as for `jaxserve serve`)")
+    engine = parser.add_argument_group("target engine (as for `jaxserve serve`)")
     for name in ("revision", "mesh", "dtype", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory"):
         add_setting(engine, name)
 
@@ -80,23 +80,23 @@ def _training(group: Any) -> None:
     group.add_argument("--steps", type=int, default=1000, metavar="N", help="[1000]")
     group.add_argument("--rows", type=int, default=8, metavar="N", help="rows of --length tokens in a step [8]")
     group.add_argument(
-        "--long-length", type=int, metavar="N", help="tokens of a row at the end [the target's, to 2048]"
+        "--long-length", type=int, metavar="N", help="tokens of a row in long steps [the target's, at most 2048]"
     )
-    group.add_argument("--long-share", type=float, default=0.1, metavar="X", help="share of the steps with such [0.1]")
+    group.add_argument("--long-share", type=float, default=0.1, metavar="X", help="share of long steps [0.1]")
     group.add_argument("--rate", type=float, default=3e-3, metavar="X", help="peak learning rate [0.003]")
     group.add_argument(
-        "--warm-up", type=float, default=0.02, metavar="X", help="share of the steps it rises over [0.02]"
+        "--warm-up", type=float, default=0.02, metavar="X", help="share of steps with a rising learning rate [0.02]"
     )
     group.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="on matrices [0.1]")
     group.add_argument(
         "--tv-share", type=float, default=0.3, metavar="X",
-        help="share of the steps, at the end, that minimise what is rejected instead of KL [0.3]",
+        help="share of steps, at the end, that minimize rejections instead of the KL divergence [0.3]",
     )  # fmt: skip
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of text, weights and order [0]")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of text, weights and order [0]")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run it. Raises InvalidValue for what a person got wrong."""
+    """Run the distillation. Raises InvalidValue for invalid settings."""
     _check(args)
     try:
         import optax  # noqa: F401
@@ -133,7 +133,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def job_of(args: argparse.Namespace) -> Any:
-    """The run that the flags ask for, a `distillation.job.DistillationRun`."""
+    """Build the run, a `distillation.job.DistillationRun`, from the flags."""
     from jaxserve.config import ServeConfig, parse_mesh
     from jaxserve.demo import model_path
     from jaxserve.distillation.job import DataSettings, DistillationRun, TrainingSettings
@@ -143,10 +143,10 @@ def job_of(args: argparse.Namespace) -> Any:
     engine = {name: value for name, value in settings_of(args).items() if name not in ("model", "seed")}
     revision = engine.pop("revision", None)
     engine.setdefault("mesh", "1x1")
-    ServeConfig(**engine)  # names what is wrong with these
+    ServeConfig(**engine)  # validates these settings
     instances, devices = parse_mesh(engine["mesh"])
     if instances != 1:
-        raise InvalidValue(f"mesh={engine['mesh']!r} must be 1xT: one instance of the target is trained on", "mesh")
+        raise InvalidValue(f"mesh={engine['mesh']!r} must be 1xT: distillation uses one instance of the target", "mesh")
     path = model_path() if args.model is None else model_folder(args.model, revision)
     spec = load_spec(path)
     length = args.length or min(512, spec.max_positions)
@@ -184,15 +184,15 @@ def _dtype() -> str:
 
 
 def _check_out(out: Path, model: Path) -> None:
-    """Never write over a model that `distill` did not make."""
+    """Refuse to overwrite a model that `distill` did not write."""
     if out.resolve() == model.resolve():
-        raise InvalidValue(f"out={str(out)!r} is the folder of the model itself; name another", "out")
+        raise InvalidValue(f"out={str(out)!r} is the folder of the target model; use another folder", "out")
     if (out / "config.json").exists() and not (out / "acceptance.json").exists():
-        raise InvalidValue(f"out={str(out)!r} has a config.json that no `jaxserve distill` wrote; name another", "out")
+        raise InvalidValue(f"out={str(out)!r} has a config.json of another origin; use another folder", "out")
 
 
 def net_of(args: argparse.Namespace, spec: Any) -> Any:
-    """The sizes of the draft, a `training.net.NetConfig`: those of the flags, else fractions of the target's."""
+    """Return the sizes of the draft, a `training.net.NetConfig`: given, or fractions of the target's."""
     from jaxserve.training.net import NetConfig
 
     def given(name: str, default: int) -> int:
@@ -217,7 +217,7 @@ def net_of(args: argparse.Namespace, spec: Any) -> Any:
 
 
 def show(found: Any, out: Path) -> None:
-    """Tables of a `distillation.acceptance.Acceptance`."""
+    """Print the tables of a `distillation.acceptance.Acceptance`."""
     from jaxserve.report.table import print_table
     from jaxserve.training.folder import size
 

@@ -1,4 +1,4 @@
-"""`jaxserve fit`: measured steps in; how well each step-time model predicts them, and a latency preset, out."""
+"""`jaxserve fit`: compare step-time models on measured steps, and write a latency preset."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.perf.registry import KINDS, Step
 from jaxserve.yamlio import nearest
 
-DESCRIPTION = "Fit step-time models to measured steps; say how far off each is, and write a latency preset."
+DESCRIPTION = "Fit step-time models to measured steps, report their errors, and write a latency preset."
 EPILOG = """examples:
   jaxserve serve --journal run.jsonl                  # serve something, then
-  jaxserve fit run.jsonl --out mine.yaml              # a table of errors here, and what the simulator needs
+  jaxserve fit run.jsonl --out mine.yaml              # print errors, write a preset for the simulator
   jaxserve simulate --latency mine.yaml --qps 2,3,4
-  jaxserve serve --perf mine.yaml                     # no profile at start: predict by it from the first step on
+  jaxserve serve --perf mine.yaml                     # no profile at start: use the preset from the first step
   jaxserve fit profile.csv --p-moe 0.03125 --out mine.yaml --kv-tokens 1000000 --kv-bytes-per-token 253952
 
-PROFILE is a journal, or a CSV or JSONL file with one step a row: `seconds`, and of what it computed
-  prefill    prompt tokens               decode    tokens of decoding rows, drafted ones included
-  prefix     sum over chunks of the context before them      longest   the longest context of a decoding row
-  quadratic  sum over chunks of k*c + k*k/2, k tokens after c     context   sum of the decoding rows' contexts
+PROFILE is a journal, or a CSV or JSONL file with one step per row: `seconds`, and the load of the step:
+  prefill    prompt tokens               decode    tokens of running decodes, including drafted ones
+  prefix     sum over chunks of the context before them      longest   the longest context of a running decode
+  quadratic  sum over chunks of k*c + k*k/2, k tokens after c     context   sum of the contexts of running decodes
   drafts     steps of the draft model
-What is missing is 0, quadratic that of one chunk, context that of rows as long as the longest, and the other way round.
+Missing columns are 0, except that quadratic defaults to that of one chunk, and context and longest to each other's,
+with equally long rows.
 """
 COLUMNS = (*Load._fields, "seconds")
-PAGE_SIZE = 64  # tokens, where nothing says otherwise
+PAGE_SIZE = 64  # tokens, by default
 
 
 class Profile(NamedTuple):
-    """Measured steps in order, and the pool and the engine they ran on where the file tells."""
+    """Measured steps in order, with the KV pool and the step-time recipe if the file has them."""
 
     steps: list[Step]
     kv_tokens: int | None = None
@@ -52,21 +53,21 @@ class Profile(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve fit`."""
+    """Add the flags of `jaxserve fit`."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("profile", type=Path, metavar="PROFILE", help="journal, CSV or JSONL of steps")
-    parser.add_argument("--p-moe", type=float, default=0.0, metavar="P", help="share of the experts a token uses [0]")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write a latency preset there")
-    preset = parser.add_argument_group("what else the preset needs")
-    preset.add_argument("--kv-tokens", type=int, metavar="N", help="what the KV pool holds [the journal's]")
-    preset.add_argument("--page-size", type=int, metavar="N", help="tokens in a page of it [the journal's, or 64]")
-    preset.add_argument("--kv-bytes-per-token", type=int, default=0, metavar="N", help="moved between instances [0]")
-    preset.add_argument("--tensor-parallel", type=int, default=1, metavar="T", help="devices of an instance [1]")
-    preset.add_argument("--layers", type=int, default=1, metavar="N", help="boundaries at which a step can stop [1]")
+    parser.add_argument("--p-moe", type=float, default=0.0, metavar="P", help="share of experts that a token uses [0]")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a latency preset to this file")
+    preset = parser.add_argument_group("other fields of the preset")
+    preset.add_argument("--kv-tokens", type=int, metavar="N", help="tokens in the KV pool [the journal's]")
+    preset.add_argument("--page-size", type=int, metavar="N", help="tokens per page [the journal's, or 64]")
+    preset.add_argument("--kv-bytes-per-token", type=int, default=0, metavar="N", help="for KV transfers [0]")
+    preset.add_argument("--tensor-parallel", type=int, default=1, metavar="T", help="devices per instance [1]")
+    preset.add_argument("--layers", type=int, default=1, metavar="N", help="boundaries for preemption in a step [1]")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run it. Raises InvalidValue for what a person got wrong."""
+    """Run the fit. Raises InvalidValue for invalid settings or files."""
     if not 0 <= args.p_moe <= 1:
         raise InvalidValue(f"p-moe={args.p_moe!r} must be between 0 and 1", "p_moe")
     profile = read(args.profile)
@@ -97,7 +98,7 @@ def _row(score: Score) -> list[object]:
 
 
 def read(path: Path) -> Profile:
-    """The steps of a journal, CSV or JSONL file. Raises InvalidValue, naming line and column, for what it cannot be."""
+    """Read the steps of a journal, CSV or JSONL file. Raises InvalidValue naming line and column."""
     if not path.is_file():
         raise InvalidValue(f"profile {str(path)!r} does not exist", "profile")
     if path.suffix == ".csv":
@@ -127,7 +128,7 @@ def _objects(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _journal(path: Path) -> Profile:
-    from jaxserve.cli.replay import perf_of  # it knows what an engine writes, and imports the engine
+    from jaxserve.cli.replay import perf_of  # it knows the records of an engine, and imports the engine
     from jaxserve.sched.journal import replay
 
     with path.open(encoding="utf-8") as lines:
@@ -140,7 +141,7 @@ def _journal(path: Path) -> Profile:
 
 
 def _step(row: Mapping[str, Any], where: str) -> Step:
-    """One row as (load, seconds)."""
+    """Convert a row to (load, seconds)."""
     found: dict[str, float] = {}
     for name, value in row.items():
         if name not in COLUMNS:
@@ -152,9 +153,9 @@ def _step(row: Mapping[str, Any], where: str) -> Step:
     seconds = found.pop("seconds")
     prefill, decode, prefix = (int(found.get(name, 0)) for name in ("prefill", "decode", "prefix"))
     if not prefill and not decode:
-        raise InvalidValue(f"{where}: a step has prefill or decode tokens", "prefill")
+        raise InvalidValue(f"{where}: a step needs prefill or decode tokens", "prefill")
     if decode and "longest" not in found and "context" not in found:
-        raise InvalidValue(f"{where}: decode={decode} needs 'longest' or 'context', what the rows attend to", "longest")
+        raise InvalidValue(f"{where}: decode={decode} needs 'longest' or 'context'", "longest")
     longest = found.get("longest", found.get("context", 0.0) / max(decode, 1))
     return Load(
         prefill=prefill,
@@ -182,10 +183,10 @@ def _number(name: str, value: Any, where: str) -> float:
 
 
 def _preset(args: argparse.Namespace, profile: Profile, made: Fit) -> str:
-    """A latency preset as YAML."""
+    """Return a latency preset as YAML."""
     tokens = args.kv_tokens or profile.kv_tokens
     if tokens is None:
-        raise InvalidValue("kv-tokens is not in a profile: say --kv-tokens N, what the KV pool holds", "kv_tokens")
+        raise InvalidValue("the profile has no kv-tokens: set --kv-tokens N, the tokens in the KV pool", "kv_tokens")
     return preset_text(
         args.out.stem,
         profile.steps,
@@ -201,7 +202,7 @@ def _preset(args: argparse.Namespace, profile: Profile, made: Fit) -> str:
 
 
 def preset_text(name: str, steps: Sequence[Step], made: Fit, recipe: Recipe, *, source: str, **fields: int) -> str:
-    """A latency preset as YAML: the fit, scaled to all steps together, and `fields` of Latency."""
+    """Return a latency preset as YAML: the fit, scaled to the total time, and `fields` of Latency."""
     truth = to_total(made.coefficients, steps, recipe.buckets)
     form = Padded(truth, recipe.buckets)
     errors = [np.log(seconds / form.step_time(load)) for load, seconds in steps]

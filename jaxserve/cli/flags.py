@@ -1,4 +1,4 @@
-"""Command-line flags made from the fields of `ServeConfig`, and errors that teach."""
+"""Command-line flags from the fields of `ServeConfig`, and helpful errors for unknown flags."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from jaxserve.settings.other_engines import flag_hint
 from jaxserve.yamlio import convert
 
 _GROUPS = {
-    "model": "what to serve",
-    "devices": "on which devices",
-    "scheduling": "in which order, against which objectives",
+    "model": "model",
+    "devices": "devices",
+    "scheduling": "scheduling and objectives",
     "memory": "KV cache",
     "server": "HTTP server",
 }
 
 
 class TeachingParser(argparse.ArgumentParser):
-    """An argument parser that, on an unknown flag, names the nearest one or the one that other engines call so."""
+    """An argument parser that suggests the closest flag, or our name of another engine's flag."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         more.setdefault("allow_abbrev", False)
@@ -51,11 +51,9 @@ class TeachingParser(argparse.ArgumentParser):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of ServeConfig, `--config`, and the model as a positional argument."""
+    """Add `--config`, the positional model, and a flag for every field of ServeConfig."""
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="same as --model")
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file with these settings by name; flags given here win over it"
-    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with these settings by name; flags override it")
     groups = {name: parser.add_argument_group(text) for name, text in _GROUPS.items()}
     for field in dataclasses.fields(ServeConfig):
         add_setting(groups[field.metadata["group"]], field.name)
@@ -68,7 +66,7 @@ def add_setting(group: Any, name: str) -> None:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of ServeConfig that were given as flags."""
+    """Return the fields of ServeConfig that were given as flags."""
     names = {field.name for field in dataclasses.fields(ServeConfig)}
     return {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if k in names}
 
@@ -95,7 +93,7 @@ def _add(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """Of a Literal, which may be optional."""
+    """Return the choices of a Literal or an optional Literal; () for other types."""
     inner = (
         [a for a in typing.get_args(hint) if a is not types.NoneType]
         if typing.get_origin(hint) is not Literal
@@ -121,7 +119,7 @@ def _parser(hint: Any) -> Any:
 
 
 def config_of(args: argparse.Namespace) -> ServeConfig:
-    """The settings that parsed flags and the `--config` file say together. Raises InvalidValue."""
+    """Merge flags and the `--config` file into settings. Raises InvalidValue."""
     given = settings_of(args)
     if args.model_tag is not None:
         if given.get("model", args.model_tag) != args.model_tag:

@@ -1,4 +1,4 @@
-"""`jaxserve COMMAND …`: each command is a module that is imported only when it is asked for."""
+"""`jaxserve COMMAND …`: each command is a module, imported only when it runs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from jaxserve.yamlio import nearest
 # Each module has add_arguments(parser) and main(args) -> exit status.
 COMMANDS = {
     "serve": ("jaxserve.cli.serve", "serve a model over HTTP with OpenAI's API"),
-    "simulate": ("jaxserve.cli.simulate.command", "try policies on a trace, without a device, in seconds"),
+    "simulate": ("jaxserve.cli.simulate.command", "simulate policies on a workload, in seconds and without a device"),
     "bench": ("jaxserve.cli.bench", "send load to a running server and report latencies and goodput"),
-    "replay": ("jaxserve.cli.replay", "feed a server's journal back: equal plans, and the same load simulated"),
+    "replay": ("jaxserve.cli.replay", "replay a server's journal, check for equal plans, and simulate the same load"),
     "profile": ("jaxserve.cli.profile", "measure step times of a model on this machine, for the simulator"),
     "fit": ("jaxserve.cli.fit", "fit step-time models to measured steps, and write a latency preset"),
     "plan": (
         "jaxserve.cli.plan",
-        "whether a model fits given devices, on which mesh, and what they could serve at best",
+        "check whether a model fits given devices, choose a mesh, and bound its throughput",
     ),
-    "distill": ("jaxserve.cli.distill", "train a draft model for speculation"),
-    "convert": ("jaxserve.cli.convert", "turn safetensors into an Orbax checkpoint"),
+    "distill": ("jaxserve.cli.distill", "train a draft model for speculative decoding"),
+    "convert": ("jaxserve.cli.convert", "convert safetensors to an Orbax checkpoint"),
 }
 
 
 def usage() -> str:
-    """The help of `jaxserve` itself."""
+    """Return the help text of `jaxserve`."""
     lines = [f"  {name:<9} {text}" for name, (module, text) in COMMANDS.items() if _exists(module)]
     return "\n".join(
         [
@@ -53,7 +53,7 @@ def _exists(module: str) -> bool:
 
 
 def dispatch(command: str, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Run one command with its own flags; what a person got wrong ends in one line and status 2."""
+    """Run a command with its flags; invalid settings print one line and return status 2."""
     name = COMMANDS[command][0]
     if not _exists(name):
         print(f"jaxserve {command}: error: not in this version", file=sys.stderr)
@@ -75,7 +75,7 @@ def dispatch(command: str, argv: Sequence[str] | None = None, prog: str | None =
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of the `jaxserve` script."""
+    """Run the `jaxserve` script."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())

@@ -1,6 +1,6 @@
-"""jaxserve plan: does a model fit these devices, on which mesh, and what could it serve at best?
+"""jaxserve plan: check whether a model fits given devices, choose a mesh, and bound its throughput.
 
-Needs no weights and no devices: sizes come from a config.json, devices from what their makers publish.
+Needs no weights and no devices: sizes come from a config.json, device specifications from their makers.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
 examples:
-  # Every mesh of eight H200, and the one to take
+  # Every mesh of eight H200s, and the recommended one
   jaxserve plan --model llama3-70b --devices h200:8
 
-  # One mesh, a folder with a config.json, answers within 30 ms a token at 8K of context
+  # One mesh, a folder with a config.json, 30 ms per token at a context of 8K
   jaxserve plan --model ./my-model --devices a100-80:4 --mesh 2x2 --tpot-ms 30 --context 8192
 
-  # With the step programs compiled for the device (packages of the `gate` extra; minutes)
+  # With the step programs compiled for the device (needs the `gate` extra; takes minutes)
   jaxserve plan --model llama3-8b --devices h200:1 --compile
 
-docs/guide/plan.md says what is counted, and what is not.
+docs/guide/plan.md describes what is counted and what is not.
 """
-# Settings of the engine that decide what fits; they mean here what they mean there.
+# Engine settings that decide what fits, with the same meaning as in `jaxserve serve`.
 SETTINGS = (
     "mesh", "dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "kv_cache_dtype", "gpu_memory_utilization", "kv_cache_memory",
@@ -40,10 +40,10 @@ SETTINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve plan`."""
+    """Add the flags of `jaxserve plan`."""
     parser.description = __doc__.split(": ", 1)[1] if __doc__ else None
     parser.epilog = EXAMPLES
-    asked = parser.add_argument_group("what to plan for")
+    asked = parser.add_argument_group("model and devices")
     asked.add_argument(
         "--model", required=True, metavar="NAME|PATH",
         help="folder with a config.json, a published model by its short name, or a Hugging Face name",
@@ -52,15 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--tpot-ms", type=_positive(float), default=50.0, metavar="MS", help="time per output token [50]"
     )
-    asked.add_argument("--context", type=_positive(int), metavar="N", help="tokens a decoding row attends to [2048]")
-    asked.add_argument("--prompt", type=_positive(int), metavar="N", help="tokens of a prefill [8192]")
+    asked.add_argument("--context", type=_positive(int), metavar="N", help="context of a running decode [2048]")
+    asked.add_argument("--prompt", type=_positive(int), metavar="N", help="tokens of a prompt [8192]")
     asked.add_argument(
         "--compile",
         action="store_true",
-        help="take activations from the compiled programs of the mesh, not counted ones",
+        help="measure activations on compiled programs of the mesh instead of estimating them",
     )
     asked.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    engine = parser.add_argument_group("settings of the engine", "as for jaxserve serve")
+    engine = parser.add_argument_group("engine settings", "as for jaxserve serve")
     for name in SETTINGS:
         add_setting(engine, name)
 
@@ -81,7 +81,7 @@ def _positive(kind: type) -> Any:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the plan. 0 where the model fits, 1 where it does not. Raises InvalidValue for what a person got wrong."""
+    """Print the plan; return 0 if the model fits, 1 if it does not. Raises InvalidValue."""
     from jaxserve.capacity.devices import devices, parse_devices
 
     name, count = parse_devices(args.devices)
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
     asked = _asked(config.mesh, count, args.devices)
     if args.compile:
         if config.mesh is None and count > 1:
-            raise InvalidValue(f"--compile compiles for one mesh: add --mesh, one of {_names(count)}", "mesh")
+            raise InvalidValue(f"--compile needs one mesh: add --mesh, one of {_names(count)}", "mesh")
         _prepare(devices()[name].target, name)
     made = make_plan(args, config, name, count, asked)
     from jaxserve.capacity import show
@@ -105,7 +105,7 @@ def main(args: argparse.Namespace) -> int:
 def make_plan(
     args: argparse.Namespace, config: ServeConfig, name: str, count: int, asked: list[tuple[int, int]]
 ) -> Plan:
-    """Count, and choose."""
+    """Compute the fit of every requested mesh, and choose one."""
     from jaxserve.capacity import fit, show
     from jaxserve.capacity.devices import devices
     from jaxserve.engine.memory import kv
@@ -152,7 +152,7 @@ def make_plan(
 
 
 def _within(length: int, given: int | None, usual: int, name: str) -> int:
-    """Tokens that were asked for, or as many as usual where a request may have so many."""
+    """Return the given number of tokens, or the usual one if it does not exceed `length`."""
     if given is not None and given > length:
         raise InvalidValue(f"{name}={given} is above max_model_len={length}, the longest request", name)
     return given or min(usual, length)
@@ -166,7 +166,7 @@ def _asked(mesh: str | None, count: int, devices: str) -> list[tuple[int, int]]:
     instances, tp = parse_mesh(mesh)
     if instances * tp > count:
         raise InvalidValue(
-            f"mesh={mesh!r} needs {instances * tp} devices and {devices!r} has {count}; allowed: {_names(count)}",
+            f"mesh={mesh!r} needs {instances * tp} devices, but {devices!r} has {count}; allowed: {_names(count)}",
             "mesh",
         )
     return [(instances, tp)]
@@ -179,7 +179,7 @@ def _names(count: int) -> str:
 
 
 def _prepare(target: str | None, name: str) -> None:
-    """Set the environment for compiling; before jax is imported."""
+    """Set the environment for compilation, before jax is imported."""
     from jaxserve.capacity.devices import devices
     from pallas_kernels.gate.targets import TARGETS, prepare
 

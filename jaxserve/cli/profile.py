@@ -1,4 +1,4 @@
-"""`jaxserve profile`: measure a model's step times on this machine, and write them as a latency preset."""
+"""`jaxserve profile`: measure a model's step times on this machine, and write a latency preset."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from jaxserve.sched.perf.fit import fit
 from jaxserve.sched.perf.registry import Step
 from jaxserve.yamlio import convert
 
-DESCRIPTION = """Measure a model's step times on this machine: decode by rows and context, prompt chunks by size and
-prefix, and both in one step, each as often as --runs says (Kairos measures its table 100 times)."""
+DESCRIPTION = """Measure a model's step times on this machine: decodes by rows and context, prompt chunks by size and
+prefix, and mixed steps, --runs times each (Kairos measures its table 100 times)."""
 EPILOG = """examples:
-  jaxserve profile --out mine.yaml                                  # the demo model, here
+  jaxserve profile --out mine.yaml                                  # the demo model
   jaxserve profile --model Qwen/Qwen3-8B --mesh 1x2 --out h200.yaml --steps h200.csv
 then
-  jaxserve serve --perf mine.yaml                    # predicts by it from the first step on
-  jaxserve simulate --latency mine.yaml --qps 2,3,4  # the same model in virtual time
-  jaxserve fit h200.csv                              # how far off each step-time model is on these steps
+  jaxserve serve --perf mine.yaml                    # use the preset from the first step
+  jaxserve simulate --latency mine.yaml --qps 2,3,4  # simulate the same model
+  jaxserve fit h200.csv                              # errors of each step-time model on these steps
 
-All flags of `jaxserve serve` that shape a step are heeded.
+All flags of `jaxserve serve` that affect a step apply.
 """
 RUNS = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve profile`."""
+    """Add the flags of `jaxserve profile`."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    group = parser.add_argument_group("what to measure, and where it goes")
-    group.add_argument("--runs", type=int, default=RUNS, metavar="N", help=f"of each step [{RUNS}]")
-    group.add_argument("--time", metavar="TIME", help="stop after so long, as in 10min [when all runs are done]")
-    group.add_argument("--out", type=Path, metavar="FILE", help="write a latency preset there")
+    group = parser.add_argument_group("measurement and output")
+    group.add_argument("--runs", type=int, default=RUNS, metavar="N", help=f"runs of each step [{RUNS}]")
+    group.add_argument("--time", metavar="TIME", help="stop after this time, as in 10min [when all runs are done]")
+    group.add_argument("--out", type=Path, metavar="FILE", help="write a latency preset to this file")
     group.add_argument(
-        "--steps", type=Path, metavar="FILE", help="write the measured steps there, CSV for `jaxserve fit`"
+        "--steps", type=Path, metavar="FILE", help="write the measured steps to this file, as CSV for `jaxserve fit`"
     )
     flags.add_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run it. Raises InvalidValue for what a person got wrong."""
+    """Run the measurement. Raises InvalidValue for invalid settings."""
     if args.runs < 1:
         raise InvalidValue(f"runs={args.runs} must be at least 1", "runs")
     seconds = inf if args.time is None else float(convert(args.time, float))
     if not seconds > 0:
-        raise InvalidValue(f"time={args.time!r} must be more than 0", "time")
+        raise InvalidValue(f"time={args.time!r} must be above 0", "time")
     for name in ("out", "steps"):
         path = getattr(args, name)
         if path is not None and not path.parent.is_dir():
             raise InvalidValue(f"{name}={str(path)!r}: folder {str(path.parent)!r} does not exist", name)
     config = flags.config_of(args)
 
-    from jaxserve.engine.startup import assemble, profile  # jax only now
+    from jaxserve.engine.startup import assemble, profile  # imports jax, so only now
 
     with bar("building") as progress:
         built = assemble.build(config, progress)

@@ -1,4 +1,4 @@
-"""`jaxserve replay`: feed a journal back, compare every plan, and simulate the same load again."""
+"""`jaxserve replay`: replay a journal, compare every plan, and simulate the same load."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxserve.sched.journal import Replay, replay
 from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.sim.again import again, rows
 
-SUMMARY = "Feed a journal back: every plan must come out again; then simulate the same load."
+SUMMARY = "Replay a journal, check that every plan is equal, and simulate the same load."
 EPILOG = """examples:
   jaxserve serve --mesh 4x2 --journal run.jsonl      # serve something, then
-  jaxserve replay run.jsonl                          # equal plans? and what would the simulator have said?
+  jaxserve replay run.jsonl                          # equal plans? what does the simulator predict?
   jaxserve replay run.jsonl --save again.json
 """
-SHOWN = 5  # differences
-POOR = 0.5  # mean error of the fitted step times above which what is simulated with them says little
+SHOWN = 5  # differences printed
+POOR = 0.5  # mean error of the fitted step times above which the simulation says little
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def perf_of(record: Mapping[str, Any]) -> PerfModel:
-    """The step-time model that a journal's `instance` record describes."""
+    """Build the step-time model that a journal's `instance` record describes."""
     return Recipe.of(record).make()
 
 
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def show(replayed: Replay, seed: int) -> dict[str, Any]:
-    """Print served beside simulated, and how well the step times fit; returns the same as a mapping."""
+    """Print served beside simulated values and the step-time fit; return the same as a mapping."""
     outcome = again(replayed, seed)
     table = rows(outcome)
     print_table(

@@ -1,4 +1,4 @@
-"""`jaxserve serve`: serve a model over HTTP, with OpenAI's API."""
+"""`jaxserve serve`: serve a model over HTTP with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ import atexit
 from jaxserve.cli import flags
 from jaxserve.config import ServeConfig
 
-DESCRIPTION = "Serve a model with OpenAI's API, meeting latency objectives per request."
+DESCRIPTION = "Serve a model with OpenAI's API under per-request latency objectives."
 
 EXAMPLES = """
 examples
   python -m jaxserve.run
       the demo model on this machine, at http://127.0.0.1:8000
   python -m jaxserve.run --model Qwen/Qwen3-8B --mesh 4x2 --ttft-slo 8s --tpot-slo 50ms
-      8 accelerators: two instances of 2 prefill, two decode
+      8 accelerators: two instances of 2 devices prefill, two decode
   python -m jaxserve.run --mesh 8x1 --prefill 3 --policy kairos
       three prefill, five decode
   python -m jaxserve.run --mesh 2x1 --mode colocated --policy sarathi
-      each instance does both
+      each instance prefills and decodes
   python -m jaxserve.run --config configs/serve/example.yaml --port 9000
-      settings from a file; flags win over it
+      settings from a file; flags override it
 
 then
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"prompt": "Hello", "max_tokens": 20, "ttft_slo_ms": 500, "tpot_slo_ms": 30}'
 
-A request may bring its own objectives: body fields ttft_slo_ms, tpot_slo_ms, stage_slo, service_tier, priority
-(lower is earlier), or the headers x-llm-d-slo-ttft-ms and x-llm-d-slo-tpot-ms.
+Requests can set their own objectives, in the body fields ttft_slo_ms, tpot_slo_ms, stage_slo, service_tier, priority
+(lower is earlier), or in the headers x-llm-d-slo-ttft-ms and x-llm-d-slo-tpot-ms.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the server."""
+    """Add the flags of the server."""
     parser.description, parser.epilog, parser.usage = DESCRIPTION, EXAMPLES, "%(prog)s [MODEL] [--mesh RxT] [flags]"
     flags.add_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serve until told to stop; returns the exit status. Raises InvalidValue for settings that do not go."""
+    """Serve until told to stop, and return the exit status. Raises InvalidValue for invalid settings."""
     status = serve(flags.config_of(args))
     _leave(status)
     return status
 
 
 def _leave(status: int) -> None:
-    """End the process without unloading Python: to free all that jax and the model hold takes seconds."""
+    """Exit without Python's teardown: freeing everything that jax and the model hold takes seconds."""
     from jaxserve.server.signals import end_process
 
     atexit._run_exitfuncs()
@@ -54,10 +54,10 @@ def _leave(status: int) -> None:
 
 
 def serve(config: ServeConfig) -> int:
-    """Load, warm up, serve until SIGTERM or SIGINT."""
+    """Load, warm up, and serve until SIGTERM or SIGINT."""
     from jaxserve.models.source import check_names
 
     check_names(config)
-    from jaxserve.server.main import run  # on demand: --help must not wait for jax
+    from jaxserve.server.main import run  # imports jax, which --help must not wait for
 
     return run(config)

@@ -1,1 +1,1 @@
-"""Running models: meshes, memory, steps, and the executors that a scheduler drives."""
+"""The engine: meshes, KV memory, step programs, and the executors that schedulers drive."""

@@ -1,7 +1,8 @@
-"""One thread with an event loop of its own that owns the cluster: every decision and every dispatch is made there.
+"""The engine: one thread with its own event loop, which owns the cluster and dispatches every step.
 
-Callers on other threads hand requests in and hear of their tokens by callback; tokenising and detokenising are
-theirs. A failure of one request is told to that request; a failure of the machinery ends all and is told to all.
+Callers on other threads submit requests and receive tokens through callbacks; they tokenize and
+detokenize on their own threads. If a request fails, only that request ends with an error. If the
+engine itself fails, every request ends with an error.
 """
 
 from __future__ import annotations
@@ -43,30 +44,33 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REHEARSED = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
-REMEMBERED = 4096  # finished requests whose times nobody has asked for yet
-POLL = 0.2  # seconds after which to look whether the engine's thread still lives
-SLACK = 2.0  # seconds beyond CLOSING, for all that has not to do with devices
-SILENT = 30.0  # seconds: an engine's thread that gives no sign for so long is taken to hang
+REMEMBERED = 4096  # finished requests with times that `record` has not returned yet
+POLL = 0.2  # seconds between two checks that the engine's thread is alive
+SLACK = 2.0  # seconds beyond CLOSING for the work that does not involve devices
+SILENT = 30.0  # seconds without a heartbeat after which the engine's thread counts as hung
 
 
 class Engine:
-    """Made by `start`. `submit`, `cancel`, `record`, `stats` may be called from any thread."""
+    """An engine that serves, created by `start`.
+
+    `submit`, `cancel`, `record` and `stats` may be called from any thread.
+    """
 
     def __init__(self, config: ServeConfig, machine: Machine) -> None:
         self.info: EngineInfo = machine.info
         self._machine = machine
         self._cluster = machine.cluster(self._finished)
-        self._queue = Queue(None, 0.0, machine.now, self._expire)  # no bound yet: the rehearsal comes first
+        self._queue = Queue(None, 0.0, machine.now, self._expire)  # unbounded until warm-up requests are done
         self._seed = config.seed
         self._ids = itertools.count()
-        self._entering = 0  # handed in, not yet placed; guarded by _lock
+        self._entering = 0  # submitted, not yet routed; guarded by _lock
         self._lock = threading.Lock()
         self._draining = False
-        self._ended = False  # nothing is taken in any more; guarded by _lock, as is what ended it
+        self._ended = False  # no new requests are accepted; guarded by _lock, like _error
         self._error: str | None = None
-        self._left = False  # something on a device hung when the engine was closed
+        self._left = False  # something on a device hung while the engine was closed
         self._over: OrderedDict[int, RequestMetrics] = OrderedDict()
-        self._listeners: dict[int, Callable[[Delta], None]] = {}  # entries are made under _lock
+        self._listeners: dict[int, Callable[[Delta], None]] = {}  # entries are added under _lock
         self._reasons: Counter[str] = Counter()
         self._classes = config.classes
         self._tallies = Tallies(self._classes.names)
@@ -79,24 +83,33 @@ class Engine:
 
     @classmethod
     def start(cls, config: ServeConfig, *, progress: Progress | None = None) -> Engine:
-        """Load the model, compile every program, and begin to serve. Blocks until ready; raises JaxserveError."""
+        """Load the model, compile every program and start to serve.
+
+        Blocks until ready. Raises JaxserveError.
+        """
         return cls.on(assemble(config, progress))
 
     @classmethod
     def on(cls, machine: Machine) -> Engine:
-        """Begin to serve on a machine that is warm. Blocks until ready; raises JaxserveError."""
+        """Start to serve on an assembled, warm machine.
+
+        Blocks until ready. Raises JaxserveError.
+        """
         engine = cls(machine.config, machine)
         engine._thread.start()
         engine._rehearse()
         engine._gc_control.begin()
-        engine._loop.call_soon_threadsafe(engine._stalls.clear)  # warm-up's are nobody's
+        engine._loop.call_soon_threadsafe(engine._stalls.clear)  # stalls during warm-up do not count
         bound = machine.config.max_num_queued_reqs or ROWS * machine.limits.rows
         engine._queue = Queue(bound, machine.config.queue_timeout, machine.now, engine._expire)
         return engine
 
     def _rehearse(self) -> None:
-        """Serve a few short requests before the first real one: what happens once (a first transfer between two
-        meshes, first calls of everything between a prompt and its tokens) is then behind us."""
+        """Serve a few short requests before the first real one.
+
+        This pays one-time costs, for example the first transfer between two meshes and first calls on
+        the path from prompt to tokens, before a client can notice them.
+        """
         ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 
         def heard(delta: Delta) -> None:
@@ -133,11 +146,13 @@ class Engine:
         waited: float = 0.0,
         on_delta: Callable[[Delta], None],
     ) -> int:
-        """Hand a request in; returns its id at once. News come to `on_delta`, in the engine's thread. In the prefix
-        cache it finds only pages of requests with the same `salt`. It arrived `waited` seconds ago.
+        """Submit a request and return its id at once.
 
-        Raises InvalidValue where it cannot be served, QueueFull where too many wait, Unavailable while no instance
-        responds, JaxserveError when the engine is ending.
+        `on_delta` is called in the engine's thread. The prefix cache only matches pages of requests
+        with the same `salt`. The request counts as having arrived `waited` seconds ago.
+
+        Raises InvalidValue if the request cannot be served, QueueFull if too many requests wait,
+        Unavailable if no instance responds, and JaxserveError if the engine is shutting down.
         """
         check_request(self.info, prompt, params)
         id = next(self._ids)
@@ -160,25 +175,31 @@ class Engine:
         with self._lock:
             self._admit()
             self._entering += 1
-            self._listeners[id] = on_delta  # from now on it is told how it ends, whatever happens
+            self._listeners[id] = on_delta  # from now on every end of the engine calls it
             self._loop.call_soon_threadsafe(self._enter, request)
         return id
 
     def check_outputs(self, prompts: int, n: int) -> None:
-        """Raises InvalidValue where the queue never has room for `n` outputs of each of so many prompts."""
+        """Raise InvalidValue if the queue can never hold `n` outputs of each of `prompts` prompts."""
         self._queue.check_outputs(prompts, n, sum(role is not Role.DECODE for role in self.roles))
 
     def cancel(self, request: int, reason: str = "abort") -> None:
-        """End a request early; nothing where it is over."""
-        with suppress(RuntimeError):  # the loop is closed: all are over
+        """End a request early; no effect if it has ended."""
+        with suppress(RuntimeError):  # the loop is closed: every request has ended
             self._loop.call_soon_threadsafe(self._cluster.cancel, request, reason)
 
     def record(self, request: int) -> RequestMetrics | None:
-        """The times of a finished request, once; None where it is unknown, was told or is long over."""
+        """Return the times of a finished request, once.
+
+        None if the request is unknown, was returned before, or ended too long ago.
+        """
         return self._over.pop(request, None)
 
     def _seed_of(self, params: SamplingParams, id: int) -> int:
-        """A request without a seed gets one from the engine's seed and its own number: no two share their luck."""
+        """Return the request's seed, or derive one from the engine's seed and the request id.
+
+        Every request without a seed gets its own.
+        """
         if params.seed is not None:
             return params.seed & 0xFFFFFFFFFFFFFFFF
         return zlib.crc32(f"{self._seed} {id}".encode())
@@ -196,20 +217,21 @@ class Engine:
 
     def _expire(self, id: int, seconds: float) -> None:
         if self._cluster.queued(id):
-            why = f"it waited {seconds:g} s and was not begun (--queue-timeout): try again later"
+            why = f"not started within {seconds:g} s (--queue-timeout): try again later"
             self._cluster.cancel(id, "expired", why)
 
     # roles, from any thread
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """What each instance is for at present."""
+        """The current role of each instance."""
         return tuple(core.scheduler.role for core in self._cluster.cores)
 
     def set_roles(self, roles: Mapping[int, Role]) -> tuple[Role, ...]:
-        """Change what instances, by index, are for; returns what all are for then. No request is lost.
+        """Set the roles of instances, by index, and return the roles of all. No request is lost.
 
-        Raises InvalidValue, changing nothing, where one is unknown or none prefills or decodes; JaxserveError if ended.
+        Raises InvalidValue, and changes nothing, if an index is unknown or no instance would prefill or
+        decode. Raises JaxserveError if the engine has ended.
         """
 
         async def turned() -> tuple[Role, ...]:
@@ -219,7 +241,10 @@ class Engine:
         return self._ask(turned)
 
     def _ask(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
-        """Run `work` in the engine's thread. Raises TimeoutError, JaxserveError where the engine ends first."""
+        """Run `work` in the engine's thread and return its result.
+
+        Raises TimeoutError, or JaxserveError if the engine ends first.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         asked = asyncio.run_coroutine_threadsafe(work(), self._loop) if self._thread.is_alive() else None
         while asked is not None and (self._thread.is_alive() or asked.done()):
@@ -243,8 +268,7 @@ class Engine:
             self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        """Nothing is served any more: tell every request that is not over. First of all no new one is taken: it would
-        wait for ever."""
+        """End every unfinished request, after new ones are refused: a later one would wait forever."""
         with self._lock:
             self._ended = True
             if error is not None and self._error is None:
@@ -257,8 +281,8 @@ class Engine:
             try:
                 listener(Delta(id, finish_reason=reason, error=why))
             except Exception:
-                log.exception("telling request %d of the engine's end failed", id)
-        self._gc_control.end()  # also where the engine failed: nothing would collect garbage any more
+                log.exception("the callback of request %d failed when the engine ended", id)
+        self._gc_control.end()  # also if the engine failed: automatic collection must be on again
 
     async def _serve(self) -> None:
         running = asyncio.ensure_future(self._cluster.run())
@@ -268,14 +292,17 @@ class Engine:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         failed = next((error for one in ended if (error := one.exception()) is not None), None)
         if failed is not None:
-            self._end(failed)  # before devices are waited for
+            self._end(failed)  # before waiting for devices
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._left = not await self._machine.close()
 
     def _slack(self) -> float:
-        """Seconds for which the engine's thread may be away without making anything late; inf where nothing runs."""
+        """Return the seconds for which the engine's thread may pause without making a token late.
+
+        inf if nothing runs.
+        """
         now = self._machine.now()
         schedulers = [core.scheduler for core in self._cluster.cores]
         return least_slack((max(now, one.ends), one) for one in schedulers)
@@ -285,7 +312,7 @@ class Engine:
             self._entering -= 1
             on_delta = self._listeners.get(request.id)
         if on_delta is None:
-            return  # the engine has ended, and it was told
+            return  # the engine has ended, and so has the request
 
         def tell(delta: Delta) -> None:
             if delta.finish_reason is not None:
@@ -299,32 +326,34 @@ class Engine:
             tell(Delta(request.id, finish_reason=UNAVAILABLE, error=str(error)))
         except InvalidValue as error:
             tell(Delta(request.id, finish_reason="rejected", error=str(error)))
-        except Exception as error:  # its client would wait for ever
-            log.exception("placing request %d failed", request.id)
+        except Exception as error:  # without a final delta the client would wait forever
+            log.exception("routing request %d failed", request.id)
             if request.id in self._listeners:
-                tell(Delta(request.id, finish_reason="error", error=f"placing it failed: {error}"))
+                tell(Delta(request.id, finish_reason="error", error=f"routing failed: {error}"))
 
     def _finished(self, request: Request) -> None:
-        self._over[request.id] = RequestMetrics.of(request)  # none of its tokens, which may be many
+        self._over[request.id] = RequestMetrics.of(request)  # without its tokens, which may be many
         if len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
         self._reasons[request.finish_reason or "error"] += 1
         self._queue.ended()
         if request.finish_reason == "abort":
-            return  # its client went away: neither kept nor broken
+            return  # the client left: neither attained nor missed
         self._tallies.add(request, self._cluster.ttft_predictions.error(request))
 
-    # the whole
+    # the engine as a whole
 
     @property
     def healthy(self) -> bool:
-        """Whether requests had better come here; `ailment` says why not."""
+        """Whether requests should be sent to this engine; `ailment` says why not."""
         return self.ailment is None
 
     @property
     def ailment(self) -> str | None:
-        """Why requests had better go elsewhere: the engine has failed, a step hangs, or one instance's last steps all
-        failed. None where all is well."""
+        """Why requests should be sent elsewhere, or None.
+
+        The engine has failed, a step hangs, or the last steps of an instance all failed.
+        """
         if self._error is not None:
             return f"the engine has failed: {self._error}"
         silent = self._heartbeat.silence()
@@ -333,7 +362,7 @@ class Engine:
         return self._cluster.ailment
 
     def stats(self) -> Stats:
-        """A snapshot. Read without a lock: single numbers, each right at its moment."""
+        """Return a snapshot. It is read without a lock: each number is right when it is read."""
         schedulers = [(core.name, core.scheduler) for core in self._cluster.cores]
         kv_transfers, compiled = self._cluster.kv_transfers, self._machine.compiled
         return Stats(
@@ -363,7 +392,7 @@ class Engine:
         )
 
     def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait for the others to end; False where some were left."""
+        """Refuse new requests and wait for the others to end; return False if some did not."""
         self._draining = True
         try:
             self._ask(self._cluster.drained, timeout)
@@ -372,11 +401,11 @@ class Engine:
         return True
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; False, and nothing is forgotten, where requests are running or waiting."""
+        """Empty the prefix cache; return False, and change nothing, if requests run or wait."""
         return asyncio.run_coroutine_threadsafe(self._cluster.reset_prefix_cache(), self._loop).result()
 
     def check(self) -> None:
-        """Raises AssertionError where a page, a slot or a request is lost. Call it when nothing runs."""
+        """Raise AssertionError if a page, slot or request is lost. Call this only when idle."""
 
         async def checked() -> None:
             self._cluster.check()
@@ -384,17 +413,20 @@ class Engine:
         self._ask(checked)
 
     def close(self) -> bool:
-        """End the engine; what is running is aborted. False where something on a device does not end within CLOSING
-        seconds: the threads that wait for it are left, and only the end of the process is theirs."""
+        """Close the engine and abort running requests.
+
+        Returns False if something on a device does not end within CLOSING seconds; the threads that
+        wait for it then stay until the process ends.
+        """
         self._draining = True
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(CLOSING + SLACK)
         if self._thread.is_alive():
-            self._end(JaxserveError("it was closed, and its thread did not end"))
+            self._end(JaxserveError("the engine was closed, and its thread did not end"))
             return False
         self._loop.close()
         self._gc_control.end()
         if self._left:
-            log.error("a step or a transfer did not end within %g s; what waits for it is left behind", CLOSING)
+            log.error("a step or a KV transfer did not end within %g s; the threads that wait for it stay", CLOSING)
         return not self._left

@@ -1,1 +1,1 @@
-"""From a prompt to pieces of text: what the server and `LLM` share above the engine."""
+"""Generation: from a prompt to pieces of text, shared by the server and `LLM`."""

@@ -1,7 +1,7 @@
-"""From a prompt to pieces of text: what the server and `LLM` share above the engine.
+"""Generation of text from a prompt, shared by the server and `LLM`.
 
-The engine speaks of one request and its tokens, in its own thread. Here a job may ask for n outputs, tokens become
-text up to a stop string, and news hops to the thread or event loop of the caller.
+The engine handles single requests and tokens in its own thread. Here a submission may have n
+outputs, tokens become text up to a stop string, and deltas move to the caller's thread or loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxserve.tokenizer import Tokenizer
 
 
 class EngineLike(Protocol):
-    """The part of `Engine` that generating needs."""
+    """The part of `Engine` that generation needs."""
 
     @property
     def info(self) -> Any: ...
@@ -51,7 +51,7 @@ class EngineLike(Protocol):
 
 @dataclass(frozen=True)
 class Submission:
-    """One prompt and everything that was asked about it."""
+    """A prompt with its parameters and scheduling attributes."""
 
     prompt: list[int]
     params: SamplingParams
@@ -59,17 +59,17 @@ class Submission:
     priority: int = 0
     tier: str = STANDARD
     key: str = field(default_factory=lambda: f"gen-{secrets.token_hex(8)}")
-    text: str | None = None  # the prompt as it was given, where it was text
-    pace: bool = False  # one piece per token, so that each can be told at its own time
-    stops: Automaton | None = None  # of `params.stop`; None: made when the job begins
-    waited: float = 0.0  # seconds since it arrived, before the engine knew of it
-    salt: bytes = b""  # of its pages in the prefix cache: only requests with the same salt share any
+    text: str | None = None  # the original prompt, if it was text
+    pace: bool = False  # one piece per token, for token pacing
+    stops: Automaton | None = None  # of `params.stop`; None: built by `submit`
+    waited: float = 0.0  # seconds between arrival and submission to the engine
+    salt: bytes = b""  # only requests with the same salt share pages of the prefix cache
 
 
 class Piece(NamedTuple):
-    """News of one output of a job."""
+    """An update of one output."""
 
-    choice: int  # which of the n outputs
+    choice: int  # index of the output
     text: str = ""
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -77,11 +77,11 @@ class Piece(NamedTuple):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    metrics: RequestMetrics | None = None  # with the last piece
+    metrics: RequestMetrics | None = None  # in the last piece
 
 
 class GenerationFailed(JaxserveError):
-    """The engine gave a request up; `reason` is `error` or `rejected`."""
+    """The engine could not finish a request; `reason` is `error` or `rejected`."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -89,7 +89,7 @@ class GenerationFailed(JaxserveError):
 
 
 def check_length(length: int, params: SamplingParams, limit: int) -> None:
-    """Raises InvalidValue, naming the lengths, where prompt and output do not fit into the context."""
+    """Raise InvalidValue, naming the lengths, if prompt and output exceed the context."""
     check_prompt_length(length, limit)
     if params.max_tokens is not None and length + params.max_tokens > limit:
         raise InvalidValue(
@@ -100,7 +100,7 @@ def check_length(length: int, params: SamplingParams, limit: int) -> None:
 
 
 class Choice:
-    """One output of a job. Writer: the thread that reads the job's news."""
+    """One output of a submission. Writer: the thread that reads its deltas."""
 
     def __init__(self, engine: EngineLike, tokenizer: Tokenizer, job: Submission, index: int) -> None:
         self.index = index
@@ -113,8 +113,10 @@ class Choice:
         self._stop: str | None = None
 
     def feed(self, delta: Delta) -> Piece:
-        """What this delta says to the caller. After a stop string nothing more but the end, which the engine tells
-        once it has let the request go."""
+        """Convert a delta to a piece.
+
+        After a stop string only the end follows, once the engine has released the request.
+        """
         final, text, used = delta.finish_reason is not None, "", 0
         if self._stop is None:
             gain = self._stream.add(delta.tokens, final=final, stop_token=delta.stop_token)
@@ -142,8 +144,10 @@ class Choice:
 
 
 def gathered(params: SamplingParams, deliver: Callable[[Choice, Delta], None]) -> Callable[[Choice, Delta], None]:
-    """`deliver`, called once per output at its end with all of it, where nobody reads along and no stop string can
-    end it earlier: text is then decoded once, not after every token."""
+    """Wrap `deliver` to be called once per output, with everything, if no stop string can end it.
+
+    For callers that do not stream: the text is then decoded once, not after every token.
+    """
     if params.stop:
         return deliver
     parts: dict[int, list[Delta]] = {}
@@ -165,14 +169,14 @@ def gathered(params: SamplingParams, deliver: Callable[[Choice, Delta], None]) -
 def submit(
     engine: EngineLike, tokenizer: Tokenizer, job: Submission, deliver: Callable[[Choice, Delta], None]
 ) -> list[Choice]:
-    """Hand the n requests of a job to the engine; `deliver` is called in the engine's thread.
+    """Submit the n requests of a job; `deliver` is called in the engine's thread.
 
-    All or none: where one is refused, those before it are cancelled. Output i draws with seed + i; only the first
-    computes the prompt's log-probabilities.
+    If one is refused, those before it are cancelled. Output i samples with seed + i. Only the first
+    output computes the prompt's log-probabilities.
     """
     params, choices = job.params, list[Choice]()
     if job.stops is None:
-        job = replace(job, stops=Automaton(params.stop))  # one for all outputs
+        job = replace(job, stops=Automaton(params.stop))  # shared by all outputs
     for index in range(params.n):
         choice = Choice(engine, tokenizer, job, index)
         own = replace(
@@ -202,14 +206,14 @@ def submit(
 
 
 def cancel(engine: EngineLike, choices: Sequence[Choice]) -> None:
-    """Let go of the outputs that have not ended."""
+    """Cancel the outputs that have not ended."""
     for choice in choices:
         if not choice.finished:
             engine.cancel(choice.request, "abort")
 
 
 class Mailbox:
-    """Carries news from the engine's thread to one event loop: one wake-up for all that a step brings."""
+    """A channel from the engine's thread to an event loop, with one wake-up per step."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -217,7 +221,7 @@ class Mailbox:
         self._called = False
 
     def post(self, queue: asyncio.Queue[Any], item: Any) -> None:
-        """Put an item into a queue of the loop; called from any thread. Nobody reads once the loop is closed."""
+        """Put an item into a queue of the loop; called from any thread. Dropped if the loop is closed."""
         self._items.append((queue, item))
         if not self._called:
             self._called = True
@@ -225,7 +229,7 @@ class Mailbox:
                 self.loop.call_soon_threadsafe(self._flush)
 
     def _flush(self) -> None:
-        self._called = False  # before reading: an item posted from now on calls again
+        self._called = False  # before reading, so that an item posted from now on wakes the loop again
         while self._items:
             queue, item = self._items.popleft()
             queue.put_nowait(item)
@@ -234,7 +238,7 @@ class Mailbox:
 async def pieces(
     engine: EngineLike, tokenizer: Tokenizer, job: Submission, mailbox: Mailbox
 ) -> AsyncGenerator[Piece, None]:
-    """The outputs of a job as they come. Closing the iterator, or cancelling its task, cancels the job."""
+    """Yield the pieces of a job's outputs. Closing the iterator or cancelling its task cancels the job."""
     news: asyncio.Queue[tuple[Choice, Delta]] = asyncio.Queue()
     choices = submit(engine, tokenizer, job, lambda choice, delta: mailbox.post(news, (choice, delta)))
     try:
@@ -252,7 +256,10 @@ async def pieces(
 
 
 def _each_token(delta: Delta) -> list[Delta]:
-    """A delta as one for each of its tokens: the first brings the prompt's log-probabilities, the last the end."""
+    """Split a delta into one per token.
+
+    The first has the prompt's log-probabilities, the last has the finish reason.
+    """
     if len(delta.tokens) < 2:
         return [delta]
     made = [Delta(delta.request, (token,), delta.logprobs[at : at + 1]) for at, token in enumerate(delta.tokens)]
@@ -262,7 +269,7 @@ def _each_token(delta: Delta) -> list[Delta]:
 
 
 async def merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """Several streams as one, each piece with the number of its stream; an error in one ends all."""
+    """Merge streams, with the index of its stream for each piece; an error in one ends all."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for piece in only:

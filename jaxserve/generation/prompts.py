@@ -1,4 +1,4 @@
-"""Prompts as vLLM's Python API takes them: a text, token ids, or a mapping with one of the two and a cache salt."""
+"""Prompts in the forms of vLLM's Python API: text, token ids, or a mapping with an optional cache salt."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from jaxserve.generation.salt import check_salt
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
-FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}, either with a 'cache_salt'"
+FORMS = "a string, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}, either with a 'cache_salt'"
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-_SHOWN = 100  # characters of a wrong prompt that an error repeats
+_SHOWN = 100  # characters of an invalid prompt that an error shows
 
 
 class Parsed(NamedTuple):
-    """One prompt. `text` is None where only token ids were given, `tokens` where only a text was.
+    """A parsed prompt: `text` or `tokens` is None if it was not given.
 
-    In the prefix cache it shares pages only with prompts of the same `cache_salt`.
+    It shares pages of the prefix cache only with prompts of the same `cache_salt`.
     """
 
     text: str | None
@@ -28,7 +28,7 @@ class Parsed(NamedTuple):
 
 
 def parse_prompts(given: Any) -> list[Parsed]:
-    """Parse one prompt or a sequence of them. Raises InvalidValue naming what is wrong and what is allowed."""
+    """Parse a prompt or a sequence of prompts. Raises InvalidValue naming the value and what is allowed."""
     if isinstance(given, str | Mapping) or _is_token_ids(given):
         return [parse_prompt(given)]
     if isinstance(given, bytes) or not _is_sequence(given):
@@ -37,7 +37,7 @@ def parse_prompts(given: Any) -> list[Parsed]:
 
 
 def parse_prompt(given: Any) -> Parsed:
-    """Parse one prompt. Raises InvalidValue naming what is wrong and what is allowed."""
+    """Parse a prompt. Raises InvalidValue naming the value and what is allowed."""
     if isinstance(given, str):
         return Parsed(given, None)
     if isinstance(given, Mapping):
@@ -53,9 +53,9 @@ def _parse_mapping(given: Mapping[str, Any]) -> Parsed:
         raise InvalidValue(f"a prompt with {unknown[0]!r} is not supported: it must be {FORMS}", str(unknown[0]))
     text, tokens = given.get("prompt"), given.get("prompt_token_ids")
     if text is None and tokens is None:
-        raise InvalidValue(f"a prompt with keys {sorted(map(str, given))} holds nothing: it must be {FORMS}", "prompt")
+        raise InvalidValue(f"a prompt with keys {sorted(map(str, given))} has no prompt: it must be {FORMS}", "prompt")
     if text is not None and not isinstance(text, str):
-        raise InvalidValue(f"prompt={_shown(text)} must be a text; token ids go into 'prompt_token_ids'", "prompt")
+        raise InvalidValue(f"prompt={_shown(text)} must be a string; token ids belong in 'prompt_token_ids'", "prompt")
     if tokens is not None and not _is_sequence(tokens):
         raise InvalidValue(f"prompt_token_ids={_shown(tokens)} must be a list of token ids", "prompt_token_ids")
     salt = given.get("cache_salt")
@@ -72,7 +72,7 @@ def _token_ids(given: Any) -> list[int]:
 
 
 def _is_token_ids(given: Any) -> bool:
-    """Whether a sequence is one prompt of token ids rather than several prompts."""
+    """Return whether a sequence is one prompt of token ids rather than several prompts."""
     return _is_sequence(given) and len(given) > 0 and all(map(_is_token_id, given))
 
 
@@ -81,7 +81,7 @@ def _is_token_id(given: Any) -> bool:
 
 
 def _is_sequence(given: Any) -> bool:
-    """Whether it is a list, a tuple or an array. A text or bytes are not: their items are no prompts."""
+    """Return whether a value is a list, tuple or array; strings and bytes are not sequences here."""
     if isinstance(given, str | bytes | Mapping):
         return False
     return hasattr(given, "__len__") and hasattr(given, "__getitem__")

@@ -1,7 +1,8 @@
-"""Stop strings as one automaton (Aho and Corasick, CACM 1975): constant work per character, however many there are.
+"""Stop strings as one automaton (Aho and Corasick, CACM 1975), with constant work per character.
 
-One request may bring 64 stop strings of 1,024 characters, and n outputs. The automaton is built once per request and
-shared by its outputs; each output has a cursor. Its tables are arrays: 24 bytes per character of the stop strings.
+A request may have 64 stop strings of 1,024 characters, and n outputs. The automaton is built once
+per request and shared by its outputs; each output has a cursor. Its tables are arrays: 24 bytes per
+character of the stop strings.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from collections.abc import Sequence
 
 
 class Automaton:
-    """States are nodes of the trie of the stop strings, the root is 0. Read-only once made."""
+    """A trie of the stop strings with failure links; its states are nodes, 0 is the root. Immutable."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Build the trie, then the failure links in order of depth. Work and memory are linear in the characters."""
+        """Build the trie, then the failure links by depth, in linear time and memory."""
         self._character = array("i", [0])  # on the edge from the parent
-        self._child = array("i", [0])  # first child, 0: none
-        self._sibling = array("i", [0])  # next child of the same parent, 0: none
-        self._fail = array("i", [0])  # node of the longest proper suffix that begins a stop string
-        self._longest = array("i", [0])  # length of the longest stop string that ends here, 0: none
-        self.depth = array("i", [0])  # characters from the root: how much of the text may begin a stop string
+        self._child = array("i", [0])  # first child; 0: none
+        self._sibling = array("i", [0])  # next child of the same parent; 0: none
+        self._fail = array("i", [0])  # node of the longest proper suffix that starts a stop string
+        self._longest = array("i", [0])  # length of the longest stop string that ends here; 0: none
+        self.depth = array("i", [0])  # characters from the root: how much of the text may start a stop string
         for stop in stops:
             self._insert(stop)
         self._link()
 
     @property
     def empty(self) -> bool:
-        """Whether there is no stop string."""
+        """Whether there are no stop strings."""
         return len(self.depth) == 1
 
     def _insert(self, stop: str) -> None:
@@ -60,7 +61,7 @@ class Automaton:
                 child = self._sibling[child]
 
     def _find(self, node: int, character: int) -> int:
-        """Return the child along `character`, 0 where there is none."""
+        """Return the child along `character`; 0 if there is none."""
         child = self._child[node]
         while child and self._character[child] != character:
             child = self._sibling[child]
@@ -87,10 +88,10 @@ class Automaton:
 
 
 class StopStrings:
-    """Find the first stop string in a stream of text; hold back text that may be the beginning of one."""
+    """Finds the first stop string in a stream of text, and holds back text that may start one."""
 
     def __init__(self, stops: Sequence[str] | Automaton, include: bool = False) -> None:
-        """`stops` is a ready automaton, or the stop strings to make one of. `include`: a stop string is text too."""
+        """stops: an automaton, or stop strings. include: emit the stop string as text too."""
         if not isinstance(stops, Automaton):
             stops = Automaton(stops)
         self._automaton = stops
@@ -99,7 +100,7 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str) -> tuple[str, str | None]:
-        """Return the text that may go out, and the stop string found or None. Nothing may be added after one was."""
+        """Return the text to emit, and the stop string found or None; do not call again after one is found."""
         if self._automaton.empty:
             return text, None
         self._state, read, length = self._automaton.scan(self._state, text)
@@ -112,6 +113,6 @@ class StopStrings:
         return out, None
 
     def flush(self) -> str:
-        """Return what was held back; what comes next begins anew."""
+        """Return the text that was held back, and reset the state."""
         out, self._held, self._state = self._held, "", 0
         return out

@@ -1,1 +1,1 @@
-"""What people look at: tables, plots and progress bars. Imports rich and matplotlib, never jax."""
+"""Reports: tables, plots and progress bars. Imports rich and matplotlib, never jax."""

@@ -1,4 +1,4 @@
-"""Which source a result came from."""
+"""The source version that produced a result."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 
 def commit() -> str | None:
-    """Commit of the checkout that this package lies in, with `+` where tracked files differ from it; None outside
-    of a checkout."""
+    """Return the commit of this checkout, with `+` if tracked files differ; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""Plots as PNG or SVG files: lines, bars and cumulative distributions, legible in grey and by the colour-blind."""
+"""Plots as PNG or SVG files: lines, bars and CDFs, legible in gray and by the color-blind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line; `low` and `high` are drawn as a band (the spread over seeds)."""
+    """A line; `low` and `high` are drawn as a band, for the spread over seeds."""
 
     x: Sequence[float]
     y: Sequence[float]
@@ -28,7 +28,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One set of axes. `level` is a dashed horizontal mark (a goal)."""
+    """A set of axes. `level` is a dashed horizontal mark, for a goal."""
 
     title: str
     xlabel: str
@@ -40,7 +40,7 @@ class Panel:
 
 
 def lines(path: str | Path, panels: Panel | Sequence[Panel], *, title: str = "", columns: int = 2) -> Path:
-    """Draw one panel, or several in a grid with one legend; returns the path written."""
+    """Draw one panel, or several in a grid with one legend; return the path."""
     panels = [panels] if isinstance(panels, Panel) else list(panels)
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
@@ -73,7 +73,7 @@ def cdf(
     level: float | None = None,
     log_x: bool = False,
 ) -> Path:
-    """Cumulative distributions, one line per name; `level` marks a value on the x axis (an SLO)."""
+    """Draw cumulative distributions, one line per name; `level` marks a value on the x axis, an SLO."""
     figure = Figure(figsize=(5.6, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -104,8 +104,11 @@ def bars(
     level_name: str = "",
     at_least: Collection[str] = (),
 ) -> Path:
-    """One bar per name with its value on top; `level` is a dashed horizontal mark (a bound). Values of the names in
-    `at_least` are lower bounds: their bars are hatched and say so."""
+    """Draw one bar per name with its value on top.
+
+    level: a dashed horizontal mark, for a bound. at_least: names with values that are lower bounds;
+    their bars are hatched and labeled.
+    """
     figure = Figure(figsize=(max(4.0, 1.1 * len(values) + 1.5), 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

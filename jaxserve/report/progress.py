@@ -1,4 +1,4 @@
-"""A progress bar that shows up only when the work turns out to be long."""
+"""A progress bar that appears only if the work takes long."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rich.progress import TimeRemainingColumn as Remaining
 
 Callback = Callable[..., None]  # (done, total, note="")
 
-PATIENCE = 2.0  # seconds of silence before the bar appears
-PLAIN_EVERY = 10.0  # seconds between lines where stderr is not a terminal
+PATIENCE = 2.0  # seconds before the bar appears
+PLAIN_EVERY = 10.0  # seconds between lines if stderr is not a terminal
 
 
 @contextmanager
 def bar(label: str, *, patience: float = PATIENCE, console: Console | None = None) -> Iterator[Callback]:
-    """Give a callable `(done, total, note="")` that draws a bar on stderr once the work took `patience` seconds.
+    """Yield a callable `(done, total, note="")` that draws a bar on stderr after `patience` seconds.
 
-    `total` may grow between calls; a total of 0 means unknown. Where stderr is not a terminal a plain line is
-    printed every ten seconds instead, so that a log file stays readable.
+    `total` may grow between calls; 0 means unknown. If stderr is not a terminal, a plain line is
+    printed every ten seconds instead, so that log files stay readable.
     """
     drawn = _Bar(label, patience, console or Console(file=sys.stderr))
     try:
@@ -36,7 +36,7 @@ class _Bar:
         self._label = label
         self._console = console
         self._began = monotonic()
-        self._next = self._began + patience  # of the first line or the bar
+        self._next = self._began + patience  # time of the first line or the bar
         self._progress: Progress | None = None
         self._task = TaskID(0)
 
@@ -44,7 +44,7 @@ class _Bar:
         now = monotonic()
         if self._progress is not None:
             self._progress.update(self._task, completed=done, total=total or None, note=note)
-        elif now >= self._next and not done >= total > 0:  # nothing to wait for at the end
+        elif now >= self._next and not done >= total > 0:  # no bar if the work is done
             if self._console.is_terminal:
                 self._show(done, total, note)
             else:

@@ -1,4 +1,4 @@
-"""Tables for the terminal and for documents."""
+"""Tables for terminals and documents."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-PLAIN_WIDTH = 1000  # columns where the output is not a terminal: nothing may be cut off or folded in a log
+PLAIN_WIDTH = 1000  # columns if the output is not a terminal: never cut off or fold lines of a log
 
 
 def cell(value: object) -> str:
-    """One value as people read it: floats to four significant digits, None and NaN as a dash."""
+    """Format a value: floats to four significant digits, None and NaN as a dash."""
     if value is None or (isinstance(value, float) and isnan(value)):
         return "–"
     if isinstance(value, bool):
@@ -24,7 +24,7 @@ def cell(value: object) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """A rich table: numbers to the right, the rest to the left. Raises ValueError on a row of another length."""
+    """Build a rich table with right-aligned numbers. Raises ValueError if a row's length is wrong."""
     made = Table(title=title or None, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=0)
     for index, name in enumerate(columns):
         numeric = all(row[index] is None or isinstance(row[index], int | float) for row in rows if len(row) > index)
@@ -39,7 +39,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, console: Console | None = None
 ) -> None:
-    """Print to stdout, or to `console`."""
+    """Print a table to stdout, or to `console`."""
     console = console or Console()
     if not console.is_terminal:
         console.width = max(console.width, PLAIN_WIDTH)
@@ -49,7 +49,7 @@ def print_table(
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """The same table in Markdown, for documents."""
+    """Return the table in Markdown."""
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
     return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""What `ServeConfig` is made of: fields, objectives, speculation, and names that other engines use."""
+"""The parts of `ServeConfig`: fields, objectives, speculation, and other engines' names of settings."""

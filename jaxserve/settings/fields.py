@@ -1,4 +1,4 @@
-"""Settings of the HTTP server, the base of `ServeConfig`, and `flag`, which declares a setting."""
+"""`HttpSettings`, the base of `ServeConfig`, and `flag`, which declares a setting."""
 
 from __future__ import annotations
 
@@ -12,74 +12,74 @@ Bytes = Annotated[int, size]
 
 
 def flag(default: Any, group: str, text: str, **more: Any) -> Any:
-    """Declare a setting: its default, the group of flags it is shown in, and what it does. `secret`: not in `repr`."""
+    """Declare a setting: default, group of flags, help text. `secret`: not shown in `repr`."""
     secret = more.pop("secret", False)
     return field(default=default, repr=not secret, metadata={"group": group, "help": text, **more})
 
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """Where the server listens, which keys it asks for, and what it bounds. Times in seconds.
+    """Settings of the HTTP server: address, keys and limits. Times in seconds.
 
     Keys are also read from JAXSERVE_API_KEY and JAXSERVE_ADMIN_KEY: see `server/keys.py`.
     """
 
     host: str = flag(
-        "127.0.0.1", "server", "Address to listen on; 0.0.0.0 lets other machines connect (set --api-key then)."
+        "127.0.0.1", "server", "Address to listen on; 0.0.0.0 lets other machines connect (then set --api-key)."
     )
     port: int = flag(8000, "server", "Port to listen on; 0 picks a free one.")
     api_key: tuple[str, ...] = flag(
-        (), "server", "Keys that requests must bring as `Authorization: Bearer KEY`, called key-1, key-2 ... in "
-        "metrics. Other users of the machine can read flags: prefer --api-key-file or the variable JAXSERVE_API_KEY.",
+        (), "server", "Keys that requests must send as `Authorization: Bearer KEY`, called key-1, key-2, ... in "
+        "metrics. Other users of the machine can see flags: prefer --api-key-file or the variable JAXSERVE_API_KEY.",
         metavar="KEY", secret=True,
     )  # fmt: skip
     api_key_file: str | None = flag(
-        None, "server", "File with a key on each line, or a name, a space and a key. Several keys of one name are one "
-        "client: they share limits, metrics and prefix cache.", metavar="FILE",
+        None, "server", "File with one key per line, or a name, a space and a key. Keys with the same name are one "
+        "client and share limits, metrics and prefix cache.", metavar="FILE",
     )  # fmt: skip
     admin_key: tuple[str, ...] = flag(
-        (), "server", "Keys of the routes below /v1/admin, which are off without one. Also the variable "
+        (), "server", "Keys of the routes below /v1/admin, which are disabled without one. Also the variable "
         "JAXSERVE_ADMIN_KEY.", metavar="KEY", secret=True,
     )  # fmt: skip
     protect_metrics: bool = flag(
-        False, "server", "Ask for a key on every route but /health: also on /metrics, /docs, /openapi.json, /load and "
-        "/version.",
+        False, "server", "Require a key on every route except /health: also on /metrics, /docs, /openapi.json, /load "
+        "and /version.",
     )  # fmt: skip
     limits: str | None = flag(
-        None, "server", "YAML file with limits of each API key: requests at a time, share of the queue, tokens per "
-        "second, weight, and whether priority and which tiers it may ask for (docs/guide/security.md).", metavar="FILE",
+        None, "server", "YAML file with limits of each API key: concurrent requests, share of the queue, tokens per "
+        "second, weight, and whether it may set priority and which tiers (docs/guide/security.md).", metavar="FILE",
     )  # fmt: skip
     served_model_name: tuple[str, ...] = flag(
-        (), "server", "Names that requests may give as `model`. Default: the model's.", metavar="NAME"
+        (), "server", "Names of the model in requests. Default: the model's.", metavar="NAME"
     )
-    chat_template: str | None = flag(None, "server", "Jinja file with a chat template instead of the model's.")
+    chat_template: str | None = flag(None, "server", "Jinja file of a chat template that replaces the model's.")
     max_body_size: Bytes = flag(8 << 20, "server", "Largest request body; larger ones get 413.", metavar="SIZE")
     max_header_size: Bytes = flag(
         64 << 10, "server", "Largest request line and headers; larger ones get 431.", metavar="SIZE"
     )
     header_timeout: float = flag(
-        10.0, "server", "How long a client may take for the headers of a request; then 408.", metavar="TIME"
+        10.0, "server", "Longest time to receive the headers of a request; then 408.", metavar="TIME"
     )
     body_timeout: float = flag(60.0, "server", "The same for the body.", metavar="TIME")
     max_connections: int = flag(
-        4096, "server", "Connections at a time; further ones get 503. Fewer where the process may open fewer files.",
+        4096, "server", "Concurrent connections; further ones get 503. Fewer if the process may open fewer files.",
         metavar="N",
     )  # fmt: skip
     drain_timeout: float = flag(
-        30.0, "server", "After SIGTERM, how long running requests may go on; new ones get 503.", metavar="TIME"
+        30.0, "server", "Time for running requests to finish after SIGTERM; new ones get 503.", metavar="TIME"
     )
     pace_tokens: bool = flag(
-        False, "server", "Stream tokens that are computed early no earlier than their objective asks for (first token "
-        "plus TPOT each), as a steady flow instead of bursts. A request's own pace_tokens wins.",
+        False, "server", "Send tokens that were computed early only when their objective asks for them (first token "
+        "plus TPOT each): a steady flow instead of bursts. Requests can override it with pace_tokens.",
     )  # fmt: skip
-    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "server", "How much to log.")
-    disable_log_stats: bool = flag(False, "server", "No line of statistics every 10 s.")
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "server", "Log level.")
+    disable_log_stats: bool = flag(False, "server", "Do not log statistics every 10 s.")
     journal: str | None = flag(
-        None, "server", "File that records arrivals, plans and results as JSON lines, to replay them.", metavar="FILE"
+        None, "server", "File of arrivals, plans and results as JSON lines, for replay.", metavar="FILE"
     )
 
     def check_http(self) -> None:
-        """Raise InvalidValue for what cannot be a setting of the server."""
+        """Raise InvalidValue for invalid settings of the server."""
         for name, low in (
             ("max_body_size", 1),
             ("max_header_size", 1024),
@@ -96,8 +96,8 @@ class HttpSettings:
 
 
 def check_key(key: str, name: str) -> None:
-    """Raise InvalidValue for a key that no client could send, or that every client can: the empty one."""
+    """Raise InvalidValue for a key that clients cannot send, or that is empty and would admit all."""
     if not key:
-        raise InvalidValue(f"{name} is empty, and would let everyone in: is a variable unset?", name)
+        raise InvalidValue(f"{name} is empty, which would admit every client: is a variable unset?", name)
     if not key.isascii() or not key.isprintable() or " " in key:
         raise InvalidValue(f"{name}: a key must be printable ASCII characters without spaces", name)

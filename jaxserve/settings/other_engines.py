@@ -1,10 +1,10 @@
-"""Names of settings in other engines, and what says the same here: errors about unknown settings look them up."""
+"""Settings of other engines and their equivalents here, for errors about unknown settings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-Setting = tuple[str, str | bool | None]  # name in ServeConfig, and a value to show, where the value differs
+Setting = tuple[str, str | bool | None]  # name in ServeConfig, and a value to show if it differs
 
 _MESH: tuple[Setting, ...] = (("mesh", "1xT"),)
 _REPLICAS: tuple[Setting, ...] = (("mesh", "RxT"), ("mode", "colocated"))
@@ -33,22 +33,22 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     "random_seed": (("seed", None),),
     "kv_cache_memory_bytes": (("kv_cache_memory", None),),
 }
-# Settings with no counterpart, and why they can be left out.
+# Settings without an equivalent, and why they are not needed.
 NOT_NEEDED = {
-    "trust_remote_code": "leave it out, no code of a model's repository is ever run",
-    "enforce_eager": "leave it out, every step is compiled at start",
+    "trust_remote_code": "leave it out, code from a model's repository is never run",
+    "enforce_eager": "leave it out, every step is compiled at startup",
     "enable_chunked_prefill": "leave it out, prompts are always computed in chunks of at most {max_num_batched_tokens}",
-    "swap_space": "leave it out, requests whose KV is dropped compute it again",
+    "swap_space": "leave it out, KV of preempted requests is recomputed",
 }
 
 
 def flag_hint(flag: str) -> str | None:
-    """What to say instead of a flag of another engine; None where the name is unknown."""
+    """Return the replacement for another engine's flag; None if the name is unknown."""
     return _hint(flag.lstrip("-").replace("-", "_"), _as_flag)
 
 
 def argument_hint(name: str) -> str | None:
-    """What to say instead of a keyword argument of another engine; None where the name is unknown."""
+    """Return the replacement for another engine's keyword argument; None if the name is unknown."""
     return _hint(name, _as_argument)
 
 
@@ -57,7 +57,7 @@ def _hint(name: str, shown: Callable[[str, str | bool | None], str]) -> str | No
         return NOT_NEEDED[name].format(max_num_batched_tokens=shown("max_num_batched_tokens", None))
     if name not in SETTINGS:
         return None
-    return "say " + " with ".join(shown(setting, value) for setting, value in SETTINGS[name])
+    return "use " + " with ".join(shown(setting, value) for setting, value in SETTINGS[name])
 
 
 def _as_flag(name: str, value: str | bool | None) -> str:

@@ -1,5 +1,4 @@
-"""Objectives as settings: a time or `auto`; the tiers that a request can pick, from a YAML file; and the few classes
-that metrics tell apart."""
+"""Objectives in settings, the tiers that requests can select, and the request classes of metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ AUTO: Literal["auto"] = "auto"
 
 
 def objective(given: str | float) -> float | Literal["auto"]:
-    """Seconds, or `auto`. Raises InvalidValue."""
+    """Parse an objective: seconds or `auto`. Raises InvalidValue."""
     try:
         return AUTO if given == AUTO else seconds(given)
     except InvalidValue as error:
@@ -28,14 +27,14 @@ Objective = Annotated[float | Literal["auto"], objective]
 
 Stages = tuple[tuple[str, float], ...]  # (stage, tpot in seconds)
 
-PLAIN = ("auto", "default", "scale", STANDARD)  # the server's own SLO, under OpenAI's names and ours
+PLAIN = ("auto", "default", "scale", STANDARD)  # the server's own SLO, by OpenAI's names and ours
 FREE = (BEST_EFFORT, "flex")  # no SLO
-DEFAULT, CUSTOM = "default", "custom"  # classes of requests without a tier: the server's SLO, or one of their own
+DEFAULT, CUSTOM = "default", "custom"  # classes of requests without a tier: the server's SLO, or the request's own
 
 
 @dataclass(frozen=True, slots=True)
 class StageGoal:
-    """Objective of one stage, in seconds per token."""
+    """The objective of a stage, in seconds per token."""
 
     tpot: float
 
@@ -45,7 +44,7 @@ class StageGoal:
 
 @dataclass(frozen=True, slots=True)
 class StageGoals:
-    """Objectives of the stages of an output. None: as the tier's tpot."""
+    """The objectives of the stages of an output. None: the tier's tpot."""
 
     thinking: StageGoal | None = None
     answer: StageGoal | None = None
@@ -58,14 +57,14 @@ class StageGoals:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A named service class that a request picks with `service_tier`. None: as the server's own SLO. Seconds."""
+    """A service class that requests select with `service_tier`. None: the server's own SLO. Seconds."""
 
     ttft: float | None = None
     tpot: float | None = None
     tbt: float | None = None
     stages: StageGoals = StageGoals()
     priority: int = 0
-    best_effort: bool = False  # no deadline; may lose its KV, never its tokens
+    best_effort: bool = False  # no deadlines; may lose its KV, but no tokens
 
     def __post_init__(self) -> None:
         _check_positive(ttft=self.ttft, tpot=self.tpot, tbt=self.tbt)
@@ -73,7 +72,7 @@ class Tier:
             raise InvalidValue("a tier with best_effort: true has no objectives: leave the times out", "best_effort")
 
     def slo(self, default: SLO) -> SLO:
-        """What it promises on a server whose own SLO is `default`."""
+        """Return the tier's SLO on a server with the SLO `default`."""
         if self.best_effort:
             return NO_SLO
         return SLO(
@@ -98,7 +97,7 @@ class _File:
 
 
 def load_tiers(path: Path) -> Mapping[str, Tier]:
-    """The tiers of a file, and those that are always there. Raises InvalidValue with file and line."""
+    """Load the tiers of a file, and add the built-in ones. Raises InvalidValue with file and line."""
     if not path.is_file():
         raise InvalidValue(f"slo_tiers={str(path)!r} does not exist: configs/slo/tiers.yaml is an example", "slo_tiers")
     free = dict.fromkeys(FREE, Tier(best_effort=True))
@@ -114,25 +113,25 @@ def resolve(name: str, tier: Tier, default: SLO) -> ResolvedTier:
 def stages_over(below: Stages, tpot: float | None, own: Iterable[tuple[str, float]]) -> Stages:
     """Merge the stages of one level (a request, a tier) over those of the level below.
 
-    `tpot`: the level's own for all stages, where it has one; it stands in place of every stage from below.
+    tpot: the level's own TPOT for all stages, if any; it replaces every stage from below.
     """
     return tuple({**(dict(below) if tpot is None else {}), **dict(own)}.items())
 
 
 class Classes:
-    """The classes that metrics tell apart: each tier of the configuration, best effort, `default` and `custom`.
+    """The request classes of metrics: each configured tier, best effort, `default` and `custom`.
 
-    As many as the configuration says, whatever requests bring.
+    Their number does not depend on what requests contain.
     """
 
     def __init__(self, tiers: Mapping[str, Tier], default: SLO) -> None:
         self._named = frozenset(name for name, tier in tiers.items() if name not in PLAIN and not tier.best_effort)
         plain = (tier.slo(default) for name, tier in tiers.items() if name in PLAIN)
-        self._default = frozenset((*plain, NO_SLO))  # offline, nothing is promised unless it is asked for
+        self._default = frozenset((*plain, NO_SLO))  # offline, requests have no objective by default
         self.names = (*sorted(self._named | {DEFAULT, CUSTOM}), BEST_EFFORT)
 
     def of(self, tier: str, slo: SLO) -> str:
-        """The class of a request as it comes in: its tier as the scheduler knows it, and its SLO."""
+        """Return the class of a request, from its canonical tier and its SLO."""
         if tier in self._named or tier == BEST_EFFORT:
             return tier
         return DEFAULT if tier == STANDARD and slo in self._default else CUSTOM

@@ -176,7 +176,7 @@ def test_status_is_1_if_no_request_succeeded(capsys: pytest.CaptureFixture[str])
         ("--goodput itl:5", "goodput"),
         ("--find-goodput", "objectives"),
         ("--request-rate 0", "request_rate"),
-        ("--backend openai --random-ids 3:9", "prompts are sent as text"),
+        ("--backend openai --random-ids 3:9", "sends prompts as text"),
         ("--backend openai --slo-class a=1,tier:batch", "--backend openai sends no objectives"),
         ("--tokenizer nowhere/at/all", "no tokenizer could be loaded"),
     ],
@@ -210,7 +210,7 @@ def test_an_unreachable_server_is_an_error(capsys: pytest.CaptureFixture[str]) -
     with FAST.running() as endpoint:
         pass
     assert bench(endpoint) == 2
-    assert "no OpenAI-compatible server answers" in capsys.readouterr().err
+    assert "no OpenAI-compatible server responds" in capsys.readouterr().err
 
 
 def test_the_commands_of_the_guide_are_parsed(repo: Path) -> None:

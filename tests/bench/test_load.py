@@ -89,7 +89,11 @@ def test_custom_prompts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "part"),
-    [("{", "2: not JSON"), ('{"text": "x"}', "2: an object"), ('{"prompt": "x", "ttft": 1}', "2: unknown .'ttft'.")],
+    [
+        ("{", "2: not JSON"),
+        ('{"text": "x"}', "2: the line must be an object"),
+        ('{"prompt": "x", "ttft": 1}', "2: unknown .'ttft'."),
+    ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, part: str) -> None:
     path = tmp_path / "load.jsonl"

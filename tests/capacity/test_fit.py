@@ -59,7 +59,7 @@ def test_a_configured_pool_size_is_used() -> None:
     assert made.pages == 64 and made.fits
     assert fit(SPEC, asked, 1, 2, HELD).pages == 128
     refused = fit(SPEC, setting(kv_cache_memory=2_000_000), 2, 1, HELD).refusal
-    assert refused.endswith("KV pools of 1000000 are more than the 1000000 bytes of made-up: lower kv_cache_memory")
+    assert refused.endswith("KV pools of 1000000 exceed the 1000000 bytes of made-up: lower kv_cache_memory")
 
 
 def test_instances_on_a_cpu_share_its_memory() -> None:
@@ -118,7 +118,7 @@ def test_choosing_if_no_mesh_keeps_the_tpot() -> None:
     spec = published_spec("llama3-70b")
     slow = [fit(spec, replace(h200(4), tpot=1e-4), *mesh) for mesh in meshes(4)]
     chosen = choose(slow)
-    assert chosen is not None and chosen[0].mesh == "1x4" and chosen[1].startswith("no mesh keeps the TPOT")
+    assert chosen is not None and chosen[0].mesh == "1x4" and chosen[1].startswith("no mesh meets the TPOT")
     assert choose(slow[:1]) is None
     only = choose(slow[:2])
     assert only is not None and only[0].mesh == "2x2"
@@ -127,11 +127,11 @@ def test_choosing_if_no_mesh_keeps_the_tpot() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("b200:8", "no device 'b200' is known; allowed: h200, h100, a100-80, "),
-        ("h200:0", "must be a device and how many of them, as in h200:8"),
-        ("h200:x", "must be a device and how many of them"),
-        ("h200:", "must be a device and how many of them"),
-        ("", "no device '' is known"),
+        ("b200:8", "unknown device 'b200'; allowed: h200, h100, a100-80, "),
+        ("h200:0", "must be a device and a count above 0, as in h200:8"),
+        ("h200:x", "must be a device and a count above 0"),
+        ("h200:", "must be a device and a count above 0"),
+        ("", "unknown device ''"),
     ],
 )
 def test_unknown_devices_are_named(text: str, message: str) -> None:

@@ -35,7 +35,7 @@ def test_the_table_output(capsys: pytest.CaptureFixture[str]) -> None:
         "70.55 billion parameters",
         "8x1",
         "leaves nothing for the KV cache",
-        "takes 2x4: ",
+        "recommended mesh 2x4: ",
         "decode 64 x 2048",
     ):
         assert part in out
@@ -88,10 +88,10 @@ def test_a_model_that_does_not_fit_exits_with_status_1_and_a_remedy(capsys: pyte
     ("words", "message"),
     [
         (("--model", "llama9", "--devices", "h200"), "model 'llama9' is neither a folder .* llama3-8b, llama3-70b, "),
-        (("--model", "llama3-8b", "--devices", "h900:2"), "no device 'h900' is known; allowed: h200, "),
+        (("--model", "llama3-8b", "--devices", "h900:2"), "unknown device 'h900'; allowed: h200, "),
         (
             ("--model", "llama3-8b", "--devices", "h200:8", "--mesh", "3x4"),
-            "mesh='3x4' needs 12 devices and 'h200:8' has 8",
+            "mesh='3x4' needs 12 devices, but 'h200:8' has 8",
         ),
         (("--model", "llama3-8b", "--devices", "h200:8", "--mesh", "8"), "mesh='8' must be RxT"),
         (("--model", "llama3-8b", "--devices", "h200", "--max-model-len", "9000"), "9000 is above the model's 8192"),

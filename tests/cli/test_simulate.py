@@ -48,7 +48,7 @@ def test_rates_are_parsed(text: str, rates: list[float]) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "3:2:1", "1:2:0", "1:2", "1,,2", "inf", "nan"])
 def test_invalid_rates_are_refused(text: str) -> None:
-    with pytest.raises(InvalidValue, match=r"must be as 3, 2,3,4 or 2\.0:5\.0:0\.2"):
+    with pytest.raises(InvalidValue, match=r"must be positive rates, as in 3, 2,3,4 or 2\.0:5\.0:0\.2"):
         parse_rates(text)
 
 

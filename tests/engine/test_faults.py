@@ -143,7 +143,7 @@ def test_the_queue_is_bounded_by_default(machine: Machine, start: Starter) -> No
     engine = start()
     stuck = HangingDevice(machine, 0)
     many = []
-    with pytest.raises(QueueFull, match=r"128 requests wait, and max_num_queued_reqs=128") as full:
+    with pytest.raises(QueueFull, match=r"128 requests are waiting; the limit is max_num_queued_reqs=128") as full:
         for _ in range(1000):
             many.append(Submitted(engine))
             time.sleep(0.0002)
@@ -159,7 +159,7 @@ def test_a_request_that_waits_too_long_fails(machine: Machine, start: Starter) -
     assert stuck.reached.wait(20)
     waiting = [Submitted(engine) for _ in range(20)]
     ends = [one.end() for one in waiting[8:]]  # the first may be in the step that is planned ahead
-    assert {one.finish_reason for one in ends} == {"expired"} and "waited 1.5 s" in str(ends[0].error)
+    assert {one.finish_reason for one in ends} == {"expired"} and "not started within 1.5 s" in str(ends[0].error)
     stuck.free.set()
     assert begun.end().finish_reason == "length"
     assert {one.end().finish_reason for one in waiting[:8]} <= {"length", "expired"}

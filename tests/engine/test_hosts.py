@@ -115,9 +115,9 @@ def test_a_wrong_segment_index_ends_the_follower_and_its_leader_reports_why(
     tiny: Path, repo: Path, tmp_path: Path
 ) -> None:
     told, (leader, follower), texts = together(case(tiny, what=WRONG), repo, tmp_path)
-    assert "told to dispatch segment 3 of walk 1, of which segment 1 is next here" in told["error"]
+    assert "received segment 3 of walk 1, but segment 1 is next here" in told["error"]
     assert leader == 0 and follower != 0
-    assert "OutOfStep: told to dispatch segment 3" in texts[1]
+    assert "OutOfStep: received segment 3" in texts[1]
 
 
 # One follower on one device
@@ -169,13 +169,13 @@ def test_a_follower_refuses_messages_out_of_order(cut: JaxExecutor) -> None:
     rest = [("segment", 7, 2, None), ("segment", 7, 3, None)]
     assert told(cut.state, *begun, *rest, ("end", 7, ()), ("segment", 8, 0, batch), ("rebuild",), None) == (None, None)
     wrong: list[tuple[tuple[Any, ...], str]] = [
-        (("segment", 7, 3, None), "told to dispatch segment 3 of walk 7, of which segment 2 is next here"),
-        (("segment", 7, 1, None), "told to dispatch segment 1 of walk 7, of which segment 2 is next here"),
-        (("segment", 7, 0, batch), "told to dispatch segment 0 of walk 7, of which segment 2 is next here"),
-        (("segment", 8, 2, None), r"told to dispatch segment 2 of walk 8; under way here are \[7\]"),
-        (("segment", 8, 0, whole), r"told to dispatch segment 0 of walk 8; under way here are \[7\]"),
-        (("end", 7, ()), "told to end walk 7, of which segment 2 of 4 is next here"),
-        (("score", 0, None), "told to score a prompt, and what was dispatched last is not a step"),
+        (("segment", 7, 3, None), "received segment 3 of walk 7, but segment 2 is next here"),
+        (("segment", 7, 1, None), "received segment 1 of walk 7, but segment 2 is next here"),
+        (("segment", 7, 0, batch), "received segment 0 of walk 7, but segment 2 is next here"),
+        (("segment", 8, 2, None), r"received segment 2 of walk 8; in progress here are \[7\]"),
+        (("segment", 8, 0, whole), r"received segment 0 of walk 8; in progress here are \[7\]"),
+        (("end", 7, ()), "received the end of walk 7, but segment 2 of 4 is next here"),
+        (("score", 0, None), "received a prompt to score, but the last dispatch was not a step"),
     ]
     for message, why in wrong:
         error, heard = told(cut.state, *begun, message)
@@ -183,12 +183,12 @@ def test_a_follower_refuses_messages_out_of_order(cut: JaxExecutor) -> None:
             raise error or AssertionError("nothing was raised")
         assert heard == f"process 0: OutOfStep: {error}"
     error, _ = told(cut.state, *begun, *rest, ("segment", 7, 4, None))
-    assert "told to dispatch segment 4 of walk 7, of which its end is next here" in str(error)
+    assert "received segment 4 of walk 7, but its end is next here" in str(error)
 
 
 def test_a_leader_that_disconnects_is_noticed(cut: JaxExecutor) -> None:
     error, _ = told(cut.state)
-    assert isinstance(error, OutOfStep) and "the leader has gone" in str(error)
+    assert isinstance(error, OutOfStep) and "the leader closed its connection" in str(error)
 
 
 def test_a_leader_accepts_as_many_followers_as_its_mesh_has_processes(cut: JaxExecutor) -> None:

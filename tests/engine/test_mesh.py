@@ -58,7 +58,7 @@ def test_invalid_meshes_are_refused(text: str) -> None:
 
 
 def test_too_few_devices_are_refused() -> None:
-    with pytest.raises(InvalidValue, match=r"16x2 needs 32 devices; jax has already started with \d+ on CPU. Set"):
+    with pytest.raises(InvalidValue, match=r"16x2 needs 32 devices, but jax has already started with \d+ on CPU. Set"):
         sub_meshes(plan_mesh("16x2"))
 
 
@@ -68,10 +68,10 @@ def test_accelerators_are_shared_only_on_request(monkeypatch: pytest.MonkeyPatch
 
     gpu = Gpu()
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
-    with pytest.raises(InvalidValue, match=r"2x1 needs 2 devices and there are 1 \(gpu\).*--share-devices"):
+    with pytest.raises(InvalidValue, match=r"2x1 needs 2 devices, but there are 1 \(gpu\).*--share-devices"):
         sub_meshes(plan_mesh("2x1"))
     assert [list(mesh.devices) for mesh in sub_meshes(plan_mesh("2x1"), share_devices=True)] == [[gpu], [gpu]]
-    with pytest.raises(InvalidValue, match="1x2 needs 2 devices and there are 1"):
+    with pytest.raises(InvalidValue, match="1x2 needs 2 devices, but there are 1"):
         sub_meshes(plan_mesh("1x2"), share_devices=True)
 
 
@@ -162,7 +162,7 @@ def test_the_pool_of_an_accelerator_fits_its_memory() -> None:
     assert kv.device_pool_bytes(mesh, sharing=2, **size) == 2 * 175
     with pytest.raises(InvalidValue, match=r"gpu_memory_utilization=0.5 of 1000 bytes .* weights take 600"):
         kv.device_pool_bytes(mesh, sharing=1, **size | {"weights": 600})
-    with pytest.raises(InvalidValue, match="does not tell its memory"):
+    with pytest.raises(InvalidValue, match="does not report its memory"):
         kv.device_pool_bytes(mesh, sharing=1, **size | {"memory": None})
 
 

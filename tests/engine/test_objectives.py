@@ -39,8 +39,8 @@ def test_configured_objectives_override_measured_ones() -> None:
 def test_infeasible_objectives_are_reported() -> None:
     made = promise(ServeConfig(ttft_slo=0.5, tpot_slo=0.05), SLOW, LIMITS, 2048)
     assert set(made.broken) == {"ttft", "tpot"}
-    assert made.broken["tpot"].startswith("tpot_slo=50ms cannot be kept: a decode step of 4 requests takes ")
-    assert made.broken["ttft"].startswith("ttft_slo=500ms cannot be kept: a prompt of 512 tokens alone takes 1.")
+    assert made.broken["tpot"].startswith("tpot_slo=50ms cannot be met: a decode step of 4 requests takes ")
+    assert made.broken["ttft"].startswith("ttft_slo=500ms cannot be met: a prompt of 512 tokens alone takes 1.")
 
 
 @given(

@@ -239,7 +239,7 @@ def test_the_top_tokens_equal_those_of_a_sort() -> None:
 def test_the_number_of_adjusted_tokens_has_a_documented_limit() -> None:
     many = range(300)
     params = SamplingParams(min_tokens=1, stop_token_ids=tuple(many), logit_bias=tuple((i, 1.0) for i in many))
-    with pytest.raises(InvalidValue, match=r"300 ids that end a text .* 300 in logit_bias .* more than 512"):
+    with pytest.raises(InvalidValue, match=r"300 end-of-text ids .* 300 in logit_bias .* more than 512"):
         check_adjusted(params, (1, 2))
     check_adjusted(SamplingParams(logit_bias=params.logit_bias), (1, 2))
     assert banned(SamplingParams(stop_token_ids=(5, 1)), (1, 2)) == (1, 2, 5)

@@ -243,7 +243,7 @@ def test_every_name_is_served(case: Case, machine: Any, tokenizer: Tokenizer, re
 
 
 def test_build_settings_of_executors_are_unchanged(machine: Any) -> None:
-    with pytest.raises(InvalidValue, match="max_num_seqs=9 must be 8, as these executors were built"):
+    with pytest.raises(InvalidValue, match="max_num_seqs=9 must be 8, as built into these executors"):
         machine.serving(replace(machine.config, policy="vllm", max_num_seqs=9))
 
 

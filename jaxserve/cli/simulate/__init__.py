@@ -1,1 +1,1 @@
-"""`jaxserve simulate`: the command, its flags, its results, and how it shows them."""
+"""`jaxserve simulate`: the command, its flags, results and reports."""

@@ -1,4 +1,4 @@
-"""`jaxserve simulate`: policies on workloads, on a model of the devices, in seconds and without a device."""
+"""`jaxserve simulate`: simulate policies on workloads, in seconds and without a device."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ __all__ = ["add_arguments", "main", "parse_policies", "parse_rates", "processes"
 
 
 class Study(NamedTuple):
-    """What a command line asks for."""
+    """The simulations that a command line describes."""
 
     policies: list[str]
     workload: Workload | Mix | list[Arrival]
@@ -63,7 +63,7 @@ class Study(NamedTuple):
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run it. Raises InvalidValue for what a person got wrong."""
+    """Run the simulations. Raises InvalidValue for invalid settings."""
     study = _study(args)
     recorder = _recorder(args, study)
     with progress.bar("simulating") as tick, processes(args.jobs) as run:
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
 def _study(args: argparse.Namespace) -> Study:
     names = parse_policies(args.policy)
     for name in names:
-        policies.make(name)  # what is wrong is said before anything is computed
+        policies.make(name)  # report invalid names before anything is simulated
         routing.make(policies.routing(name, args.routing), admission.make(args.admission))
     if args.seeds < 1:
         raise InvalidValue(f"seeds={args.seeds} must be at least 1", "seeds")
@@ -130,13 +130,13 @@ def _study(args: argparse.Namespace) -> Study:
 
 
 def _recorder(args: argparse.Namespace, study: Study) -> Recorder | None:
-    """Keeps what a timeline or a life needs, where one is asked for."""
+    """Return a recorder if a timeline or an explanation is requested."""
     if args.timeline is None and args.explain is None:
         return None
     cases = len(study.policies) * len(study.rates) * len(study.seeds)
     if cases != 1 or args.goodput:
         raise InvalidValue(
-            "--timeline and --explain are of a single simulation: one policy, one rate, one seed, and no --goodput; "
+            "--timeline and --explain need a single simulation: one policy, one rate, one seed, and no --goodput; "
             f"this is {'a search' if args.goodput else f'{cases} simulations'}",
             "timeline",
         )
@@ -197,7 +197,7 @@ def _search(args: argparse.Namespace, study: Study, tick: Callable[..., None], r
 def _bounded(args: argparse.Namespace, study: Study, results: Results) -> Results:
     given = (study.workload, study.mesh, study.latency)
     routers = {policies.routing(name, study.options.routing).partition(":")[0] for name in study.policies}
-    loosest = min(routers, key=lambda name: (name in STAYING, name))  # one bound holds for all policies
+    loosest = min(routers, key=lambda name: (name in STAYING, name))  # the loosest bound holds for all policies
     options = replace(study.options, routing=loosest)
     more: dict[str, Any] = {"seeds": study.seeds, "num_requests": study.num_requests, "options": options}
     rates = list(dict.fromkeys(report.rate for report in results.reports)) if args.qps or args.goodput else [None]
@@ -218,7 +218,7 @@ def _tell(args: argparse.Namespace, recorder: Recorder, report: Report) -> None:
 
 
 def _asked(text: str, recorder: Recorder, report: Report) -> int | None:
-    """The request that --explain means: a number, an id of the trace, or the first that missed its SLO."""
+    """Return the request of --explain: by number, by id in the trace, or the first that missed its SLO."""
     if text == "missed":
         return min((one.id for one in report.measured if not one.attained), default=None)
     if text.isdecimal() and int(text) in recorder.requests:
@@ -233,16 +233,16 @@ def _asked(text: str, recorder: Recorder, report: Report) -> int | None:
 
 
 def parse_policies(text: str) -> list[str]:
-    """`a,b` and `prefill=x,decode=y`, which has a comma of its own, also mixed."""
+    """Split policies at commas, except those of `prefill=x,decode=y`."""
     halves = r"prefill=[^,]*,decode=[^,]*|decode=[^,]*,prefill=[^,]*"
     names = [name.strip() for name in re.findall(rf"{halves}|[^,]+", text) if name.strip()]
     if not names:
-        raise InvalidValue("policy must name at least one", "policy")
+        raise InvalidValue("policy must name at least one policy", "policy")
     return list(dict.fromkeys(names))
 
 
 def parse_rates(text: str) -> list[float]:
-    """`3`, `2,3,4` or `first:last:step`, both ends included."""
+    """Parse `3`, `2,3,4` or `first:last:step`, which includes both ends."""
     try:
         if ":" in text:
             first, last, step = (float(part) for part in text.split(":"))
@@ -254,7 +254,7 @@ def parse_rates(text: str) -> list[float]:
         if not rates or not all(0 < rate < float("inf") for rate in rates):
             raise ValueError
     except ValueError as error:
-        raise InvalidValue(f"qps={text!r} must be as 3, 2,3,4 or 2.0:5.0:0.2, all positive", "qps") from error
+        raise InvalidValue(f"qps={text!r} must be positive rates, as in 3, 2,3,4 or 2.0:5.0:0.2", "qps") from error
     return rates
 
 
@@ -307,7 +307,7 @@ def _read_workload(args: argparse.Namespace, latency: Latency) -> Workload | Mix
 
 @contextmanager
 def processes(jobs: int | None) -> Iterator[Run]:
-    """A map over cases by several processes, in order; they start when there is more than one case, and stay."""
+    """Yield an ordered map over cases that uses several processes, started for two or more cases."""
     if jobs is not None and jobs < 1:
         raise InvalidValue(f"jobs={jobs} must be at least 1", "jobs")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

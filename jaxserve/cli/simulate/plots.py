@@ -1,5 +1,4 @@
-"""The plots of `jaxserve simulate`, in the style of the papers' figures: curves over the rate, bars of goodput,
-distributions of latencies."""
+"""The plots of `jaxserve simulate`, like the papers' figures: curves over rates, goodput bars, CDFs."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from jaxserve.sched.metrics import CLASSES
 
 
 def draw(out: Path, results: Results) -> list[Path]:
-    """Curves and bars where there are several rates; distributions of one rate, the middle one; returns the paths."""
+    """Plot curves and bars over several rates, and distributions at the middle rate; return the paths."""
     rates = sorted({one.rate for one in results.reports})
     several = len(rates) > 1
     return [*(_curves(out, results) if several else []), *_distributions(out, results, rates[len(rates) // 2])]
 
 
 def _curves(out: Path, results: Results) -> list[Path]:
-    """Kairos's Figures 3 to 6, what counting requests alone hides, and goodput."""
+    """Plot Kairos's Figures 3 to 6, attainment by length and by tokens, and goodput."""
     asked = {"both": "Both objectives", "worst": "TTFT and worst TPOT", "window": "TTFT and TPOT over 10 tokens"}
     name = asked.get(results.attain, "Both objectives")
     paper = [
@@ -67,7 +66,7 @@ def _panel(results: Results, name: str, ylabel: str, value: Value, scale: float 
 
 
 def _distributions(out: Path, results: Results, rate: float) -> list[Path]:
-    """Of the requests at one rate; in a search each policy has its own, the one found."""
+    """Plot distributions over requests at one rate; after a search, at each policy's goodput."""
 
     def of(name: str) -> dict[str, list[float]]:
         values: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""What `jaxserve simulate` shows and writes: tables, JSON and CSV; plots.py draws."""
+"""The output of `jaxserve simulate`: tables, JSON and CSV; plots.py draws the plots."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from jaxserve.version import __version__
 
 
 def goodput(reports: Sequence[Report], attain: str = "both", goal: float = GOAL) -> dict[str, float | None]:
-    """Per policy the highest rate whose attainment, as a mean over seeds, reaches the goal."""
+    """Return each policy's highest rate at which mean attainment over seeds reaches the goal."""
     cells = Results("", reports, {}).cells()
     found: dict[str, float | None] = {}
     for policy in dict.fromkeys(report.policy for report in reports):
@@ -44,9 +44,12 @@ def goodput(reports: Sequence[Report], attain: str = "both", goal: float = GOAL)
 
 
 def print_report(results: Results) -> None:
-    """Attainment in percent: of both objectives and of each, by prompt length, weighted by prompt tokens; tokens per
-    second of the median request and of all together; then by class, and latencies. Means over seeds, narrow enough
-    for 80 columns. Of a search only the rates found are shown."""
+    """Print attainment and latency tables, as means over seeds, for 80 columns.
+
+    Attainment in percent: of both objectives and of each, by prompt length, weighted by prompt
+    tokens, and by class. Throughput of the median request and of all together. After a search, only
+    the rates that it found.
+    """
     shown = list(_shown(results))
     seeds = len({report.seed for report in results.reports})
     mean = f", mean of {seeds} seeds" if seeds > 1 else ""
@@ -93,8 +96,10 @@ def _shown(results: Results) -> Iterator[tuple[float, str, list[Report]]]:
 
 
 def _print_times(shown: Sequence[tuple[float, str, list[Report]]]) -> None:
-    """Seconds to the first token, milliseconds between tokens, shares of time computing, microseconds to decide; and
-    what prefix caches had, where they had anything."""
+    """Print latencies, busy shares, decision times and, if any, prefix cache hits.
+
+    TTFT in seconds, time between tokens in milliseconds, decisions in microseconds.
+    """
     rows, found = [], [_cached(cell) for _, _, cell in shown]
     for rate, policy, cell in shown:
         busy = zip(*(one.busy for one in cell), strict=True)
@@ -123,7 +128,7 @@ def _print_times(shown: Sequence[tuple[float, str, list[Report]]]) -> None:
 
 
 def _cached(reports: Sequence[Report]) -> float:
-    """Share of the prompt tokens that were looked up in a prefix cache and found."""
+    """Return the share of looked-up prompt tokens that were found in a prefix cache."""
     counters = Counters.total(one.counters for one in reports)
     return counters.prefix_hits / max(1, counters.prefix_queries)
 
@@ -137,8 +142,8 @@ def _percent(share: float) -> str:
 
 
 def write_report(out: Path, settings: Mapping[str, Any], results: Results) -> list[Path]:
-    """Write results.json, results.csv and plots into `out`; returns their paths."""
-    from jaxserve.cli.simulate import plots  # matplotlib takes a second
+    """Write results.json, results.csv and plots to `out`; return their paths."""
+    from jaxserve.cli.simulate import plots  # importing matplotlib takes a second
 
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / "results.json", out / "results.csv"]

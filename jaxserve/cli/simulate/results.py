@@ -1,4 +1,4 @@
-"""What was simulated, and the figures that are taken of it."""
+"""Results of simulations, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def of_class(name: str) -> Value:
     return lambda summary: summary.by_class[name].attained if name in summary.by_class else nan
 
 
-VALUES: dict[str, Value] = {  # what a goodput can ask the share of
+VALUES: dict[str, Value] = {  # attainment for goodput, by --attain
     "both": lambda s: s.attained,
     "ttft": lambda s: s.ttft_attained,
     "tpot": lambda s: s.tpot_attained,
@@ -53,7 +53,7 @@ def of_spread(name: str, percentile: str) -> Value:
     return lambda summary: float(getattr(getattr(summary, name), percentile))
 
 
-FLAT: dict[str, Value] = {  # columns of the CSV
+FLAT: dict[str, Value] = {  # columns of the CSV file
     "attained": VALUES["both"],
     "ttft_attained": VALUES["ttft"],
     "tpot_attained": VALUES["tpot"],
@@ -69,10 +69,10 @@ FLAT: dict[str, Value] = {  # columns of the CSV
 
 
 class Results(NamedTuple):
-    """All that was simulated, and what follows from it.
+    """All simulated reports, and derived figures.
 
-    goodput: requests per second by policy, None where no rate reached the goal. searched: the rates are those of a
-    search. bounds, goodput_bound: what no policy exceeds, where asked for.
+    goodput: requests per second by policy; None if no rate reached the goal. searched: the rates come
+    from a search. bounds, goodput_bound: upper bounds for all policies, if requested.
     """
 
     title: str
@@ -89,14 +89,14 @@ class Results(NamedTuple):
         return list(dict.fromkeys(one.policy for one in self.reports))
 
     def cells(self) -> dict[tuple[str, float], list[Report]]:
-        """Reports by policy and rate; what is left inside a cell are seeds."""
+        """Return reports by policy and rate; each cell has one report per seed."""
         cells: dict[tuple[str, float], list[Report]] = {}
         for report in self.reports:
             cells.setdefault((report.policy, report.rate), []).append(report)
         return cells
 
     def bound_at(self) -> dict[float, float]:
-        """By rate the share that no policy exceeds, as a mean over seeds."""
+        """Return the upper bound on attainment by rate, as a mean over seeds."""
         shares: dict[float, list[float]] = {}
         for one in self.bounds:
             shares.setdefault(one.rate, []).append(one.bound.share)
@@ -104,7 +104,7 @@ class Results(NamedTuple):
 
     @property
     def at_least(self) -> frozenset[str]:
-        """Policies whose goodput is the highest rate that was simulated: it may be more."""
+        """Policies that reached the goal at the highest simulated rate: their goodput may be higher."""
         highest = max((one.rate for one in self.reports), default=None)
         if self.searched:
             return frozenset()

@@ -1,4 +1,4 @@
-"""Workloads by name or file: the papers' own, the presets of configs/workload, and YAML of one's own."""
+"""Workloads by name or file: the papers' workloads, presets of configs/workload, and YAML files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from jaxserve.yamlio import load_yaml, nearest
 
 
 def find_workload(name: str) -> Workload | Mix:
-    """What `name` draws from: one of scenarios.NAMED, a preset, or FILE.yaml.
+    """Return the workload named in scenarios.NAMED, a preset, or FILE.yaml.
 
-    A YAML file that has `parts` at its top is a mixture. Raises InvalidValue, with file and line where it has them.
+    A YAML file with `parts` at its top level is a mixture. Raises InvalidValue, with file and line if
+    known.
     """
     if name in NAMED:
         return NAMED[name]

@@ -1,1 +1,1 @@
-"""The KV pools of an instance: their size, their scales, and moving pages between instances."""
+"""KV pools: their sizes, their scales, and page transfers between instances."""

@@ -1,14 +1,16 @@
-"""Scales of an 8-bit KV cache: one step over some tokens tells how large keys and values of each head become.
+"""Measure the scales of an 8-bit KV cache from one forward pass.
 
     scale[k] = headroom * max |x[:, k]| / largest value of the pool's dtype
 
-for keys (turned) and values of every layer. What a text makes larger than that is cut off. Scales are facts of an
-engine, not of a page: one measurement serves all instances, so pages travel without them.
+for keys (after rotary embedding) and values of every layer. Larger values at run time saturate.
+Scales belong to the engine, not to a page: one measurement serves all instances, so pages are
+transferred without scales.
 
-A latent has no heads, but a scale for each column: a few columns are often far larger than the rest. Two that turn
-into each other share one, of what they could become at any position.
+A latent (MLA) has no heads and gets a scale per column, because a few columns are often far larger
+than the rest. The two columns of a rotary pair share a scale that covers every position.
 
-Letters: T tokens, E model dim, H query heads, K kv heads, or copies of a latent, G = H / K, D head dim, or columns.
+Letters: T tokens, E model dim, H query heads, K kv heads (or copies of a latent), G = H / K, D head
+dim (or columns).
 """
 
 from __future__ import annotations
@@ -41,16 +43,19 @@ Tree = Any
 Floats = npt.NDArray[np.float32]
 
 TOKENS = 256
-# A float8 loses nothing to room above, so it gets more of it. Integers lose a step in as many.
+# float8 keeps its relative precision with headroom; integers lose resolution, so they get less.
 HEADROOM = {"float8_e4m3fn": 4.0, "int8": 1.25}
-COLUMN_HEADROOM = {"float8_e4m3fn": 4.0, "int8": 2.0}  # the largest of a column is of fewer numbers
-STEPS_PER_OCTAVE = 8  # scales are rounded up to these: another mesh's last bits must not make another scale
+COLUMN_HEADROOM = {"float8_e4m3fn": 4.0, "int8": 2.0}  # a column's maximum is over fewer values
+STEPS_PER_OCTAVE = 8  # resolution of scales: rounding hides differences in the last bits between meshes
 
 
 @dataclass(frozen=True)
 class Observer:
-    """An attention that keeps no pages: its pool is the largest key and value of each head, two arrays [K]; of a latent
-    the largest of each column, one array [K, D]."""
+    """An attention that stores no pages and records the largest magnitudes.
+
+    Its pool is the largest key and value of each head, two arrays [K], or for a latent the largest
+    value of each column, one array [K, D].
+    """
 
     mesh: Mesh
     experts: Experts = field(default_factory=XlaExperts)
@@ -74,7 +79,7 @@ class Observer:
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
     ) -> tuple[jax.Array, Pool]:
-        """Attention of one row that begins at position 0: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
+        """Attend over one row that starts at position 0: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
         tokens, kv_heads, dim = k.shape
         k = rotate(k, turn)
         kept, axes = ((k,), (0,)) if v is None else ((k, v), (0, 2))
@@ -97,7 +102,10 @@ class Observer:
 
 
 def with_kv_scales(spec: ModelSpec, trees: Sequence[Tree], meshes: Sequence[Mesh], dtype: Any) -> list[Tree]:
-    """The weight trees with scales for pools of `dtype`, measured on the first mesh and the same on each."""
+    """Return the weight trees with scales for pools of `dtype`.
+
+    Scales are measured on the first mesh and equal on all.
+    """
     name, columns = jnp.dtype(dtype).name, spec.cache.latent
     largest = (COLUMN_HEADROOM if columns else HEADROOM)[name] / LARGEST[name]
     leaves = ("kv_scale",) if columns else ("k_scale", "v_scale")
@@ -122,8 +130,10 @@ def _placed(tree: Tree, found: Sequence[dict[str, Floats]], where: NamedSharding
 
 
 def peaks(spec: ModelSpec, tree: Tree, mesh: Mesh) -> list[tuple[Floats, ...]]:
-    """Of each layer the largest key and the largest value of each kv head, [K] each, over fixed random tokens; of a
-    latent the largest of each column, one array [D]."""
+    """Measure each layer's largest key and value of each kv head, two arrays [K], on random tokens.
+
+    For a latent: the largest value of each column, one array [D].
+    """
     count = min(TOKENS, spec.max_positions)
     tokens = np.random.default_rng(0).integers(0, spec.vocab, count).astype(np.int32)
     index, one = np.arange(count, dtype=np.int32), np.full(1, count, np.int32)
@@ -136,11 +146,11 @@ def peaks(spec: ModelSpec, tree: Tree, mesh: Mesh) -> list[tuple[Floats, ...]]:
     seen = jax.device_get(run(tree, empty, tokens, ragged))
     if spec.latent is None:
         return [tuple(map(np.asarray, layer)) for layer in seen]
-    return [(_turned(np.asarray(layer[0][0]), spec.latent.rank),) for layer in seen]  # copies are alike
+    return [(_turned(np.asarray(layer[0][0]), spec.latent.rank),) for layer in seen]  # all copies are equal
 
 
 def _turned(peak: Floats, rank: int) -> Floats:
-    """peak [R + Z] with what pairs of the last Z columns become at most when they are turned further."""
+    """Bound the last Z columns of peak [R + Z] over all rotations: both of a pair get its norm."""
     left, right = np.split(peak[rank:], 2)
     return np.concatenate([peak[:rank], np.tile(np.hypot(left, right), 2)])
 
@@ -152,6 +162,6 @@ def _observed(
 
 
 def rounded_up(x: Floats) -> Floats:
-    """x [K] at the next of `STEPS_PER_OCTAVE` steps; where all are zeros it is the smallest normal number."""
+    """Round x [K] up to the next of `STEPS_PER_OCTAVE` steps; zeros become the smallest normal number."""
     steps = np.ceil(np.log2(np.maximum(x, np.finfo(np.float32).tiny)) * STEPS_PER_OCTAVE - 1e-3)
     return np.exp2(steps / STEPS_PER_OCTAVE).astype(np.float32)

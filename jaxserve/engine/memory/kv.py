@@ -1,4 +1,4 @@
-"""The KV pool of an instance: how many pages fit, and making them."""
+"""The KV pool of an instance: its size in pages, and its allocation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pallas_kernels.attention.api import Pool
 
 log = logging.getLogger(__name__)
 
-MOST_ON_CPU = 2 << 30  # bytes of all pools together unless told otherwise
-STEPS_PER_OCTAVE = 16  # pool sizes are rounded down to so many per doubling
+MOST_ON_CPU = 2 << 30  # bytes of all pools together, by default
+STEPS_PER_OCTAVE = 16  # pool sizes are rounded down to this many steps per doubling
 
-# What `--kv-cache-dtype` may name beside auto.
+# Values of `--kv-cache-dtype` besides auto.
 STORED = {
     "bfloat16": "bfloat16",
     "float16": "float16",
@@ -33,46 +33,49 @@ STORED = {
 
 
 def pool_dtype(name: str, dtype: Any) -> Any:
-    """The dtype of pools, by the name the flag gives it; auto: `dtype`, that of the model."""
+    """Return the pool dtype for a value of `--kv-cache-dtype`; auto is the model's `dtype`."""
     if name != "auto" and name not in STORED:
         raise InvalidValue(f"kv_cache_dtype={name!r} must be one of auto, {', '.join(STORED)}", "kv_cache_dtype")
     return jnp.dtype(STORED.get(name, dtype))
 
 
 def scaled(name: str) -> bool:
-    """Whether pools of that name need scales: those of 8 bits."""
+    """Return whether pools of this dtype name need scales, that is, have 8 bits."""
     return name != "auto" and bool(pool_dtype(name, None).itemsize == 1)
 
 
 def default_page_size(platform: str) -> int:
-    """Tokens of a page: on accelerators what their kernels are written for."""
+    """Return the tokens per page; on accelerators the size that their kernels are written for."""
     return 16 if platform == "cpu" else 64
 
 
 def page_bytes(spec: ModelSpec, page_size: int, dtype: Any) -> int:
-    """Bytes of one page over all layers, whole on all devices of an instance."""
+    """Return the bytes of one page over all layers and all devices of an instance."""
     return spec.cache.page_bytes(page_size, dtype)
 
 
 def cpu_pool_bytes(total: int | None, instances: int) -> int:
-    """Bytes for each instance's pool on CPU. `total` None: 2 GiB, or a quarter of free memory if that is less."""
+    """Return the bytes of each instance's pool on CPU.
+
+    `total` None: the smaller of 2 GiB and a quarter of free memory.
+    """
     return (min(MOST_ON_CPU, free_memory() // 4) if total is None else total) // instances
 
 
 def device_pool_bytes(
     mesh: Mesh, *, utilization: float, weights: int, temporaries: int, sharing: int, memory: int | None = None
 ) -> int:
-    """Bytes for an instance's pool over its whole mesh on an accelerator.
+    """Return the bytes of an instance's pool over its whole mesh on an accelerator.
 
-    weights, temporaries: bytes per device, of one copy of the weights and of the largest program. sharing:
-    instances that lie on the same device. memory: bytes per device, asked of the device where None.
+    weights, temporaries: bytes per device of one copy of the weights and of the largest program.
+    sharing: number of instances on the same device. memory: bytes per device; None: ask the device.
     """
     device = mesh.devices.flat[0]
     if memory is None:
         memory = int((device.memory_stats() or {}).get("bytes_limit", 0))
         if not memory:
             raise InvalidValue(
-                f"{device} does not tell its memory: set --kv-cache-memory to the bytes of all KV caches together",
+                f"{device} does not report its memory: set --kv-cache-memory to the bytes of all KV caches together",
                 "kv_cache_memory",
             )
     return pool_bytes(
@@ -89,7 +92,7 @@ def device_pool_bytes(
 def pool_bytes(
     memory: float, devices: int, *, utilization: float, weights: int, temporaries: int, where: str, sharing: int = 1
 ) -> int:
-    """As `device_pool_bytes`, of `devices` devices with `memory` bytes each; `where` names one in errors."""
+    """Compute `device_pool_bytes` for `devices` devices of `memory` bytes; `where` names one in errors."""
     left = utilization * memory - weights - temporaries
     if left <= 0:
         raise InvalidValue(
@@ -101,7 +104,7 @@ def pool_bytes(
 
 
 def free_memory() -> int:
-    """Bytes that can be had without swapping, within the control group's limit where there is one."""
+    """Return the bytes available without swapping, within the control group's limit if there is one."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -130,11 +133,13 @@ def fit_pages(
     name: str = "kv_cache_memory",
     more: int = 0,
 ) -> int:
-    """Pages of one instance's pool. `more`: bytes of a page beside the model's own, a draft model's.
+    """Return the number of pages of one instance's pool.
 
-    Rounded down to a coarse grid: the number is part of every program's shape, and free memory differs a little
-    from start to start, which would make all programs compile again. Raises InvalidValue where a request of
-    `max_model_len` does not fit.
+    more: bytes per page beyond the model's own, for a draft model.
+
+    The number is rounded down to a coarse grid: it is part of every program's shape, and free memory
+    differs slightly from start to start, which would recompile every program. Raises InvalidValue if
+    a request of `max_model_len` does not fit.
     """
     each = page_bytes(spec, page_size, dtype) + more
     pages = pool_bytes // each
@@ -153,9 +158,9 @@ def fit_pages(
 
 
 def pool_maker(spec: ModelSpec, mesh: Mesh, pages: int, page_size: int, dtype: Any) -> Callable[[], list[Pool]]:
-    """A function that makes empty pools on `mesh`: per layer the arrays that `spec.cache` says.
+    """Return a function that allocates empty pools on `mesh`: per layer the arrays of `spec.cache`.
 
-    One program for one array, called for each: a program for all would hold them twice while it runs.
+    It calls one program per array: a program that returned all of them would need twice the memory.
     """
     cache = spec.cache
     shape = cache.shape(pages, page_size)

@@ -1,6 +1,7 @@
-"""Moving KV pages between instances: gathered on one mesh, copied device to device, scattered on another.
+"""KV page transfers: gather on one mesh, copy from device to device, scatter on the other.
 
-A parcel is a list of pieces; each piece has one of a few sizes, so that no number of pages compiles anything.
+A parcel is a list of pieces. Pieces have a few fixed sizes, so no number of pages causes a
+compilation.
 """
 
 from __future__ import annotations
@@ -13,25 +14,28 @@ import numpy as np
 import numpy.typing as npt
 
 PIECES = (1, 4, 16, 64)  # pages in a piece
-Piece = tuple[jax.Array, ...]  # [L, parts, M, B, K, D] of the model, and of one that drafts for it
+Piece = tuple[jax.Array, ...]  # [L, parts, M, B, K, D] of the model, and of a draft model if there is one
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """KV of `pages` pages in order. Each piece: (pages in it, arrays with M from PIECES)."""
+    """The KV of `pages` pages, in order. Each piece: (number of pages, arrays with M from PIECES)."""
 
     pages: int
     pieces: tuple[tuple[int, Piece], ...]
 
 
 def piece_sizes(row_pages: int) -> tuple[int, ...]:
-    """Sizes that occur when a row has at most `row_pages` pages."""
+    """Return the piece sizes that occur if a row has at most `row_pages` pages."""
     most = next((size for size in PIECES if size >= row_pages), PIECES[-1])
     return tuple(size for size in PIECES if size <= most)
 
 
 def cut(pages: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
-    """Split pages into pieces: (size of the program, its pages). Whole largest ones, then one that holds the rest."""
+    """Split pages into pieces: (size of the program, its pages).
+
+    Pieces of the largest size come first, then the smallest piece that holds the rest.
+    """
     pieces, at, largest = [], 0, sizes[-1]
     while len(pages) - at >= largest:
         pieces.append((largest, pages[at : at + largest]))
@@ -43,7 +47,7 @@ def cut(pages: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, Sequence[
 
 
 def padded(pages: Sequence[int], bucket: int, out_of_range: int) -> npt.NDArray[np.int32]:
-    """Pages [M] of a parcel's bucket."""
+    """Pad pages to [bucket] with an id that is out of range."""
     ids = np.full(bucket, out_of_range, np.int32)
     ids[: len(pages)] = pages
     return ids

@@ -1,1 +1,1 @@
-"""The compiled programs of a step, their inputs, and the meshes and kernels they run on."""
+"""The compiled programs of a step, their inputs, and the meshes and kernels that they use."""

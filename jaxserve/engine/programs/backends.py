@@ -1,4 +1,4 @@
-"""Which kernels the programs of an engine use: resolved once at its start, every refusal logged."""
+"""Kernel selection: resolved once when an engine starts; every refused backend is logged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Backends(NamedTuple):
-    """A choice for each operation; None: XLA."""
+    """The selected kernel for each operation; None: XLA."""
 
     attention: Choice | None = None
     experts: Choice | None = None
@@ -36,7 +36,7 @@ class Backends(NamedTuple):
     sampling: Choice | None = None
 
     def kernel(self, mesh: AbstractMesh, *, decode: bool = False, few: bool = False) -> Attention:
-        """What the programs of a bucket are given: the attention, and with it the experts and the products."""
+        """Return the attention of a bucket's programs, with its grouped and quantized matmuls."""
         return attention(
             mesh,
             self.attention,
@@ -47,18 +47,18 @@ class Backends(NamedTuple):
         )
 
     def pooled(self, spec: ModelSpec) -> ModelSpec:
-        """`spec` with pools as the attention wants them."""
+        """Return `spec` with the pool layout that the attention kernel needs."""
         heads, width = dispatch.pool_row(self.attention, spec.head_dim)
         first = dispatch.heads_first(self.attention)
         return replace(spec, kv_row=heads, kv_width=width, kv_heads_first=first)
 
     def thresholds(self, mesh: AbstractMesh) -> thresholds.Thresholds:
-        """What finds the thresholds of what rows draw from."""
+        """Return the search for sampling thresholds."""
         return thresholds.thresholds(self.sampling, mesh)
 
 
 class BackendOptions(Protocol):
-    """What of an `ExecutorConfig` decides."""
+    """The fields of an `ExecutorConfig` that decide the selection."""
 
     @property
     def mesh(self) -> MeshPlan: ...
@@ -79,9 +79,12 @@ class BackendOptions(Protocol):
 
 
 def resolve_backends(config: BackendOptions, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Backends:
-    """Of all instances. `spec` is that of `for_tp`; raises InvalidValue where what is named cannot run."""
+    """Select the kernels of all instances; `spec` is the one from `for_tp`.
+
+    Raises InvalidValue if a backend that the user named cannot run.
+    """
     device = mesh.devices.flat[0]
-    # An interpreter runs every block of a kernel, one after the other: few of them.
+    # An interpreter runs the blocks of a kernel one after the other, so it pretends to have few cores.
     cores = 2 if config.interpret else int(getattr(device, "core_count", 0) or dispatch.AttentionSpec.cores)
     here = {
         "platform": device.platform,
@@ -122,12 +125,12 @@ def _attention(config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mappin
 def _experts(
     config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]
 ) -> experts.ExpertsSpec | None:
-    """None: the model has no mixture of experts."""
+    """Describe the mixture of experts for its selection; None: the model has none."""
     if spec.moe is None:
         return None
     narrow = spec.quantised
     if narrow is not None and not any(map(_narrow_experts, registry.abstract_weights(spec, dtype)["layers"])):
-        narrow = None  # what is quantised are other weights
+        narrow = None  # other weights are quantized, not the experts
     return experts.ExpertsSpec(
         **here,
         dtype=str(dtype),
@@ -147,7 +150,7 @@ def _narrow_experts(layer: Any) -> bool:
 def _products(
     config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]
 ) -> products.MatmulSpec | None:
-    """None: no weights are of 8 bits."""
+    """Describe the 8-bit weights for the selection of their matmul; None: the model has none."""
     if spec.quantised is None:
         return None
     blocks = spec.quantised.block is not None
@@ -159,7 +162,7 @@ A = TypeVar("A")
 
 
 def _resolved(resolve: Callable[[A, str], Choice], asked: A | None, name: str, what: str) -> Choice | None:
-    """The choice for what is asked, told; None where the model does not need it."""
+    """Resolve and log a choice; None if the model does not need the operation."""
     if asked is None:
         return None
     try:

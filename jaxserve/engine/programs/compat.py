@@ -1,4 +1,4 @@
-"""The only file that touches private parts of jax. Each use has a fallback and a test that tells when jax moves."""
+"""All uses of private parts of jax. Each has a fallback, and a test that fails if jax changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ STRIP = "strip_device_assignment"
 
 
 def backend_started() -> bool:
-    """Whether jax has chosen its devices, after which their number cannot change. False where jax does not tell."""
+    """Return whether jax has chosen its devices, so that their number is fixed.
+
+    False if jax does not expose this.
+    """
     try:
         from jax._src import xla_bridge
 
@@ -24,9 +27,9 @@ def backend_started() -> bool:
 def share_programs() -> bool:
     """Let instances on different devices share entries of the persistent compilation cache.
 
-    jax leaves the device assignment out of the cache key on GPUs only. Entries are loaded for the devices asked for,
-    so it need not be in the key elsewhere either. Returns False, and logs, where this jax cannot be told so: then
-    every instance compiles its own programs.
+    jax leaves the device assignment out of the cache key on GPUs only. Cached programs are loaded for
+    the requested devices, so the key does not need it on other platforms either. Returns False, and
+    logs a warning, if this jax does not support it; every instance then compiles its own programs.
     """
     try:
         from jax._src import cache_key

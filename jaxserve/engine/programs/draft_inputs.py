@@ -1,6 +1,7 @@
-"""What a step that drafts is told beside its plan. Numpy only; runs on the engine's thread.
+"""The inputs of a step that drafts, beyond those of its plan.
 
-Letters: S rows that draft, P pages per row, G sampling rows, D tokens of a row that are verified.
+Numpy only; runs on the engine's thread. Letters: S rows that draft, P pages per row, G sampling
+rows, D tokens of a row that are verified.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class DraftColumn(IntEnum):
-    """What a drafter is told of each row; the block table comes behind."""
+    """The columns of a drafting row; its block table follows them."""
 
     SLOT = 0  # out of range for padding
     START = 1  # position of the row's last token
@@ -27,33 +28,38 @@ class DraftColumn(IntEnum):
 
 
 class Drafts(NamedTuple):
-    """What a step drafts and verifies."""
+    """The drafting and verification inputs of a step."""
 
     depth: int  # D - 1, of the programs
-    rows: Int32  # [S, len(DraftColumn) + P], those that draft, the longest drafts first
-    drawn: Int32  # [S, len(Column)], how they draw; POSITION of their first drafted token
-    places: Int32  # [G * D] hidden state that each token is drawn from
+    rows: Int32  # [S, len(DraftColumn) + P], rows that draft, longest drafts first
+    drawn: Int32  # [S, len(Column)], their sampling parameters; POSITION of the first drafted token
+    places: Int32  # [G * D] index of the hidden state from which each token is sampled
     lengths: Int32  # [G] drafted tokens of each row
-    sampling: Int32  # [G, len(Column)], of all rows but those drawn alone
+    sampling: Int32  # [G, len(Column)], of all rows except those sampled alone
 
 
 class DraftRows(NamedTuple):
-    """The rows of a step as numpy columns, one entry each."""
+    """The rows of a step as numpy columns, one entry per row."""
 
     slots: npt.NDArray[Any]
     starts: npt.NDArray[Any]
     lengths: npt.NDArray[Any]  # drafted tokens
-    ends: npt.NDArray[Any]  # of their spans in the step's tokens
-    alone: npt.NDArray[np.bool_]  # drawn by `draw_full`, which draws one token
+    ends: npt.NDArray[Any]  # ends of their spans in the step's tokens
+    alone: npt.NDArray[np.bool_]  # sampled by `draw_full`, one token per step
 
 
 def drafts_of(
     rows: DraftRows, *, depth: int, ladder: Sequence[int], sampling: Int32, tables: Int32, slots: int
 ) -> Drafts:
-    """sampling [G, len(Column)] of all rows; tables [rows, P]; ladder: numbers of rows that drafters have programs
-    for; slots: of the instance, so the number of none. Raises InvalidValue where a row drafts that is drawn alone."""
+    """Build the drafting inputs of a step.
+
+    sampling: [G, len(Column)] of all rows. tables: [rows, P]. ladder: the numbers of rows that
+    drafters have programs for. slots: the number of slots, which is the id of no slot.
+
+    Raises InvalidValue if a row drafts that must be sampled alone.
+    """
     if wrong := rows.slots[rows.alone & (rows.lengths > 0)].tolist():
-        raise InvalidValue(f"slots {wrong} draft, and their requests want what only single tokens are drawn with")
+        raise InvalidValue(f"slots {wrong} draft, but their sampling parameters allow one token per step only")
     count, width = len(rows.slots), len(sampling)
     sampled, lengths = sampling.copy(), np.zeros(width, np.int32)
     sampled[:count, Column.POSITION] -= rows.lengths.astype(np.int32)
@@ -75,14 +81,14 @@ def drafts_of(
 
 
 def idle_rows(size: int, row_pages: int, slots: int) -> Int32:
-    """`Drafts.rows` of padding only."""
+    """Return `Drafts.rows` of padding."""
     told = np.zeros((size, len(DraftColumn) + row_pages), np.int32)
     told[:, DraftColumn.SLOT] = slots
     return told
 
 
 def idle_drafts(depth: int, size: int, row_pages: int, sampling: Int32, slots: int) -> Drafts:
-    """Nothing drafted, nothing drawn. sampling [G, len(Column)] of padding."""
+    """Return inputs that draft and sample nothing. sampling: [G, len(Column)] of padding."""
     width = len(sampling)
     return Drafts(
         depth,

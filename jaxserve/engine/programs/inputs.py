@@ -1,6 +1,7 @@
-"""From a StepPlan to the few arrays that one step takes. Numpy only; runs on the engine's thread before every step.
+"""Conversion of a StepPlan into the few arrays that a step takes.
 
-Letters: T tokens, S rows, P pages per row, G sampling rows, A adjusted tokens of a row.
+Numpy only; runs on the engine's thread before every step. Letters: T tokens, S rows, P pages per
+row, G sampling rows, A adjusted tokens of a row.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin, Span
 
 Int32 = npt.NDArray[np.int32]
-FROM_CARRY = -1  # in place of a token that is on the device; -2 and below: the first drafted after it, and so on
+FROM_CARRY = -1  # placeholder of a token that is on the device; -2 and below: the tokens drafted after it, in order
 ALWAYS = np.iinfo(np.int64).max
 FLOATS = {
     Column.TEMPERATURE: "temperature",
@@ -32,16 +33,16 @@ FLOATS = {
 
 
 def banned(params: SamplingParams, eos: Sequence[int]) -> tuple[int, ...]:
-    """Ids that may not be drawn before `min_tokens` are out."""
+    """Return the ids that may not be sampled before `min_tokens` tokens."""
     return tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
 
 
 def check_adjusted(params: SamplingParams, eos: Sequence[int]) -> None:
-    """Raises InvalidValue where a request adjusts more tokens than the programs have room for."""
+    """Raise InvalidValue if a request adjusts more tokens than the programs have room for."""
     ends = len(banned(params, eos)) if params.min_tokens else 0
     if ends + len(params.logit_bias) > ADJUSTED:
         raise InvalidValue(
-            f"{ends} ids that end a text (banned by min_tokens={params.min_tokens}) and {len(params.logit_bias)} in "
+            f"{ends} end-of-text ids (banned by min_tokens={params.min_tokens}) and {len(params.logit_bias)} in "
             f"logit_bias are together more than {ADJUSTED}",
             "stop_token_ids",
         )
@@ -52,9 +53,9 @@ class Bucket(NamedTuple):
 
     tokens: int  # T
     rows: int  # S
-    width: int  # G: rows of the sampling program behind it
+    width: int  # G: rows of the sampling program that follows
     decode: bool  # every row is one token, so T = S
-    verify: bool = False  # rows are one token and what was drafted after it; none has a part of a prompt
+    verify: bool = False  # rows are decodes with drafted tokens; none is a prompt chunk
 
     @property
     def label(self) -> str:
@@ -63,7 +64,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What decides the shapes of an instance's programs."""
+    """The sizes that determine the shapes of an instance's programs."""
 
     slots: int  # max_num_seqs
     tokens: int  # max_num_batched_tokens
@@ -71,36 +72,36 @@ class Limits:
     page_size: int  # B
     row_pages: int  # P
     vocab: int  # V
-    draft: int = 0  # most tokens that a row drafts in a step
-    scores: bool = False  # a draft's logits are kept, see `speculate.probabilistic`
-    fine: bool = False  # steps of prompts are padded by less than a third: where arithmetic costs more than compiling
+    draft: int = 0  # largest number of tokens that a row drafts in a step
+    scores: bool = False  # the draft's logits are kept, see `speculate.probabilistic`
+    fine: bool = False  # pad prompt steps by less than a third, if computing costs more than compiling
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Numbers of drafted tokens that programs are made for. Few, because each costs start-up time."""
+        """The draft lengths that have programs: few, because each costs start-up time."""
         return _ladder(1, self.draft, 4) if self.draft else ()
 
     def depth(self, drafted: int) -> int:
-        """The least of `depths` for that many tokens."""
+        """Return the smallest of `depths` that holds `drafted` tokens."""
         return next(depth for depth in self.depths if depth >= drafted)
 
     @property
     def positions(self) -> int:
-        """Tokens of the longest request."""
+        """The number of tokens of the longest request."""
         return self.row_pages * self.page_size
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Numbers of rows that a sampling program is made for."""
+        """The numbers of rows that have a sampling program."""
         return _ladder(min(8, self.slots), self.slots, 4)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """All step programs: decode-only ones first, each kind by size. Few, because each costs start-up time."""
+        """All step programs, decode-only ones first, then by size: few, because each costs start-up time."""
         rows = (1, *_ladder(4, self.slots, 2)) if self.slots > 4 else _ladder(1, self.slots, 2)
         decode = [Bucket(n, n, self.width(n), True) for n in rows]
         most = max(self.tokens, self.slots)
-        mixed = sorted({n for n in (64, *self._mixed(most)) if n <= most})  # short prompts are the ones that wait
+        mixed = sorted({n for n in (64, *self._mixed(most)) if n <= most})  # 64 keeps steps of short prompts short
         verify = [
             Bucket(n * (1 + depth), n, self.width(n), False, True)
             for depth in self.depths
@@ -119,7 +120,7 @@ class Limits:
 
 
 def _ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
-    """first, first * factor, ... and `last` at its end."""
+    """Return first, first * factor, ..., last."""
     steps = []
     while first < last:
         steps.append(first)
@@ -128,19 +129,19 @@ def _ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
 
 
 class Batch(NamedTuple):
-    """One step, ready for the device."""
+    """The inputs of one step, ready for the device."""
 
     bucket: Bucket
     packed: Int32  # see `Layout`
-    sampling: Int32 | None  # [G, len(Column)]; None where no row samples
+    sampling: Int32 | None  # [G, len(Column)]; None if no row samples
     full: bool  # some row needs `draw_full`
     adjust: tuple[Int32, npt.NDArray[np.float32], int] | None  # ids and values [G, A], columns used
-    logprobs: tuple[int, ...]  # per span, alternatives to report; -1: none wanted
-    drafts: drafting.Drafts | None = None  # where some row drafts
+    logprobs: tuple[int, ...]  # per span, number of alternatives; -1: none requested
+    drafts: drafting.Drafts | None = None  # if a row drafts
 
 
 class Layout(NamedTuple):
-    """Where the parts of `Batch.packed` begin."""
+    """The offsets of the parts of `Batch.packed`."""
 
     starts: int
     lengths: int
@@ -157,7 +158,7 @@ class Layout(NamedTuple):
 
 
 class SlotTable:
-    """What the host knows of each slot. Writer: the executor that owns it."""
+    """The host's state of each slot. Writer: the executor that owns it."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -167,15 +168,15 @@ class SlotTable:
         self.columns = np.zeros((slots + 1, len(Column)), np.int32)  # the last row is padding: greedy, no slot
         self.columns[:, [Column.SLOT, Column.HISTORY]] = slots
         self.columns[:, [Column.TOP_P, Column.REPETITION]] = np.float32(1).view(np.int32)
-        self.full_until = np.zeros(slots + 1, np.int64)  # positions below need `draw_full`, which draws one token
-        self.bans_until = np.zeros(slots, np.int64)  # positions below may not be an end of the text
+        self.full_until = np.zeros(slots + 1, np.int64)  # positions below need `draw_full`, which samples one token
+        self.bans_until = np.zeros(slots, np.int64)  # positions below may not end the text
         self.bans: dict[int, Int32] = {}
         self.biases: dict[int, tuple[Int32, npt.NDArray[np.float32]]] = {}
         self.begins: dict[int, Begin] = {}
-        self.scored: dict[int, tuple[int, ...]] = {}  # prompts whose log-probabilities are wanted
+        self.scored: dict[int, tuple[int, ...]] = {}  # prompts with requested log-probabilities
 
     def begin(self, slot: int, begin: Begin) -> None:
-        """A request takes the slot."""
+        """Start a request in a slot."""
         self.release(slot)
         params, row = begin.params, self.columns[slot]
         biased = [token for token, _ in params.logit_bias]
@@ -200,21 +201,21 @@ class SlotTable:
             self.scored[slot] = begin.prompt[: begin.prompt_length]
 
     def keeps_history(self, slot: int) -> bool:
-        """Whether the slot's request has penalties, which need counts of its tokens."""
+        """Return whether the slot's request has penalties, which need counts of its tokens."""
         return bool(self.columns[slot, Column.HISTORY] == slot)
 
     def extend(self, slot: int, pages: Sequence[int]) -> None:
-        """The slot's request gained pages."""
+        """Append pages to the slot's block table."""
         used = int(self.pages[slot])
         if used + len(pages) > self.limits.row_pages:
             raise InvalidValue(f"{slot=} has {used + len(pages)} pages, more than the {self.limits.row_pages} of a row")
         self.tables[slot, used : used + len(pages)] = pages
-        # Kernels read whole tiles of pages: what lies beyond a row's own must not be another row's, which may hold NaN.
+        # Kernels read whole tiles of pages, so padding must not be another row's pages: they may hold NaN.
         self.tables[slot, used + len(pages) :] = pages[-1]
         self.pages[slot] = used + len(pages)
 
     def held(self, slot: int) -> list[int]:
-        """The slot's pages in order."""
+        """Return the slot's pages, in order."""
         pages: list[int] = self.tables[slot, : int(self.pages[slot])].tolist()
         return pages
 
@@ -226,7 +227,7 @@ class SlotTable:
 
 
 class InputBuilder:
-    """Packs plans. Buffers are new each time: the CPU backend reads them in place while later steps are packed."""
+    """Packs plans into new buffers; the CPU backend still reads the old ones while it computes."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -235,8 +236,10 @@ class InputBuilder:
         self._mixed = [bucket for bucket in limits.buckets if not bucket.decode and not bucket.verify]
 
     def bucket(self, rows: int, tokens: int, *, verify: bool = False) -> Bucket:
-        """The smallest program for a step; `verify`: all of it is rows that decode. Raises InvalidValue where there
-        is none."""
+        """Return the smallest program for a step.
+
+        verify: all rows are running decodes. Raises InvalidValue if no program is large enough.
+        """
         if rows <= self.limits.slots:
             some = self._decode if tokens == rows else [*self._verify, *self._mixed] if verify else self._mixed
             for bucket in some:
@@ -248,7 +251,7 @@ class InputBuilder:
         )
 
     def build(self, spans: Sequence[Span], slots: SlotTable) -> Batch:
-        """The arrays of a step. New pages and new requests are in `slots` already."""
+        """Build the arrays of a step; new pages and requests must already be in `slots`."""
         _, slot, start, length, _, tokens, draft, samples, _ = zip(*spans, strict=True)
         rows, total = len(spans), sum(length)
         drafted = max(draft)
@@ -291,7 +294,7 @@ class InputBuilder:
 
 
 def _tokens(tokens: Sequence[tuple[int, ...]], lengths: Sequence[int], drafts: Sequence[int]) -> Any:
-    """All spans' tokens in one row; a span without any has one on the device, and those drafted after it."""
+    """Return all spans' tokens in one list, with placeholders for tokens on the device."""
     if not any(tokens) and not any(drafts):
         return FROM_CARRY
     flat: list[int] = []
@@ -304,7 +307,7 @@ def _tokens(tokens: Sequence[tuple[int, ...]], lengths: Sequence[int], drafts: S
 def _adjust(
     drawn: list[int], contexts: npt.NDArray[Any], width: int, slots: SlotTable
 ) -> tuple[Int32, npt.NDArray[np.float32], int] | None:
-    """Bias and bans of the rows that draw, or None where there are none."""
+    """Return the biases and bans of the sampling rows, or None if there are none."""
     if not slots.bans and not slots.biases:
         return None
     ids = np.full((width, ADJUSTED), slots.limits.vocab, np.int32)

@@ -1,4 +1,4 @@
-"""Log-probabilities that are told with a token: its own, its rank, and the best of its row.
+"""Log-probabilities of sampled tokens: the token's own, its rank, and the best of its row.
 
 Letters: G rows, V vocabulary, C chunks of CHUNK tokens.
 """
@@ -15,8 +15,11 @@ CHUNK = 128
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Per row: bits of the token's log-probability, its rank, the best ids, bits of theirs; ids are -1 where the
-    vocabulary is smaller. logits [G, V], tokens [G] -> [G, 2 + 2 * MAX_LOGPROBS] int32."""
+    """Pack each row's log-probability, rank, best ids and their log-probabilities into int32.
+
+    Floats are stored as bits; missing ids of a small vocabulary are -1.
+    logits [G, V], tokens [G] -> [G, 2 + 2 * MAX_LOGPROBS] int32.
+    """
     top = jnp.max(logits, axis=1, keepdims=True)
     total = jnp.log(jnp.sum(jnp.exp(logits - top), axis=1, keepdims=True))
     mine = jnp.take_along_axis(logits, tokens[:, None], axis=1)  # [G, 1]
@@ -29,10 +32,11 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def best(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` highest of each row [G, V], falling, the first of equals first, and their indices int32.
+    """Return the `count` highest values of each row [G, V], descending, and their int32 indices.
 
-    As `lax.top_k`, which on a GPU sorts whole rows where it is asked for more than sixteen. No other chunk has one of
-    them than the `count` whose highest are the highest: each of those has one that comes before.
+    Equals `lax.top_k`, first index first among equals, which sorts whole rows on a GPU for more than
+    sixteen values. Every result lies in one of the `count` chunks with the highest maxima: for any
+    other chunk, `count` values that rank higher exist.
     """
     width = x.shape[1]
     if width <= 4 * count * CHUNK:
@@ -40,7 +44,7 @@ def best(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         return found, ids.astype(jnp.int32)
     chunks = jnp.pad(x, ((0, 0), (0, -width % CHUNK)), constant_values=-jnp.inf).reshape(len(x), -1, CHUNK)
     _, chosen = lax.top_k(jnp.max(chunks, axis=2), count)
-    # In the order of the vocabulary, so that of equals the first is found first.
+    # In vocabulary order, so that the first of equal values is found first.
     index = (jnp.sort(chosen, axis=1)[:, :, None] * CHUNK + jnp.arange(CHUNK)[None, None]).reshape(len(x), -1)
     some = jnp.take_along_axis(x, jnp.minimum(index, width - 1), axis=1)
     found, at = lax.top_k(jnp.where(index < width, some, -jnp.inf), count)

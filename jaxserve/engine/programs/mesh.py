@@ -1,4 +1,4 @@
-"""`RxT`: R instances, each on its own mesh of T devices with the one axis `tp`."""
+"""The mesh `RxT`: R instances, each on its own mesh of T devices with the single axis `tp`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxserve.sched.api.policy import Role
 
 log = logging.getLogger(__name__)
 
-FORCED = "xla_force_host_platform_device_count"  # the older way to emulate devices; jax refuses both together
+FORCED = "xla_force_host_platform_device_count"  # the older flag for emulated devices; jax refuses both together
 
 
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
-    """Which instances there are, before there are devices."""
+    """The instances of a mesh, before devices are assigned."""
 
     instances: int  # R
     tp: int  # T
@@ -38,14 +38,14 @@ class MeshPlan:
 
 
 def plan_mesh(text: str, *, prefill: int | None = None, mode: str = "auto") -> MeshPlan:
-    """`RxT` with the role of each instance; see `ServeConfig` for the rules. Raises InvalidValue naming the text."""
+    """Parse `RxT` and assign roles by the rules of `ServeConfig`. Raises InvalidValue naming the text."""
     config = ServeConfig(mesh=text, prefill=prefill, mode=mode)  # type: ignore[arg-type]
     instances, tp = parse_mesh(text)
     return MeshPlan(instances, tp, tuple(Role(role) for role in config.roles(instances)))
 
 
 def plan_of(config: ServeConfig) -> MeshPlan:
-    """The plan a configuration asks for. Without a mesh: one instance on all local accelerators, 1x1 on CPU."""
+    """Return the plan of a configuration; without a mesh, all local accelerators, or 1x1 on CPU."""
     if config.mesh is not None:
         return plan_mesh(config.mesh, prefill=config.prefill, mode=config.mode)
     local = jax.local_devices()
@@ -54,8 +54,11 @@ def plan_of(config: ServeConfig) -> MeshPlan:
 
 
 def sub_meshes(plan: MeshPlan, *, share_devices: bool = False) -> list[Mesh]:
-    """One mesh per instance. On CPU missing devices are emulated; elsewhere too few of them are an error, unless
-    `share_devices` lets instances lie on the same ones."""
+    """Return one mesh per instance.
+
+    On CPU, missing devices are emulated. Elsewhere too few devices are an error, unless
+    `share_devices` lets instances share them.
+    """
     _emulate(plan)
     devices = jax.devices()
     if len(devices) < plan.devices:
@@ -65,24 +68,27 @@ def sub_meshes(plan: MeshPlan, *, share_devices: bool = False) -> list[Mesh]:
 
 
 def placed(values: Any, sharding: NamedSharding) -> Any:
-    """Arrays on a mesh. Where it spans processes they are of numpy, and each has the same ones: `device_put` would have
-    all processes of the job compare them first, and wait for all that was dispatched before."""
+    """Place arrays on a mesh.
+
+    If the mesh spans processes, the arrays are numpy arrays, equal in each: `device_put` would make
+    all processes of the job compare them first, and wait for everything dispatched before.
+    """
     if sharding.is_fully_addressable:
         return jax.device_put(values, sharding)
     return jax.tree.map(lambda one: jax.make_array_from_callback(one.shape, sharding, one.__getitem__), values)
 
 
 def _emulate(plan: MeshPlan) -> None:
-    """Ask for enough CPU devices while jax still listens; harmless where the devices turn out to be others.
+    """Request enough CPU devices before jax starts; no effect on other platforms.
 
-    XLA runs one thread per device. Where the devices of an instance wait for each other, it gets as many again:
-    with a thread for each device only, dispatching a step blocks until the one before it has ended (measured on
-    1x2: 18.6 ms of a 20 ms step, against 1 ms).
+    XLA runs one thread per device. If the devices of an instance communicate, request twice as many:
+    with one thread per device, dispatching a step blocks until the previous one has ended (measured
+    on 1x2: 18.6 ms of a 20 ms step, against 1 ms).
     """
     wanted = plan.devices if plan.tp == 1 else 2 * plan.devices
     if compat.backend_started() or FORCED in os.environ.get("XLA_FLAGS", ""):
         return
-    if jax.distributed.is_initialized():  # each process has a share of them, which only its launcher knows
+    if jax.distributed.is_initialized():  # only the launcher knows each process's share
         return
     if wanted > max(1, jax.config.jax_num_cpu_devices):  # type: ignore[attr-defined]
         jax.config.update("jax_num_cpu_devices", wanted)
@@ -95,12 +101,12 @@ def _refuse(plan: MeshPlan, found: int, platform: str, share_devices: bool) -> N
         if share_devices and found >= plan.tp:
             return
         raise InvalidValue(
-            f"mesh {plan} needs {plan.devices} devices and there are {found} ({platform}); use a smaller mesh"
+            f"mesh {plan} needs {plan.devices} devices, but there are {found} ({platform}); use a smaller mesh"
             + ("" if share_devices else ", or --share-devices to let instances share them"),
             "mesh",
         )
     raise InvalidValue(
-        f"mesh {plan} needs {plan.devices} devices; jax has already started with {found} on CPU. Set "
-        f"JAX_NUM_CPU_DEVICES={plan.devices} in the environment, or make the engine before other uses of jax",
+        f"mesh {plan} needs {plan.devices} devices, but jax has already started with {found} on CPU. Set "
+        f"JAX_NUM_CPU_DEVICES={plan.devices} in the environment, or create the engine before other uses of jax",
         "mesh",
     )

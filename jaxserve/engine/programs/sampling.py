@@ -1,8 +1,12 @@
-"""Drawing tokens on the device. A token depends on its logits, its request's parameters and seed, and its position:
-never on the batch, the row, the schedule or the mesh.
+"""Sampling on the device.
 
-Two programs: `draw` knows temperature, top-k, top-p and min-p, `draw_full` knows everything. On rows that use nothing
-else both give the same tokens. Letters: G sampling rows, V vocabulary, A adjusted tokens of a row.
+A token depends on its logits, its request's parameters and seed, and its position, and never on the
+batch, the row, the schedule or the mesh.
+
+There are two programs: `draw` supports temperature, top-k, top-p and min-p; `draw_full` supports
+all parameters. For rows that only use the former, both sample the same tokens.
+
+Letters: G sampling rows, V vocabulary, A adjusted tokens of a row.
 """
 
 from __future__ import annotations
@@ -19,8 +23,8 @@ from jaxserve.sched.api.params import MAX_LOGPROBS
 from pallas_kernels.ops.sampling_threshold.api import Thresholds, XlaThresholds
 from pallas_kernels.ops.sampling_threshold.search import LOG2_E, Options
 
-BAD = -1  # in place of a token where the logits are not finite
-SEEN_IN_PROMPT = 1 << 14  # in a count: the token is in the prompt; below it, how often it was drawn
+BAD = -1  # in place of a token if the logits are not finite
+SEEN_IN_PROMPT = 1 << 14  # flag in a count: the token is in the prompt; the lower bits count how often it was sampled
 MOST_COUNTED = SEEN_IN_PROMPT - 1
 MASKED = -1e30
 ADJUSTED = 512  # A: 300 biases and 212 banned ids
@@ -29,10 +33,10 @@ BY_XLA = XlaThresholds()
 
 
 class Column(IntEnum):
-    """What the host tells of each sampling row, one int32 each; floats as their bits."""
+    """The sampling inputs of a row, one int32 each; floats as their bits."""
 
     SLOT = 0  # row of the carry; out of range for padding
-    POSITION = 1  # of the token to draw
+    POSITION = 1  # of the token to sample
     SEED = 2
     SEED_HIGH = 3
     TEMPERATURE = 4  # float; 0 is greedy
@@ -42,12 +46,12 @@ class Column(IntEnum):
     REPETITION = 8  # float
     PRESENCE = 9  # float
     FREQUENCY = 10  # float
-    HISTORY = 11  # slot whose token counts the row keeps; out of range: none
-    LOGPROBS = 12  # 1: wanted
+    HISTORY = 11  # slot with the row's token counts; out of range: none
+    LOGPROBS = 12  # 1: requested
 
 
 class SamplingRows(NamedTuple):
-    """The columns of a step, [G] each."""
+    """The sampling inputs of a step, by column [G]."""
 
     packed: jax.Array  # [G, len(Column)] int32
 
@@ -59,23 +63,27 @@ class SamplingRows(NamedTuple):
 
 
 class Adjust(NamedTuple):
-    """Logit bias and banned tokens of each row; ids out of range are padding."""
+    """The logit bias and banned tokens of each row; ids out of range are padding."""
 
     ids: jax.Array  # [G, A] int32
     values: jax.Array  # [G, A] float32, added; -inf bans
-    used: jax.Array  # [] int32, columns in use in any row
+    used: jax.Array  # [] int32, largest number of columns that a row uses
 
 
 def draw(logits: jax.Array, rows: SamplingRows, thresholds: Thresholds = BY_XLA) -> jax.Array:
-    """Tokens [G] int32 by temperature, min-p, top-k and top-p, BAD where a row's logits are not finite.
-    logits: [G, V] float32."""
+    """Sample tokens [G] int32 by temperature, min-p, top-k and top-p from logits [G, V] float32.
+
+    BAD if a row's logits are not finite.
+    """
     tokens, top = _drawn(logits, rows, thresholds)
     return jnp.where(jnp.isfinite(top), tokens, BAD)
 
 
 def _drawn(x: jax.Array, rows: SamplingRows, thresholds: Thresholds) -> tuple[jax.Array, jax.Array]:
-    """Tokens [G] of logits [G, V], and the largest of these, found by the same look. Each way to draw asks here, so all
-    draw alike."""
+    """Sample tokens [G] from logits [G, V] and return the largest logits of the same pass.
+
+    Both programs use this function, so that they sample alike.
+    """
     warm = (rows.floats(Column.TEMPERATURE) > 0)[:, None]
 
     def greedy(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -90,16 +98,21 @@ def _drawn(x: jax.Array, rows: SamplingRows, thresholds: Thresholds) -> tuple[ja
 
 
 def heated_and_cut(x: jax.Array, rows: SamplingRows, thresholds: Thresholds = BY_XLA) -> jax.Array:
-    """Logits [G, V] whose softmax is what a row's token is drawn from; MASKED where a cut leaves a token out: min-p,
-    then top-k, then top-p. Ties at a threshold stay in. Greedy rows are left as they are."""
+    """Return the logits [G, V] that a row's token is sampled from.
+
+    Tokens cut by min-p, then top-k, then top-p are MASKED; ties at a threshold stay. Greedy rows are
+    unchanged.
+    """
     temperature = rows.floats(Column.TEMPERATURE)
     heated = x / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     return jnp.where(x >= _threshold(x, rows, thresholds)[:, None], heated, MASKED)
 
 
 def _threshold(x: jax.Array, rows: SamplingRows, thresholds: Thresholds) -> jax.Array:
-    """The least logit [G] that is left in. Searched where some row asks for a cut; its result is [G], because a branch
-    that returned logits would write them, for another kernel to read."""
+    """Return the least logit [G] that is not cut, searched only if a row has a cut.
+
+    It returns thresholds instead of logits because a branch would write those to memory.
+    """
     temperature, min_p = rows.floats(Column.TEMPERATURE), rows.floats(Column.MIN_P)
     warm = temperature > 0
     options = Options(
@@ -121,11 +134,13 @@ def draw_full(
     counts: jax.Array,  # [slots, V] int16
     thresholds: Thresholds = BY_XLA,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens [G], their log-probabilities packed as `logprobs_of` [G, 2 + 2 * MAX_LOGPROBS], nothing there unless some
-    row wants them, and the new counts.
+    """Sample tokens with all parameters, and update the token counts.
 
-    In the order of vLLM: penalties, bias and bans; temperature; min-p; top-k; top-p. Log-probabilities are those of
-    the model, before any of it.
+    Returns tokens [G]; log-probabilities as packed by `logprobs_of` [G, 2 + 2 * MAX_LOGPROBS], zeros
+    unless a row requests them; and the new counts.
+
+    The order is vLLM's: penalties, bias and bans; temperature; min-p; top-k; top-p. Log-probabilities
+    are the model's, before all of these.
     """
     slots = counts.shape[0]
     history = rows.ints(Column.HISTORY)
@@ -142,12 +157,12 @@ def draw_full(
 
 
 def finite(logits: jax.Array) -> jax.Array:
-    """SamplingRows [G] whose largest logit is a number; NaN anywhere, or +inf, makes it none."""
+    """Return whether each row's largest logit is finite [G]; NaN and +inf make it false."""
     return jnp.isfinite(jnp.max(logits, axis=-1))
 
 
 def argmax(x: jax.Array) -> jax.Array:
-    """First index of the largest of each row."""
+    """Return the first index of the largest value of each row."""
 
     def at_once(x: jax.Array) -> jax.Array:
         return lax.argmax(x, 1, jnp.int32)
@@ -157,16 +172,16 @@ def argmax(x: jax.Array) -> jax.Array:
         index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
         return jnp.minimum(jnp.min(jnp.where(x == best, index, x.shape[1]), axis=-1), x.shape[1] - 1)
 
-    # On a CPU XLA's own takes four times as long as two plain reductions; a GPU would write x for the second to read.
+    # On a CPU, XLA's argmax takes four times as long as two reductions; a GPU would write x between these.
     found: jax.Array = lax.platform_dependent(x, cuda=at_once, rocm=at_once, default=in_turn)
     return found
 
 
 def gumbel(rows: SamplingRows, vocab: int) -> jax.Array:
-    """Standard Gumbel noise [G, V], a pure function of (seed, position, token).
+    """Return standard Gumbel noise [G, V], a pure function of (seed, position, token).
 
-    A counter through the finaliser of MurmurHash3, twice. jax.random costs 3.6 ms for 32 x 4096 on a CPU, more than
-    half a step of the demo model; this costs 0.5 ms, and less to compile.
+    A counter goes twice through the finalizer of MurmurHash3. jax.random costs 3.6 ms for 32 x 4096
+    on a CPU, more than half a step of the demo model; this costs 0.5 ms, and less to compile.
     """
     seed, high = rows.ints(Column.SEED).astype(jnp.uint32), rows.ints(Column.SEED_HIGH).astype(jnp.uint32)
     position = rows.ints(Column.POSITION).astype(jnp.uint32)
@@ -174,7 +189,7 @@ def gumbel(rows: SamplingRows, vocab: int) -> jax.Array:
     second = _mix(high ^ _mix(first + jnp.uint32(0x7F4A7C15)))
     index = lax.broadcasted_iota(jnp.uint32, (seed.shape[0], vocab), 1)
     bits = _mix(_mix(index + first[:, None]) ^ second[:, None])
-    # Small values, which give large noise, keep all their bits: 1 - uniform, hence log1p.
+    # Small values, which give large noise, must keep all their bits: hence 1 - uniform and log1p.
     below = bits.astype(jnp.float32) * jnp.float32(2**-32) + jnp.float32(2**-33)
     return -jnp.log(-jnp.log1p(-jnp.minimum(below, jnp.float32(1 - 2**-24))))
 
@@ -194,7 +209,7 @@ def _penalised(x: jax.Array, kept: jax.Array, rows: SamplingRows) -> jax.Array:
 
 
 def _adjusted(x: jax.Array, adjust: Adjust) -> jax.Array:
-    """Add the biases, in blocks of columns, as many as are in use: usually none."""
+    """Add the biases in blocks of columns, as many blocks as are in use: usually none."""
     row = lax.broadcasted_iota(jnp.int32, (x.shape[0], ADJUST_BLOCK), 0)
 
     def add(i: jax.Array, x: jax.Array) -> jax.Array:

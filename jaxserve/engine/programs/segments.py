@@ -1,8 +1,9 @@
-"""A step of prompt chunks as a chain of programs, between any two of which the host may stop it.
+"""Prompt steps as chains of programs, so that the host can preempt a step between two of them.
 
-`begin` (embedding, attention plan), a segment for each piece of the model, `end` (last norm, rows to draw from). A
-segment takes the weights and pools of its own layers as arguments, so one program serves all layers of a kind. The
-functions are those of the whole step (`registry`), cut between their calls.
+A chain is `begin` (embedding, attention plan), one segment per piece of the model, and `end` (last
+norm, rows to sample from). A segment takes the weights and pools of its layers as arguments, so one
+program serves all layers of a kind. The functions are those of the whole step (`registry`), split
+between their calls.
 
 Letters: T tokens, S rows, G sampling rows, E model dim.
 """
@@ -26,9 +27,9 @@ from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.preemption import PARTS, SHORT, Boundary
 from pallas_kernels.attention.api import Attention, Pool
 
-CUT = (Part.MIX, Part.FEED)  # the PARTS of a layer at `op`
+CUT = (Part.MIX, Part.FEED)  # the parts of a layer at boundary `op`
 assert len(CUT) == PARTS
-Kind = tuple[tuple[int, ...], Part]  # kinds of the layers of a segment, and what it computes of each
+Kind = tuple[tuple[int, ...], Part]  # kinds of a segment's layers, and the part of them that it computes
 
 
 class Link(NamedTuple):
@@ -39,22 +40,22 @@ class Link(NamedTuple):
 
 
 def links(spec: ModelSpec, boundary: Boundary) -> tuple[Link, ...]:
-    """The segments of a model, in order. `boundary` must cut."""
+    """Return the segments of a model, in order. `boundary` must not be the whole chunk."""
     parts = CUT if boundary.operators else (Part.WHOLE,)
     cuts = (slice(at, min(at + boundary.layers, spec.layers)) for at in range(0, spec.layers, boundary.layers))
     return tuple(Link(cut, (spec.kinds[cut], part)) for cut in cuts for part in parts)
 
 
 class Segments:
-    """Jitted functions of a model's segments. Alike instances share one of these."""
+    """The jitted segment functions of a model, shared by equal instances."""
 
     def __init__(
         self, spec: ModelSpec, mesh: Mesh, limits: Limits, boundary: Boundary, backends: Backends | None = None
     ) -> None:
-        """`backends`: what was resolved; None: XLA."""
+        """backends: the resolved kernels; None: XLA."""
         self._spec, self._limits = spec, limits
         self.links = links(spec, boundary)
-        shape = mesh.abstract_mesh  # without devices, so that what is traced serves every instance
+        shape = mesh.abstract_mesh  # without devices, so that one trace serves every instance
         whole = NamedSharding(shape, PartitionSpec())
         prompts = [bucket for bucket in limits.buckets if not bucket.decode and not bucket.verify]
         least = min(SHORT, max(prompts).tokens)
@@ -75,7 +76,10 @@ class Segments:
             self.through.setdefault(link.kind, jitted(program, name, (whole, pools), (1,)))
 
     def held_bytes(self, outer: Tree) -> int:
-        """Bytes on each device that the largest step keeps between two segments. `outer`: weights but the layers'."""
+        """Return the bytes per device that the largest suspended step holds.
+
+        outer: the weights outside the layers.
+        """
         bucket = max(self.buckets)
         packed = jax.ShapeDtypeStruct((Layout.of(bucket, self._limits.row_pages).end,), "int32")
         carry = jax.ShapeDtypeStruct((self._limits.slots, 1 + self._limits.draft), "int32")
@@ -89,7 +93,7 @@ class Segments:
 
 
 class Walk:
-    """A step on its way through the segments; it stands still where nobody asks for the next. Writer: `DeviceState`."""
+    """The progress of a step through its segments; it may pause between any two. Writer: `DeviceState`."""
 
     __slots__ = ("at", "batch", "last", "stream", "total")
 
@@ -102,17 +106,17 @@ class Walk:
 
     @property
     def left(self) -> int:
-        """Segments that have not been dispatched."""
+        """The number of segments that have not been dispatched."""
         return self.total - self.at
 
 
 def outside(weights: Tree) -> Tree:
-    """Weights but those of layers: what `begin` and `end` take."""
+    """Return the weights outside the layers, which `begin` and `end` take."""
     return {name: leaf for name, leaf in weights.items() if name != "layers"}
 
 
 def pools_of(link: Link, pools: list[Any]) -> list[Any]:
-    """The pools that a segment takes, donated, and gives back; () for a layer whose pool it leaves alone."""
+    """Return the donated pools that a segment takes and returns; () for layers with untouched pools."""
     mine = pools[link.layers]
     return [()] * len(mine) if link.kind[1] is Part.FEED else mine
 
@@ -145,6 +149,6 @@ def _through(
 
 
 def _end(outer: Tree, x: jax.Array, last: jax.Array, *, spec: ModelSpec, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
-    """Hidden states of the rows' last tokens [G, E], and of all tokens [T, E]."""
+    """Return hidden states of the rows' last tokens [G, E], and of all tokens [T, E]."""
     hidden = registry.finish(spec, outer, x)
     return gathered(hidden, last, bucket), hidden

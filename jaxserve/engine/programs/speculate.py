@@ -1,13 +1,18 @@
-"""Speculation on the device: what a draft's tokens are worth, and a draft that costs nothing.
+"""Speculative decoding on the device: verification of drafted tokens, and n-gram drafts.
 
-A row's span is its last token and the tokens drafted after it, so a step gives the target's logits at each of them.
-`strict` draws at every position as if nothing had been drafted, with the noise of that position, and keeps what
-agrees with the draft: the tokens are those without speculation, drawn ones too (drafter-invariant speculative
-decoding, arXiv 2408.07978). `probabilistic` is the rejection sampling of arXiv 2211.17192, which keeps more of a draft
-that was drawn, and other tokens of the same distribution. For a draft that was not drawn (an n-gram, a greedy row)
-the two accept alike.
+A row's span is its last token and the tokens drafted after it, so a step computes the target's
+logits at each of them. Two verifications:
 
-Letters: G sampling rows, D tokens of a row that are verified (1 + drafted), V vocabulary, S rows, L positions.
+- `strict` samples every position as without a draft, with the noise of that position, and accepts
+  drafted tokens while they agree. The output equals that without speculation, also for sampled
+  tokens (drafter-invariant speculative decoding, arXiv 2408.07978).
+- `probabilistic` is the rejection sampling of arXiv 2211.17192. It accepts more of a sampled draft;
+  the output has the same distribution, but other tokens.
+
+For deterministic drafts (an n-gram, a greedy row) both accept the same tokens.
+
+Letters: G sampling rows, D tokens of a row that are verified (1 + drafted), V vocabulary, S rows,
+L positions.
 """
 
 from __future__ import annotations
@@ -29,12 +34,12 @@ from jaxserve.engine.programs.sampling import (
 from pallas_kernels.ops.sampling_threshold.api import Thresholds
 
 NONE = -2  # in place of a token that a row did not gain
-JUDGED, GUESSED = 0x5EED0001, 0x5EED0002  # kinds of noise: to keep a drafted token, and to draft one
-UNKNOWN = -1  # in place of a token in a history, where there is none yet
+JUDGED, GUESSED = 0x5EED0001, 0x5EED0002  # salts of the noise that accepts a drafted token, and that drafts one
+UNKNOWN = -1  # in place of a token that a history does not have yet
 
 
 def repeated(packed: jax.Array, times: int) -> SamplingRows:
-    """SamplingRows [G * D] of rows [G]: the next D positions of each."""
+    """Expand rows [G] to SamplingRows [G * D] with the next D positions of each."""
     rows = jnp.repeat(packed, times, axis=0)
     ahead = jnp.tile(jnp.arange(times, dtype=jnp.int32), packed.shape[0])
     return SamplingRows(rows.at[:, Column.POSITION].add(ahead))
@@ -43,10 +48,10 @@ def repeated(packed: jax.Array, times: int) -> SamplingRows:
 def strict(
     logits: jax.Array, packed: jax.Array, draft: jax.Array, lengths: jax.Array, thresholds: Thresholds = BY_XLA
 ) -> jax.Array:
-    """Tokens [G, D] that rows gain, NONE behind the last, BAD where logits are not finite.
+    """Verify drafts exactly: return the tokens [G, D] that rows gain, then NONE; BAD if not finite.
 
-    logits [G * D, V]; packed [G, len(Column)], POSITION that of the first token to draw; draft [G, D - 1], of which
-    `lengths` [G] count.
+    logits [G * D, V]; packed [G, len(Column)], POSITION that of the first token to sample; draft
+    [G, D - 1], of which the first `lengths` [G] are valid.
     """
     width, times = packed.shape[0], 1 + draft.shape[1]
     drawn = draw(logits, repeated(packed, times), thresholds).reshape(width, times)
@@ -62,11 +67,13 @@ def probabilistic(
     scores: jax.Array,
     thresholds: Thresholds = BY_XLA,
 ) -> jax.Array:
-    """As `strict`, by rejection sampling (arXiv 2211.17192, Algorithm 1): a drafted token is kept with chance
-    min(1, p / q), and where it is not, the row's token is drawn from what p has more than q.
+    """Verify drafts by rejection sampling (arXiv 2211.17192, Algorithm 1); returns as `strict` does.
 
-    scores [G, D - 1, V]: logits that the draft was drawn from, as they came from the draft model. Greedy rows keep what
-    is the best. What is drawn at a position depends on the request's seed, the position, and what was drafted there.
+    A drafted token is accepted with probability min(1, p / q). After a rejection, the row's token is
+    sampled from the normalized max(0, p - q).
+
+    scores [G, D - 1, V]: the draft model's raw logits for the drafted tokens. Greedy rows accept the
+    best token. The noise at a position depends on the request's seed, the position, and the draft.
     """
     width, times = packed.shape[0], 1 + draft.shape[1]
     told = repeated(packed, times)
@@ -88,32 +95,33 @@ def probabilistic(
 
 
 def uniform(told: SamplingRows) -> jax.Array:
-    """[G] in [0, 1), by seed and position; independent of `gumbel` of the same."""
+    """Return uniform noise [G] in [0, 1) by seed and position, independent of their `gumbel`."""
     noise = gumbel(salted(told, JUDGED), 1)[:, 0]
     return jnp.exp(-jnp.exp(-noise))
 
 
 def salted(told: SamplingRows, salt: int) -> SamplingRows:
-    """SamplingRows whose noise is of another kind."""
+    """Return rows with independent noise, selected by `salt`."""
     return SamplingRows(told.packed.at[:, Column.SEED_HIGH].set(told.ints(Column.SEED_HIGH) ^ jnp.int32(salt)))
 
 
 def _leading(right: jax.Array) -> jax.Array:
-    """How many of [G, D - 1] hold before the first that does not, [G]."""
+    """Return the number of leading true values of each row of [G, D - 1], [G]."""
     return jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
 
 
 def gained(drawn: jax.Array, accepted: jax.Array) -> jax.Array:
-    """`accepted` [G] tokens of each row [G, D], and the one behind them."""
+    """Keep the first `accepted` [G] tokens of each row [G, D], and one more."""
     return jnp.where(jnp.arange(drawn.shape[1])[None] <= accepted[:, None], drawn, NONE)
 
 
 def ngram(history: jax.Array, known: jax.Array, count: int, *, least: int, most: int) -> jax.Array:
-    """What followed the longest suffix that has occurred before, [S, count]: prompt lookup (`prompt_lookup_min` to
-    `prompt_lookup_max` tokens), the first of equally long ones.
+    """Draft by prompt lookup: return what followed the longest repeated suffix, [S, count].
 
-    history [S, L], of which `known` [S] tokens are. A continuation that ends with the text repeats. Where no suffix
-    occurs, the last token repeats.
+    The suffix has `least` to `most` tokens (`prompt_lookup_min`, `prompt_lookup_max`); of equally
+    long matches the first counts. history [S, L], of which the first `known` [S] tokens are valid. A
+    continuation that reaches the end of the text repeats. If no suffix matches, the last token
+    repeats.
     """
     length = history.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)[None]
@@ -133,7 +141,7 @@ def ngram(history: jax.Array, known: jax.Array, count: int, *, least: int, most:
 
 
 def noted(history: jax.Array, told: SamplingRows, tokens: jax.Array) -> jax.Array:
-    """history [slots, L] with tokens [G, D] at the positions that they were drawn for; NONE and BAD are dropped."""
+    """Write tokens [G, D] to their positions in history [slots, L]; NONE and BAD are dropped."""
     if not history.shape[1]:
         return history
     positions = told.ints(Column.POSITION)[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -142,7 +150,7 @@ def noted(history: jax.Array, told: SamplingRows, tokens: jax.Array) -> jax.Arra
 
 
 def last_of(tokens: jax.Array) -> jax.Array:
-    """The last token that each row of [G, D] gained."""
+    """Return the last token that each row of [G, D] gained."""
     count = jnp.sum(tokens != NONE, axis=1, keepdims=True)
     last: jax.Array = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0), axis=1)[:, 0]
     return last

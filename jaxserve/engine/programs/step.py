@@ -1,11 +1,12 @@
-"""The programs of an instance: compute a step, draw its tokens, score a prompt, move pages.
+"""The programs of an instance: compute a step, sample its tokens, score a prompt, move pages.
 
-A step is two programs, the model and the drawing, so that T buckets and the two ways to draw add up instead of
-multiplying. They are made once per model and mesh shape; jax then compiles them for each instance's devices.
+A step is two programs, the model and the sampling, so that the numbers of T buckets and of sampling
+variants add up instead of multiplying. Programs are traced once per model and mesh shape; jax then
+compiles them for each instance's devices.
 
-Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, L layers, K kv heads, D head dim,
-E model dim, V vocabulary, G sampling rows, W tokens scored together, M pages moved together,
-D tokens verified of a row.
+Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, L layers, K kv heads,
+D head dim (or tokens of a row that are verified), E model dim, V vocabulary, G sampling rows,
+W tokens scored together, M pages moved together.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from pallas_kernels.ops.sampling_threshold.api import Thresholds
 
 SCORED = 64  # W
 Tree = Any
-Program = Any  # a jitted function: called, or lowered and compiled ahead
+Program = Any  # a jitted function: called, or lowered and compiled ahead of time
 Logits = Callable[[Tree, jax.Array], jax.Array]  # weights, rows [G, E] -> [G, V]
 
 
 class Carry(NamedTuple):
-    """What the device knows of each slot's text."""
+    """The device's record of each slot's text."""
 
-    tokens: jax.Array  # [slots, 1 + most drafted] int32: the last token, then those drafted after it
-    history: jax.Array  # [slots, positions] int32: all of them; no positions where nothing drafts
-    scores: jax.Array  # [slots, most drafted, V] float32: logits that they were drawn from; nothing unless it is asked
+    tokens: jax.Array  # [slots, 1 + max draft] int32: the last token, then those drafted after it
+    history: jax.Array  # [slots, positions] int32: all tokens; no positions without drafting
+    scores: jax.Array  # [slots, max draft, V] float32: the logits of drafted tokens; empty unless kept
 
     @classmethod
     def made(cls, limits: Limits, make: Callable[[tuple[int, ...], Any], Any]) -> Carry:
-        """Of what `make` makes of shapes and dtypes."""
+        """Create a carry with `make(shape, dtype)` for each array."""
         positions, guessed = limits.positions if limits.draft else 0, limits.draft if limits.scores else 0
         return cls(
             make((limits.slots, 1 + limits.draft), jnp.int32),
@@ -57,20 +58,21 @@ class Carry(NamedTuple):
 
 
 class Programs:
-    """Jitted functions by bucket. Alike instances share one of these, hence traces and lowered programs.
+    """The jitted functions of an instance, by bucket.
 
-    What they return lies where it lay as an argument: a sharding that only looks different compiles again.
+    Equal instances share one object, and with it traces and lowered programs. Results keep the
+    sharding of the arguments: a sharding that only looks different would compile again.
     """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, limits: Limits, backends: Backends | None = None) -> None:
-        """`backends`: what was resolved; None: XLA."""
+        """backends: the resolved kernels; None: XLA."""
         self.spec = spec
         self.limits = limits
         backends = backends or Backends()
         self.attention, self.experts, self.products, self.sampling = (
             "xla" if one is None else str(one) for one in backends
         )
-        shape = mesh.abstract_mesh  # without devices, so that what is traced serves every instance
+        shape = mesh.abstract_mesh  # without devices, so that one trace serves every instance
         whole = NamedSharding(shape, PartitionSpec())
         pools = spec.cache.pools(NamedSharding(shape, spec.cache.partition))
         self.step: dict[Bucket, Program] = {}
@@ -93,12 +95,12 @@ class Programs:
 
 
 class KVPrograms:
-    """Pages out of the pools of a cache, and into them."""
+    """Programs that gather pages from the pools of a cache, and scatter pages into them."""
 
     def __init__(self, cache: Cache, mesh: AbstractMesh) -> None:
         local = partial(jax.shard_map, mesh=mesh, check_vma=False)
         parcel, held = cache.parcel_partition, cache.pools(cache.partition)
-        # By hand to each shard its own heads: XLA would have every device make room for a whole parcel.
+        # Explicitly per shard, its own heads: XLA would allocate a whole parcel on every device.
         export = local(export_pages, in_specs=(held, PartitionSpec()), out_specs=parcel)
         fill = local(import_pages, in_specs=(held, PartitionSpec(), parcel), out_specs=held)
         self.gather: Program = jitted(export, "gather", NamedSharding(mesh, parcel))
@@ -124,21 +126,23 @@ def _step(
     bucket: Bucket,
     kernel: Attention,
 ) -> tuple[jax.Array, list[Pool], jax.Array]:
-    """Hidden states of the rows' last tokens [G, E], the pools, and hidden states of all tokens [T, E]."""
+    """Return hidden states of the rows' last tokens [G, E], the pools, and all hidden states [T, E]."""
     tokens, ragged, last = unpack(packed, carry, bucket, limits)
     hidden, pools = registry.forward(spec, weights, pools, tokens, ragged, attention=kernel)
     return gathered(hidden, last, bucket), pools, hidden
 
 
 def gathered(hidden: jax.Array, last: jax.Array, bucket: Bucket) -> jax.Array:
-    """Of hidden [T, E] the rows' last tokens [G, E]."""
+    """Gather the rows' last tokens [G, E] from hidden [T, E]."""
     rows = hidden if bucket.decode else hidden[last]  # [S, E]
     return jnp.pad(rows, ((0, bucket.width - bucket.rows), (0, 0)))
 
 
 def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) -> tuple[jax.Array, Ragged, jax.Array]:
-    """Tokens [T], their `Ragged`, and the index in [T] of each row's last token [S]. Where a token's KV goes
-    follows from the rows: the host sends what it must, and this costs nothing here."""
+    """Unpack tokens [T], their `Ragged`, and the index in [T] of each row's last token [S].
+
+    KV write positions are computed here from the rows, which is cheaper than sending them.
+    """
     at = Layout.of(bucket, limits.row_pages)
     starts, lengths = packed[at.starts : at.lengths], packed[at.lengths : at.contexts]
     contexts, slots = packed[at.contexts : at.slots], packed[at.slots : at.last]
@@ -152,16 +156,16 @@ def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) 
     tokens = packed[: at.starts]
     tokens = jnp.where(tokens <= FROM_CARRY, carry[slots[row], jnp.maximum(FROM_CARRY - tokens, 0)], tokens)
     ragged = Ragged(positions, rows, write, starts, lengths, contexts, tables)
-    # Without the barrier XLA fuses slices of `packed` into the kernels that read them, and leaves such fusions out of
-    # the step's CUDA graph: it would be cut in two at every layer.
+    # Without the barrier, XLA fuses slices of `packed` into the kernels that read them and leaves these fusions out
+    # of the step's CUDA graph, which would split it at every layer.
     return tokens, lax.optimization_barrier(ragged), packed[at.last : at.tables]
 
 
 def logits_of(weights: Tree, rows: jax.Array, *, spec: ModelSpec, whole: NamedSharding) -> jax.Array:
-    """[G, V], whole on every device: drawing from a split vocabulary would talk to the others at every turn.
+    """Compute logits [G, V], replicated: sampling a sharded vocabulary would communicate every time.
 
-    Each device first computes its share of the vocabulary. Asked for the whole alone, XLA gathers the head instead,
-    a gigabyte and more at every step.
+    Each device first computes its share of the vocabulary. With the replicated result as the only
+    constraint, XLA would gather the head instead, a gigabyte or more in every step.
     """
     share = NamedSharding(whole.mesh, PartitionSpec(None, "tp"))
     logits: jax.Array = lax.with_sharding_constraint(registry.logits(spec, weights, rows), share)
@@ -172,7 +176,7 @@ def logits_of(weights: Tree, rows: jax.Array, *, spec: ModelSpec, whole: NamedSh
 def _draw(
     weights: Tree, rows: jax.Array, carry: Carry, sampling: jax.Array, *, logits: Logits, thresholds: Thresholds
 ) -> tuple[jax.Array, Carry]:
-    """rows [G, E], sampling [G, len(Column)] -> tokens [G], carry."""
+    """Sample: rows [G, E], sampling [G, len(Column)] -> tokens [G], carry."""
     told = SamplingRows(sampling)
     tokens = draw(logits(weights, rows), told, thresholds)
     return tokens, _carried(carry, told, tokens)
@@ -191,7 +195,7 @@ def _full(
     logits: Logits,
     thresholds: Thresholds,
 ) -> tuple[jax.Array, Carry, jax.Array, jax.Array]:
-    """As `_draw`, with token counts [slots, V] and an Adjust -> tokens, carry, counts, log-probabilities."""
+    """Sample with token counts [slots, V] and an Adjust -> tokens, carry, counts, log-probabilities."""
     told = SamplingRows(sampling)
     tokens, logprobs, counts = draw_full(logits(weights, rows), told, Adjust(ids, values, used), counts, thresholds)
     return tokens, _carried(carry, told, tokens), counts, logprobs
@@ -207,7 +211,7 @@ def _verify(
     logits: Logits,
     thresholds: Thresholds,
 ) -> tuple[jax.Array, Carry]:
-    """As `_draw`, for rows [G * D, E], of which `lengths` [G] were drafted; -> tokens [G, D] as of `strict`."""
+    """Verify rows [G * D, E] with `lengths` [G] drafted tokens -> tokens [G, D] as from `strict`, carry."""
     told = SamplingRows(sampling)
     depth = rows.shape[0] // sampling.shape[0] - 1
     slots = jnp.clip(told.ints(Column.SLOT), 0, carry.tokens.shape[0] - 1)
@@ -221,32 +225,32 @@ def _verify(
 
 
 def _carried(carry: Carry, told: SamplingRows, last: jax.Array, tokens: jax.Array | None = None) -> Carry:
-    """With the last token [G] of each row, and in the history all it gained [G, D]."""
+    """Update the carry with the last token [G] of each row, and its history with all it gained [G, D]."""
     history = noted(carry.history, told, last[:, None] if tokens is None else tokens)
     kept = carry.tokens.at[told.ints(Column.SLOT), 0].set(jnp.maximum(last, 0), mode="drop")
     return carry._replace(tokens=kept, history=history)
 
 
 def _pick(hidden: jax.Array, index: jax.Array) -> jax.Array:
-    """SamplingRows `index` [G * D] of hidden [T, E]."""
+    """Select rows `index` [G * D] of hidden [T, E]."""
     return jnp.take(hidden, index, axis=0, mode="clip")
 
 
 def _recall(carry: Carry, slot: jax.Array, row: jax.Array) -> Carry:
-    """With the text [positions] of a request that takes the slot."""
+    """Store the text [positions] of a request that starts in `slot`."""
     return carry._replace(history=carry.history.at[slot].set(row))
 
 
 def _score(weights: Tree, rows: jax.Array, targets: jax.Array, *, logits: Logits) -> jax.Array:
-    """Log-probabilities of given next tokens: rows [W, E], targets [W] -> as `logprobs_of`."""
+    """Score given next tokens: rows [W, E], targets [W] -> as `logprobs_of`."""
     return logprobs_of(logits(weights, rows), targets)
 
 
 def _block(hidden: jax.Array, begin: jax.Array) -> jax.Array:
-    """W rows of hidden [T, E] from `begin`; the last ones repeat where there are fewer."""
+    """Return W rows of hidden [T, E] from `begin`; the last one repeats if there are fewer."""
     return jnp.take(hidden, begin + jnp.arange(SCORED, dtype=jnp.int32), axis=0, mode="clip")
 
 
 def _remember(counts: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
-    """counts [slots, V] with one row [V] replaced."""
+    """Replace one row [V] of counts [slots, V]."""
     return counts.at[slot].set(row)

@@ -1,1 +1,1 @@
-"""What runs steps: executors, the state they hold on their devices, queues and statistics."""
+"""The run time of an engine: executors, device state, the request queue and statistics."""

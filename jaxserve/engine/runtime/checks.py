@@ -1,4 +1,4 @@
-"""What the engine refuses before it makes a request of it, and how it names what ended it."""
+"""Checks of submitted requests, and the description of a failure's cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.sched.api.request import check_prompt_length
 
 
 def check_request(info: EngineInfo, prompt: Sequence[int], params: SamplingParams) -> None:
-    """Raises InvalidValue, naming the field, where a request cannot be served."""
+    """Raise InvalidValue, naming the field, if a request cannot be served."""
     check_prompt_length(len(prompt), info.max_model_len)
     check_adjusted(params, tuple(info.eos))
     wrong = [token for token in prompt if not 0 <= token < info.vocab_size]
@@ -20,11 +20,13 @@ def check_request(info: EngineInfo, prompt: Sequence[int], params: SamplingParam
         raise InvalidValue(f"token id {wrong[0]} must be between 0 and {info.vocab_size - 1}", "prompt")
     wrong = [token for token, _ in params.logit_bias if not 0 <= token < info.vocab_size]
     if wrong:
-        raise InvalidValue(f"logit_bias of token {wrong[0]}: ids go from 0 to {info.vocab_size - 1}", "logit_bias")
+        raise InvalidValue(
+            f"logit_bias of token {wrong[0]}: token ids must be between 0 and {info.vocab_size - 1}", "logit_bias"
+        )
 
 
 def cause(error: BaseException) -> str:
-    """The errors behind an error: those that a group of tasks holds, not the group."""
+    """Describe the errors behind an error; exception groups are replaced by their members."""
     return "; ".join(dict.fromkeys(f"{type(one).__name__}: {one}" for one in _leaves(error)))
 
 

@@ -1,4 +1,7 @@
-"""What was promised and kept, by class of request: totals that a scrape reads. Nothing is done per token."""
+"""SLO attainment and slack by request class: totals read by a metrics scrape.
+
+Updated once per finished request, never per token.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from math import inf, isfinite
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.metrics import FINISHED, Measured, measure, stage_allowance
 
-PHASES = ("ttft", "tpot", "tbt", "all")  # all: everything that the request was promised
+PHASES = ("ttft", "tpot", "tbt", "all")  # all: every objective of the request
 
 # Upper edges of histograms.
 SLACK = (-60, -30, -10, -5, -2, -1, -.5, -.2, -.1, -.05, 0, .05, .1, .2, .5, 1, 2, 5, 10, 30, 60)  # fmt: skip
@@ -20,7 +23,7 @@ ERRORS = (.01, .02, .05, .1, .15, .2, .3, .5, .75, 1, 2, 5, 10)  # fmt: skip
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A histogram at one moment: how many up to each edge and above the one before, then those above the last."""
+    """A snapshot of a histogram: counts per bucket, the last one above all edges."""
 
     sizes: tuple[int, ...]
     total: float  # sum of all values
@@ -31,7 +34,7 @@ class Spread:
 
 
 class Histogram:
-    """Values by size. Writer: one thread."""
+    """A histogram over fixed edges. Writer: one thread."""
 
     __slots__ = ("_edges", "_sizes", "_total")
 
@@ -48,10 +51,10 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class ClassStats:
-    """One class at one moment. Mappings are by phase."""
+    """A snapshot of one class. Mappings are by phase."""
 
-    ended: Mapping[str, int]  # requests that ended and had an objective for the phase
-    attained: Mapping[str, int]  # of these, those that kept it
+    ended: Mapping[str, int]  # finished requests with an objective for the phase
+    attained: Mapping[str, int]  # those of them that met it
     slack: Mapping[str, Spread]  # seconds left at the first token, at the last one, and after the longest gap
     errors: Spread  # |predicted - measured| / measured time to first token
 
@@ -73,13 +76,13 @@ class _Tally:
 
 
 class Tallies:
-    """Totals by class, for a set of classes that does not change. Writer: the engine's thread."""
+    """Totals by class, for a fixed set of classes. Writer: the engine's thread."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._tallies = {name: _Tally() for name in names}
 
     def add(self, request: Request, error: float | None) -> None:
-        """Count a request that has ended, other than by its caller's wish. `error`: of its predicted TTFT, if any."""
+        """Count a request that ended other than by cancellation. error: of its predicted TTFT, if any."""
         tally, slo = self._tallies[request.class_], request.slo
         staged = stage_allowance(request)
         measured = measure(request, allowance=staged)
@@ -99,7 +102,7 @@ class Tallies:
             tally.errors.add(error)
 
     def stats(self) -> dict[str, ClassStats]:
-        """A snapshot; any thread may ask."""
+        """Return a snapshot; may be called from any thread."""
         return {
             name: ClassStats(
                 dict(one.ended),
@@ -112,7 +115,10 @@ class Tallies:
 
 
 def _slack(request: Request, measured: Measured, allowed: float) -> dict[str, float]:
-    """Seconds left of each objective; inf or NaN without one. `allowed`: for all tokens after the first."""
+    """Return the seconds left of each objective; inf or NaN without one.
+
+    allowed: seconds for all tokens after the first.
+    """
     tbt = inf if request.slo.tbt is None else request.slo.tbt
     return {
         "ttft": request.slo.ttft - measured.ttft,

@@ -1,4 +1,7 @@
-"""What an instance holds on its devices: weights, KV pool, token carry and token counts. Writer: its executor."""
+"""The state of an instance on its devices: weights, KV pool, token carry and token counts.
+
+Writer: its executor.
+"""
 
 from __future__ import annotations
 
@@ -22,31 +25,31 @@ from jaxserve.engine.speculation.drafters import Drafter
 from jaxserve.sched.api.plan import Begin, Span
 from pallas_kernels.attention.api import Pool
 
-# Alternatives wanted, and blocks of (targets, their log-probabilities [W, 2 + 2 * MAX_LOGPROBS] int32).
+# Number of alternatives, and blocks of (targets, their log-probabilities [W, 2 + 2 * MAX_LOGPROBS] int32).
 Scores = tuple[int, list[tuple[Int32, jax.Array]]]
 
 
 class StepOutputs:
-    """What a submitted step leaves on the device: arrays that may not have been computed yet."""
+    """The arrays that a submitted step returns; they may not have been computed yet."""
 
     __slots__ = ("logprobs", "rows", "scores", "tokens", "verified")
 
     def __init__(self, rows: jax.Array) -> None:
         self.rows = rows  # [G, E]
         self.tokens: jax.Array | None = None  # [G] int32
-        self.verified: jax.Array | None = None  # [G, D] int32, of rows that may draft, see `speculate.strict`
+        self.verified: jax.Array | None = None  # [G, D] int32, of rows that may draft; see `speculate.strict`
         self.logprobs: jax.Array | None = None  # [G, 2 + 2 * MAX_LOGPROBS] int32
         self.scores: dict[int, Scores] = {}  # by span
 
     def wait(self) -> None:
-        """Block until all of it is computed; raises what the device raised."""
+        """Block until everything is computed; raises what the device raised."""
         jax.block_until_ready([x for x in (self.tokens, self.verified, self.logprobs) if x is not None] or self.rows)
         for _, blocks in self.scores.values():
             jax.block_until_ready([block for _, block in blocks])
 
 
 class DeviceState:
-    """Dispatches programs in order, each on what the one before it left."""
+    """The device state of an instance; dispatches programs in order, each on the state of the last."""
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class DeviceState:
         segments: Segments | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """`segments`: of steps that can be stopped before their end; None: there are none."""
+        """segments: programs of steps that can be preempted; None: no step can."""
         limits = programs.limits
         self.programs = programs
         self.segments = segments
@@ -79,9 +82,9 @@ class DeviceState:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Empty pools, nothing remembered: at the start, and after a step raised and its donated buffers are gone."""
+        """Reset pools, carry and counts: at the start, and after a failed step lost its donated buffers."""
         limits = self.programs.limits
-        self.pools = []  # let go of the old ones first: both may not fit
+        self.pools = []  # free the old pools first: both may not fit
         self.pools = self._make()
         self.carry = Carry.made(limits, self.filled)
         self.counts = placed(np.zeros((limits.slots, limits.vocab), np.int16), self._whole)
@@ -89,7 +92,7 @@ class DeviceState:
             self.drafter.rebuild()
 
     def step(self, batch: Batch, spans: Sequence[Span] = ()) -> tuple[StepOutputs, jax.Array]:
-        """Dispatch a step; returns also the hidden states of all its tokens [T, E]."""
+        """Dispatch a step; return its outputs and the hidden states of all its tokens [T, E]."""
         step = self.programs.step[batch.bucket]
         if self.drafter is not None and batch.drafts is not None:
             self.carry = self.drafter.draft(self.carry, batch.drafts)
@@ -97,13 +100,13 @@ class DeviceState:
         return self.draw(batch, spans, rows, hidden), hidden
 
     def walk(self, batch: Batch) -> Walk | None:
-        """A step that is dispatched by segments; None where it has none."""
+        """Return the segment walk of a step; None if its bucket has no segments."""
         if self.segments is None or batch.bucket not in self.segments.end:
             return None
         return Walk(batch, len(self.segments.links))
 
     def segment(self, walk: Walk) -> jax.Array:
-        """Dispatch the next segment of a step; returns what is ready when the segment is done."""
+        """Dispatch the next segment of a step; return an array that is ready when the segment is done."""
         assert self.segments is not None
         if walk.stream is None:
             begin = self.segments.begin[walk.batch.bucket]
@@ -118,14 +121,14 @@ class DeviceState:
         return walk.stream.x
 
     def end(self, walk: Walk, spans: Sequence[Span] = ()) -> tuple[StepOutputs, jax.Array]:
-        """As `step`, of one whose segments are all dispatched."""
+        """Dispatch the end of a step after its last segment; returns as `step` does."""
         assert self.segments is not None and walk.stream is not None
         rows, hidden = self.segments.end[walk.batch.bucket](self.outer, walk.stream.x, walk.last)
         walk.stream = None
         return self.draw(walk.batch, spans, rows, hidden), hidden
 
     def draw(self, batch: Batch, spans: Sequence[Span], rows: jax.Array, hidden: jax.Array) -> StepOutputs:
-        """Dispatch the drawing of tokens from rows [G, E], and from several of hidden [T, E] where rows drafted."""
+        """Dispatch sampling from rows [G, E], and verification from hidden [T, E] for rows that drafted."""
         programs, drawn = self.programs, StepOutputs(rows)
         if self.drafter is not None:
             self.drafter.follow(self.carry, batch, spans)
@@ -157,34 +160,34 @@ class DeviceState:
         return verified
 
     def unadjusted(self, width: int) -> tuple[jax.Array, jax.Array]:
-        """Ids and values [G, A] that change no logit."""
+        """Return ids and values [G, A] that change no logit."""
         return self._unadjusted[width]
 
     def replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """Zeros, whole on each device."""
+        """Return zeros, replicated on every device."""
         zeros: jax.Array = placed(np.zeros(shape, dtype), self._whole)
         return zeros
 
     def described(self, shapes: Tree) -> Tree:
-        """Arrays of given shapes, whole on each device, without values."""
+        """Return abstract arrays of the given shapes, replicated on every device."""
         return jax.tree.map(
             lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=self._whole, weak_type=one.weak_type),
             shapes,
         )
 
     def filled(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """Tokens that nobody knows, whole on each device."""
+        """Return unknown tokens, replicated on every device."""
         array: jax.Array = placed(np.full(shape, UNKNOWN, dtype), self._whole)
         return array
 
     def parcel(self, size: int) -> Piece:
-        """A piece of zeros."""
+        """Return a piece of zeros."""
         shape = self.programs.spec.cache.parcel_shape(size, self.programs.limits.page_size)
         drafted = () if self.drafter is None else self.drafter.parcel(size)
         return self.receive((np.zeros(shape, self.pools[0][0].dtype), *drafted))
 
     def score(self, hidden: jax.Array, begin: int, targets: Int32) -> list[tuple[Int32, jax.Array]]:
-        """Log-probabilities of `targets`, each the token after hidden[begin], hidden[begin + 1], ..."""
+        """Score `targets`, the tokens that follow hidden[begin], hidden[begin + 1], ..."""
         take, blocks = self.programs.block[hidden.shape[0]], []
         for at in range(0, len(targets), SCORED):
             mine = targets[at : at + SCORED]
@@ -204,7 +207,7 @@ class DeviceState:
         self.counts = self.programs.remember(self.counts, np.int32(slot), row)
 
     def begin(self, slot: int, begin: Begin, start: int) -> None:
-        """A request takes the slot: who drafts is told its text so far, of which `start` tokens have KV."""
+        """Start a request in a slot: record its known tokens for the drafter; `start` of them have KV."""
         if self.drafter is None:
             return
         row = np.full(self.programs.limits.positions, UNKNOWN, np.int32)
@@ -214,23 +217,23 @@ class DeviceState:
         self.drafter.begin(slot, start)
 
     def export(self, pages: Int32) -> Piece:
-        """Pages [M] of all layers as one array, a piece of a parcel; and of the drafter's layers."""
+        """Gather pages [M] of all layers, including the drafter's, as a piece of a parcel."""
         drafted = () if self.drafter is None else self.drafter.export(pages)
         return self.programs.moves.gather(self.pools, pages), *drafted
 
     def fill(self, pages: Int32, piece: Piece) -> None:
-        """Put a piece that lies on this mesh into `pages` [M]; those out of range are padding."""
+        """Scatter a piece on this mesh into `pages` [M]; ids out of range are padding."""
         self.pools = self.programs.moves.scatter(self.pools, pages, piece[0])
         if self.drafter is not None:
             self.drafter.fill(pages, piece[1:])
 
     def receive(self, piece: Sequence[Any]) -> Piece:
-        """A piece from another instance, or of numpy, on this mesh."""
+        """Copy a piece from another instance, or of numpy arrays, onto this mesh."""
         drafted = () if self.drafter is None else self.drafter.receive(piece[1:])
         return placed(piece[0], self._parcels), *drafted
 
     def scrub(self, pages: Sequence[int], bucket: int) -> None:
-        """Zero pages, as many at a time as a piece of a parcel has."""
+        """Zero pages, `bucket` at a time."""
         zeros = self.parcel(bucket)
         for at in range(0, len(pages), bucket):
             self.fill(padded(pages[at : at + bucket], bucket, self.programs.limits.pages), zeros)

@@ -1,4 +1,4 @@
-"""The executor that computes: steps go to the devices at once, a thread waits for what comes back."""
+"""The JAX executor: dispatches steps to the devices at once; a thread waits for their results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LEAST_LEAD, MOST_LEAD = 3e-3, 8e-3  # seconds; an event loop's timer wakes up to
 
 
 class StepJob:
-    """Writer: the executor that holds it; of `started` the thread that waits for the devices."""
+    """A submitted step. Writer: its executor; for `started`, the thread that waits for the devices."""
 
     __slots__ = ("ahead", "batch", "committed", "drawn", "life", "plan", "started", "step", "stop", "submitted", "walk")
 
@@ -45,33 +45,34 @@ class StepJob:
     drawn: StepOutputs  # once all of it is dispatched
 
     def __init__(self, plan: StepPlan, step: Step, life: int, submitted: float) -> None:
-        """`life`: of the device state it runs on."""
+        """life: generation of the device state that it runs on."""
         self.plan = plan
         self.step = step
         self.life = life
         self.submitted = submitted
-        self.walk: Walk | None = None  # its segments; None: it is dispatched as a whole
+        self.walk: Walk | None = None  # its segments; None: dispatched as a whole
         self.started: float | None = None
-        self.stop = False  # asked to stop at a boundary
+        self.stop = False  # asked to stop at the next segment boundary
         self.ahead = 0  # segments dispatched and not done
         self.committed: asyncio.Future[None] = step.get_loop().create_future()
 
     def go_on(self, suspended: StepJob) -> None:
-        """From where another stopped."""
+        """Continue a suspended step."""
         self.batch, self.walk = suspended.batch, suspended.walk
 
     def commit(self) -> None:
-        """From now on it cannot be stopped: all of it is dispatched, or no more of it will be."""
+        """Mark the step as no longer preemptible: all of it is dispatched, or no more of it will be."""
         if not self.committed.done():
             self.committed.set_result(None)
 
 
 class JaxExecutor:
-    """One instance. All methods belong to one event loop's thread; only waiting happens elsewhere.
+    """The executor of one instance. Only waiting happens outside the event loop's thread.
 
-    A step that can be stopped is dispatched by segments, at most `depth` ahead of what the devices have done.
+    A preemptible step is dispatched in segments, at most `depth` ahead of the devices.
 
-    `fault`: called with each plan where the device would raise; what it raises counts as the device's error.
+    fault: called with each plan at the point at which the device could raise; an exception from it
+    counts as the device's. For fault injection.
     """
 
     def __init__(self, name: str, state: DeviceState, depth: int = DEPTH) -> None:
@@ -87,15 +88,15 @@ class JaxExecutor:
         self._slots = SlotTable(self._limits)
         self._sizes = piece_sizes(self._limits.row_pages)
         self._life = 0
-        self._lost = False  # the pool is gone: a step raised, and nobody has said to rebuild it yet
+        self._lost = False  # a step raised, and `rebuild` has not been called since
         self._flying: dict[Step, StepJob] = {}
-        self._queue: deque[StepJob] = deque()  # steps of which there is more to dispatch, in order
+        self._queue: deque[StepJob] = deque()  # steps that are not completely dispatched, in order
         self._suspended: dict[int, StepJob] = {}  # by step
-        self._unsure: set[int] = set()  # pages whose content no finite token vouches for: they may hold NaN
+        self._unsure: set[int] = set()  # pages that may hold NaN: no finite token was sampled from them yet
         self._unsure_slots: set[int] = set()  # slots that may hold such pages
         self._finished = 0.0
         self._submitted: queue.SimpleQueue[tuple[StepJob, jax.Array | None] | None] = queue.SimpleQueue()
-        self._waiter: threading.Thread | None = None  # waits for the devices; made with the first step
+        self._waiter: threading.Thread | None = None  # created with the first step
         self._movers = ThreadPoolExecutor(4, thread_name_prefix=f"jaxserve-{name}-kv")
 
     @property
@@ -108,18 +109,18 @@ class JaxExecutor:
 
     @property
     def preemptible(self) -> bool:
-        """Whether steps of prompt chunks alone can be stopped before their end."""
+        """Whether steps of prompt chunks alone can be preempted."""
         return self._state.segments is not None
 
     @property
     def pieces(self) -> int:
-        """Segments of such a step; 1 where none can be stopped."""
+        """The number of segments of a preemptible step; 1 if there are none."""
         segments = self._state.segments
         return 1 if segments is None else len(segments.links)
 
     @property
     def stopping(self) -> float:
-        """The largest share of such a step that still runs after it was asked to stop; 0 where none can be."""
+        """The largest share of a step that still runs after `preempt`; 0 if no step can be preempted."""
         return stopping(self.pieces, self.depth) if self.preemptible else 0.0
 
     @property
@@ -128,7 +129,7 @@ class JaxExecutor:
 
     @property
     def state(self) -> DeviceState:
-        """What lies on the devices; for warm-up."""
+        """The state on the devices; used by warm-up."""
         return self._state
 
     def now(self) -> float:
@@ -151,7 +152,7 @@ class JaxExecutor:
                 job.walk = self._state.walk(job.batch) if plan.preemptible else None
             self._queue.append(job)
             self._dispatch()
-        except Exception as error:  # it may have got as far as donating the pool
+        except Exception as error:  # the pool may already be donated
             self._fail(self._life, error)
             return step
         self._note(self.now() - job.submitted)
@@ -177,19 +178,19 @@ class JaxExecutor:
         return self._inputs.build(plan.spans, self._slots)
 
     def _dispatch(self) -> None:
-        """What may go to the devices now, in the order in which it was submitted."""
+        """Dispatch queued steps in order, as far as possible."""
         while self._queue and self._go(self._queue[0]):
             self._queue.popleft()
 
     def _go(self, job: StepJob) -> bool:
-        """Dispatch a step, or some of its segments; returns whether it is out of the way."""
+        """Dispatch a step, or some of its segments; return whether it leaves the queue."""
         if job.walk is None:
             drawn, hidden = self._state.step(job.batch, job.plan.spans)
         else:
             while job.walk.left and job.ahead < self.depth and not job.stop:
                 mark = self._state.segment(job.walk)
                 job.ahead += 1
-                if job.walk.left:  # the last is waited for together with what is drawn
+                if job.walk.left:  # the last one is awaited together with the outputs
                     self._submitted.put((job, mark))
             if job.walk.left:
                 return job.stop and not job.ahead and self._suspend(job)
@@ -201,7 +202,7 @@ class JaxExecutor:
         return True
 
     def _passed(self, job: StepJob) -> None:
-        """A segment is done: the next may follow."""
+        """Handle a finished segment: the next one may be dispatched."""
         if job.life != self._life:
             return
         job.ahead -= 1
@@ -211,7 +212,7 @@ class JaxExecutor:
             self._fail(self._life, error)
 
     def _suspend(self, job: StepJob) -> bool:
-        """All that was dispatched of a step is done, and no more shall be."""
+        """Suspend a step; all of its dispatched segments are done."""
         del self._flying[job.step]
         self._suspended[job.plan.step] = job
         job.commit()
@@ -221,7 +222,7 @@ class JaxExecutor:
         return True
 
     def _score(self, spans: Sequence[Span], drawn: StepOutputs, hidden: jax.Array) -> None:
-        """Log-probabilities of the prompt tokens that follow this step's, where asked for."""
+        """Dispatch log-probabilities of prompt tokens for the requests that asked for them."""
         if not self._slots.scored:
             return
         at = 0
@@ -240,14 +241,14 @@ class JaxExecutor:
     # results
 
     def _wait(self) -> None:
-        """The waiter's thread: steps in order, each until the device is done with it, or with a segment of it."""
+        """Wait for dispatched steps and segments in order. Runs in the waiter's thread."""
         while (waiting := self._submitted.get()) is not None:
             try:
                 self._await(*waiting)
-            except BaseException as error:  # such as SystemExit: no failure of a step, and nothing waits from now on
+            except BaseException as error:  # SystemExit, for example: not a step's failure, and this thread ends
                 waiting[0].step.get_loop().call_soon_threadsafe(self._died, error)
                 return
-            del waiting  # or what is over would be held until the next
+            del waiting  # otherwise the finished job would stay alive until the next arrives
 
     def _await(self, job: StepJob, mark: jax.Array | None) -> None:
         loop = job.step.get_loop()
@@ -268,12 +269,12 @@ class JaxExecutor:
                 news = partial(self._resolve, job, result)
         except Exception as error:
             news = partial(self._fail, job.life, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(news)
 
     def _resolve(self, job: StepJob, result: StepResult) -> None:
         if job.life != self._life:
-            return  # its life ended in an error, which the future has
+            return  # the future already holds the error that ended this life
         del self._flying[job.step]
         for index in result.failed:
             self._unsure.update(self._slots.held(job.plan.spans[index].slot))
@@ -283,8 +284,7 @@ class JaxExecutor:
             job.step.set_result(result)
 
     def _clean(self, span: Span) -> None:
-        """Zero the pages that the span begins to fill if they may hold NaN: a weight of zero times NaN is NaN, so
-        masking does not keep it from the new owner."""
+        """Zero the new pages that may hold NaN: 0 * NaN is NaN, so masking does not isolate the span."""
         held = len(self._slots.held(span.slot))
         written = max(0, -(-span.start // self.page_size) - held)
         if dirty := self._unsure.intersection(span.new_pages[written:]):
@@ -294,40 +294,40 @@ class JaxExecutor:
             self._unsure_slots.add(span.slot)
 
     def _doubt(self, span: Span) -> None:
-        """A chunk whose logits are never looked at may write NaN unnoticed."""
+        """Record the pages of a chunk that samples nothing: NaN in them would go unnoticed."""
         size = self.page_size
         pages = self._slots.held(span.slot)[span.start // size : (span.start + span.length - 1) // size + 1]
         self._unsure.update(pages)
         self._unsure_slots.add(span.slot)
 
     def _trust(self, spans: Sequence[Span], result: StepResult) -> None:
-        """A finite token vouches for all KV that it was drawn from."""
+        """Clear the doubt about pages from which a finite token was sampled."""
         for index, span in enumerate(spans):
             if span.slot in self._unsure_slots and span.samples and index not in result.failed:
                 self._unsure_slots.discard(span.slot)
                 self._unsure.difference_update(self._slots.held(span.slot))
 
     def _fail(self, life: int, error: BaseException) -> None:
-        """The device raised: every step in flight fails, and what the instance holds is not to be trusted."""
+        """Fail every step in flight after the device raised; the pool counts as lost."""
         if life != self._life:
             return
         log.error("%s: a step raised; the KV pool is rebuilt", self.name, exc_info=error)
         self._end_all(error, lambda job: StepFailed(f"step {job.plan.step} of instance {self.name}: {cause(error)}"))
 
     def _died(self, error: BaseException) -> None:
-        """The waiter's thread ended: no step comes back any more, which is the whole engine's failure."""
+        """Fail every step after the waiter's thread ended: no result can arrive any more."""
         why = f"the thread that waits for the devices of instance {self.name} ended: {cause(error)}"
         self._end_all(error, lambda job: JaxserveError(why))
 
     def _end_all(self, error: BaseException, failure: Callable[[StepJob], JaxserveError]) -> None:
-        """Every step in flight ends in an error, and the pool is gone."""
+        """End every step in flight with an error and mark the pool as lost."""
         self._life += 1
         self._lost = True
         self._queue.clear()
         flying, self._flying = self._flying, {}
         for step, job in flying.items():
             job.commit()
-            job.walk = None  # whoever keeps the error keeps its frames
+            job.walk = None  # a stored error keeps its frames, and these keep the arrays, alive
             if not step.done():
                 failed = failure(job)
                 failed.__cause__ = error
@@ -337,14 +337,14 @@ class JaxExecutor:
         self.rebuilds += 1
         self._unsure.clear()
         self._unsure_slots.clear()
-        self._suspended.clear()  # what they had computed is gone with the pool
+        self._suspended.clear()  # their activations are lost with the pool
         self._slots = SlotTable(self._limits)
         self._state.rebuild()
         self._lost = False
 
     def _check_pool(self) -> None:
         if self._lost:
-            raise StepFailed(f"instance {self.name} lost its KV pool; it takes nothing before it is rebuilt")
+            raise StepFailed(f"instance {self.name} lost its KV pool; it accepts no work until the pool is rebuilt")
 
     def preempt(self, step: Step) -> None:
         job = self._flying.get(step)
@@ -372,8 +372,11 @@ class JaxExecutor:
         return Parcel(len(pages), tuple(pieces))
 
     async def import_kv(self, parcel: Parcel, pages: Sequence[int]) -> None:
-        """Waits for the copy before it touches the pool: a scatter that waits for another instance's long step would
-        hold up every step behind it."""
+        """Import a parcel into `pages`.
+
+        Waits for the copy before it touches the pool: a scatter that waits for another instance's long
+        step would delay every later step.
+        """
         if parcel.pages != len(pages):
             raise JaxserveError(f"a parcel of {parcel.pages} pages cannot go into {len(pages)} pages")
         self._check_pool()
@@ -384,7 +387,7 @@ class JaxExecutor:
             arrived.append(self._state.receive(piece))
         await loop.run_in_executor(self._movers, jax.block_until_ready, arrived)
         if life != self._life:
-            raise StepFailed(f"instance {self.name} lost its KV pool while {parcel.pages} pages were on their way")
+            raise StepFailed(f"instance {self.name} lost its KV pool while {parcel.pages} pages were being transferred")
         at = 0
         for (count, _), piece in zip(parcel.pieces, arrived, strict=True):
             self._state.fill(padded(pages[at : at + count], piece[0].shape[2], self._limits.pages), piece)
@@ -392,7 +395,7 @@ class JaxExecutor:
             at += count
 
     async def rest(self) -> None:
-        """Wait for the steps under way and forget all requests, so that another scheduler can begin."""
+        """Wait for the steps in flight and forget all requests, so that another scheduler can start."""
         await self._landed()
         if self._lost:
             self.rebuild()
@@ -415,7 +418,7 @@ NOT_FINITE = "the model's logits are not finite"
 
 
 def read(plan: StepPlan, batch: Batch, drawn: StepOutputs, started: float, finished: float) -> StepResult:
-    """The result of a step whose arrays are computed."""
+    """Build the result of a step from its computed arrays."""
     if drawn.verified is not None:
         return _verified(plan, batch, drawn, started, finished)
     if drawn.tokens is None:
@@ -437,7 +440,7 @@ def read(plan: StepPlan, batch: Batch, drawn: StepOutputs, started: float, finis
 
 
 def _verified(plan: StepPlan, batch: Batch, drawn: StepOutputs, started: float, finished: float) -> StepResult:
-    """As `read`, of a step in which rows drafted: several tokens of a row, or one that was drawn alone."""
+    """Build the result of a step in which rows drafted: several tokens of a row, or one sampled alone."""
     assert batch.drafts is not None and drawn.verified is not None
     slots, several = batch.drafts.sampling[:, Column.SLOT].tolist(), np.asarray(drawn.verified).tolist()
     alone = None if drawn.tokens is None else np.asarray(drawn.tokens).tolist()
@@ -476,7 +479,7 @@ def _prompts(plan: StepPlan, drawn: StepOutputs) -> Mapping[int, tuple[TokenLogp
 
 
 def unpack(packed: npt.NDArray[Any], token: int, count: int) -> TokenLogprobs:
-    """One row of `sampling.logprobs_of`, with `count` alternatives."""
+    """Unpack one row of `sampling.logprobs_of`, with `count` alternatives."""
     floats = packed.view(np.float32)
     ids: list[int] = packed[2 : 2 + count].tolist()
     best: list[float] = floats[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count].tolist()

@@ -1,7 +1,8 @@
-"""Host hygiene (FairBatching): Python's own pauses kept out of steps, and the pauses that are left counted.
+"""Garbage collection outside of steps, and a record of the remaining stalls (FairBatching).
 
-Automatic garbage collection stops the process when a counter says so, in the middle of anything. While an engine
-serves, what warm-up made is frozen, automatic collection is off, and the engine collects where nobody waits for it.
+Automatic garbage collection can stop the process in the middle of a step. While an engine serves,
+the objects from warm-up are frozen, automatic collection is off, and the engine collects when it is
+idle or when the slack allows it.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from time import perf_counter
 
 from jaxserve.sched.api.request import BEST_EFFORT, Request
 
-STALL = 5e-3  # seconds: a loop that looks away for longer is late for somebody
-EDGES = (STALL, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)  # seconds: upper edges of the histogram; above: the rest
-SWITCH = 0.5e-3  # seconds: Python's 5 ms let whoever detokenises hold up the thread that plans the next step
+STALL = 5e-3  # seconds: an event loop that is busy for longer delays something
+EDGES = (STALL, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)  # seconds: upper edges of the histogram
+SWITCH = 0.5e-3  # seconds: with Python's 5 ms, detokenizing threads delay the thread that plans the next step
 LOOK = 0.05  # seconds between two looks for a gap
-SHARE = 0.1  # of the least slack, which a collection may take
-FULL_SHARE = 0.05  # of the time, which full collections may take
-UNPROMISED = 0.05  # seconds: the slack of requests that have no objective to keep
-GROWN = 1.25  # times the memory blocks after the last full collection: beyond, memory counts for more than slack
-FORGETS = 0.97  # what a look without a gap makes of a cost: it may have been measured while others held the processor
+SHARE = 0.1  # largest share of the least slack that a collection may take
+FULL_SHARE = 0.05  # largest share of time that full collections may take
+UNPROMISED = 0.05  # seconds: the slack of requests without an objective
+GROWN = 1.25  # growth of memory blocks since the last full collection beyond which slack no longer counts
+FORGETS = 0.97  # decay of a generation's cost after a look without a gap: other threads may have slowed its measurement
 
 
 class Stalls:
-    """Times longer than STALL in which an event loop could hear of nothing. Writer: the loop's thread."""
+    """Times longer than STALL in which an event loop could not react to events. Writer: its thread."""
 
     def __init__(self) -> None:
         self.clear()
@@ -50,8 +51,11 @@ class Stalls:
 
 
 class WatchedSelector(selectors.DefaultSelector):
-    """A selector that tells how long its event loop ran callbacks between two looks at events, and how much too late
-    a timer woke it (another thread held the interpreter)."""
+    """A selector that measures its event loop's stalls.
+
+    A stall is a long run of callbacks between two polls, or a timer that fires late because another
+    thread holds the interpreter.
+    """
 
     def __init__(self, stalls: Stalls) -> None:
         super().__init__()
@@ -70,16 +74,17 @@ class WatchedSelector(selectors.DefaultSelector):
 
 
 def watched_loop(stalls: Stalls) -> asyncio.AbstractEventLoop:
-    """A new event loop whose stalls are counted."""
+    """Create an event loop with counted stalls."""
     return asyncio.SelectorEventLoop(WatchedSelector(stalls))
 
 
 def least_slack(residents: Iterable[tuple[float, Iterable[Request]]]) -> float:
-    """Least time by which a request's next token is due after the predicted end of its instance's step. Seconds; inf
-    where nothing runs.
+    """Return the least time from the predicted end of a step to the deadline of a resident's next token.
 
-    `residents`: (predicted end, requests) of each instance. What is late already, or was promised nothing, counts as
-    UNPROMISED: not at all would hold it up, and as late, overload would keep garbage for ever.
+    Seconds; inf if nothing runs. residents: (predicted end, requests) of each instance.
+
+    A request that is late or has no objective counts as UNPROMISED: ignoring it could delay it
+    without limit, and counting it as late would keep garbage forever under overload.
     """
     least = inf
     for end, requests in residents:
@@ -90,7 +95,7 @@ def least_slack(residents: Iterable[tuple[float, Iterable[Request]]]) -> float:
 
 
 class _Process:
-    """What is the process's and not one engine's: how the collector was set before the first engine needed it off."""
+    """Garbage collector settings of the process, shared by its engines, as found by the first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -100,7 +105,7 @@ class _Process:
         self._interval = 0.0
 
     def pause(self, *, freeze: bool = False) -> None:
-        """No automatic collection until `resume`. `freeze`: an engine is about to serve."""
+        """Turn automatic collection off until `resume`. freeze: an engine is about to serve."""
         with self._lock:
             if self._users == 0:
                 self._enabled, self._interval = gc.isenabled(), sys.getswitchinterval()
@@ -108,7 +113,7 @@ class _Process:
             gc.disable()
             if freeze:
                 gc.collect()
-                gc.freeze()  # what was loaded stays: looking at it in every collection takes long and finds nothing
+                gc.freeze()  # objects from loading stay: scanning them in every collection is slow and frees nothing
                 sys.setswitchinterval(SWITCH)
                 self._frozen = True
 
@@ -130,7 +135,7 @@ _process = _Process()
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep automatic garbage collection off: for a start, where nearly all that is made stays."""
+    """Keep automatic garbage collection off during startup, when almost every new object stays."""
     _process.pause()
     try:
         yield
@@ -139,29 +144,29 @@ def uncollected() -> Iterator[None]:
 
 
 class GCControl:
-    """The collector while one engine serves; with the last engine of a process it is as it was before the first.
+    """The garbage collector while one engine serves; the last engine to end restores its settings.
 
-    Writer: the engine's thread, but for `begin` and `end`.
+    Writer: the engine's thread, except for `begin` and `end`.
     """
 
     def __init__(self, slack: Callable[[], float]) -> None:
-        """`slack` says, in the engine's thread, how many seconds may go by before anything is late; inf: idle."""
-        self.collections: Counter[str] = Counter()  # by why: idle, slack, memory
+        """slack: returns, in the engine's thread, the seconds before anything is late; inf if idle."""
+        self.collections: Counter[str] = Counter()  # by reason: idle, slack, memory
         self.seconds = 0.0
         self._slack = slack
         self._holds = False
-        self._cost = [1e-3, 5e-3, 50e-3]  # seconds, per generation: a guess until the first of each
+        self._cost = [1e-3, 5e-3, 50e-3]  # seconds per generation; guesses until the first collection of each
         self._full_at = -inf
-        self._blocks = 0  # allocated when the last full collection was over
+        self._blocks = 0  # allocated after the last full collection
         self._young = False  # younger generations were collected since the last full collection
 
     def begin(self) -> None:
-        """After warm-up."""
+        """Take control of the collector, after warm-up."""
         _process.pause(freeze=True)
         self._holds, self._full_at, self._blocks = True, perf_counter(), sys.getallocatedblocks()
 
     def end(self) -> None:
-        """As it was before; nothing where it has ended, or not begun."""
+        """Restore the collector's settings; no effect if control has ended or not begun."""
         if self._holds:
             self._holds = False
             _process.resume()
@@ -174,7 +179,7 @@ class GCControl:
                 self.look()
 
     def look(self) -> None:
-        """Collect where there is something to collect and a gap to do it in."""
+        """Collect if there is garbage to collect and enough slack."""
         made, limits = gc.get_count(), gc.get_threshold()
         ripe = made[0] > (limits[0] or 700)
         if not ripe and not self._young:

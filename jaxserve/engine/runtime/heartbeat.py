@@ -1,4 +1,4 @@
-"""Whether an event loop on another thread still responds."""
+"""A check that an event loop on another thread still responds."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import suppress
 
 
 class Heartbeat:
-    """Asks a loop for a sign of life. Writers: `silence`, from any thread, and the loop."""
+    """A heartbeat of an event loop. Writers: `silence`, from any thread, and the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]) -> None:
         self._loop = loop
         self._clock = clock
-        self._asked: float | None = None  # when the loop was asked for a sign that it has not given yet
+        self._asked: float | None = None  # time of a request to the loop that is unanswered
 
     def silence(self) -> float:
-        """Return the seconds for which the loop has owed a sign; asks for the next one where it owes none."""
+        """Return the seconds since the oldest unanswered request; send one if there is none."""
         if self._asked is not None:
             return self._clock() - self._asked
         self._asked = self._clock()

@@ -1,13 +1,13 @@
-"""One instance on a mesh that spans processes, as several hosts have them: one of them leads, the others follow.
+"""An instance on a mesh that spans several processes: one leader, the others follow.
 
-Every process of a mesh must dispatch the same programs in the same order, or collectives wait for each other for ever.
-The leader has the scheduler and the executor. What it dispatches it first sends, in order; a follower dispatches that,
-and nothing that it was not sent. So where the leader stops a chain of segments all have stopped: the index of the last
-segment sent is the counter that they agree on.
+Every process of a mesh must dispatch the same programs in the same order, or collectives deadlock.
+The leader has the scheduler and the executor, and sends every dispatch to the followers before it
+dispatches itself. Followers dispatch exactly what they receive. When the leader stops after a
+segment, all processes have therefore stopped after the same one.
 
-Messages are pickled, between processes of one job that share a key: never take a connection from anybody else. They
-are sent from the thread that dispatches, and are few at a time: a step is not submitted before results of the ones
-ahead of it are back, to which followers contribute.
+Messages are pickled, between processes of one job that share a key: never accept other connections.
+Messages are sent from the dispatching thread, and few are outstanding: the leader submits a step
+only after the results of the steps ahead, to which the followers contribute.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from jaxserve.sched.api.errors import InvalidValue, JaxserveError
 from jaxserve.sched.api.plan import Begin, Span
 
 Address = tuple[str, int]
-Message = tuple[Any, ...]  # a method of `Follower`, and its arguments
+Message = tuple[Any, ...]  # a method of `Follower` and its arguments
 
 
 class OutOfStep(JaxserveError):
-    """The processes of an instance no longer dispatch the same. It does not heal: end all of them and start again."""
+    """The processes of an instance dispatch different programs; all of them must be restarted."""
 
 
 class _Numbered(Walk):
-    """A walk that followers know by its number."""
+    """A walk with a number by which followers know it."""
 
     __slots__ = ("number",)
 
@@ -48,26 +48,33 @@ class _Numbered(Walk):
 
 
 class Leading(DeviceState):
-    """The leader's state: followers dispatch what it dispatches. Pages cannot leave it or come to it."""
+    """The leader's device state, mirrored by its followers. It can neither export nor import pages."""
 
     def __init__(self, state: DeviceState, followers: Sequence[Connection[Any, Any]]) -> None:
-        """Takes over what `state` holds, which is warm and not used from now on. `followers`: one connection to each
-        other process of the mesh. Raises InvalidValue where they are too few, or what they hold is not the same."""
+        """Take over a warm `state`, which must not be used any more.
+
+        followers: one connection to each other process of the mesh. Raises InvalidValue if their number
+        is wrong or their programs differ.
+        """
         vars(self).update(vars(state))
         self._followers = tuple(followers)
         self._numbers = count(1)
         self._lost: str | None = None
         processes = len({device.process_index for device in self.mesh.devices.flat})
         if len(followers) != processes - 1:
-            raise InvalidValue(f"{len(followers)} followers for a mesh over {processes} processes: all but one follow")
+            raise InvalidValue(
+                f"{len(followers)} followers for a mesh over {processes} processes: all processes but one must follow"
+            )
         mine = _facts(state)
         for follower in followers:
             for name, theirs in follower.recv().items():
                 if theirs != mine[name]:
-                    raise InvalidValue(f"{name} differs between hosts: {mine[name]} leads, {theirs} would follow")
+                    raise InvalidValue(
+                        f"{name} differs between hosts: {mine[name]} on the leader, {theirs} on a follower"
+                    )
 
     def close(self) -> None:
-        """Let the followers return."""
+        """Tell the followers to return."""
         for follower in self._followers:
             with suppress(OSError):  # it is gone
                 follower.send(None)
@@ -75,7 +82,7 @@ class Leading(DeviceState):
 
     @contextmanager
     def _told(self, *message: Any) -> Iterator[None]:
-        """Followers are told to do what the block does here."""
+        """Send a message to the followers before the block does the same here."""
         if self._lost is not None:
             raise OutOfStep(self._lost)
         try:
@@ -109,11 +116,11 @@ class Leading(DeviceState):
             return super().end(walk, spans)
 
     def _follows(self, spans: Sequence[Span]) -> Sequence[Span]:
-        """Only drafters read them."""
+        """Return the spans that followers need: only drafters read them."""
         return () if self.drafter is None else spans
 
     def score(self, hidden: jax.Array, begin: int, targets: Int32) -> list[tuple[Int32, jax.Array]]:
-        """Of the step dispatched last."""
+        """Score targets of the step dispatched last."""
         with self._told("score", begin, targets):
             return super().score(hidden, begin, targets)
 
@@ -131,11 +138,11 @@ class Leading(DeviceState):
             super().scrub(pages, bucket)
 
     def export(self, pages: Int32) -> Piece:
-        raise JaxserveError("pages of an instance that spans hosts do not move: serve it with one instance")
+        raise JaxserveError("an instance that spans hosts cannot export pages: use a mesh of one instance")
 
     def receive(self, piece: Sequence[Any]) -> Piece:
         if isinstance(piece[0], jax.Array):
-            raise JaxserveError("pages do not move to an instance that spans hosts: serve it with one instance")
+            raise JaxserveError("an instance that spans hosts cannot import pages: use a mesh of one instance")
         return super().receive(piece)
 
 
@@ -145,15 +152,15 @@ def _tell(follower: Connection[Any, Any], message: Message) -> None:
             raise OutOfStep(follower.recv())
         follower.send(message)
     except (EOFError, OSError) as error:
-        raise OutOfStep("a follower has gone without a word") from error
+        raise OutOfStep("a follower closed its connection") from error
 
 
 class Follower:
-    """Does what the leader did, each method one of its messages. Writer: `follow`."""
+    """A process that repeats the leader's dispatches; each method is a message. Writer: `follow`."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
-        self._walks: dict[int, Walk] = {}  # begun and not ended
+        self._walks: dict[int, Walk] = {}  # in progress
         self._hidden: jax.Array | None = None  # of the step dispatched last
 
     def obey(self, message: Message) -> None:
@@ -175,23 +182,23 @@ class Follower:
         walk = self._found(number, f"segment {at}")
         if walk.at != at or not walk.left:
             due = f"segment {walk.at}" if walk.left else "its end"
-            raise OutOfStep(f"told to dispatch segment {at} of walk {number}, of which {due} is next here")
+            raise OutOfStep(f"received segment {at} of walk {number}, but {due} is next here")
         self._state.segment(walk)
 
     def end(self, number: int, spans: Sequence[Span]) -> None:
         walk = self._found(number, "the end")
         if walk.left:
-            raise OutOfStep(f"told to end walk {number}, of which segment {walk.at} of {walk.total} is next here")
+            raise OutOfStep(f"received the end of walk {number}, but segment {walk.at} of {walk.total} is next here")
         _, self._hidden = self._state.end(self._walks.pop(number), spans)
 
     def _found(self, number: int, what: str) -> Walk:
         if number not in self._walks:
-            raise OutOfStep(f"told to dispatch {what} of walk {number}; under way here are {sorted(self._walks)}")
+            raise OutOfStep(f"received {what} of walk {number}; in progress here are {sorted(self._walks)}")
         return self._walks[number]
 
     def score(self, begin: int, targets: Int32) -> None:
         if self._hidden is None:
-            raise OutOfStep("told to score a prompt, and what was dispatched last is not a step")
+            raise OutOfStep("received a prompt to score, but the last dispatch was not a step")
         self._state.score(self._hidden, begin, targets)
 
     def remember(self, slot: int, begin: Begin) -> None:
@@ -205,10 +212,10 @@ class Follower:
 
 
 def follow(state: DeviceState, leader: Connection[Any, Any]) -> None:
-    """Dispatch what the leader dispatches, on a state that is warm, until it closes.
+    """Dispatch what the leader dispatches, on a warm state, until the leader closes.
 
-    Raises OutOfStep where it is told what cannot be next, or the leader is gone; whatever is raised, the leader learns
-    of it before it dispatches again.
+    Raises OutOfStep if a message does not fit the state here or the leader is gone. The leader learns
+    of every exception before its next dispatch.
     """
     follower = Follower(state)
     with leader:
@@ -223,33 +230,33 @@ def follow(state: DeviceState, leader: Connection[Any, Any]) -> None:
 
 
 def _heard(leader: Connection[Any, Any]) -> Message | None:
-    """The next message; None: there are no more."""
+    """Return the next message; None at the end."""
     try:
         message: Message | None = leader.recv()
     except (EOFError, OSError) as error:
-        raise OutOfStep("the leader has gone without a word: end all processes of the instance") from error
+        raise OutOfStep("the leader closed its connection: end all processes of the instance") from error
     return message
 
 
 def accept(listener: Listener, followers: int) -> list[Connection[Any, Any]]:
-    """Connections of that many followers."""
+    """Accept connections from `followers` followers."""
     return [_prompt(listener.accept()) for _ in range(followers)]
 
 
 def connect(leader: Address, key: bytes) -> Connection[Any, Any]:
-    """A follower's connection to a leader that listens with the same key."""
+    """Connect a follower to a leader that listens with the same key."""
     return _prompt(Client(leader, authkey=key))
 
 
 def _prompt(connection: Connection[Any, Any]) -> Connection[Any, Any]:
-    """Without the wait, up to 40 ms, for small messages to become a large one."""
+    """Turn off the delay, up to 40 ms, that TCP adds to small messages."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
 def _facts(state: DeviceState) -> dict[str, str]:
-    """What all processes of an instance must have the same, or they would dispatch other programs."""
+    """Return the facts that must be equal in all processes, so that they dispatch the same programs."""
     programs, segments = state.programs, state.segments
     return {
         "jax": jax.__version__,

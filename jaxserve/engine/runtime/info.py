@@ -1,4 +1,4 @@
-"""What an engine says of itself: frozen facts at the start, frozen snapshots while it runs."""
+"""Descriptions of an engine: frozen facts from startup, and frozen snapshots while it runs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class InstanceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What requests are promised that bring no objective, and whether this machine can keep it."""
+    """The default SLO of requests that set none, and whether this machine can meet it."""
 
     slo: SLO = NO_SLO
-    automatic: frozenset[str] = frozenset()  # of `ttft` and `tpot`, those that come from the profile
-    broken: dict[str, str] = field(default_factory=dict)  # why, by objective, where one cannot be kept
+    automatic: frozenset[str] = frozenset()  # those of `ttft` and `tpot` that come from the profile
+    broken: dict[str, str] = field(default_factory=dict)  # reasons, by objective, why it cannot be met
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts that do not change while an engine runs."""
+    """Facts about an engine that do not change while it runs."""
 
     model: str
     max_model_len: int
@@ -45,13 +45,13 @@ class EngineInfo:
     eos: frozenset[int]
     thinking: ThinkingMarkers
     startup_seconds: float
-    attention: str = "xla"  # the attention backend that was resolved
+    attention: str = "xla"  # the resolved attention backend
     promise: Promise = Promise()
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceStats:
-    """One instance at one moment."""
+    """A snapshot of one instance."""
 
     name: str
     role: str
@@ -64,37 +64,37 @@ class InstanceStats:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Totals and levels of an engine at one moment."""
+    """A snapshot of an engine's totals and levels."""
 
     instances: tuple[InstanceStats, ...]
     counters: Counters  # summed over instances
-    transferring: int  # requests whose KV is on its way
+    transferring: int  # requests with a KV transfer in progress
     transfers: int
     transfer_seconds: float
     finished: dict[str, int] = field(default_factory=dict)  # by finish reason
-    classes: dict[str, ClassStats] = field(default_factory=dict)  # what was promised and kept, by class
+    classes: dict[str, ClassStats] = field(default_factory=dict)  # attainment and slack, by class
     compilations: int = 0
     compilations_after_warmup: int = 0
     cache_loads: int = 0
-    stalls: int = 0  # times the engine's loop heard of nothing for longer than 5 ms
+    stalls: int = 0  # times the engine's loop did not react to events for longer than 5 ms
     stall_seconds: float = 0.0
-    stall_sizes: tuple[int, ...] = ()  # by the upper edges in engine/runtime/gc_control.py, and above
-    collections: dict[str, int] = field(default_factory=dict)  # of garbage, by why: idle, slack, memory
+    stall_sizes: tuple[int, ...] = ()  # counts by the upper edges in engine/runtime/gc_control.py, and above
+    collections: dict[str, int] = field(default_factory=dict)  # garbage collections, by reason: idle, slack, memory
     collection_seconds: float = 0.0
-    deflections: int = 0  # prompts given to instances that decode
-    ttft_predictions: dict[str, Accuracy] = field(default_factory=dict)  # of first tokens, by path
-    unkept_programs: int = 0  # compiled, and not kept because the cache folder cannot be written
-    journal_errors: int = 0  # 1 once the journal could not be written and has stopped
-    hung_steps: int = 0  # steps that were taken to hang
+    deflections: int = 0  # prompts routed to decode instances
+    ttft_predictions: dict[str, Accuracy] = field(default_factory=dict)  # errors of TTFT predictions, by path
+    unkept_programs: int = 0  # compiled, but not stored because the cache folder is not writable
+    journal_errors: int = 0  # 1 after the journal failed to be written and stopped
+    hung_steps: int = 0  # steps that the watchdog gave up
 
     @property
     def attained(self) -> int:
-        """Requests that ended within everything they were promised."""
+        """The number of requests that met every objective."""
         return sum(one.attained["all"] for one in self.classes.values())
 
     @property
     def violations(self) -> dict[str, int]:
-        """Requests that missed an objective, by phase; one that missed several counts for each."""
+        """Requests that missed an objective, by phase; a request that missed several counts in each."""
         classes = self.classes.values()
         return {phase: sum(one.ended[phase] - one.attained[phase] for one in classes) for phase in PHASES[:3]}
 
@@ -108,6 +108,6 @@ class Stats:
 
     @property
     def kv_usage(self) -> float:
-        """Share of all pages that are held."""
+        """The share of pages that are held."""
         pages = sum(one.pages for one in self.instances)
         return sum(one.pages_held for one in self.instances) / pages if pages else 0.0

@@ -1,1 +1,1 @@
-"""Drafters: what proposes tokens that the next step verifies."""
+"""Drafters: they propose tokens that the next step verifies."""

@@ -1,8 +1,12 @@
-"""A small model that drafts. Its KV lies in pools of its own under the same page ids, so that it follows a request's
-pages wherever they go: prefix hits, drops, other instances.
+"""A draft model.
 
-Each slot has a cursor, the positions whose KV stands. Prompts are computed along with the target's; rows that decoded
-without drafts are caught up with when they draft again. KV that is wrong or missing costs drafts, never a token.
+Its KV has pools of its own with the same page ids as the target's, so it follows a request's pages
+through prefix hits, preemption and transfers.
+
+Each slot has a cursor: the positions with computed KV. The draft model computes prompts along with
+the target. Rows that decoded without drafts catch up when they draft again. Wrong or missing KV
+costs accepted drafts, but never changes a token.
+
 Letters: S rows that draft, T tokens, P pages per row.
 """
 
@@ -35,11 +39,11 @@ from pallas_kernels.attention.api import Attention, Pool
 from pallas_kernels.layout import Ragged
 from pallas_kernels.ops.sampling_threshold.api import Thresholds
 
-FROM_HISTORY = np.iinfo(np.int32).min  # in place of a token that the device's history has
+FROM_HISTORY = np.iinfo(np.int32).min  # placeholder of a token that is in the device's history
 
 
 class DraftPrograms:
-    """Jitted functions that alike instances share. `limits` are the target's."""
+    """The jitted functions of a draft model, shared by equal instances. `limits` are the target's."""
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, limits: Limits, backends: Backends | None = None) -> None:
         self.spec = spec
@@ -62,7 +66,7 @@ class DraftPrograms:
 
 
 class DraftModel:
-    """One instance's drafter. Writer of its pools and cursors."""
+    """The draft model of one instance. Writer of its pools and cursors."""
 
     def __init__(self, programs: DraftPrograms, mesh: Mesh, weights: Tree, dtype: Any) -> None:
         limits = programs.limits
@@ -71,7 +75,7 @@ class DraftModel:
         self._parcels = NamedSharding(mesh, programs.spec.cache.parcel_partition)
         self._make = pool_maker(programs.spec, mesh, limits.pages, limits.page_size, dtype)
         self._pools: list[Pool] = []
-        self._done = np.zeros(limits.slots + 1, np.int64)  # positions of each slot whose KV stands
+        self._done = np.zeros(limits.slots + 1, np.int64)  # positions of each slot with computed KV
 
     def rebuild(self) -> None:
         self._pools = []
@@ -103,7 +107,7 @@ class DraftModel:
                 self._done[span.slot] = span.start + span.length
 
     def _catch_up(self, carry: Carry, rows: Int32, done: np.ndarray[Any, Any]) -> None:
-        """Compute `rows` [S, len(DraftColumn) + P] from `done` [S] up to the token before their last."""
+        """Compute `rows` [S, len(DraftColumn) + P] from `done` [S] to the token before their last."""
         buckets = list(self._programs.follow)
         most, room = buckets[-1].tokens, buckets[-1].tokens
         pieces: list[tuple[Int32, int, int]] = []
@@ -170,7 +174,7 @@ class DraftModel:
         return made
 
     def run(self, carry: Carry) -> None:
-        """What `DeviceState.step` on padding does not come to: every bucket that a row can be caught up by."""
+        """Run every bucket that catching up uses; `DeviceState.step` on padding does not."""
         limits = self._programs.limits
         for bucket, program in self._programs.follow.items():
             packed = np.zeros(Layout.of(bucket, limits.row_pages).end, np.int32)
@@ -189,7 +193,7 @@ def _follow(
     bucket: Bucket,
     kernel: Attention,
 ) -> list[Pool]:
-    """The pools with the KV of a step's tokens."""
+    """Return the pools with the KV of a step's tokens."""
     ids, ragged, _ = unpack(packed, tokens, bucket, limits)
     at = Layout.of(bucket, limits.row_pages)
     slots = packed[at.slots : at.last][jnp.minimum(ragged.rows, bucket.rows - 1)]
@@ -214,11 +218,11 @@ def _draft(
     logits: Logits,
     thresholds: Thresholds,
 ) -> tuple[jax.Array, list[Pool], jax.Array]:
-    """Carry tokens with those drafted, the pools, and the carry's scores.
+    """Draft tokens; return the carry's tokens with the drafted ones, the pools, and the carry's scores.
 
-    First each row's last two tokens: the KV of the one before last is missing where all was accepted, and the same
-    otherwise. Then token by token, as many as the row that drafts most. StepOutputs with the target's own
-    noise; with another where scores are kept, which judge what is drawn independently.
+    The first pass computes each row's last two tokens: after a fully accepted draft the KV of the one
+    before the last is missing. Then one token per pass, up to the longest draft. Sampling uses the
+    target's own noise, or independent noise if scores are kept for rejection sampling.
     """
     slots, starts, counts = (rows[:, column] for column in DraftColumn)
     mine, tables = jnp.clip(slots, 0, limits.slots - 1), rows[:, len(DraftColumn) :]
@@ -250,7 +254,7 @@ def _draft(
 
 
 def _pairs(starts: jax.Array, active: jax.Array, tables: jax.Array, limits: Limits) -> Ragged:
-    """Two tokens of each active row: `starts` [S] and the position before. Rows that are not come last."""
+    """Describe two tokens of each active row: position `starts` [S] and the one before; active rows first."""
     rows, two = starts.shape[0], jnp.arange(2, dtype=jnp.int32)[None] - 1
     lengths = jnp.where(active, 2, 0).astype(jnp.int32)
     positions = jnp.where(active[:, None], starts[:, None] + two, 0)
@@ -258,7 +262,7 @@ def _pairs(starts: jax.Array, active: jax.Array, tables: jax.Array, limits: Limi
 
 
 def _singles(starts: jax.Array, active: jax.Array, tables: jax.Array, limits: Limits) -> Ragged:
-    """One token of each active row, at `starts` [S]. Rows that are not come last."""
+    """Describe one token of each active row, at `starts` [S]; active rows first."""
     lengths, rows = active.astype(jnp.int32), starts.shape[0]
     positions = jnp.where(active, starts, 0)[:, None]
     return _ragged(positions, lengths, jnp.where(active, starts + 1, 0), tables, limits, rows)
@@ -267,7 +271,7 @@ def _singles(starts: jax.Array, active: jax.Array, tables: jax.Array, limits: Li
 def _ragged(
     positions: jax.Array, lengths: jax.Array, contexts: jax.Array, tables: jax.Array, limits: Limits, rows: int
 ) -> Ragged:
-    """positions [S, n], n tokens for each row that has any."""
+    """Describe n tokens of each row that has any; positions [S, n]."""
     each = positions.shape[1]
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     real = jnp.broadcast_to((lengths > 0)[:, None], positions.shape)

@@ -1,7 +1,7 @@
-"""Who drafts: one protocol, and the drafter that needs no model.
+"""The drafter protocol, and the n-gram drafter, which needs no model.
 
-A drafter fills the carry's columns behind the last token, on the device, from what the device knows; the host tells it
-rows, positions and lengths only. Letters: S rows that draft, P pages per row.
+A drafter fills the carry's columns after the last token, on the device, from state on the device;
+the host only supplies rows, positions and lengths. Letters: S rows that draft, P pages per row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxserve.sched.api.plan import Span
 
 
 class Call(NamedTuple):
-    """A program with arguments as in service."""
+    """A program with arguments as when serving."""
 
     label: str
     program: Any  # a jitted function
@@ -31,44 +31,44 @@ class Call(NamedTuple):
 
 
 class Drafter(Protocol):
-    """One instance's."""
+    """The drafter of one instance."""
 
     def draft(self, carry: Carry, drafts: Drafts) -> Carry:
-        """The carry with the drafted tokens of `drafts.rows`, before the step that verifies them."""
+        """Return the carry with drafted tokens for `drafts.rows`, before the step that verifies them."""
 
     def follow(self, carry: Carry, batch: Batch, spans: Sequence[Span]) -> None:
-        """A step is dispatched, and its tokens are not drawn yet: what it computes of prompts may be kept."""
+        """Observe a dispatched step, before its tokens are sampled, for example to compute prompt KV."""
 
     def begin(self, slot: int, start: int) -> None:
-        """A request takes the slot; the KV of its first `start` tokens is here."""
+        """Start a request in a slot; the KV of its first `start` tokens is present."""
 
     def rebuild(self) -> None:
-        """What was kept is gone."""
+        """Reset all state."""
 
     def export(self, pages: Int32) -> tuple[jax.Array, ...]:
-        """What goes with pages that leave; nothing where pages hold nothing of it."""
+        """Export the drafter's part of `pages`; () if it has none."""
 
     def fill(self, pages: Int32, parcel: Sequence[jax.Array]) -> None:
-        """What came with pages."""
+        """Import the drafter's part of `pages`."""
 
     def receive(self, parcel: Sequence[Any]) -> tuple[jax.Array, ...]:
-        """A parcel of another instance, on this mesh."""
+        """Copy the drafter's part of another instance's parcel onto this mesh."""
 
     def parcel(self, size: int) -> tuple[Any, ...]:
-        """A parcel of zeros, of numpy."""
+        """Return a parcel of zeros, as numpy arrays."""
 
     def calls(self, carry: Carry) -> list[Call]:
-        """Its programs, for warm-up."""
+        """Return the drafter's programs, for warm-up."""
 
     def run(self, carry: Carry) -> None:
-        """Run those that steps of padding do not come to, for warm-up."""
+        """Run the programs that steps of padding do not run, for warm-up."""
 
 
 class NGram:
-    """Prompt lookup: what followed the last few tokens where they occurred before (`speculate.ngram`)."""
+    """Prompt lookup: drafts what followed an earlier occurrence of the last tokens (`speculate.ngram`)."""
 
     def __init__(self, mesh: Mesh, limits: Limits, *, least: int, most: int) -> None:
-        """least, most: tokens that must agree, see `speculate.ngram`."""
+        """least, most: number of tokens that must agree; see `speculate.ngram`."""
         whole = NamedSharding(mesh.abstract_mesh, PartitionSpec())
         self._limits = limits
         find = partial(ngram, count=limits.draft, least=least, most=most)
@@ -78,19 +78,19 @@ class NGram:
         return carry._replace(tokens=self._look(carry.tokens, carry.history, drafts.rows))
 
     def follow(self, carry: Carry, batch: Batch, spans: Sequence[Span]) -> None:
-        """The history has the prompt from the start."""
+        """No state: the history has the prompt from the start."""
 
     def begin(self, slot: int, start: int) -> None:
-        """It keeps nothing."""
+        """No state."""
 
     def rebuild(self) -> None:
-        """It keeps nothing."""
+        """No state."""
 
     def export(self, pages: Int32) -> tuple[jax.Array, ...]:
         return ()
 
     def fill(self, pages: Int32, parcel: Sequence[jax.Array]) -> None:
-        """Nothing came."""
+        """No state."""
 
     def receive(self, parcel: Sequence[Any]) -> tuple[jax.Array, ...]:
         return ()
@@ -104,11 +104,11 @@ class NGram:
         return [Call(f"look up {len(one)}", self._look, (carry.tokens, carry.history, one)) for one in rows]
 
     def run(self, carry: Carry) -> None:
-        """Steps of padding come to all."""
+        """Steps of padding run all programs."""
 
 
 def _look(tokens: jax.Array, history: jax.Array, rows: jax.Array, *, find: Any) -> jax.Array:
-    """Carry tokens [slots, 1 + K] with K drafted for each of `rows` [S, len(DraftColumn) + P]."""
+    """Return carry tokens [slots, 1 + K] with K drafted for each of `rows` [S, len(DraftColumn) + P]."""
     slots = rows[:, DraftColumn.SLOT]
     mine = history[jnp.clip(slots, 0, history.shape[0] - 1)]
     drafted = find(mine, rows[:, DraftColumn.START] + 1)
@@ -116,6 +116,6 @@ def _look(tokens: jax.Array, history: jax.Array, rows: jax.Array, *, find: Any) 
 
 
 def drafted_into(tokens: jax.Array, slots: jax.Array, drafted: jax.Array) -> jax.Array:
-    """Carry tokens with drafted ones [S, K] behind the last of each slot [S]."""
+    """Write drafted tokens [S, K] after the last token of each slot [S] in the carry."""
     columns = 1 + np.arange(drafted.shape[1])[None]
     return tokens.at[slots[:, None], columns].set(jnp.maximum(drafted, 0), mode="drop")

@@ -1,1 +1,1 @@
-"""From settings to a warm engine: build, compile, measure."""
+"""Startup: build the executors, compile every program, measure step times."""

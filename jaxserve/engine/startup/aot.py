@@ -1,7 +1,8 @@
-"""Whole steps for the compile gate: the engine's own programs, with weights that are only described.
+"""Cases of the compile gate for whole steps: the engine's own programs with abstract weights.
 
-`python -m pallas_kernels.gate` finds them by the name of this module; kernels know no engines, so they cannot be there.
-To add a model: a line in SERVED, of one in configs/model/published.yaml, and its bounds (`--record`).
+`python -m pallas_kernels.gate` finds them by the name of this module, because kernels must not
+import the engine. To add a model: a line in SERVED, a line in configs/model/published.yaml, and its
+bounds (`--record`).
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ from pallas_kernels.gate.cases import Case, Step, shapes
 from pallas_kernels.gate.targets import memory_of
 from pallas_kernels.ops.sampling_threshold.api import MosaicThresholds, ThresholdSpec
 
-ROWS, TOKENS = 256, 8192  # what an engine on a GPU has unless it is told otherwise
+ROWS, TOKENS = 256, 8192  # the defaults of an engine on a GPU
 LENGTH = 8192  # tokens of the longest request
 PAGE = 64
 DTYPE = jnp.dtype(jnp.bfloat16)
-SPARE = 6 << 30  # bytes left for temporaries; an engine measures them
-BACKENDS = {"gpu": "mosaic_gpu", "tpu": "tpu"}  # named, because one that is named does not fall back
+SPARE = 6 << 30  # bytes reserved for temporaries, which an engine measures
+BACKENDS = {"gpu": "mosaic_gpu", "tpu": "tpu"}  # named explicitly, so that they do not fall back
 EXPERTS = {"mosaic_gpu": "mosaic_gpu", "tpu": "xla"}
-COLLECTIVES = "--xla_gpu_enable_command_buffer=+COLLECTIVES"  # for XLA_FLAGS: CUDA graphs take them in
+COLLECTIVES = "--xla_gpu_enable_command_buffer=+COLLECTIVES"  # for XLA_FLAGS: include collectives in CUDA graphs
 
 
 class Served(NamedTuple):
-    """A published model on a mesh, and those of its steps that every run of the gate compiles."""
+    """A published model on a mesh, and the steps that every run of the gate compiles."""
 
     model: str
     tp: int
     usual: tuple[str, ...] = ()
     rows: int = ROWS
-    segments: bool = False  # also those of a step that can be stopped: a layer, and each of its halves
-    draft: int = 0  # tokens that a row may draft, by n-grams
-    quantization: str | None = None  # of weights, as the flag names it
-    wanted: tuple[str, ...] = ()  # of its steps; (): all
-    layers: int | None = None  # the first ones only, where all would take CI too long
-    graphed: bool = False  # with the collectives taken into CUDA graphs
+    segments: bool = False  # also the segments of a preemptible step: a layer, and each of its halves
+    draft: int = 0  # tokens that a row may draft, by n-gram
+    quantization: str | None = None  # of the weights, as for --quantization
+    wanted: tuple[str, ...] = ()  # steps to compile; (): all
+    layers: int | None = None  # only the first layers, if all of them would take CI too long
+    graphed: bool = False  # include collectives in CUDA graphs
 
 
 SERVED = (
@@ -85,17 +86,17 @@ SERVED = (
 
 
 VOCABULARY = 128256  # of Llama 3
-CUTS, FULLY = 6, 15  # how often the bytes of all logits may be read or written: with cuts, and with everything
+CUTS, FULLY = 6, 15  # how often all logits may be read or written: with cuts, and with all parameters
 
 
 def cases() -> list[Case | Step]:
-    """The steps of each, and drawing from logits that are there, without the head that makes them."""
+    """Return the steps of each model, and sampling from given logits, without the head."""
     steps = [step for served in SERVED for step in served_steps(served)]
     return [*steps, _cuts(VOCABULARY), _fully(VOCABULARY)]
 
 
 def _cuts(vocab: int) -> Case:
-    """Drawing by top-k, top-p and min-p."""
+    """Build the case of sampling by top-k, top-p and min-p."""
 
     def draw_cut(logits: jax.Array, packed: jax.Array) -> jax.Array:
         return draw(logits, SamplingRows(packed), MosaicThresholds(ThresholdSpec(vocab, platform="gpu")))
@@ -109,7 +110,7 @@ def _cuts(vocab: int) -> Case:
 
 
 def _fully(vocab: int) -> Case:
-    """Drawing with penalties, bias, bans and log-probabilities."""
+    """Build the case of sampling with penalties, bias, bans and log-probabilities."""
 
     def draw_fully(logits: jax.Array, packed: jax.Array, counts: jax.Array, *adjust: jax.Array) -> Any:
         return draw_full(
@@ -132,7 +133,7 @@ def _fully(vocab: int) -> Case:
             ((), jnp.int32),
         ),
         usual=False,
-        held=1 << 30,  # the counts, which are copied here, and are donated in an engine
+        held=1 << 30,  # the counts: copied here, but donated in an engine
         most_moved=FULLY * 4 * ROWS * vocab,
     )
 
@@ -180,19 +181,22 @@ def _config(served: Served, backend: str) -> ExecutorConfig:
 
 
 class Kind(NamedTuple):
-    """Of a step."""
+    """A kind of step."""
 
     program: Callable[[Instance], jax.stages.Lowered]
     needs: frozenset[str] = frozenset()
-    graph: bool = False  # all of it is one CUDA graph
+    graph: bool = False  # the whole step is one CUDA graph
 
 
 PLAIN, DRAFTING = ("decode", "prefill", "draw"), ("verify", "judge")
 
 
 def kinds() -> dict[str, Kind]:
-    """The largest decode step, the largest step with prompts, and drawing; the largest step of rows that drafted, and
-    judging their drafts."""
+    """Return the kinds of steps.
+
+    The largest decode step, the largest step with prompts, and sampling; the largest step of rows
+    that drafted, and their verification.
+    """
     return {
         "decode": Kind(_decode, frozenset({"tma"}), graph=True),
         "prefill": Kind(_prefill, frozenset({"tma", "wgmma"})),
@@ -210,8 +214,8 @@ def steps(
     wanted: tuple[str, ...] = PLAIN,
     flags: tuple[str, ...] = (),
 ) -> Iterator[Step]:
-    """Those `wanted` of `kinds`, of the engine that `config` makes for an attention backend."""
-    # Over several devices collectives are outside of CUDA graphs, unless XLA is asked to take them in.
+    """Yield the kinds `wanted`, for the engine that `config` returns for an attention backend."""
+    # Collectives over several devices stay outside of CUDA graphs, unless XLA is asked to include them.
     graphs = tp == 1 or COLLECTIVES in flags
     for name in wanted:
         kind = kinds()[name]
@@ -234,7 +238,7 @@ def _program(
 
 @dataclass(frozen=True)
 class Instance:
-    """Programs of an instance, and descriptions of what they take."""
+    """The programs of an instance, and abstract arguments for them."""
 
     programs: Programs
     weights: Tree
@@ -243,17 +247,17 @@ class Instance:
     backends: Backends
 
     def plain(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        """An array that every device holds."""
+        """Return an abstract array, replicated on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.whole)
 
     @property
     def carried(self) -> jax.ShapeDtypeStruct:
-        """Tokens of `Carry`."""
+        """The abstract `Carry.tokens`."""
         limits = self.programs.limits
         return self.plain((limits.slots, 1 + limits.draft))
 
     def segment(self, bucket: Bucket, part: Part) -> jax.stages.Lowered:
-        """Of the model's first layer."""
+        """Lower a segment of the model's first layer."""
         spec, limits = self.programs.spec, self.programs.limits
         boundary = Boundary(1, operators=part is not Part.WHOLE)
         segments = Segments(spec, cast(Mesh, self.whole.mesh), limits, boundary, self.backends)
@@ -274,7 +278,7 @@ class Instance:
 
 
 def described(config: ExecutorConfig, mesh: Mesh) -> Instance:
-    """As `build_executors` makes them, with as many pages as the devices have room for."""
+    """Build an instance as `build_executors` does, with as many pages as fit on the devices."""
     tp, page, stored = config.mesh.tp, config.page_size, kv.pool_dtype(config.kv_cache_dtype, DTYPE)
     spec = replace(config.spec.for_tp(tp), kv_scales=kv.scaled(config.kv_cache_dtype))
     weights = jax.tree.map(
@@ -330,7 +334,7 @@ def _verify(made: Instance) -> jax.stages.Lowered:
 
 
 def _judge(made: Instance) -> jax.stages.Lowered:
-    """Tokens of the largest step of rows that drafted, each as many as it may."""
+    """Lower the verification of the largest step of rows that draft as much as they may."""
     limits = made.programs.limits
     rows = made.plain((limits.slots * (1 + limits.draft), made.programs.spec.dim), DTYPE)
     carry, lengths = Carry.made(limits, made.plain), made.plain((limits.slots,))

@@ -1,4 +1,4 @@
-"""From settings to a machine that is ready to serve: executors, schedulers, a cluster."""
+"""Assembly of a machine that is ready to serve: executors, schedulers, a cluster."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from jaxserve.sched.sim.latency import Latency
 
 log = logging.getLogger(__name__)
 
-CLOSING = 10.0  # seconds that what runs on the devices may take to end when a machine is closed
+CLOSING = 10.0  # seconds within which work on the devices must end when a machine closes
 
-# Settings that no compiled program depends on: a machine can serve again with others.
+# Settings that no compiled program depends on, so a machine can serve again with other values.
 SCHEDULING = frozenset(
     {
         "policy",
@@ -62,7 +62,7 @@ SCHEDULING = frozenset(
 
 
 class Machine:
-    """Warm executors and what is needed to schedule them. Writer: the Engine that owns it."""
+    """Warm executors and everything needed to schedule them. Writer: the Engine that owns it."""
 
     def __init__(
         self,
@@ -75,25 +75,25 @@ class Machine:
         *,
         lent: bool = False,
     ) -> None:
-        """`lent`: the executors are another machine's, which closes them."""
+        """lent: the executors belong to another machine, which closes them."""
         promised = objectives.promise(config, recipe.make(), limits, info.max_model_len)
         self.info = replace(info, promise=promised)
         self.executors = executors
-        self.recipe = recipe  # of the step-time model that each new scheduler gets
+        self.recipe = recipe  # creates the step-time model of each new scheduler
         self.compiled: CompileCounter = compile_counter()
         self.config = config.promising(promised.slo)
         self._mesh = mesh
         self.limits = limits
         self._lent = lent
         self.patience = Patience()
-        self._journal: Journal | None = None  # open for as long as the machine lives
+        self._journal: Journal | None = None  # open as long as the machine lives
         if config.journal is not None:
-            # Line by line, so that a process that is killed leaves all but the line it was writing.
+            # Line-buffered: if the process is killed, only the line in progress is lost.
             file = Path(config.journal).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
             self._journal = Journal(file, _journal_stopped)
 
     def cluster(self, finished: Callable[[Request], None]) -> Cluster:
-        """A new cluster over the executors."""
+        """Create a new cluster over the executors."""
         config = self.config
         instances = []
         for executor, role in zip(self.executors, self._mesh.roles, strict=True):
@@ -114,7 +114,7 @@ class Machine:
 
     @property
     def journal_errors(self) -> int:
-        """How often the journal could not be written: 1 once it has stopped."""
+        """The number of failures to write the journal: 1 once it has stopped."""
         return 0 if self._journal is None else self._journal.errors
 
     def _log(self, name: str, role: Role) -> Log:
@@ -131,7 +131,7 @@ class Machine:
         )
 
     def _options(self) -> dict[str, Any]:
-        """Of a simulation of this server (sched.sim.Options)."""
+        """Return the options of a simulation of this server (sched.sim.Options)."""
         return {
             "routing": policies.routing(self.config.policy, self.config.routing),
             "admission": self.config.admission,
@@ -145,55 +145,56 @@ class Machine:
         return self.executors[0].now()
 
     def measure(self) -> None:
-        """Measure step times now; schedulers made from now on start from these. Nothing else may run."""
+        """Measure step times for schedulers created from now on. Nothing else may run."""
         seconds = self.config.profile_time or profile.default_seconds(jax.default_backend())
         points = profile.measured(self.executors[0], self.limits, self.info.max_model_len, self.recipe.buckets, seconds)
         self.recipe = replace(self.recipe, points=tuple(points))
 
     def serving(self, config: ServeConfig) -> Machine:
-        """The same executors under other settings of scheduling (SCHEDULING): nothing is compiled or measured again.
+        """Return a machine with the same executors and other scheduling settings (SCHEDULING).
 
-        One of them serves at a time. This one stays the owner of the executors, and closes them. Raises InvalidValue
-        for a setting that the executors were built with.
+        Nothing is compiled or measured again. Only one of the two may serve at a time; this one stays the
+        owner of the executors and closes them. Raises InvalidValue for a setting that the executors were
+        built with.
         """
         for one in fields(config):
             mine, given = getattr(self.config, one.name), getattr(config, one.name)
             if mine != given and one.name not in SCHEDULING:
-                raise InvalidValue(f"{one.name}={given!r} must be {mine!r}, as these executors were built", one.name)
+                raise InvalidValue(f"{one.name}={given!r} must be {mine!r}, as built into these executors", one.name)
         mesh = plan_of(config)
         places = tuple(replace(one, role=role.value) for one, role in zip(self.info.instances, mesh.roles, strict=True))
         info = replace(self.info, instances=places, policy=config.policy, routing=config.routing)
         return Machine(config, mesh, self.executors, self.limits, self.recipe, info, lent=True)
 
     async def close(self) -> bool:
-        """False where an executor did not end within CLOSING seconds."""
+        """Close the executors; return False if one did not end within CLOSING seconds."""
         ending = [executor.rest() if self._lent else executor.close() for executor in self.executors]
         tasks = [asyncio.ensure_future(one) for one in ending]
         _, late = await asyncio.wait(tasks, timeout=CLOSING)
         for task in late:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # a device that is gone does not keep the others open
+        await asyncio.gather(*tasks, return_exceptions=True)  # one lost device must not keep the others open
         if self._journal is not None:
             self._journal.close()
         return not late
 
 
 def _journal_stopped(error: OSError) -> None:
-    log.error("the journal cannot be written (%s): it stops here, and serving goes on", error)
+    log.error("the journal cannot be written (%s): it stops here, serving continues", error)
 
 
 class Built(NamedTuple):
     """Warm executors, and what they were built from."""
 
     config: ExecutorConfig
-    path: Path | None  # of the model; None for random weights of a published one
+    path: Path | None  # of the model; None: random weights of a published one
     executors: list[JaxExecutor]
     limits: Limits
     max_model_len: int
 
 
 def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
-    """Load, compile, measure. Raises JaxserveError with what to do about it."""
+    """Load, compile and measure. Raises JaxserveError with the remedy."""
     began = time.perf_counter()
     built = build(config, progress)
     recipe = _recipe(config, built, progress)
@@ -208,7 +209,7 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
 
 
 def build(config: ServeConfig, progress: Progress | None = None) -> Built:
-    """Load and compile. Raises JaxserveError with what to do about it."""
+    """Load and compile. Raises JaxserveError with the remedy."""
     found, path = find_model(config.model_source, config.revision, config.load_format)
     spec = found.quantised_as(config.quantization)
     mesh = plan_of(config)
@@ -259,8 +260,10 @@ def _weights(load_format: str, seed: int, folder: Path | None, progress: Progres
 
 
 def _recipe(config: ServeConfig, built: Built, progress: Progress | None) -> Recipe:
-    """The step-time model: from a latency preset, or fitted to steps that are measured now or were at an earlier
-    start of the same engine."""
+    """Return the recipe of the step-time model.
+
+    From a latency preset, or fitted to steps measured now or at an earlier start of the same engine.
+    """
     executor = built.executors[0]
     plain = plain_recipe(config, built)
     if config.perf_preset is not None:
@@ -269,21 +272,21 @@ def _recipe(config: ServeConfig, built: Built, progress: Progress | None) -> Rec
     kept = profile.ProfileCache(profile.facts(built.config, executor, config.model_source))
     found = kept.load()
     if found is not None and not profile.holds(found, executor, built.limits, built.max_model_len, plain.buckets):
-        log.warning("step times: kept ones are more than %g times off, measured again", profile.FAR)
+        log.warning("step times: the stored ones are off by more than a factor of %g; measuring again", profile.FAR)
         found = None
     if found is None:
         found = profile.measured(executor, built.limits, built.max_model_len, plain.buckets, seconds, progress=progress)
         kept.save(found)
-        log.info("step times: %d loads measured, kept in %s", len(found), kept.path)
+        log.info("step times: %d loads measured, stored in %s", len(found), kept.path)
     else:
         log.info("step times: %d loads measured at an earlier start, from %s", len(found), kept.path)
     recipe = replace(plain, kind=config.perf, points=tuple(found))
-    recipe.make()  # a form that the points cannot tell is said now
+    recipe.make()  # raises now if the points do not determine the form
     return recipe
 
 
 def plain_recipe(config: ServeConfig, built: Built) -> Recipe:
-    """What is known of the step-time model before anything is measured."""
+    """Return the recipe without any measurements."""
     moe = built.config.spec.moe
     return Recipe(
         buckets=profile.buckets_of(built.executors[0]),
@@ -295,33 +298,33 @@ def plain_recipe(config: ServeConfig, built: Built) -> Recipe:
 
 
 def _from_preset(config: ServeConfig, preset: Latency, built: Built, plain: Recipe) -> Recipe:
-    """Raises InvalidValue for a preset of another model, device or mesh."""
+    """Return the recipe of a latency preset. Raises InvalidValue for another model, device or mesh."""
     profile.check_measured_on(config.perf, preset.measured_on.known(), {"model": plain.model, "device": plain.device})
     mesh = built.config.mesh
     if preset.tensor_parallel != mesh.tp:
         raise InvalidValue(
-            f"perf={config.perf!r} is of instances of {preset.tensor_parallel} devices, and mesh {mesh} has {mesh.tp} "
-            "in each",
+            f"perf={config.perf!r} is for instances of {preset.tensor_parallel} devices, but mesh {mesh} has instances "
+            f"of {mesh.tp} devices",
             "perf",
         )
     if not preset.measured_on.known():
-        log.warning("perf=%s does not say on which model and device it was measured: taken as it is", config.perf)
+        log.warning("perf=%s does not say on which model and device it was measured: used unchecked", config.perf)
     form = Padded(preset.solve(), plain.buckets)
     loads = (probe.load for probe in probes(built.limits, built.max_model_len, plain.buckets))
     return replace(plain, points=tuple(priced(loads, form.step_time)), coefficients=form.coefficients)
 
 
 def _draft(config: ServeConfig) -> dict[str, Any]:
-    """The draft model, where one drafts."""
+    """Return the settings of the draft model, if there is one."""
     if config.speculative is None or config.speculative.model is None:
         return {}
-    load_format = DUMMY if config.load_format == DUMMY else "auto"  # else a draft's format is as its folder has it
+    load_format = DUMMY if config.load_format == DUMMY else "auto"  # otherwise the draft's own format
     draft, folder = find_model(config.speculative.model, config.speculative.revision, load_format)
     return {"draft": draft, "load_draft": _weights(load_format, config.seed, folder)}
 
 
 def policies_line(config: ServeConfig, mesh: MeshPlan) -> str:
-    """What decides, in words."""
+    """Describe the mesh, policy and routing."""
     return f"mesh {mesh}, policy {config.policy}, routing {config.routing}"
 
 

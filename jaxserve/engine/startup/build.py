@@ -1,4 +1,4 @@
-"""From a configuration to warm executors, one per instance."""
+"""Construction of warm executors, one per instance, from a configuration."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from jaxserve.settings.speculative import Speculative
 
 log = logging.getLogger(__name__)
 
-# spec, dtype, meshes -> one weight tree per mesh
+# (spec, dtype, meshes) -> one weight tree per mesh.
 LoadWeights = Callable[[ModelSpec, Any, Sequence[Mesh]], list[Tree]]
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorConfig:
-    """What the instances of a process share."""
+    """The settings that all instances of a process share."""
 
-    spec: ModelSpec  # of the whole model; split for the mesh here
+    spec: ModelSpec  # of the whole model, before it is split for the mesh
     load: LoadWeights
     mesh: MeshPlan
     max_num_seqs: int
@@ -55,19 +55,19 @@ class ExecutorConfig:
     kv_cache_memory: int | None = None  # bytes of all pools together; None: see `kv`
     gpu_memory_utilization: float = 0.9
     share_devices: bool = False
-    attention_backend: str = "auto"  # see `dispatch.resolve`
-    experts_backend: str = "auto"  # the same, of a mixture of experts
-    products_backend: str = "auto"  # the same, of products with weights of 8 bits
-    sampling_backend: str = "auto"  # the same, of what top-k, top-p and min-p keep
+    attention_backend: str = "auto"  # see `pallas_kernels.attention.api.resolve`
+    experts_backend: str = "auto"  # the same for the mixture of experts
+    products_backend: str = "auto"  # the same for matmuls with 8-bit weights
+    sampling_backend: str = "auto"  # the same for thresholds of top-k, top-p and min-p
     preempt_boundary: str = "chunk"  # see `Boundary`
-    preempt_depth: int = DEPTH  # segments dispatched ahead of what is done
-    suspended: int = 4  # most steps stopped at a boundary at a time: memory is kept for them
+    preempt_depth: int = DEPTH  # segments dispatched ahead of the devices
+    suspended: int = 4  # largest number of suspended steps: memory is reserved for them
     interpret: bool = False  # tests only: run an accelerator's kernels in jax's interpreters on a CPU
     persistent_cache: bool = True
     cache_folder: Path | None = None  # None: see `warmup.use_persistent_cache`
     warm: bool = True
     speculative: Speculative | None = None
-    draft: ModelSpec | None = None  # the whole draft model, where one drafts
+    draft: ModelSpec | None = None  # the whole draft model, if there is one
     load_draft: LoadWeights | None = None
 
     def __post_init__(self) -> None:
@@ -84,16 +84,16 @@ class ExecutorConfig:
 
     @property
     def draft_spec(self) -> ModelSpec | None:
-        """The draft model on a mesh of this size."""
+        """The draft model, split for this mesh."""
         return None if self.draft is None else self.draft.for_tp(self.mesh.tp)
 
 
 def check_draft(draft: ModelSpec, spec: ModelSpec, max_model_len: int) -> None:
-    """Raises InvalidValue where one cannot draft for the other."""
+    """Raise InvalidValue if one model cannot draft for the other."""
     if draft.vocab != spec.vocab:
         raise InvalidValue(
-            f"the draft model has a vocabulary of {draft.vocab} tokens and the model one of {spec.vocab}: a draft must "
-            "share its model's tokenizer",
+            f"the draft model has a vocabulary of {draft.vocab} tokens, the model {spec.vocab}: a draft model must "
+            "share the model's tokenizer",
             "speculative_config",
         )
     if draft.max_positions < max_model_len:
@@ -104,9 +104,9 @@ def check_draft(draft: ModelSpec, spec: ModelSpec, max_model_len: int) -> None:
 
 
 def from_folder(path: Path, load_format: str = "auto", progress: Progress | None = None) -> LoadWeights:
-    """Weights of a Hugging Face folder, or of one that `jaxserve convert` made; auto: as it is.
+    """Return a loader of a Hugging Face folder, or of one made by `jaxserve convert`; auto: either.
 
-    `progress`: told how many parameters (or parts) there are of all.
+    progress: called with the numbers of parameters (or parts) loaded and in total.
     """
 
     def told(done: int, total: int) -> None:
@@ -121,12 +121,12 @@ def from_folder(path: Path, load_format: str = "auto", progress: Progress | None
 
 
 def random_init(seed: int = 0) -> LoadWeights:
-    """Random weights (`--load-format dummy`)."""
+    """Return a loader of random weights (`--load-format dummy`)."""
     return lambda spec, dtype, meshes: weights.random_weights(spec, dtype, meshes, seed=seed)
 
 
 def build_executors(config: ExecutorConfig, progress: Progress | None = None) -> list[JaxExecutor]:
-    """One warm executor per instance, in the order of `config.mesh.roles`."""
+    """Build one warm executor per instance, in the order of `config.mesh.roles`."""
     if config.persistent_cache:
         use_persistent_cache(config.cache_folder)
     meshes = sub_meshes(config.mesh, share_devices=config.share_devices)
@@ -170,15 +170,14 @@ def _segments(
 
 
 def held_ahead(config: ExecutorConfig, segments: Segments | None, tree: Tree) -> int:
-    """Bytes per device beside those of a step that runs as a whole: activations of the steps that are stopped, and of
-    the segments that are dispatched ahead."""
+    """Return the bytes per device that preemption needs: activations of suspended steps and segments."""
     if segments is None:
         return 0
     return (config.suspended + config.preempt_depth + 1) * segments.held_bytes(outside(tree))
 
 
 def _drafters(config: ExecutorConfig, dtype: Any, meshes: Sequence[Mesh], limits: Limits) -> list[Drafter | None]:
-    """One per instance, where they speculate."""
+    """Return one drafter per instance, or None for each without speculation."""
     asked, draft = config.speculative, config.draft_spec
     if asked is None:
         return [None] * len(meshes)
@@ -186,9 +185,7 @@ def _drafters(config: ExecutorConfig, dtype: Any, meshes: Sequence[Mesh], limits
         assert config.load_draft is not None
         cpu = meshes[0].devices.flat[0].platform == "cpu"
         draft = replace(draft, transposed=cpu, whole=cpu and config.mesh.tp == 1)
-        plain = replace(
-            config, kv_cache_dtype="auto"
-        )  # its pools are of its own type: nothing measures scales for them
+        plain = replace(config, kv_cache_dtype="auto")  # its pools use the model's dtype: there are no scales for them
         backends = resolve_backends(plain, draft, dtype, meshes[0])
         programs = DraftPrograms(backends.pooled(draft), meshes[0], limits, backends)
         trees = config.load_draft(draft, dtype, meshes)
@@ -203,7 +200,7 @@ def _limits(
     limits = Limits(
         slots=config.max_num_seqs,
         tokens=config.max_num_batched_tokens,
-        pages=-(-config.max_model_len // config.page_size),  # until it is known how many fit
+        pages=-(-config.max_model_len // config.page_size),  # a placeholder until the number that fits is known
         page_size=config.page_size,
         row_pages=-(-config.max_model_len // config.page_size),
         vocab=spec.vocab,
@@ -238,12 +235,12 @@ def _limits(
 
 
 def _bytes(tree: Tree) -> int:
-    """Of the weights on one device."""
+    """Return the bytes of the weights on one device."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def _draft_bytes(config: ExecutorConfig, dtype: Any) -> int:
-    """Of the draft model's weights on one device, before they are loaded: as if none of them were split."""
+    """Bound the bytes of the draft model's weights on one device, as if none were sharded."""
     if config.draft_spec is None:
         return 0
     leaves = jax.tree.leaves(registry.abstract_weights(config.draft_spec, dtype), is_leaf=lambda x: isinstance(x, Info))
@@ -260,8 +257,11 @@ def temporaries(
     *,
     stored: Any = None,
 ) -> int:
-    """Bytes per device that the largest step needs beside weights and pool: measured on compiled programs, which do
-    not depend on the size of the pool, and token counts. `stored`: dtype of the pool; None: `dtype`."""
+    """Return the bytes per device that the largest step needs beyond weights and pool.
+
+    Measured on compiled programs, independently of the pool's size; includes token counts.
+    stored: dtype of the pool; None: `dtype`.
+    """
     programs, slots = Programs(spec, mesh, limits, backends), SlotTable(limits)
     whole = NamedSharding(mesh, PartitionSpec())
 

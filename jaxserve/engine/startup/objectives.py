@@ -1,4 +1,4 @@
-"""The objectives that a server promises by default: given ones, or multiples of what the model does on this mesh."""
+"""Default SLOs of a server: configured values, or multiples of what the model achieves on this mesh."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from jaxserve.sched.api.policy import Limits
 from jaxserve.sched.api.slo import SLO
 from jaxserve.settings.tiers import AUTO
 
-DECODE = 2.0  # decode steps of all rows: the other half is for prompts that come between them
-PREFILL = 4.0  # prefills of the longest prompt, alone: three may come before it
-LONGEST = 8192  # tokens of a prompt that the default still has in mind; longer ones bring their own objective
-LEAST = SLO(ttft=0.5, tpot=0.025)  # seconds; below these the host's own pauses decide, and nobody sees the difference
-USEFUL = 4  # rows: an objective that fewer can keep makes a server of one request at a time
+DECODE = 2.0  # times a full decode step: half of the time is left for prompts between decodes
+PREFILL = 4.0  # times the prefill of the longest prompt alone: three prompts may precede it
+LONGEST = 8192  # longest prompt that the default covers, in tokens; longer ones should set their own objective
+LEAST = SLO(ttft=0.5, tpot=0.025)  # seconds; below these, pauses of the host dominate and users see no difference
+USEFUL = 4  # rows; an objective that fewer rows cannot meet leaves a server of one request at a time
 
 
 def promise(config: ServeConfig, perf: PerfModel, limits: Limits, max_model_len: int) -> Promise:
-    """What is promised to requests that bring no objective, and which of it cannot be kept at any useful batch.
+    """Compute the SLO of requests that set none, and what of it cannot be met at any useful batch.
 
-    `ttft_slo` auto: PREFILL times the prefill of the longest prompt; `tpot_slo` auto: DECODE times a decode step at
-    full batch, each row at half of the context that fits; both rounded up to two digits, and at least LEAST.
+    `ttft_slo` auto: PREFILL times the prefill of the longest prompt. `tpot_slo` auto: DECODE times a
+    decode step at full batch, each row at half of the context that fits. Both are rounded up to two
+    digits and are at least LEAST.
     """
     auto = SLO(
         max(LEAST.ttft, _rounded(PREFILL * _prefill(perf, limits, min(max_model_len, LONGEST)))),
@@ -34,14 +35,14 @@ def promise(config: ServeConfig, perf: PerfModel, limits: Limits, max_model_len:
 
 
 def _broken(config: ServeConfig, perf: PerfModel, limits: Limits, max_model_len: int) -> dict[str, str]:
-    """Why, by objective, for those given that this machine cannot keep."""
+    """Return the reason, by objective, why this machine cannot meet a configured value."""
     broken = dict[str, str]()
     if config.tpot_slo != AUTO:
         rows = min(USEFUL, limits.rows)
         step = _decode(perf, limits, max_model_len, rows)
         if step > config.tpot_slo:
             broken["tpot"] = (
-                f"tpot_slo={_time(config.tpot_slo)} cannot be kept: a decode step of {rows} "
+                f"tpot_slo={_time(config.tpot_slo)} cannot be met: a decode step of {rows} "
                 f"request{'s' * (rows > 1)} takes {_time(step)} here"
             )
     if config.ttft_slo != AUTO:
@@ -49,26 +50,26 @@ def _broken(config: ServeConfig, perf: PerfModel, limits: Limits, max_model_len:
         step = perf.step_time(Load().add_chunk(tokens, 0))
         if step > config.ttft_slo:
             broken["ttft"] = (
-                f"ttft_slo={_time(config.ttft_slo)} cannot be kept: a prompt of {tokens} tokens alone takes "
+                f"ttft_slo={_time(config.ttft_slo)} cannot be met: a prompt of {tokens} tokens alone takes "
                 f"{_time(step)} here"
             )
     return broken
 
 
 def _decode(perf: PerfModel, limits: Limits, max_model_len: int, rows: int) -> float:
-    """Seconds of a decode step of that many rows."""
+    """Return the seconds of a decode step of `rows` rows."""
     context = max(1, min(max_model_len, limits.pages * limits.page_size // limits.rows) // 2)
     return perf.step_time(Load().add_rows(rows, context, rows * context))
 
 
 def _prefill(perf: PerfModel, limits: Limits, prompt: int) -> float:
-    """Seconds of the steps of one prompt."""
+    """Return the seconds of all steps of one prompt."""
     starts = range(0, prompt, limits.tokens)
     return sum(perf.step_time(Load().add_chunk(min(limits.tokens, prompt - start), start)) for start in starts)
 
 
 def _rounded(seconds: float) -> float:
-    """Up to two digits."""
+    """Round up to two digits."""
     digits = 1 - floor(log10(max(seconds, 1e-6)))
     return round(ceil(round(seconds * 10.0**digits, 6)) / 10.0**digits, max(digits, 0))
 

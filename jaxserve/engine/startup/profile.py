@@ -1,4 +1,4 @@
-"""Measures steps before serving, so that the first predictions are of this machine; keeps them for the next start."""
+"""Profiling: measures step times before serving, and stores them for the next start."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from jaxserve.version import __version__
 
 log = logging.getLogger(__name__)
 
-SECONDS = {"cpu": 10.0}  # that a profile takes at most, by platform
+SECONDS = {"cpu": 10.0}  # longest profile by platform
 ACCELERATOR = 5.0
-CHECK = 0.5  # seconds for a look at whether a kept profile still holds
-FAR = 3.0  # times as fast or slow as then: it does not
-FOLDER = "profiles"  # in that of compiled programs
+CHECK = 0.5  # seconds for a check that a stored profile still holds
+FAR = 3.0  # factor by which step times may differ from a stored profile
+FOLDER = "profiles"  # inside the folder of compiled programs
 
 
 def default_seconds(platform: str) -> float:
@@ -41,7 +41,7 @@ def default_seconds(platform: str) -> float:
 
 
 def buckets_of(executor: JaxExecutor) -> Buckets:
-    """The sizes of an executor's step programs."""
+    """Return the sizes of an executor's step programs."""
     made = executor.state.programs.limits.buckets
     return Buckets(
         tuple(bucket.rows for bucket in made if bucket.decode),
@@ -50,7 +50,7 @@ def buckets_of(executor: JaxExecutor) -> Buckets:
 
 
 def facts(config: ExecutorConfig, executor: JaxExecutor, model: str) -> dict[str, Any]:
-    """What step times depend on: a profile is of an engine in which all of it is the same."""
+    """Return everything that step times depend on; a profile is valid if all of it is equal."""
     state = executor.state
     device = state.mesh.devices.flat[0]
     spec, limits = hashlib.sha256(repr(config.spec).encode()).hexdigest()[:16], state.programs.limits
@@ -73,21 +73,21 @@ def facts(config: ExecutorConfig, executor: JaxExecutor, model: str) -> dict[str
 
 
 def device_name() -> str:
-    """The kind of the devices in use, as jax names it."""
+    """Return the kind of the devices in use, as jax names it."""
     return str(jax.devices()[0].device_kind)
 
 
 class ProfileCache:
-    """A profile on disk, beside the compiled programs, in a file named after the facts of its engine."""
+    """A profile on disk, in a file named by the facts of its engine."""
 
     def __init__(self, known: Mapping[str, Any], folder: Path | None = None) -> None:
-        self._facts = json.loads(json.dumps(known))  # as a file gives it back
+        self._facts = json.loads(json.dumps(known))  # as they are read back from a file
         text = json.dumps(self._facts, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:24]
         self.path = (cache_folder() if folder is None else folder) / FOLDER / f"{name}.json"
 
     def load(self) -> list[Point] | None:
-        """What was measured before; None where nothing was. A file that cannot be read is said once, and ignored."""
+        """Return the stored profile, or None. A file that cannot be read is logged and ignored."""
         if not self.path.is_file():
             return None
         try:
@@ -96,22 +96,22 @@ class ProfileCache:
                 return None
             points = [(Load(*load), float(seconds)) for load, seconds in kept["points"]]
             if not points or not all(0 < seconds < float("inf") for _, seconds in points):
-                raise ValueError(f"{len(points)} points, each of which must have taken time")
+                raise ValueError(f"{len(points)} points: at least one is needed, with finite times above 0")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("the kept profile %s cannot be read (%s): measuring step times again", self.path, error)
+            log.warning("the stored profile %s cannot be read (%s): measuring step times again", self.path, error)
             return None
         return points
 
     def save(self, points: list[Point]) -> None:
-        """Replace the file as a whole. A folder that cannot be written is said, and no reason not to serve."""
+        """Replace the file atomically. A folder that is not writable is logged; serving continues."""
         partial = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps({"facts": self._facts, "points": points}), encoding="utf-8")
             partial.replace(self.path)
         except OSError as error:
-            if compile_counter().writable:  # else it is said already
-                log.warning("the profile cannot be kept in %s: %s", self.path, error)
+            if compile_counter().writable:  # otherwise logged already
+                log.warning("the profile cannot be stored in %s: %s", self.path, error)
 
 
 def measured(
@@ -124,7 +124,7 @@ def measured(
     runs: int = RUNS,
     progress: Progress | None = None,
 ) -> list[Point]:
-    """`measure` in an event loop of its own, whether or not one runs in this thread."""
+    """Run `measure` in a new event loop, whether or not this thread has one."""
 
     def told(share: float) -> None:
         if progress is not None:
@@ -138,8 +138,11 @@ def measured(
 
 
 def holds(points: list[Point], executor: Executor, limits: Limits, max_model_len: int, buckets: Buckets) -> bool:
-    """Whether a kept profile is of the machine as it is now: of a few steps, run again, one at least takes about as
-    long as it did. Where all are FAR times faster, or all slower, other work slowed the machine then, or does now."""
+    """Return whether a stored profile still describes this machine.
+
+    A few steps run again. If all are FAR times faster or all are FAR times slower than stored, other
+    work slowed the machine then or now.
+    """
     known = dict(points)
     again = measured(executor, limits, max_model_len, buckets, CHECK, runs=2)
     ratios = [took / known[load] for load, took in again if load in known]
@@ -147,18 +150,18 @@ def holds(points: list[Point], executor: Executor, limits: Limits, max_model_len
 
 
 def check_measured_on(name: str, known: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Raise InvalidValue where a latency preset says that it is of another model or device than this engine."""
+    """Raise InvalidValue if a latency preset is for another model or device than this engine's."""
     for what, value in known.items():
         mine = here.get(what, "")
         if value and mine and not _same(value, mine):
             raise InvalidValue(
-                f"perf={name!r} was measured for {what} {value!r}, and this server has {mine!r}: measure it here "
+                f"perf={name!r} was measured for {what} {value!r}, but this server has {mine!r}: measure it here "
                 "with `jaxserve profile`, or leave --perf out",
                 "perf",
             )
 
 
 def _same(one: str, other: str) -> bool:
-    """Names of models by their last part; in both, one has all words of the other (`H200`, `NVIDIA H200`)."""
+    """Compare the last parts of names: equal if one has all words of the other (`H200`, `NVIDIA H200`)."""
     first, second = (set(re.split(r"[\s_-]+", name.rstrip("/").rpartition("/")[2].lower())) for name in (one, other))
     return first <= second or second <= first

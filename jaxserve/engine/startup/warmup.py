@@ -1,4 +1,7 @@
-"""Compile every program before the first request, and count what is compiled after that: it must be nothing."""
+"""Warm-up: compiles every program before the first request, and counts later compilations.
+
+There should be none.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,17 @@ from jaxserve.sched.api.plan import Begin
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int, str], None]  # programs done, programs in all, the one just done
+Progress = Callable[[int, int, str], None]  # programs done, programs in total, label of the last one
 COMPILE, LOAD = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
 
 
 class CompileCounter:
-    """Counts programs that jax compiles, and those it loads from the persistent cache instead."""
+    """Counts the programs that jax compiles, and those that it loads from the persistent cache."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._made = self._loaded = self._warm = 0
-        self.writable = True  # whether the persistent cache keeps what is compiled; set by `use_persistent_cache`
+        self.writable = True  # whether the persistent cache stores programs; set by `use_persistent_cache`
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
@@ -64,33 +67,36 @@ class CompileCounter:
 
     @property
     def unkept_total(self) -> int:
-        """Programs compiled that the next start compiles again, because the cache folder cannot be written."""
+        """Compiled programs that the next start compiles again, because the cache folder is not writable."""
         return 0 if self.writable else self.compilations_total
 
     @property
     def after_warmup(self) -> int:
-        """Programs compiled or loaded since `warm`: each held up a step."""
+        """Programs compiled or loaded since `warm`; each delayed a step."""
         return self._made - self._warm
 
     def warm(self) -> None:
-        """Warm-up is over."""
+        """Mark the end of warm-up."""
         self._warm = self._made
 
 
 @cache
 def compile_counter() -> CompileCounter:
-    """The counter of this process. One, because jax never lets go of a listener."""
+    """Return the counter of this process: a single one, because jax never removes a listener."""
     return CompileCounter()
 
 
 def cache_folder() -> Path:
-    """Where compiled programs are kept: JAXSERVE_CACHE_DIR, the folder jax has been given, or ~/.cache/jaxserve/xla."""
+    """Return the folder of compiled programs.
+
+    JAXSERVE_CACHE_DIR, else jax's configured cache folder, else ~/.cache/jaxserve/xla.
+    """
     named = os.environ.get("JAXSERVE_CACHE_DIR") or jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     return Path(named or Path.home() / ".cache" / "jaxserve" / "xla")
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Return why nothing can be kept in a folder, which is made where it is missing; None where it can."""
+    """Return why a folder cannot be written, or None; a missing folder is created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -100,14 +106,17 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def use_persistent_cache(folder: Path | None = None) -> Path:
-    """Keep compiled programs between runs and share them among instances. `folder` None: see `cache_folder`."""
+    """Keep compiled programs between runs and share them among instances.
+
+    folder: None: see `cache_folder`.
+    """
     path = folder or cache_folder()
     counter, reason = compile_counter(), why_not_writable(path)
     if reason is not None and counter.writable:
-        log.warning("compiled programs and profiles are not kept: %s; JAXSERVE_CACHE_DIR names another folder", reason)
-        warnings.filterwarnings("ignore", message="Error writing persistent compilation cache entry")  # one a program
+        log.warning("compiled programs and profiles are not stored: %s; set JAXSERVE_CACHE_DIR", reason)
+        warnings.filterwarnings("ignore", message="Error writing persistent compilation cache entry")  # one per program
     counter.writable = reason is None
-    jax.config.update("jax_compilation_cache_dir", str(path))  # also where it can only be read
+    jax.config.update("jax_compilation_cache_dir", str(path))  # also if it can only be read
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compat.share_programs()
@@ -115,14 +124,14 @@ def use_persistent_cache(folder: Path | None = None) -> Path:
 
 
 def idle_batch(bucket: Bucket, row_pages: int, slots: SlotTable, *, full: bool) -> Batch:
-    """A step of padding only: nothing is written, nothing drawn."""
+    """Return a step of padding, which writes and samples nothing."""
     packed = np.zeros(Layout.of(bucket, row_pages).end, np.int32)
     sampling = slots.columns[np.full(bucket.width, slots.limits.slots)]
     return Batch(bucket, packed, sampling, full, None, ())
 
 
 def idle_drafting(bucket: Bucket, depth: int, row_pages: int, slots: SlotTable) -> Batch:
-    """As `idle_batch`, of a step that drafts."""
+    """Return a step of padding that drafts."""
     batch = idle_batch(bucket, row_pages, slots, full=False)
     assert batch.sampling is not None
     size = next(
@@ -132,7 +141,7 @@ def idle_drafting(bucket: Bucket, depth: int, row_pages: int, slots: SlotTable) 
 
 
 def drafting_calls(state: DeviceState) -> list[Call]:
-    """Programs of steps that draft."""
+    """Return the programs of steps that draft."""
     programs, limits, made = state.programs, state.programs.limits, []
     if state.drafter is None:
         return []
@@ -161,7 +170,7 @@ def drafting_calls(state: DeviceState) -> list[Call]:
 
 
 def calls(state: DeviceState) -> list[Call]:
-    """Every program of an instance, longest to compile first."""
+    """Return every program of an instance, the slowest to compile first."""
     programs, limits = state.programs, state.programs.limits
     spec, slots, made = programs.spec, SlotTable(limits), []
     for bucket in reversed(limits.buckets):
@@ -189,7 +198,7 @@ def calls(state: DeviceState) -> list[Call]:
 
 
 def _segments(state: DeviceState, slots: SlotTable) -> Iterator[Call]:
-    """The programs of steps that can be stopped; what goes from one to the next is only described."""
+    """Yield the programs of preemptible steps; values between segments are abstract."""
     segments, limits = state.segments, state.programs.limits
     if segments is None:
         return
@@ -205,7 +214,7 @@ def _segments(state: DeviceState, slots: SlotTable) -> Iterator[Call]:
 
 
 def run_through(state: DeviceState) -> None:
-    """Run every program once: what jax and the device set up at a first run is then behind them."""
+    """Run every program once, so that first-run setup of jax and the device is done."""
     limits, slots = state.programs.limits, SlotTable(state.programs.limits)
     drawn, widths = None, set()
     for bucket in limits.buckets:
@@ -244,9 +253,10 @@ def _run_drafts(state: DeviceState, slots: SlotTable) -> None:
 
 
 def warm_up(states: Sequence[DeviceState], progress: Progress | None = None) -> float:
-    """Compile all programs of alike instances, the first instance's first; returns the seconds it took.
+    """Compile all programs of equal instances, and return the seconds taken.
 
-    The others then load what the first has compiled, where the persistent cache is on.
+    The first instance's programs are compiled first; the others load them if the persistent cache is
+    on.
     """
     began, counter = time.perf_counter(), compile_counter()
     before, loads = counter.compilations_total, counter.cache_loads_total
@@ -262,7 +272,7 @@ def warm_up(states: Sequence[DeviceState], progress: Progress | None = None) -> 
                 done += 1
                 if progress is not None:
                     progress(done, total, compiling[finished].label)
-            runs.append(pool.submit(run_through, state))  # beside the next instance's programs
+            runs.append(pool.submit(run_through, state))  # in parallel with the next instance's compilation
         for run in runs:
             run.result()
     seconds = time.perf_counter() - began

@@ -140,7 +140,7 @@ def test_a_model_that_the_profile_cannot_determine_is_named(tmp_path: Path, caps
         ("prefill,seconds\n-5,1\n", r"a.csv:2: column 'prefill'='-5' must be a number, 0 or more"),
         ("prefill,seconds\n2.5,1\n", r"column 'prefill'='2.5' must be a whole number"),
         ("prefill,seconds\n5,\n", r"a.csv:2: column 'seconds' is missing"),
-        ("prefill,seconds\n0,1\n", r"a.csv:2: a step has prefill or decode tokens"),
+        ("prefill,seconds\n0,1\n", r"a.csv:2: a step needs prefill or decode tokens"),
         ("decode,seconds\n3,1\n", r"a.csv:2: decode=3 needs 'longest' or 'context'"),
         ("prefill,seconds\n5,1,7\n", r"unknown column 'beyond the header'"),
         ("prefill,seconds\n", r"a.csv has no steps"),
