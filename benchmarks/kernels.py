@@ -87,7 +87,7 @@ def sections(text: str) -> list[str]:
 
 def measure(session: Session, args: argparse.Namespace) -> None:
     if args.executable is not None:
-        session.part("travelled executable", lambda: questions.load(session, args.executable))
+        session.part("traveled executable", lambda: questions.load(session, args.executable))
     for name in args.only:
         began, before = time.perf_counter(), session.parts
         SECTIONS[name](session)

@@ -109,7 +109,7 @@ def measure(folder: Path, way: str) -> dict[str, Any]:
 
     from jaxserve.models import converted, registry, weights
     from jaxserve.models.layers import Info
-    from jaxserve.models.quantised import Quantised
+    from jaxserve.models.quantized import Quantized
 
     def is_info(x: Any) -> bool:
         return isinstance(x, Info)
@@ -117,13 +117,13 @@ def measure(folder: Path, way: str) -> dict[str, Any]:
     def size(info: Info) -> int:
         return prod(info.shape) * int(np.dtype(info.dtype).itemsize)
 
-    spec = registry.load_spec(folder).quantised_as(way if way in ("int8", "fp8_per_block") else None)
+    spec = registry.load_spec(folder).quantized_as(way if way in ("int8", "fp8_per_block") else None)
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
     jax.block_until_ready(jax.device_put(np.zeros(1, np.float32), mesh.devices.flat[0]))
     if way == "orbax":
         import orbax.checkpoint  # noqa: F401  do not count the memory of its modules
     tree = registry.abstract_weights(spec, "bfloat16")
-    parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (Info, Quantised)))
+    parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (Info, Quantized)))
     if way == "orbax":
         parts = list(converted.parts_of(tree).values())
     sizes = [sum(map(size, jax.tree.leaves(part, is_leaf=is_info))) for part in parts]

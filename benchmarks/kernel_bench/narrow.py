@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.quantised import Quantised, einsum
+from jaxserve.models.quantized import Quantized, einsum
 from pallas_kernels.mosaic import compat
 from pallas_kernels.ops.quantized_matmul.cases import MODELS
 from pallas_kernels.ops.quantized_matmul.hopper import QuantizedSpec
@@ -56,7 +56,7 @@ def _measure(session: Session, spec: QuantizedSpec, label: str) -> Any:
     def call(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
         if label == "mosaic":
             return quantized_matmul(x, values, scale, config=config, interpret=interpret)
-        return einsum("ti,io->to", x, values if label == "xla bfloat16" else Quantised(values, scale, 0))
+        return einsum("ti,io->to", x, values if label == "xla bfloat16" else Quantized(values, scale, 0))
 
     # Enough weights to exceed the level-2 cache.
     count = 2 if session.dry else max(POOLS, -(-(200 << 20) // (spec.inputs * spec.outputs)))

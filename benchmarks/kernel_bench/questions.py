@@ -62,7 +62,7 @@ def answers(session: Session) -> None:
 
 def _portable() -> tuple[Callable[..., Any], Case]:
     """Return the program that is compiled elsewhere, a decode of a few rows, and its case."""
-    case = Case("travelled decode", ((1, 700), (1, 64), (1, 333)))
+    case = Case("traveled decode", ((1, 700), (1, 64), (1, 333)))
     kernel = next(iter(ours.decode_kernels(case, dry=False)))
 
     def program(q: jax.Array, k: jax.Array, v: jax.Array, ragged: Any) -> jax.Array:
@@ -107,5 +107,5 @@ def load(session: Session, path: Path) -> None:
     seconds = time.perf_counter() - began
     got, want = loaded(q, k, v, ragged), ours.xla(case).call(q, k, v, ragged, ())
     error = float(jnp.linalg.norm((got - want).astype(jnp.float32)) / jnp.linalg.norm(want.astype(jnp.float32)))
-    session.facts["travelled executable"] = {"load_s": seconds, "error": error}
+    session.facts["traveled executable"] = {"load_s": seconds, "error": error}
     assert error < 8e-3, f"a program compiled elsewhere is wrong here: relative error {error:.2e}"

@@ -27,7 +27,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from jaxserve.report.plot import COLOURS, MARKERS, Panel
+from jaxserve.report.plot import COLORS, MARKERS, Panel
 from jaxserve.report.table import markdown, print_table
 
 PAGES = common.ROOT / "docs" / "research"
@@ -160,7 +160,7 @@ def picture(name: str, panels: Sequence[Panel], columns: int = 2) -> None:
     canvas = FigureCanvasAgg(figure)
     for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=True):
         for index, (label, line) in enumerate(panel.series.items()):
-            style = {"color": COLOURS[index], "marker": MARKERS[index] if len(line.x) < 30 else None, "markersize": 3}
+            style = {"color": COLORS[index], "marker": MARKERS[index] if len(line.x) < 30 else None, "markersize": 3}
             axes.plot(line.x, line.y, linewidth=1.2, label=label, **style)
         if panel.level is not None:
             axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxserve.capacity.costs import is_matrix, shard
 from jaxserve.models import registry
 from jaxserve.models.layers import Info, Tree
-from jaxserve.models.quantised import Quantised
+from jaxserve.models.quantized import Quantized
 from jaxserve.models.spec import ModelSpec
 
 COUNTS = jnp.dtype(jnp.int16).itemsize  # bytes of one of a slot's token counts, for penalties
@@ -49,7 +49,7 @@ class Activations:
             modules = [part for part in tree["layers"][kind].values() if isinstance(part, Mapping)]
             widest = max(widest, *(_module(module, shared, tp, item) for module in modules))
         step = tokens * (STREAMS * spec.dim * item + widest)
-        if spec.quantised is not None:
+        if spec.quantized is not None:
             step += max(_widened(tree["layers"][kind], tp, item) for kind in set(shared.kinds))
         gathered = 1 if tp == 1 else 2  # arrays of logits: a mesh gathers them first
         draw = gathered * rows * spec.vocab * 4 + adjusted(spec, rows)
@@ -82,8 +82,8 @@ def _module(module: Tree, spec: ModelSpec, tp: int, item: int) -> float:
 
 def _widened(layer: Tree, tp: int, item: int) -> float:
     """Return the bytes of a layer's largest 8-bit weight in the dtype of its matmul."""
-    parts = jax.tree.leaves(layer, is_leaf=lambda x: isinstance(x, Quantised | Info))
-    return max((shard(part.values, tp) * item for part in parts if isinstance(part, Quantised)), default=0)
+    parts = jax.tree.leaves(layer, is_leaf=lambda x: isinstance(x, Quantized | Info))
+    return max((shard(part.values, tp) * item for part in parts if isinstance(part, Quantized)), default=0)
 
 
 def _width(info: Info, spec: ModelSpec, tp: int) -> float:

@@ -69,7 +69,7 @@ class Costs:
                 draw += 2 * size
             elif kind != "tables" and is_matrix(info):
                 token += 2 * size * (_chosen(spec) if kind == "experts" else 1)
-        plain = replace(spec, quantised=None)  # scales are not parameters
+        plain = replace(spec, quantized=None)  # scales are not parameters
         read = {source: kind for kind, info in _weights(plain, dtype) for source in info.sources}
         counted = sum(prod(source.shape) for source in read)
         used = {"tables": 0.0, "experts": _chosen(spec)}

@@ -84,8 +84,8 @@ def notes(plan: Plan) -> list[str]:
     """Return remarks about the figures."""
     spec, setting = plan.spec, plan.setting
     said = [f"{setting.name}: {setting.device.note}"] if setting.device.note else []
-    if spec.quantised is not None:
-        said.append(f"weights of matmuls in {spec.quantised.dtype}; arithmetic is counted in {setting.dtype}")
+    if spec.quantized is not None:
+        said.append(f"weights of matmuls in {spec.quantized.dtype}; arithmetic is counted in {setting.dtype}")
     said += sorted(
         {f"activations {f.activations.source}" for f in plan.fits if f.activations} - {"activations counted"}
     )

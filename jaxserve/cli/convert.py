@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxserve.config import parse_mesh
 from jaxserve.errors import InvalidValue
-from jaxserve.models.quantisation import FLAG
+from jaxserve.models.quantization import FLAG
 
 DESCRIPTION = """Convert a model's safetensors to an Orbax checkpoint: with fused weights, quantized if requested, and
 read by each device for itself. Needs orbax-checkpoint: pip install 'jaxserve[orbax]'."""
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     path = model_folder(args.model, args.revision)
     if find(path) is not None:
         raise InvalidValue(f"{str(path)!r} is converted already; give the folder with safetensors", "model")
-    spec = load_spec(path).quantised_as(args.quantization).for_tp(parse_mesh(args.mesh)[1])
+    spec = load_spec(path).quantized_as(args.quantization).for_tp(parse_mesh(args.mesh)[1])
     dtype = spec.dtype if args.dtype == "auto" else args.dtype
     with bar("converting", patience=0.0) as progress:
         converted.save(path, args.out, spec, "bfloat16" if dtype == "float16" else dtype, progress=progress)

@@ -114,7 +114,7 @@ def make_plan(
 
     device = devices()[name]
     found, source = find_config(args.model)
-    spec = spec_from_config(found).quantised_as(config.quantization)
+    spec = spec_from_config(found).quantized_as(config.quantization)
     spec = replace(spec, kv_scales=kv.scaled(config.kv_cache_dtype))
     length = config.max_model_len or spec.max_positions
     if length > spec.max_positions:

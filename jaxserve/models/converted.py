@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxserve.models.hub import FILES
 from jaxserve.models.layers import Info, Tree
 from jaxserve.models.manifest import FOLDER, NAME, Manifest, find
-from jaxserve.models.quantised import Quantised
+from jaxserve.models.quantized import Quantized
 from jaxserve.models.registry import abstract_weights
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.transposed import Transposed
@@ -54,7 +54,7 @@ def save(source: Path, out: Path, spec: ModelSpec, dtype: Any, *, progress: Prog
             if not file.name.endswith((".safetensors", ".safetensors.index.json")) and file.name != NAME:
                 shutil.copy(file, out / file.name)
     held_shapes = {part: _shapes(_named(tree)) for part, tree in parts.items()}
-    Manifest(spec.architecture, spec.kv_copies, spec.quantised, held_shapes).write(out)
+    Manifest(spec.architecture, spec.kv_copies, spec.quantized, held_shapes).write(out)
 
 
 def load(
@@ -144,11 +144,11 @@ def _laid(tree: Tree, wanted: Tree, mesh: Mesh) -> Tree:
 
         if isinstance(param, Transposed):
             return replace(param, values=moved(held, param.values))
-        if isinstance(param, Quantised) and param.transposed:
-            return Quantised(moved(held.values, param.values), moved(held.scale, param.scale), param.axis)
+        if isinstance(param, Quantized) and param.transposed:
+            return Quantized(moved(held.values, param.values), moved(held.scale, param.scale), param.axis)
         return held
 
-    return jax.tree.map(laid, wanted, tree, is_leaf=lambda x: isinstance(x, (Quantised, Transposed)))
+    return jax.tree.map(laid, wanted, tree, is_leaf=lambda x: isinstance(x, (Quantized, Transposed)))
 
 
 def _check(
@@ -207,8 +207,8 @@ def _named(tree: Tree) -> dict[str, Any]:
 
 
 def _params(tree: Tree) -> dict[str, Any]:
-    """Return each `Info` or `Quantised` by path."""
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: _is_info(x) or isinstance(x, Quantised))
+    """Return each `Info` or `Quantized` by path."""
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: _is_info(x) or isinstance(x, Quantized))
     return {_name(path): leaf for path, leaf in found}
 
 

@@ -25,7 +25,7 @@ from flax import nnx
 from jaxserve.models import layers
 from jaxserve.models.layers import Array, Info, Source, Turns, angles, like, matrix, rms_norm, vector
 from jaxserve.models.moe import Moe
-from jaxserve.models.quantised import einsum
+from jaxserve.models.quantized import einsum
 from jaxserve.models.spec import (
     Config,
     Experts,
@@ -96,7 +96,7 @@ def _experts(config: Config, newer: bool) -> Experts:
         chosen=int(need(config, "num_experts_per_tok")),
         ff_dim=width,
         layers=tuple(i >= dense for i in range(count)),
-        normalised=newer and bool(config.get("norm_topk_prob", True)),
+        normalized=newer and bool(config.get("norm_topk_prob", True)),
         scoring="sigmoid" if newer else "softmax",
         corrected=newer,
         scaling=float(config.get("routed_scaling_factor") or 1.0),

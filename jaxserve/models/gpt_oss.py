@@ -34,7 +34,7 @@ def read(config: Config) -> ModelSpec:
         chosen=int(config.get("num_experts_per_tok") or need(config, "experts_per_token")),
         ff_dim=facts["ff_dim"],
         layers=(True,) * count,
-        normalised=True,  # equal to a softmax over the chosen experts
+        normalized=True,  # equal to a softmax over the chosen experts
         biased=True,
         gate_slope=float(config.get("swiglu_alpha") or 1.702),
         gate_limit=float(7.0 if limit is None else limit),

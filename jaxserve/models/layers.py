@@ -24,7 +24,7 @@ import numpy.typing as npt
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxserve.models.quantised import einsum
+from jaxserve.models.quantized import einsum
 from jaxserve.models.spec import ModelSpec, Rope
 from jaxserve.models.transposed import product
 from jaxserve.sched.api.errors import InvalidValue

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jaxserve.models.quantisation import Quantisation
+from jaxserve.models.quantization import Quantization
 from jaxserve.sched.api.errors import InvalidValue
 
 NAME, FOLDER, FORMAT = "jaxserve.json", "weights", 1
@@ -26,7 +26,7 @@ class Manifest:
 
     architecture: str
     kv_copies: int  # of each kv head; see `ModelSpec.for_tp`
-    quantised: Quantisation | None
+    quantized: Quantization | None
     parts: Mapping[str, Mapping[str, Shape]]  # by part, then by name within the part
 
     def write(self, folder: Path) -> None:
@@ -54,10 +54,10 @@ def find(folder: Path) -> Manifest | None:
                 f"{str(folder / NAME)!r} has format {read['format']!r}; this version reads {FORMAT}: convert again",
                 "model",
             )
-        how = read["quantised"]
+        how = read["quantized"]
         if how is not None:
             block = None if how["block"] is None else (int(how["block"][0]), int(how["block"][1]))
-            how = Quantisation(how["dtype"], block, how["stored"], tuple(how["kept"]))
+            how = Quantization(how["dtype"], block, how["stored"], tuple(how["kept"]))
         parts = {
             part: {name: (tuple(shape), dtype) for name, (shape, dtype) in held.items()}
             for part, held in read["parts"].items()

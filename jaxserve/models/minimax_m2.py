@@ -17,7 +17,7 @@ def read(config: Config) -> ModelSpec:
         chosen=int(need(config, "num_experts_per_tok")),
         ff_dim=facts["ff_dim"],
         layers=(True,) * facts["layers"],
-        normalised=True,
+        normalized=True,
         scoring="sigmoid",
         corrected=True,
     )

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.models.layers import ACTIVATIONS, Array, Info, Mlp, Source, like, matrix, same, vector
-from jaxserve.models.quantised import Weight, multiplied
+from jaxserve.models.quantized import Weight, multiplied
 from jaxserve.models.spec import ModelSpec
 from pallas_kernels.attention.api import Attention as Kernel
 from pallas_kernels.ops.grouped_matmul.api import Experts
@@ -118,7 +118,7 @@ class Moe(nnx.Module):
         liked = scores if self.correction is None else scores + like(self.correction[...], scores)
         chosen = lax.top_k(self._of_best_groups(liked), self.moe.chosen)[1]
         best = jnp.take_along_axis(scores, chosen, axis=-1)
-        best = best / jnp.sum(best, axis=-1, keepdims=True) if self.moe.normalised else best
+        best = best / jnp.sum(best, axis=-1, keepdims=True) if self.moe.normalized else best
         return chosen, best * self.moe.scaling if self.moe.scaling != 1.0 else best
 
     def _of_best_groups(self, liked: jax.Array) -> jax.Array:

@@ -41,10 +41,10 @@ class Unpacked:
         return self
 
     def get_tensor(self, name: str) -> npt.NDArray[Any]:
-        return dequantised(self.blocks.get_tensor(self.name + BLOCKS), self.scales.get_tensor(self.name + SCALES))
+        return dequantized(self.blocks.get_tensor(self.name + BLOCKS), self.scales.get_tensor(self.name + SCALES))
 
 
-def dequantised(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+def dequantized(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
     """Dequantize blocks [X, out, G, 16] with scales [X, out, G] to [X, in, out] bfloat16.
 
     Only one expert at a time is held in float32.

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.models.layers import Array, Info, Source
-from jaxserve.models.quantisation import LARGEST, Quantisation
-from jaxserve.models.quantised import Quantised
+from jaxserve.models.quantization import LARGEST, Quantization
+from jaxserve.models.quantized import Quantized
 
 SCALE = "_scale_inv"  # suffix of a weight's name for its scales in the checkpoint
 ROWS = 1024  # outputs quantized at a time, which bounds the float32 copy
 
 
-def narrowed(info: Info, how: Quantisation | None) -> Info | Quantised:
+def narrowed(info: Info, how: Quantization | None) -> Info | Quantized:
     """Return the description of the 8-bit form of a weight, or `info` if it is not quantized.
 
     Only weights of products are, and only if `how` covers all of their tensors.
@@ -45,7 +45,7 @@ def narrowed(info: Info, how: Quantisation | None) -> Info | Quantised:
     shape = (*info.shape[:axis], blocks, *info.shape[axis + 1 :])
     dtype = jnp.dtype(jnp.float32)
     scale = replace(info, shape=shape, sources=stored if how.stored else (), build=build, dtype=dtype)
-    return Quantised(replace(info, dtype=jnp.dtype(how.dtype)), scale, axis)
+    return Quantized(replace(info, dtype=jnp.dtype(how.dtype)), scale, axis)
 
 
 def _matrix(source: Source) -> tuple[int, int]:
@@ -54,7 +54,7 @@ def _matrix(source: Source) -> tuple[int, int]:
     return outputs, inputs
 
 
-def _spread(scales: Array, shape: tuple[int, int], how: Quantisation, blocks: int) -> Array:
+def _spread(scales: Array, shape: tuple[int, int], how: Quantization, blocks: int) -> Array:
     """Expand a checkpoint's scales to [out, blocks] for a weight [out, in] of `shape`."""
     outputs, inputs = shape
     if how.block is None:
@@ -63,7 +63,7 @@ def _spread(scales: Array, shape: tuple[int, int], how: Quantisation, blocks: in
     return np.repeat(scales, rows, axis=0)[:outputs, np.arange(blocks) * (inputs // blocks) // columns]
 
 
-def quantise(x: Array, how: Quantisation) -> tuple[Array, Array]:
+def quantize(x: Array, how: Quantization) -> tuple[Array, Array]:
     """Quantize a weight [out, in] to values and scales in the checkpoint's layout."""
     outputs, inputs = x.shape
     rows, columns = how.block or (1, inputs)
@@ -81,8 +81,8 @@ def quantise(x: Array, how: Quantisation) -> tuple[Array, Array]:
     return values, scales
 
 
-def dequantise(values: Array, scales: Array, block: tuple[int, int]) -> Array:
-    """Return the weight [out, in] float32 that `quantise` rounded to these values and scales."""
+def dequantize(values: Array, scales: Array, block: tuple[int, int]) -> Array:
+    """Return the weight [out, in] float32 that `quantize` rounded to these values and scales."""
     out: Array = values.astype(np.float32)
     out *= _every(scales.astype(np.float32), block, values.shape)
     return out
@@ -96,7 +96,7 @@ def _every(scales: Array, block: tuple[int, int], shape: Sequence[int]) -> Array
     return np.repeat(tall, block[1], axis=1)[:, : shape[1]]
 
 
-class Dequantised:
+class Dequantized:
     """A view of an open file that dequantizes a tensor on reading."""
 
     def __init__(self, file: Any, scales: Any, block: tuple[int, int]) -> None:
@@ -106,7 +106,7 @@ class Dequantised:
         return _Described(self.file.get_slice(name).get_shape())
 
     def get_tensor(self, name: str) -> Array:
-        return dequantise(self.file.get_tensor(name), self.scales.get_tensor(name + SCALE), self.block)
+        return dequantize(self.file.get_tensor(name), self.scales.get_tensor(name + SCALE), self.block)
 
 
 class _Described:

@@ -45,8 +45,8 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        unit = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + EPS)
+        centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        unit = centered * jax.lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + EPS)
         weight, bias = (layers.like(part[...], x).astype(jnp.float32) for part in (self.weight, self.bias))
         return (unit * weight + bias).astype(x.dtype)
 

@@ -20,7 +20,7 @@ def read(config: Config) -> ModelSpec:
             experts=int(config.get("num_experts") or need(config, "num_local_experts")),
             chosen=int(need(config, "num_experts_per_tok")),
             ff_dim=int(need(config, "moe_intermediate_size")),
-            normalised=bool(config.get("norm_topk_prob", False)),
+            normalized=bool(config.get("norm_topk_prob", False)),
             layers=tuple((i + 1) % step == 0 and i not in dense for i in range(count)),
         ),
     )

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxserve.models import manifest
 from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Tree, Turns, tree_of
 from jaxserve.models.narrow import narrowed
-from jaxserve.models.quantised import Quantised, multiplied_by
+from jaxserve.models.quantized import Quantized, multiplied_by
 from jaxserve.models.spec import Config, ModelSpec, architecture
 from jaxserve.models.transposed import Transposed
 from jaxserve.sched.api.errors import InvalidValue
@@ -59,7 +59,7 @@ def load_spec(path: Path) -> ModelSpec:
         more = eos if isinstance(eos, list) else [] if eos is None else [eos]
         spec = replace(spec, eos=tuple(dict.fromkeys([*spec.eos, *more])))
     made = manifest.find(path)
-    return spec if made is None else replace(spec, quantised=made.quantised)
+    return spec if made is None else replace(spec, quantized=made.quantized)
 
 
 def read_config(path: Path) -> Config:
@@ -104,17 +104,17 @@ def decoder(spec: ModelSpec) -> Decoder:
 def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
     """Return the weight tree with an `Info` for each weight: {"embed", "layers": [...], "norm", "head" unless tied}.
 
-    Quantized weights have a `Quantised` of two `Info`s, transposed ones a `Transposed` of one.
+    Quantized weights have a `Quantized` of two `Info`s, transposed ones a `Transposed` of one.
     """
 
-    def typed(info: Info) -> Info | Quantised | Transposed:
-        made = narrowed(replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info, spec.quantised)
+    def typed(info: Info) -> Info | Quantized | Transposed:
+        made = narrowed(replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info, spec.quantized)
         if spec.transposed and isinstance(made, Info) and made.contract == 0:
             shared = [at for at, axis in enumerate(made.axes[1:]) if axis in SHARDED]
             return Transposed(made.inputs_last(), 0 if spec.whole or not shared else shared[0])
-        if spec.whole and isinstance(made, Quantised) and made.axis == 0 and made.per_channel:
+        if spec.whole and isinstance(made, Quantized) and made.axis == 0 and made.per_channel:
             values = made.values.inputs_last()
-            return Quantised(values, made.scale.inputs_last(), len(values.shape) - 1)
+            return Quantized(values, made.scale.inputs_last(), len(values.shape) - 1)
         return made
 
     return jax.tree.map(typed, tree_of(decoder(spec)), is_leaf=lambda x: isinstance(x, Info))

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxserve.models import quantisation
+from jaxserve.models import quantization
 from jaxserve.models.cache import Cache
-from jaxserve.models.quantisation import Quantisation
+from jaxserve.models.quantization import Quantization
 from jaxserve.sched.api.errors import InvalidValue
 
 Config = Mapping[str, Any]  # the object in config.json
@@ -87,7 +87,7 @@ class Experts:
     chosen: int  # experts per token
     ff_dim: int  # F of one expert
     layers: tuple[bool, ...]  # by layer: whether it has experts or is dense
-    normalised: bool = False  # whether the weights of a token's experts are normalized to sum 1
+    normalized: bool = False  # whether the weights of a token's experts are normalized to sum 1
     scoring: str = "softmax"  # or "sigmoid"
     corrected: bool = False  # whether a bias is added to the scores that select experts, but not to their weights
     biased: bool = False  # whether router and experts have biases
@@ -174,7 +174,7 @@ class ModelSpec:
     kv_copies: int = 1  # shards that hold a copy of each kv head
     kv_row: int = 1  # kv heads side by side in a row of the pools
     kv_width: int = 0  # padded width of such a row; 0: not padded
-    quantised: Quantisation | None = None  # 8-bit weights
+    quantized: Quantization | None = None  # 8-bit weights
     kv_heads_first: bool = False  # pages are [heads, tokens] instead of [tokens, heads]
     transposed: bool = False  # weights are [out, in], which is faster on CPUs: see `models/transposed.py`
     whole: bool = False  # transposed and on one device: 8-bit weights are transposed too, and widened by blocks
@@ -235,9 +235,9 @@ class ModelSpec:
         """The number of query heads per kv head of the pool."""
         return self.heads // self.pool_heads
 
-    def quantised_as(self, name: str | None) -> ModelSpec:
+    def quantized_as(self, name: str | None) -> ModelSpec:
         """Return the spec with the quantization that `--quantization` selects; None: the checkpoint's."""
-        return replace(self, quantised=quantisation.chosen(self.quantised, name))
+        return replace(self, quantized=quantization.chosen(self.quantized, name))
 
     def first_layers(self, layers: int) -> ModelSpec:
         """Return the spec of a model that consists of the first `layers` layers."""
@@ -307,7 +307,7 @@ def common(
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "tied": bool(config.get("tie_word_embeddings", False)),
         "eos": tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),),
-        "quantised": quantisation.read(config),
+        "quantized": quantization.read(config),
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
     }
 

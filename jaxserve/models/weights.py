@@ -23,9 +23,9 @@ from safetensors import SafetensorError
 
 from jaxserve.models.layers import Info, Source, Tree
 from jaxserve.models.mxfp4 import unpacked
-from jaxserve.models.narrow import SCALE, Dequantised, quantise
-from jaxserve.models.quantisation import LARGEST
-from jaxserve.models.quantised import Quantised
+from jaxserve.models.narrow import SCALE, Dequantized, quantize
+from jaxserve.models.quantization import LARGEST
+from jaxserve.models.quantized import Quantized
 from jaxserve.models.registry import abstract_weights
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.tensor_file import TensorFile
@@ -34,7 +34,7 @@ from jaxserve.sched.api.errors import JaxserveError
 
 Progress = Callable[[int, int], None]
 Array = npt.NDArray[Any]
-Param = Info | Quantised | Transposed  # the latter two hold `Info`s
+Param = Info | Quantized | Transposed  # the latter two hold `Info`s
 Tensors = dict[str, tuple[Path, Any]]  # tensor name -> (path, open file)
 
 FLOATS = ("F32", "F16", "BF16")
@@ -98,10 +98,10 @@ def reader(path: Path, spec: ModelSpec, dtype: Any) -> Iterator[tuple[Tree, Call
             if param.scale.sources:
                 parts = [list(map(read, info.sources)) for info in (param.values, param.scale)]
             else:
-                assert spec.quantised is not None
-                made = [quantise(read(source), spec.quantised) for source in param.values.sources]
+                assert spec.quantized is not None
+                made = [quantize(read(source), spec.quantized) for source in param.values.sources]
                 parts = [[pair[i] for pair in made] for i in (0, 1)]
-            return Quantised(_built(param.values, parts[0]), _built(param.scale, parts[1]), param.axis)
+            return Quantized(_built(param.values, parts[0]), _built(param.scale, parts[1]), param.axis)
 
         yield abstract, build
 
@@ -121,7 +121,7 @@ def random_weights(
         values = _built(info, (_draw(info, source, seed) for source in info.sources))
         if isinstance(param, Info):
             return values
-        return Quantised(values, np.full(param.scale.shape, _drawn_scale(info), np.float32), param.axis)
+        return Quantized(values, np.full(param.scale.shape, _drawn_scale(info), np.float32), param.axis)
 
     return _place(abstract_weights(spec, dtype), spec, meshes, build, progress)
 
@@ -170,7 +170,7 @@ def _place(
     distinct = list(dict.fromkeys(meshes))
     for mesh in distinct:
         _check_tp(spec, mesh.shape["tp"])
-    params, structure = jax.tree.flatten(abstract, is_leaf=lambda x: isinstance(x, (Info, Quantised, Transposed)))
+    params, structure = jax.tree.flatten(abstract, is_leaf=lambda x: isinstance(x, (Info, Quantized, Transposed)))
     placed: dict[Mesh, list[Any]] = {mesh: [] for mesh in distinct}
     for done, param in enumerate(params, start=1):
         built = build(param)
@@ -197,13 +197,13 @@ def _index(path: Path, open_files: ExitStack) -> Tensors:
 
 def _widened(tensors: Tensors, abstract: Tree, spec: ModelSpec) -> Tensors:
     """Dequantize on reading those tensors that are 8-bit in the file but not in the tree."""
-    if spec.quantised is None or spec.quantised.block is None:
+    if spec.quantized is None or spec.quantized.block is None:
         return tensors
     narrow = {source.name for info in _infos(abstract) for source in info.sources if _is_narrow(info)}
     found = dict(tensors)
     for name, (path, file) in tensors.items():
         if name + SCALE in tensors and name not in narrow and file.get_slice(name).get_dtype() in NARROW.values():
-            found[name] = path, Dequantised(file, found.pop(name + SCALE)[1], spec.quantised.block)
+            found[name] = path, Dequantized(file, found.pop(name + SCALE)[1], spec.quantized.block)
     return found
 
 
@@ -256,7 +256,7 @@ def _first_cut(file: Path) -> str:
 
 def _check_names(path: Path, tensors: Tensors, infos: Sequence[Info], spec: ModelSpec) -> None:
     wanted = {source.name: source.shape for info in infos for source in info.sources}
-    stored = spec.quantised is not None and spec.quantised.stored
+    stored = spec.quantized is not None and spec.quantized.stored
     narrow = {source.name: info for info in infos for source in info.sources if stored and _is_narrow(info)}
     problems = [f"missing {name} {list(shape)}" for name, shape in wanted.items() if name not in tensors]
     for name, (file, handle) in tensors.items():

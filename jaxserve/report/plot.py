@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")  # Okabe and Ito
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")  # Okabe and Ito
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
@@ -82,7 +82,7 @@ def cdf(
         ordered = ordered[np.isfinite(ordered)]
         if len(ordered):
             share = np.arange(1, len(ordered) + 1) / len(ordered)
-            axes.step(ordered, share, where="post", label=name, color=COLOURS[index % len(COLOURS)])
+            axes.step(ordered, share, where="post", label=name, color=COLORS[index % len(COLORS)])
     if level is not None:
         axes.axvline(level, color="grey", linestyle="--", linewidth=1)
     if log_x:
@@ -112,8 +112,8 @@ def bars(
     figure = Figure(figsize=(max(4.0, 1.1 * len(values) + 1.5), 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    colours = [COLOURS[index % len(COLOURS)] for index in range(len(values))]
-    drawn = axes.bar(range(len(values)), list(values.values()), color=colours)
+    colors = [COLORS[index % len(COLORS)] for index in range(len(values))]
+    drawn = axes.bar(range(len(values)), list(values.values()), color=colors)
     labels = [f"{'≥ ' * (name in at_least)}{value:.3g}" for name, value in values.items()]
     axes.bar_label(drawn, labels=labels, padding=2)
     for name, bar in zip(values, drawn, strict=True):
@@ -131,11 +131,11 @@ def bars(
 
 def _draw(axes: Any, panel: Panel) -> None:
     for index, (name, line) in enumerate(panel.series.items()):
-        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+        color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
         style = "--" if line.dashed else "-"
-        axes.plot(line.x, line.y, style, color=colour, marker=marker, markersize=4, linewidth=1.6, label=name)
+        axes.plot(line.x, line.y, style, color=color, marker=marker, markersize=4, linewidth=1.6, label=name)
         if line.low is not None and line.high is not None:
-            axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
+            axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.15, linewidth=0)
     if panel.level is not None:
         axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1)
     if panel.ylim:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.ops.kv_write.xla import quantised
+from pallas_kernels.ops.kv_write.xla import quantized
 from pallas_kernels.ops.paged_attention.api import AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
 from pallas_kernels.rope import Turn, rotate
@@ -98,7 +98,7 @@ class TpuAttention:
         q, k = rotate(q, turn), rotate(k, turn)
         k_pool, v_pool = pool
         if scales is not None:
-            k, v = quantised(k, scales.k, k_pool.dtype), quantised(v, scales.v, v_pool.dtype)
+            k, v = quantized(k, scales.k, k_pool.dtype), quantized(v, scales.v, v_pool.dtype)
         row = row_of(self.spec)
         if not row.plain:
             q, k, v = row.spread(q), row.joined(k), row.joined(v)

@@ -31,7 +31,7 @@ class Figures:
     registers: int = 0
     spills: int = 0  # bytes spilled: stores, loads and stack frames, summed
     smem: int = 0  # bytes per block
-    serialised: tuple[str, ...] = ()  # ptxas warnings about serialized wgmma
+    serialized: tuple[str, ...] = ()  # ptxas warnings about serialized wgmma
     instructions: dict[str, int] = field(default_factory=dict)
     shared: int = 0  # instructions that go through shared memory, or exchange between threads over the same path
     narrow: int = 0  # loads from shared memory of less than 4 bytes
@@ -61,7 +61,7 @@ def kernels(folder: Path) -> dict[str, object]:
         "registers": max((int(n) for report in reports for n in REGISTERS.findall(report)), default=0),
         "spills": sum(int(n) for report in reports for found in SPILL.findall(report) for n in found),
         "smem": max(sizes, default=0),
-        "serialised": tuple(line.strip() for report in reports for line in SERIALISED.findall(report)),
+        "serialized": tuple(line.strip() for report in reports for line in SERIALISED.findall(report)),
         "shared": sum(len(SHARED.findall(code)) for code in codes),
         "narrow": sum(len(NARROW.findall(code)) for code in codes),
         "instructions": {

@@ -33,7 +33,7 @@ def laws(case: Compilable, figures: Figures, memory: int) -> Iterator[str]:
     """Yield each breach of the fixed rules, with its figure and bound. `memory`: bytes of a device."""
     if figures.spills:
         yield f"{figures.spills} bytes of registers spilled, the bound is 0"
-    for said in figures.serialised:
+    for said in figures.serialized:
         yield f"wgmma is serialized, the bound is 0 places: {said}"
     for name in sorted(case.needs):
         if not figures.instructions.get(name):

@@ -34,10 +34,10 @@ class AttentionShape:
     @property
     def compute_dtype(self) -> Any:
         """The dtype of the products: float16 for 8-bit pools, as widening to it takes the fewest instructions."""
-        return jnp.float16 if self.quantised else self.dtype
+        return jnp.float16 if self.quantized else self.dtype
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return bool(jnp.dtype(self.kv_dtype).itemsize == 1)
 
 

@@ -294,8 +294,8 @@ def begin(request: Request, *, history: bool = False) -> Begin:
     It includes tokens only if penalties, scores or drafts need them.
     """
     params = request.params
-    penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    history = history or penalised or params.prompt_logprobs is not None
+    penalized = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    history = history or penalized or params.prompt_logprobs is not None
     return Begin(
         params,
         request.seed,

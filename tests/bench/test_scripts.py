@@ -30,7 +30,7 @@ SCRIPTS = [
     "loading_memory",
     "overload",
     "preemption",
-    "quantisation",
+    "quantization",
     "scheduler_cost",
     "served_burst",
     "served_policies",

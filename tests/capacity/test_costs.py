@@ -137,7 +137,7 @@ def test_a_latent_is_read_once_and_each_shard_has_all_of_it() -> None:
 
 def test_hand_computed_8_bit_weights() -> None:
     spec = spec_from_config(SIZES)
-    plain, narrow = Costs.of(spec, 1, "float32"), Costs.of(spec.quantised_as("int8"), 1, "float32")
+    plain, narrow = Costs.of(spec, 1, "float32"), Costs.of(spec.quantized_as("int8"), 1, "float32")
     scales = 2 * ((4 + 2 * 2) * 8 + 32 + 2 * 64 + 32)  # one for each output of each matrix
     assert narrow.every == MATRICES + 4 * (NORMS + scales)
     assert (narrow.parameters, narrow.token) == (plain.parameters, plain.token)

@@ -21,7 +21,7 @@ from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from pallas_kernels.attention.api import attention
 from pallas_kernels.layout import Ragged
-from tests.support.engine.perplexity import demo, perplexity, unquantised
+from tests.support.engine.perplexity import demo, perplexity, unquantized
 from tests.support.engine.steps import POOL, executors
 
 SPEC = registry.spec_from_config(
@@ -63,8 +63,8 @@ def test_the_demo_model_loses_at_most_one_percent(name: str, most: float) -> Non
     executor = demo(kv_cache_dtype=name)
     assert {str(part.dtype) for pool in executor.state.pools for part in pool} == {kv.STORED[name]}
     found = perplexity(executor, 3)
-    assert found != unquantised(3), "the cache was not quantized"
-    assert abs(found / unquantised(3) - 1) <= most, f"perplexity {found}, unquantized {unquantised(3)}"
+    assert found != unquantized(3), "the cache was not quantized"
+    assert abs(found / unquantized(3) - 1) <= most, f"perplexity {found}, unquantized {unquantized(3)}"
 
 
 def test_the_same_memory_holds_four_times_the_pages_of_float32(tiny: Path) -> None:

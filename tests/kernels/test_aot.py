@@ -93,7 +93,7 @@ def test_reports_are_read(tmp_path: Path) -> None:
     assert found["registers"] == 232 and found["spills"] == 8 + 12 + 20 and found["smem"] == 151656
     assert found["instructions"] == {"wgmma": 2, "mma": 1, "tma": 1} and found["kernels"] == 1
     assert found["shared"] == 4 and found["narrow"] == 1
-    assert found["serialised"] == ("wgmma.mma_async instructions are serialized due to a fence in it",)
+    assert found["serialized"] == ("wgmma.mma_async instructions are serialized due to a fence in it",)
 
 
 def test_no_report_is_no_kernel(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_what_is_sound_breaks_no_law() -> None:
     ("case", "change", "said"),
     [
         (NEEDY, {"spills": 12}, "12 bytes of registers spilled, the bound is 0"),
-        (NEEDY, {"serialised": ("x",)}, "serialized"),
+        (NEEDY, {"serialized": ("x",)}, "serialized"),
         (NEEDY, {"instructions": {"mma": 2}}, "0 wgmma instructions, the bound is at least 1"),
         (NEEDY, {"smem": 300_000}, "300000 bytes of shared memory, the bound is 232448"),
         (NEEDY, {"donated": 2}, "1 of 2 donated arguments changed in place"),

@@ -99,7 +99,7 @@ def check(
     q, (k, v), scales = values(len(ragged.rows), kv_heads * group, DIM), pools(kv_heads), None
     if stored is not None:
         scales = Scales(*(np.linspace(low, 0.03, kv_heads, dtype=np.float32) for low in (0.01, 0.02)))
-        k, v = (reference.quantised(x, scale, stored) for x, scale in zip((k, v), scales, strict=True))
+        k, v = (reference.quantized(x, scale, stored) for x, scale in zip((k, v), scales, strict=True))
     promise = {"decode": {"decode": True}, "verify": {"queries": 16}, "mixed": {}}[kind]
     rule = {"window": window, "softcap": softcap, "scales": scales}
     out, lse = attend(q, k, v, ragged, return_lse=True, heads_first=first, **rule, **promise)

@@ -175,7 +175,7 @@ def test_rows_that_are_not_finite_end(bad: float) -> None:
 
 
 @given(st.floats(1e-29, 1e36), st.booleans())  # below, steps are wider: SMALLEST
-def test_numbers_have_neighbours(size: float, negative: bool) -> None:
+def test_numbers_have_neighbors(size: float, negative: bool) -> None:
     x = np.float32(-size if negative else size)
     assert after(jnp.float32(x)) == np.nextafter(x, np.float32(np.inf))
     assert before(jnp.float32(x)) == np.nextafter(x, np.float32(-np.inf))

@@ -18,7 +18,7 @@ from pallas_kernels.ops.paged_attention.hopper import decode
 from pallas_kernels.ops.paged_attention.hopper.decode import Config, candidates, heuristic, paged_decode
 from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.ragged import deal, make
-from tests.support.kernels.reference import attention, error, quantised
+from tests.support.kernels.reference import attention, error, quantized
 
 LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, over the whole output
 POOL, SCALE = 24, 0.15
@@ -56,7 +56,7 @@ class Problem:
         if self.stored is None:
             return q, jnp.asarray(k, self.dtype), jnp.asarray(v, self.dtype), None
         scales = Scales(*(np.float32(each) * (1 + np.arange(self.kv_heads, dtype=np.float32)) for each in (0.03, 0.02)))
-        k, v = (jnp.asarray(quantised(x, by, self.stored)) for x, by in zip((k, v), scales, strict=True))
+        k, v = (jnp.asarray(quantized(x, by, self.stored)) for x, by in zip((k, v), scales, strict=True))
         return q, k, v, Scales(*map(jnp.asarray, scales))
 
 

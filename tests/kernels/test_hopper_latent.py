@@ -17,7 +17,7 @@ from pallas_kernels.ops.mla import hopper as latent
 from pallas_kernels.ops.mla.hopper import Config, candidates, heuristic, paged_mla
 from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.ragged import deal, make
-from tests.support.kernels.reference import attention, error, quantised
+from tests.support.kernels.reference import attention, error, quantized
 
 LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, over the whole output
 POOL, SCALE = 24, 0.1
@@ -55,7 +55,7 @@ class Problem:
         q, pool = (random.standard_normal(shape) for shape in ((tokens, self.heads, dim), (POOL, self.page, 1, dim)))
         if self.stored is None:
             return jnp.asarray(q, self.dtype), jnp.asarray(pool, self.dtype)
-        narrow = quantised(pool, np.full(1, 1 / LARGE), self.stored)
+        narrow = quantized(pool, np.full(1, 1 / LARGE), self.stored)
         return jnp.asarray(q / LARGE, self.dtype), jnp.asarray(narrow)
 
 
@@ -75,8 +75,8 @@ def check(problem: Problem, config: Config) -> None:
     assert out.dtype == problem.dtype
     assert error(out, want[..., : problem.values]) < LARGEST_ERROR[jnp.dtype(problem.dtype).name]
     np.testing.assert_allclose(lse, sums, atol=1e-4, rtol=1e-6)
-    nobody = ragged.rows == len(ragged.lengths)
-    assert not np.any(np.asarray(out)[nobody]) and np.all(np.asarray(lse)[nobody] == np.float32(MASKED))
+    padding = ragged.rows == len(ragged.lengths)
+    assert not np.any(np.asarray(out)[padding]) and np.all(np.asarray(lse)[padding] == np.float32(MASKED))
 
 
 EDGES = ((1, 1), (1, 63), (1, 64), (0, 0), (1, 65), (1, 300))  # around a page and a tile, and several tiles

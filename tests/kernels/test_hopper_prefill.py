@@ -18,7 +18,7 @@ from pallas_kernels.ops.paged_attention.cases import prefill_cases
 from pallas_kernels.ops.paged_attention.hopper.prefill import Config, candidates, heuristic, paged_prefill, supports
 from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.ragged import deal, make
-from tests.support.kernels.reference import attention, error, quantised
+from tests.support.kernels.reference import attention, error, quantized
 
 LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, over the whole output
 POOL, SCALE = 40, 0.15
@@ -61,7 +61,7 @@ class Problem:
         q, k, v = (random.standard_normal(shape) for shape in ((tokens, self.heads, self.dim), pool, pool))
         if self.kv_dtype is None:
             return jnp.asarray(q, self.dtype), jnp.asarray(k, self.dtype), jnp.asarray(v, self.dtype)
-        k, v = (quantised(x, scale, self.kv_dtype) for x, scale in zip((k, v), self.scales or (), strict=True))
+        k, v = (quantized(x, scale, self.kv_dtype) for x, scale in zip((k, v), self.scales or (), strict=True))
         return jnp.asarray(q, self.dtype), jnp.asarray(k), jnp.asarray(v)
 
     @property

@@ -79,14 +79,14 @@ def test_the_twin_turns_and_writes_as_float64_does(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("stored", QUANTISED, ids=lambda x: jnp.dtype(x).name)
-def test_the_twin_quantises_what_it_writes(stored: Any) -> None:
+def test_the_twin_quantizes_what_it_writes(stored: Any) -> None:
     case = step(4, 2, 8, stored=stored)
     assert case.scales is not None
     arguments = case.q, case.k, case.v, None, *case.pools, case.ragged
     _, k_pool, v_pool = jax.jit(rope_and_write_xla)(*arguments, scales=case.scales)
     pairs = ((k_pool, case.pools[0], case.k, case.scales.k), (v_pool, case.pools[1], case.v, case.scales.v))
     for got, before, new, scale in pairs:
-        want = reference.written(before, reference.quantised(new, scale, stored), case.ragged.write)
+        want = reference.written(before, reference.quantized(new, scale, stored), case.ragged.write)
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
     assert np.all(np.isfinite(np.asarray(k_pool, np.float32))), "values out of range are clipped"
 
@@ -144,7 +144,7 @@ def test_the_kernel_writes_what_the_twin_writes_in_every_shape(
 
 @needs_interpreter
 @pytest.mark.parametrize("stored", QUANTISED, ids=lambda x: jnp.dtype(x).name)
-def test_the_kernel_quantises_as_the_twin_does(stored: Any) -> None:
+def test_the_kernel_quantizes_as_the_twin_does(stored: Any) -> None:
     same_as_the_twin(step(4, 2, 64, stored=stored))
 
 

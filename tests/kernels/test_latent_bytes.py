@@ -63,7 +63,7 @@ def test_a_step_equals_the_reference(kind: str, stored: Any, copies: int) -> Non
     tokens = len(ragged.rows)
     new = (random.uniform(-1, 1, (tokens, copies, DIM)) * reach).astype(np.float32)
     old = (random.uniform(-1, 1, (POOL, PAGE, copies, DIM)) * reach / scale).astype(np.float32)
-    held = reference.quantised(old, np.ones(copies), stored)
+    held = reference.quantized(old, np.ones(copies), stored)
     q = (random.standard_normal((tokens, HEADS, DIM)) / reach).astype(np.float32)
 
     @jax.jit
@@ -76,7 +76,7 @@ def test_a_step_equals_the_reference(kind: str, stored: Any, copies: int) -> Non
         return mixed * scale[None, None], pool
 
     mixed, pool = step(q, new, held, ragged)
-    narrow = reference.quantised(new / scale, np.ones(copies), stored)
+    narrow = reference.quantized(new / scale, np.ones(copies), stored)
     expected = reference.written(held, narrow, ragged.write)
     np.testing.assert_array_equal(pool, expected)
     wide = reference.doubles(expected) * scale

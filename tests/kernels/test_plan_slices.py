@@ -39,9 +39,9 @@ def test_every_token_is_in_one_slice_of_its_row(drawn: list[tuple[int, int]], qu
             assert len(set(ragged.rows[here])) == 1
         else:
             assert context == 0
-    nobody = ragged.rows == len(ragged.lengths)
-    assert np.array_equal(seen, np.where(nobody, 0, 1))
-    assert np.all(cut.rows[nobody] == count)
+    padding = ragged.rows == len(ragged.lengths)
+    assert np.array_equal(seen, np.where(padding, 0, 1))
+    assert np.all(cut.rows[padding] == count)
     np.testing.assert_array_equal(cut.write, ragged.write)
 
 

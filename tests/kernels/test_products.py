@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.quantised import Quantised, einsum, multiplied_by
+from jaxserve.models.quantized import Quantized, einsum, multiplied_by
 from pallas_kernels.choice import Unsupported
 from pallas_kernels.ops.quantized_matmul.api import (
     MatmulSpec,
@@ -37,13 +37,13 @@ class Told:
 
     def __call__(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
         self.shapes.append((x.shape, values.shape, scale.shape))
-        return einsum("ti,io->to", x, Quantised(values, scale, 0))
+        return einsum("ti,io->to", x, Quantized(values, scale, 0))
 
 
-def weight(*shape: int, scales: int, dtype: Any = jnp.int8) -> Quantised:
+def weight(*shape: int, scales: int, dtype: Any = jnp.int8) -> Quantized:
     random = np.random.default_rng(0)
     values = jnp.asarray(np.rint(random.uniform(-100, 100, shape)), dtype)
-    return Quantised(values, jnp.asarray(random.uniform(0.001, 0.01, (scales, *shape[1:])), jnp.float32), 0)
+    return Quantized(values, jnp.asarray(random.uniform(0.001, 0.01, (scales, *shape[1:])), jnp.float32), 0)
 
 
 def test_scales_of_blocks_are_the_kernels_and_others_are_left_to_xla() -> None:

@@ -92,7 +92,7 @@ def test_windows_and_caps(window: int, softcap: float | None, mixed: bool) -> No
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mixed", [True, False])
-def test_quantised_pools(stored: str, dtype: str, mixed: bool) -> None:
+def test_quantized_pools(stored: str, dtype: str, mixed: bool) -> None:
     check(step(SEVERAL, 2, 4, dtype=dtype, stored=stored), Options(Config(4, TILE, mixed=mixed), softcap=5.0))
 
 

@@ -46,8 +46,8 @@ def same(found: Any, want: Any) -> None:
 def test_restored_weights_equal_loaded_ones(tmp_path: Path, case: str, name: str | None) -> None:
     source, out = make(tmp_path / "a", case, vocab_size=97), tmp_path / "b"
     assert convert(source, out, *([] if name is None else ["--quantization", name])) == 0
-    want = registry.load_spec(source).quantised_as(name)
-    assert registry.load_spec(out) == want and registry.load_spec(out).quantised_as(name) == want
+    want = registry.load_spec(source).quantized_as(name)
+    assert registry.load_spec(out) == want and registry.load_spec(out).quantized_as(name) == want
     for tp in (1, 2):
         where = [mesh(tp)]
         for dtype, transposed in (("float32", True), ("bfloat16", False)):
@@ -105,7 +105,7 @@ def test_wrong_folders_and_models_are_named(tmp_path: Path, capsys: pytest.Captu
     for part in ("unexpected layers.1/", "unexpected head/array", "layers.0/mlp.down is float32 [64, 32], the config"):
         assert part in str(caught.value)
     with pytest.raises(WeightsError, match=r"layers\.0/mlp\.down is float32 .* the config says|missing .*mlp.down.val"):
-        converted.load(out, replace(spec, quantised=None).quantised_as("int8"), "float32", [mesh(1)])
+        converted.load(out, replace(spec, quantized=None).quantized_as("int8"), "float32", [mesh(1)])
     with pytest.raises(WeightsError, match=r"holds LlamaForCausalLM, config\.json says MistralForCausalLM"):
         converted.load(out, replace(spec, architecture="MistralForCausalLM"), "float32", [mesh(1)])
     shutil.rmtree(out / FOLDER / "layers.1")

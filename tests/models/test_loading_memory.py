@@ -38,7 +38,7 @@ def test_the_host_holds_one_weight_at_a_time(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(weights.jax, "device_put", lambda x, where: np.zeros(()))  # as if devices had their own memory
 
     def load() -> Any:
-        return weights.load_weights(tmp_path, spec.quantised_as(name), "bfloat16", [mesh(1)])
+        return weights.load_weights(tmp_path, spec.quantized_as(name), "bfloat16", [mesh(1)])
 
     tracemalloc.start()
     try:

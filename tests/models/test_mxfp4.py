@@ -15,7 +15,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from jaxserve.models.mxfp4 import dequantised
+from jaxserve.models.mxfp4 import dequantized
 from jaxserve.models.registry import load_spec
 from jaxserve.models.weights import WeightsError, load_weights, random_weights
 from tests.support.models.configs import GPT_OSS, TOKENS
@@ -34,7 +34,7 @@ def test_every_byte_with_every_exponent_matches_transformers() -> None:
     blocks = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16), (2, 120, 16, 16)).copy()
     scales = np.broadcast_to(np.arange(5, 245, dtype=np.uint8).reshape(2, 120, 1), (2, 120, 16)).copy()
     want = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
-    got = dequantised(blocks, scales)
+    got = dequantized(blocks, scales)
     assert got.dtype == ml_dtypes.bfloat16 and got.shape == (2, 512, 120)
     np.testing.assert_array_equal(got.astype(np.float32), want)
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.models import registry
-from jaxserve.models.quantised import Quantised, einsum
+from jaxserve.models.quantized import Quantized, einsum
 from jaxserve.models.transposed import BLOCK, FEW, Transposed, _blocks, product
 from jaxserve.models.weights import random_weights
 from tests.support.models.configs import CONFIG
@@ -104,7 +104,7 @@ def test_8_bit_products_equal_those_of_the_widened_weight(tokens: int, outputs: 
     random = np.random.default_rng(0)
     values = jnp.asarray(random.integers(-127, 128, (*outputs, inputs)), jnp.int8)
     scale = jnp.asarray(random.uniform(0.01, 0.02, (*outputs, 1)), jnp.float32)
-    weight = Quantised(values, scale, len(outputs))
+    weight = Quantized(values, scale, len(outputs))
     assert weight.transposed and weight.shape == (inputs, *outputs)
     wide = jnp.moveaxis(weight.widened(jnp.float32), -1, 0)
     got = einsum("te,ef->tf" if len(outputs) == 1 else "te,epf->tpf", x, weight)
@@ -120,18 +120,18 @@ def test_blocks_are_equal_and_small() -> None:
 def test_no_widened_weight_is_materialized() -> None:
     """The compiled program allocates a block of the widened weight, not the whole."""
     values, scale = jnp.zeros((8192, 1024), jnp.int8), jnp.ones((8192, 1), jnp.float32)
-    run = jax.jit(lambda x, v, s: einsum("te,ef->tf", x, Quantised(v, s, 1)))
+    run = jax.jit(lambda x, v, s: einsum("te,ef->tf", x, Quantized(v, s, 1)))
     memory = run.lower(jnp.zeros((8, 1024)), values, scale).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 2 * 4 * BLOCK < 4 * values.size
 
 
 def test_random_8_bit_weights_are_the_same_model() -> None:
-    spec = registry.spec_from_config(CONFIG).quantised_as("int8")
+    spec = registry.spec_from_config(CONFIG).quantized_as("int8")
     (plain,) = random_weights(spec, "float32", [mesh(1)])
     (transposed,) = random_weights(replace(spec, transposed=True, whole=True), "float32", [mesh(1)])
-    found = [leaf for leaf in jax.tree.leaves(transposed, is_leaf=_whole) if isinstance(leaf, Quantised)]
+    found = [leaf for leaf in jax.tree.leaves(transposed, is_leaf=_whole) if isinstance(leaf, Quantized)]
     pairs = zip(
-        found, (one for one in jax.tree.leaves(plain, is_leaf=_whole) if isinstance(one, Quantised)), strict=True
+        found, (one for one in jax.tree.leaves(plain, is_leaf=_whole) if isinstance(one, Quantized)), strict=True
     )
     for held, weight in pairs:
         assert held.transposed and not weight.transposed and held.shape == weight.shape
@@ -141,4 +141,4 @@ def test_random_8_bit_weights_are_the_same_model() -> None:
 
 
 def _whole(leaf: Any) -> bool:
-    return isinstance(leaf, (Quantised, Transposed))
+    return isinstance(leaf, (Quantized, Transposed))

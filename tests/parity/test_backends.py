@@ -154,7 +154,7 @@ def test_tokens_equal_those_of_xla_with_an_8_bit_latent_cache(kv: str) -> None:
 
 
 # As wide as Hopper's quantized matmul needs, with two scales along the contracted axis.
-NARROW = replace(WIDE, dim=256, ff_dim=256).quantised_as("fp8_per_block")
+NARROW = replace(WIDE, dim=256, ff_dim=256).quantized_as("fp8_per_block")
 
 
 @pytest.mark.full
@@ -180,7 +180,7 @@ NARROW_EXPERTS = replace(EXPERTS, dim=256, moe=replace(EXPERTS.moe, ff_dim=64))
 )
 @needs_interpreter
 def test_tokens_equal_those_of_xla_with_8_bit_experts(quantization: str, mesh: str, several: None) -> None:
-    model = replace(MODELS["mosaic_gpu"], spec=NARROW_EXPERTS.quantised_as(quantization))
+    model = replace(MODELS["mosaic_gpu"], spec=NARROW_EXPERTS.quantized_as(quantization))
     check("mosaic_gpu", mesh, model, "experts")
 
 

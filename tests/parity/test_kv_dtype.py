@@ -29,7 +29,7 @@ BARE = [("fp8", "2x1", 16, TIGHT)]
 
 @cache
 def model(kind: str) -> Model:
-    return Model(SPEC.quantised_as("int8") if kind == "int8" else SPEC, close=CLOSE, kv=kind)
+    return Model(SPEC.quantized_as("int8") if kind == "int8" else SPEC, close=CLOSE, kv=kind)
 
 
 @pytest.mark.parametrize(("kind", "mesh", "chunk", "pages"), BARE)

@@ -20,7 +20,7 @@ GROUPS = {
     "steps": ("tests/engine/test_executor.py", "tests/engine/test_hosts.py", "tests/engine/test_mesh.py",
               "tests/engine/test_parameters.py", "tests/engine/test_segments.py"),
     "parity": ("tests/parity/",),
-    "precision": ("tests/engine/test_kv_dtype.py", "tests/engine/test_quantised.py"),
+    "precision": ("tests/engine/test_kv_dtype.py", "tests/engine/test_quantized.py"),
     "names": ("tests/server/test_names.py",),
     "scripts": ("tests/bench/test_scripts.py",),
     "distillation": ("tests/training/",),

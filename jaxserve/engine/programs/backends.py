@@ -14,7 +14,7 @@ from jaxserve.engine.memory import kv
 from jaxserve.engine.programs.mesh import MeshPlan
 from jaxserve.models import registry
 from jaxserve.models.layers import Info
-from jaxserve.models.quantised import Quantised
+from jaxserve.models.quantized import Quantized
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels.attention import api as dispatch
@@ -128,7 +128,7 @@ def _experts(
     """Describe the mixture of experts for its selection; None: the model has none."""
     if spec.moe is None:
         return None
-    narrow = spec.quantised
+    narrow = spec.quantized
     if narrow is not None and not any(map(_narrow_experts, registry.abstract_weights(spec, dtype)["layers"])):
         narrow = None  # other weights are quantized, not the experts
     return experts.ExpertsSpec(
@@ -143,18 +143,18 @@ def _experts(
 
 
 def _narrow_experts(layer: Any) -> bool:
-    leaves = jax.tree.leaves(layer, is_leaf=lambda leaf: isinstance(leaf, Info | Quantised))
-    return any(isinstance(leaf, Quantised) and leaf.values.axes[0] == "experts" for leaf in leaves)
+    leaves = jax.tree.leaves(layer, is_leaf=lambda leaf: isinstance(leaf, Info | Quantized))
+    return any(isinstance(leaf, Quantized) and leaf.values.axes[0] == "experts" for leaf in leaves)
 
 
 def _products(
     config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]
 ) -> products.MatmulSpec | None:
     """Describe the 8-bit weights for the selection of their matmul; None: the model has none."""
-    if spec.quantised is None:
+    if spec.quantized is None:
         return None
-    blocks = spec.quantised.block is not None
-    weights = spec.quantised.dtype
+    blocks = spec.quantized.block is not None
+    weights = spec.quantized.dtype
     return products.MatmulSpec(**here, dtype=str(dtype), weights=weights, blocks=blocks, shards=config.mesh.tp)
 
 

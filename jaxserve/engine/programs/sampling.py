@@ -145,7 +145,7 @@ def draw_full(
     slots = counts.shape[0]
     history = rows.ints(Column.HISTORY)
     kept = jnp.where((history < slots)[:, None], counts[jnp.clip(history, 0, slots - 1)], 0)  # [G, V]
-    x = _adjusted(_penalised(logits, kept, rows), adjust)
+    x = _adjusted(_penalized(logits, kept, rows), adjust)
     tokens, _ = _drawn(x, rows, thresholds)
     wanted = jnp.any(rows.ints(Column.LOGPROBS) > 0)
     none = jnp.zeros((tokens.shape[0], 2 + 2 * MAX_LOGPROBS), jnp.int32)
@@ -200,7 +200,7 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def _penalised(x: jax.Array, kept: jax.Array, rows: SamplingRows) -> jax.Array:
+def _penalized(x: jax.Array, kept: jax.Array, rows: SamplingRows) -> jax.Array:
     drawn = (kept & MOST_COUNTED).astype(jnp.float32)  # [G, V]
     repetition = rows.floats(Column.REPETITION)[:, None]
     x = jnp.where(kept != 0, jnp.where(x > 0, x / repetition, x * repetition), x)

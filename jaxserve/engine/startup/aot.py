@@ -161,7 +161,7 @@ def served_steps(served: Served) -> Iterator[Step]:
 def _config(served: Served, backend: str) -> ExecutorConfig:
     spec = published_spec(served.model)
     if served.quantization is not None:
-        spec = spec.quantised_as(served.quantization)
+        spec = spec.quantized_as(served.quantization)
     if served.layers is not None:
         spec = spec.first_layers(served.layers)
     return ExecutorConfig(

@@ -211,7 +211,7 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
 def build(config: ServeConfig, progress: Progress | None = None) -> Built:
     """Load and compile. Raises JaxserveError with the remedy."""
     found, path = find_model(config.model_source, config.revision, config.load_format)
-    spec = found.quantised_as(config.quantization)
+    spec = found.quantized_as(config.quantization)
     mesh = plan_of(config)
     sub_meshes(mesh, share_devices=config.share_devices)  # before jax starts, so that devices can be emulated
     platform = jax.default_backend()

@@ -53,7 +53,7 @@ class Config:
             raise ValueError(f"{spec.dim=} must be 64, 128 or 256")
         if jnp.dtype(spec.dtype) not in (jnp.bfloat16, jnp.float16):
             raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
-        if spec.quantised and jnp.dtype(spec.kv_dtype).name not in LARGEST:
+        if spec.quantized and jnp.dtype(spec.kv_dtype).name not in LARGEST:
             raise ValueError(f"{spec.kv_dtype=} must be one of {', '.join(LARGEST)}, or the dtype of the keys")
 
     def smem_bytes(self) -> int:
@@ -94,7 +94,7 @@ def rope_and_write(
         raise ValueError(f"pools of {k_pool.dtype} and keys of {k.dtype} need {'no ' * (scales is not None)}scales")
     several = next(n for n in range(config.tokens, 0, -1) if tokens % n == 0)
     body = partial(
-        _body, several=several, end=pages * page, turned=turn is not None, quantised=scales is not None, told=interpret
+        _body, several=several, end=pages * page, turned=turn is not None, quantized=scales is not None, told=interpret
     )
     # cos and sin are passed twice: the compiler merges two loads of one address, which cannot have both layouts.
     read = (k, v, ragged.write, *(turn or ()), *(turn or ()), *(scales or ()))
@@ -116,11 +116,11 @@ def _body(
     several: int,
     end: int,
     turned: bool,
-    quantised: bool,
+    quantized: bool,
     told: Interpret,
 ) -> None:
     (heads, dim), kv_heads, page = q.shape[1:], k.shape[1], k_pool.shape[1]
-    scales = rest[-2:] if quantised else (None, None)
+    scales = rest[-2:] if quantized else (None, None)
     wide, narrow, whole = (
         spread(rows, size) for rows, size in ((heads, dim // 2), (kv_heads, dim // 2), (kv_heads, dim))
     )

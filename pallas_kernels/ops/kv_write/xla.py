@@ -49,11 +49,11 @@ def write_kv(
 ) -> tuple[jax.Array, jax.Array]:
     """Write k, v [T, K, D] to `ragged.write` of the pools [N, B, K, D] or [N, K, B, D]; drop padding tokens."""
     if scales is not None:
-        k, v = quantised(k, scales.k, k_pool.dtype), quantised(v, scales.v, v_pool.dtype)
+        k, v = quantized(k, scales.k, k_pool.dtype), quantized(v, scales.v, v_pool.dtype)
     return scatter(k_pool, k, ragged.write, heads_first), scatter(v_pool, v, ragged.write, heads_first)
 
 
-def quantised(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def quantized(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return x [T, K, D] / scale [K] in `dtype`; see `fitted`."""
     return fitted(x.astype(jnp.float32) / scale[None, :, None], dtype)
 

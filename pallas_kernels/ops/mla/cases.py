@@ -60,7 +60,7 @@ def _case(name: str, spec: AttentionShape, config: Config, tokens: int) -> Case:
             ((spec.rows, 32768 // spec.page), jnp.int32),
         ),
         needs=frozenset({"mma" if config.warps else "wgmma", "tma"}),
-        least_jax=(0, 11) if config.warps and not spec.quantised else (0, 10),
+        least_jax=(0, 11) if config.warps and not spec.quantized else (0, 10),
     )
 
 

@@ -91,20 +91,20 @@ class Config:
             raise ValueError(f"{spec.values=} must be a multiple of 128, and {spec.dim=} must be {TURNING} more")
         if spec.page % 8 or not 8 <= spec.page <= 256:
             raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
-        if spec.quantised and not self.warps:
+        if spec.quantized and not self.warps:
             raise ValueError(f"{self.warps=} must be True for {spec.kv_dtype=}, which needs warp-level products")
-        tiles = (64, 128) if spec.quantised else (32, 64, 128) if self.warps else (JOINT,)
+        tiles = (64, 128) if spec.quantized else (32, 64, 128) if self.warps else (JOINT,)
         if self.tile not in tiles or (self.tile % spec.page and spec.page % self.tile):
             raise ValueError(f"{self.tile=} must be one of {tiles}, and a multiple or a divisor of {spec.page=}")
         if self.stages % CONSUMERS or self.stages < CONSUMERS:
             raise ValueError(f"{self.stages=} must be a multiple of {CONSUMERS}, so that each slot has one consumer")
         if self.queries < 1 or self.queries * self.group(spec) > self.rows(spec):
             raise ValueError(f"{self.queries=} times {self.group(spec)} heads must be 1 to {self.rows(spec)} rows")
-        if self.warps and not (compat.HAS_MMA or spec.quantised):
+        if self.warps and not (compat.HAS_MMA or spec.quantized):
             raise ValueError(f"{self.warps=} needs jax 0.11 or later; this is {jax.__version__}")
         if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
-        if not spec.quantised and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
+        if not spec.quantized and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
             raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
         if (size := self.smem_bytes(spec)) > SMEM:
             raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
@@ -124,7 +124,7 @@ class Config:
     def smem_bytes(self, spec: AttentionShape) -> int:
         """Return the shared memory of a block, including barriers and alignment."""
         rows, latent = self.rows(spec), spec.dim * 2
-        if spec.quantised:
+        if spec.quantized:
             meeting = CONSUMERS * (64 * (MEETING + 8) + 128) * 4
             return 2 * rows * latent + self.stages * self.tile * spec.dim + meeting + 2048
         if self.warps:
@@ -134,7 +134,7 @@ class Config:
 
 def most(spec: AttentionShape) -> int:
     """Return the maximum number of query heads of a block."""
-    return FEW if spec.quantised else ROWS
+    return FEW if spec.quantized else ROWS
 
 
 def heuristic(spec: AttentionShape, *, warps: bool | None = None) -> Config:
@@ -147,9 +147,9 @@ def heuristic(spec: AttentionShape, *, warps: bool | None = None) -> Config:
     group = spec.heads // blocks
     queries = max(1, min(spec.queries, most(spec) // max(1, group)))
     if warps is None:
-        warps = spec.quantised or (compat.HAS_MMA and queries * group <= FEW)
-    tile = 32 if warps and not spec.quantised else JOINT
-    if spec.quantised and spec.page < 32:  # page numbers of larger tiles exceed the producer's registers
+        warps = spec.quantized or (compat.HAS_MMA and queries * group <= FEW)
+    tile = 32 if warps and not spec.quantized else JOINT
+    if spec.quantized and spec.page < 32:  # page numbers of larger tiles exceed the producer's registers
         tile = 64
     config = Config(warps=warps, queries=queries, tile=tile, workers=max(1, spec.cores // blocks))
     for stages in (8, 4):
@@ -163,7 +163,7 @@ def candidates(spec: AttentionShape) -> Iterator[Config]:
     """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     best = heuristic(spec)
     yield best
-    if spec.quantised:
+    if spec.quantized:
         yield from allowed([replace(best, tile=64, stages=stages) for stages in (2, 4)], spec)
         return
     some = [replace(heuristic(spec, warps=False), stages=stages) for stages in (2, 4)]

@@ -55,7 +55,7 @@ def decode_cases() -> list[Case]:
 def _decode_both(name: str, spec: AttentionShape, *, usual: bool = True, **options: Any) -> Iterator[Case]:
     """Yield one spec with warp-level and with warpgroup products."""
     for warps in (False, True):
-        if warps and spec.queries * spec.group > (ROWS if spec.quantised else 32):
+        if warps and spec.queries * spec.group > (ROWS if spec.quantized else 32):
             continue
         yield _decode_case(name, spec, warps, usual=usual, **options)
 
@@ -68,7 +68,7 @@ def _decode_case(name: str, spec: AttentionShape, warps: bool, *, usual: bool = 
         program=partial(_decode_step, spec=spec, config=decode.heuristic(spec, warps=warps), **options),
         arguments=_decode_arguments(spec),
         needs=frozenset({"mma" if warps else "wgmma", "tma"}),
-        least_jax=(0, 11) if warps and not spec.quantised else (0, 10),
+        least_jax=(0, 11) if warps and not spec.quantized else (0, 10),
         usual=usual,
     )
 
@@ -77,7 +77,7 @@ def _decode_arguments(spec: AttentionShape) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Return q, the pools, the fields of `Ragged`, and scales; contexts of up to 32768 tokens, 4096 pages."""
     tokens, pool = spec.rows * spec.queries, (4096, spec.page, spec.kv_heads, spec.dim)
     rows = [((spec.rows,), jnp.int32)] * 3
-    scales = [((spec.kv_heads,), jnp.float32)] * 2 if spec.quantised else []
+    scales = [((spec.kv_heads,), jnp.float32)] * 2 if spec.quantized else []
     return shapes(
         ((tokens, spec.heads, spec.dim), spec.dtype),
         (pool, spec.kv_dtype),
@@ -100,7 +100,7 @@ def _decode_step(
 ) -> tuple[jax.Array, jax.Array]:
     """Plan and attend, as one layer of a step does."""
     fields = len(Ragged._fields)
-    ragged, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if spec.quantised else None
+    ragged, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if spec.quantized else None
     work = config.plan(ragged, page=spec.page, window=options.get("window"))
     return decode.paged_decode(
         q, k_pool, v_pool, ragged, work, scale=spec.dim**-0.5, scales=scales, config=config, **options
@@ -136,8 +136,8 @@ def prefill_cases() -> Iterator[Case]:
 def _prefill_case(
     name: str, spec: AttentionShape, tokens: int, config: prefill.Config | None = None, **options: Any
 ) -> Case:
-    stored = f" {jnp.dtype(spec.kv_dtype).name}" if spec.quantised else ""
-    scales = [((spec.kv_heads,), jnp.float32)] * 2 if spec.quantised else []
+    stored = f" {jnp.dtype(spec.kv_dtype).name}" if spec.quantized else ""
+    scales = [((spec.kv_heads,), jnp.float32)] * 2 if spec.quantized else []
     pool, row = (4096, spec.page, spec.kv_heads, spec.dim), ((spec.rows,), jnp.int32)
     return Case(
         name=f"prefill {name} {jnp.dtype(spec.dtype).name}{stored} page{spec.page} t{tokens}",
@@ -166,6 +166,6 @@ def _prefill_step(
 ) -> tuple[jax.Array, jax.Array]:
     """Plan and attend, as one layer of a step does."""
     fields = len(Ragged._fields)
-    step, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if spec.quantised else None
+    step, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if spec.quantized else None
     work = config.plan(step, page=spec.page, window=options.get("window"))
     return prefill.paged_prefill(q, k, v, step, work, scale=spec.dim**-0.5, scales=scales, config=config, **options)

@@ -44,11 +44,11 @@ class KairosPrefill(Ordered):
         finish = view.start + np.cumsum(self._durations(view))  # Algorithm 2, over rows by arrival
         with np.errstate(invalid="ignore"):
             urgency = (rows.deadline - finish) / rows.ttft  # Equation 1
-        normalised = urgency / rows.length
+        normalized = urgency / rows.length
         if not self._literal:
-            normalised = np.where(urgency >= 0, normalised, urgency * rows.length)
-        normalised[~np.isfinite(rows.ttft)] = -np.inf  # prompts without an objective are last
-        order = sort(rows, -normalised)
+            normalized = np.where(urgency >= 0, normalized, urgency * rows.length)
+        normalized[~np.isfinite(rows.ttft)] = -np.inf  # prompts without an objective are last
+        order = sort(rows, -normalized)
         if self._mu is not None:
             self._mu.note(view, order)
         return order

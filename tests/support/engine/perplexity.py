@@ -47,6 +47,6 @@ def perplexity(executor: JaxExecutor, pieces: int) -> float:
 
 
 @cache
-def unquantised(pieces: int) -> float:
+def unquantized(pieces: int) -> float:
     """Return the perplexity with weights and cache in float32."""
     return perplexity(demo(), pieces)

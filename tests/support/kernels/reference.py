@@ -78,7 +78,7 @@ def rotate(x: Any, turn: tuple[Any, Any]) -> Doubles:
     return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
 
 
-def quantised(x: Any, scale: Any, dtype: Any) -> npt.NDArray[Any]:
+def quantized(x: Any, scale: Any, dtype: Any) -> npt.NDArray[Any]:
     """Quantize x [..., K, D] as a pool of `dtype` does: x / scale[K], rounded to even and clipped."""
     largest = LARGEST[np.dtype(dtype).name]
     # In float32, as in the kernels: a tie in float64 need not be a tie there.

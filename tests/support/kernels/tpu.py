@@ -65,7 +65,7 @@ def step(
     filled = rng.standard_normal((2, POOL, page, kv_heads, DIM)).astype(np.float32)
     if stored is not None:
         scales = rng.uniform(0.01, 0.03, (2, kv_heads)).astype(np.float32)
-        k, v = (reference.quantised(x, s, stored) for x, s in zip(filled, scales, strict=True))
+        k, v = (reference.quantized(x, s, stored) for x, s in zip(filled, scales, strict=True))
         return Step(q, (jnp.asarray(k), jnp.asarray(v)), ragged, Scales(*map(jnp.asarray, scales)))
     held = np.zeros((POOL, page), bool)
     for (_, context), pages in zip(rows, tables, strict=True):

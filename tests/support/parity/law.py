@@ -305,7 +305,7 @@ def margins(ask: Ask, output: Sequence[int], model: Model = TINY) -> list[float]
     columns = slots.columns[:n].copy()
     columns[:, Column.POSITION] = prompt + np.arange(n)
     rows = SamplingRows(jnp.asarray(columns))
-    x = sampling._penalised(logits, jnp.asarray(counts), rows)
+    x = sampling._penalized(logits, jnp.asarray(counts), rows)
     if ask.params.temperature > 0:
         x = sampling.heated_and_cut(x, rows) + sampling.gumbel(rows, spec.vocab)
     best = np.sort(np.asarray(x), axis=1)

@@ -68,15 +68,15 @@ class Config:
             )
         if not 1 <= self.queries <= 16:
             raise ValueError(f"{self.queries=} must be between 1 and 16")
-        if self.warps and not (compat.HAS_MMA or spec.quantised):
+        if self.warps and not (compat.HAS_MMA or spec.quantized):
             raise ValueError(f"{self.warps=} needs jax 0.11 or later; this is {jax.__version__}")
-        if self.warps and spec.quantised and self.block(spec) * spec.group > ROWS:
+        if self.warps and spec.quantized and self.block(spec) * spec.group > ROWS:
             raise ValueError(
                 f"{self.warps=} with {spec.kv_dtype=} needs at most {ROWS} rows, not {self.block(spec)} * {spec.group}"
             )
         if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
-        if not spec.quantised and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
+        if not spec.quantized and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
             raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
         if (size := self.smem_bytes(spec)) > SMEM:
             raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
@@ -96,12 +96,12 @@ class Config:
     def smem_bytes(self, spec: AttentionShape) -> int:
         """Return the shared memory of a block, including barriers and alignment."""
         wide = 2  # bytes of an operand's element
-        ring = 2 * self.stages * self.tile * spec.dim * (1 if spec.quantised else wide)
+        ring = 2 * self.stages * self.tile * spec.dim * (1 if spec.quantized else wide)
         rest = 2 * self.rows(spec) * spec.dim * wide + 4096
-        if spec.quantised and self.warps:
+        if spec.quantized and self.warps:
             return ring + rest + self.consumers * (64 * (MEETING + 8) + 128) * 4
         weights = self.consumers * self.rows(spec) * self.tile * wide if self.warps or self.p_in_smem else 0
-        widened = self.consumers * self.tile * spec.dim * wide if spec.quantised else 0
+        widened = self.consumers * self.tile * spec.dim * wide if spec.quantized else 0
         return ring + rest + weights + widened
 
 
@@ -109,7 +109,7 @@ def heuristic(spec: AttentionShape, *, warps: bool | None = None) -> Config:
     """Return a config expected to be good for the spec; `warps` None chooses by the rows of the product."""
     packed = spec.queries * spec.group
     if warps is None:
-        warps = packed <= ROWS if spec.quantised else compat.HAS_MMA and packed <= 32
+        warps = packed <= ROWS if spec.quantized else compat.HAS_MMA and packed <= 32
     # For D = 256 the mixed values take 128 registers per thread, too many with three warpgroups per block.
     consumers = 1 if spec.dim > 128 else 2
     config = Config(warps=warps, queries=spec.queries, consumers=consumers)
@@ -126,7 +126,7 @@ def candidates(spec: AttentionShape) -> Iterator[Config]:
     """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     best = heuristic(spec)
     yield best
-    bodies = (True, False) if compat.HAS_MMA or spec.quantised else (False,)
+    bodies = (True, False) if compat.HAS_MMA or spec.quantized else (False,)
     for share in (1, 2):  # blocks per core at a time
         some = (
             replace(best, warps=warps, consumers=consumers, tile=tile, stages=stages, workers=best.workers * share)
@@ -159,7 +159,7 @@ def paged_decode(
     rows, (_, page, kv_heads, dim) = ragged.lengths.shape[0], k_pool.shape
     spec = AttentionShape(rows, q.shape[1], kv_heads, dim, page, config.queries, q.dtype, k_pool.dtype)
     config.validate(spec)
-    if spec.quantised != (scales is not None):
+    if spec.quantized != (scales is not None):
         raise ValueError(
             f"pools of {k_pool.dtype} and {scales=} do not match: 8-bit pools need scales, others take none"
         )
@@ -190,7 +190,7 @@ def _shape(
         scale=scale,
         window=window,
         softcap=softcap,
-        scaled=spec.quantised,
+        scaled=spec.quantized,
         interpret=interpret,
     )
 

@@ -101,13 +101,13 @@ class DecodeShape:
         return 1 if self.joint and not self.parted else 2
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return bool(self.kv_dtype != self.dtype)
 
     @property
     def parted(self) -> bool:
         """Whether each of a consumer's four warps has its own keys and all rows (`consume_bytes`)."""
-        return self.quantised and self.warps
+        return self.quantized and self.warps
 
     @property
     def pages(self) -> int:
@@ -149,7 +149,7 @@ class DecodeShape:
             barriers["met"] = plgpu.Barrier(num_arrivals=self.consumers, num_barriers=2)
         elif self.warps or self.p_in_smem:
             memory["p"] = _tiled((self.consumers, self.rows, self.tile), self.dtype)
-        if self.quantised and not self.parted:
+        if self.quantized and not self.parted:
             memory["wide"] = _tiled((self.consumers, self.tile, self.dim), self.dtype)
         return memory | barriers
 

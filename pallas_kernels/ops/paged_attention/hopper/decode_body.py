@@ -164,7 +164,7 @@ def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
 def _scores(shape: DecodeShape, s: dict[str, Any], q: Any, slot: Any, me: Any) -> jax.Array:
     """Compute q k^T [M, C], unscaled, and release the slot of keys, except for a latent."""
     keys = s["k"].at[slot]
-    if shape.quantised:
+    if shape.quantized:
         keys = _widen(shape, s, "k", slot, me)
     if shape.warps:
         score = cast(
@@ -181,7 +181,7 @@ def _scores(shape: DecodeShape, s: dict[str, Any], q: Any, slot: Any, me: Any) -
                 score = mma(score, left, right, shape.interpret)
     else:
         score = wgmma(q, keys, transposed=True, interpret=shape.interpret)
-    if not shape.quantised and not shape.latent:
+    if not shape.quantized and not shape.latent:
         release(shape, s["k_free"].at[slot])
     return score
 
@@ -200,7 +200,7 @@ def _mix(
     if not shape.latent:
         plgpu.barrier_wait(s["v_full"].at[slot])
     values = s[side].at[slot]
-    if shape.quantised:
+    if shape.quantized:
         values = _widen(shape, s, "v", slot, me)
     if shape.warps:
         left = compat.load(left, shape.layout("LHS"), optimized=False)
@@ -211,7 +211,7 @@ def _mix(
             acc = [*acc[:n], mma(acc[n], left, right, shape.interpret), *acc[n + 1 :]]
     else:
         acc = [wgmma(left, values, *acc, interpret=shape.interpret)]
-    if not shape.quantised:
+    if not shape.quantized:
         release(shape, s[f"{side}_free"].at[slot])
     return acc
 

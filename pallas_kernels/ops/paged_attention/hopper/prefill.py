@@ -66,7 +66,7 @@ class Config:
             raise ValueError(f"{self.heads=} must be 1, 2, 4 or 8 and divide the {spec.group} query heads of a kv head")
         if spec.dim not in (64, 128, 256):
             raise ValueError(f"{spec.dim=} must be 64, 128 or 256")
-        if spec.quantised and spec.dim > MOST:
+        if spec.quantized and spec.dim > MOST:
             raise ValueError(f"{spec.kv_dtype=} with {spec.dim=}: only one tile of keys fits, and that config spills")
         if spec.page % 8 or not 8 <= spec.page <= 256:
             raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
@@ -76,7 +76,7 @@ class Config:
             raise ValueError(f"{self.stages=} and {self.blocks=} must be positive, {self.above=} not negative")
         if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
-        if not spec.quantised and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
+        if not spec.quantized and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
             raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
         if (size := self.smem_bytes(spec)) > SMEM:
             raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
@@ -85,7 +85,7 @@ class Config:
         """Return the shared memory of a block: queries, results, the ring, weights, barriers and alignment."""
         wide, rows = int(jnp.dtype(spec.dtype).itemsize), WARPGROUPS * ROWS
         columns = min(spec.dim, MOST)
-        ring = self.stages * self.keys * (spec.dim + columns) * (wide + spec.quantised)
+        ring = self.stages * self.keys * (spec.dim + columns) * (wide + spec.quantized)
         weights = rows * (self.keys if self.p_in_smem else 16) * wide
         return rows * (spec.dim + columns) * wide + ring + weights + 2048
 
@@ -149,7 +149,7 @@ def paged_prefill(
     page, kv_heads = k_pool.shape[1:3]
     spec = AttentionShape(ragged.lengths.shape[0], heads, kv_heads, dim, page, tokens, q.dtype, k_pool.dtype)
     config.validate(spec)
-    if spec.quantised != (scales is not None):
+    if spec.quantized != (scales is not None):
         raise ValueError(
             f"pools of {k_pool.dtype} and {scales=} do not match: 8-bit pools need scales, others take none"
         )

@@ -80,7 +80,7 @@ class PrefillShape:
         return self.head_blocks * self.halves
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return bool(jnp.dtype(self.kv_dtype).itemsize == 1)
 
     @property
@@ -92,7 +92,7 @@ class PrefillShape:
         weights = self.keys if self.p_in_smem else 16  # columns; a dummy if weights stay in registers
         free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=self.stages)
         copied = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
-        full = plgpu.Barrier(num_barriers=self.stages) if self.quantised else copied
+        full = plgpu.Barrier(num_barriers=self.stages) if self.quantized else copied
         product = (WARPGROUPS, ROWS, self.dim)
         return [
             plgpu.SMEM(product, self.dtype, transforms=_tiled(self.dim, self.dtype)),
@@ -102,7 +102,7 @@ class PrefillShape:
             plgpu.Barrier(num_arrivals=self.heads * self.columns // WIDE, num_barriers=WARPGROUPS),
             *(full, full, free, free),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
-            *([*self._rings(self.kv_dtype), copied, copied] if self.quantised else []),
+            *([*self._rings(self.kv_dtype), copied, copied] if self.quantized else []),
         ]
 
     def _rings(self, dtype: Any) -> list[Any]:
@@ -234,14 +234,14 @@ def _sides(shape: PrefillShape, refs: Refs, item: Item) -> tuple[_Side, _Side]:
 def produce(shape: PrefillShape, refs: Refs, item: Item, step: jax.Array) -> jax.Array:
     """Load keys and values of an item; `step` counts key tiles over all items. Return the next item's first step."""
     sides = _sides(shape, refs, item)
-    if shape.quantised:
+    if shape.quantized:
         for j in range(shape.stages):  # in flight before the first is widened
             pl.when(j < item.steps)(partial(_fetch_both, shape, refs, item, sides, step, jnp.int32(j)))
 
     def tile(j: jax.Array, step: jax.Array) -> jax.Array:
         slot = lax.rem(step, jnp.int32(shape.stages))
         for side in sides:
-            if shape.quantised:
+            if shape.quantized:
                 _widen(shape, refs, item, side, step, j)
                 continue
 

@@ -47,7 +47,7 @@ def body(shape: PrefillShape) -> Callable[..., None]:
     """Return the kernel over the grid GRID and the threads ROLE."""
 
     def run(*refs: Any) -> None:
-        scales = () if shape.quantised else (None, None)
+        scales = () if shape.quantized else (None, None)
         _block(shape, Refs(*refs[:6], *scales, *refs[6:]))
 
     return run
@@ -67,13 +67,13 @@ def _block(shape: PrefillShape, refs: Refs) -> None:
     @pl.when(role < WARPGROUPS)
     def _compute() -> None:
         if not is_interpreting(shape.interpret):
-            plgpu.set_max_registers(208 if shape.quantised else 232, action="increase")
+            plgpu.set_max_registers(208 if shape.quantized else 232, action="increase")
         lax.fori_loop(0, rounds(), lambda turn, step: _consume(shape, refs, item(turn), role, step), jnp.int32(0))
 
     @pl.when(role == WARPGROUPS)
     def _copy() -> None:
         if not is_interpreting(shape.interpret):
-            plgpu.set_max_registers(88 if shape.quantised else 40, action="decrease")
+            plgpu.set_max_registers(88 if shape.quantized else 40, action="decrease")
         steps = lax.fori_loop(0, rounds(), lambda turn, step: produce(shape, refs, item(turn), step), jnp.int32(0))
         if is_interpreting(shape.interpret):
             drain(shape, refs, steps)
@@ -86,7 +86,7 @@ def _consume(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, step:
     pl.when(item.tokens > 0)(partial(_queries, shape, refs, item, here))
     if shape.ping_pong:
         pl.when(role == 1)(partial(_hand_over, refs))
-    raw = shape.scale * (refs.k_scale[item.kv_head(shape)] if shape.quantised else 1.0)
+    raw = shape.scale * (refs.k_scale[item.kv_head(shape)] if shape.quantized else 1.0)
     tile = partial(_tile, shape, refs, item, role, step, raw)
     state = lax.fori_loop(
         0, item.masked, partial(tile, item.part(shape, role).offset - item.start * shape.keys), _begin(shape)
@@ -231,7 +231,7 @@ def _iota(shape: PrefillShape, size: tuple[int, ...], axis: int) -> jax.Array:
 def _finish(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, state: State) -> None:
     mixed, peak, total = state
     total = jnp.maximum(total, 1e-30)  # rows that are not stored have none
-    share = (refs.v_scale[item.kv_head(shape)] if shape.quantised else 1.0) / total
+    share = (refs.v_scale[item.kv_head(shape)] if shape.quantized else 1.0) / total
     mixed = (mixed * _rows(share, shape.columns)).astype(shape.outer_dtype)
     for c in range(0, shape.columns, WIDE):
         refs.stage[role, c // WIDE] = mixed[:, c : c + WIDE]

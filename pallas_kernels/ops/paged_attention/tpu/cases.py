@@ -41,9 +41,9 @@ class Layer:
         return TpuShape(heads, kv_heads, DIM, self.page, pool_bytes=jnp.dtype(self.stored).itemsize)
 
     def case(self, config: Config, plan: Callable[[Ragged], WorkItems], **options: Any) -> Case:
-        quantised = "" if self.stored == "bfloat16" else f" {self.stored}"
+        quantized = "" if self.stored == "bfloat16" else f" {self.stored}"
         return Case(
-            name=f"tpu {self.kind} {self.model}{quantised} page{self.page}{self.note}",
+            name=f"tpu {self.kind} {self.model}{quantized} page{self.page}{self.note}",
             program=partial(_run, plan=plan, config=config, **options),
             arguments=self._arguments(),
             usual=self.usual,

@@ -19,9 +19,9 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
 from jaxserve.models.layers import Info
-from jaxserve.models.narrow import SCALE, dequantise, quantise
-from jaxserve.models.quantisation import FLAG, Quantisation, read
-from jaxserve.models.quantised import Quantised
+from jaxserve.models.narrow import SCALE, dequantize, quantize
+from jaxserve.models.quantization import FLAG, Quantization, read
+from jaxserve.models.quantized import Quantized
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.weights import WeightsError, load_weights, random_weights, shardings
 from tests.support.models.configs import CASES, FULL, TOKENS
@@ -30,26 +30,26 @@ from tests.support.models.driver import Driver, mesh, peer
 MODELS = CASES | FULL
 Tensors = dict[str, npt.NDArray[Any]]
 ODD = (16, 24)  # a block that divides neither inputs nor shards
-FP8 = Quantisation("float8_e4m3fn", ODD, True, ("gate", "e_score_correction_bias", "lm_head"))
+FP8 = Quantization("float8_e4m3fn", ODD, True, ("gate", "e_score_correction_bias", "lm_head"))
 
 
-def is_quantised(x: Any) -> bool:
-    return isinstance(x, Quantised)
+def is_quantized(x: Any) -> bool:
+    return isinstance(x, Quantized)
 
 
-def narrow_names(spec: ModelSpec, how: Quantisation) -> set[str]:
+def narrow_names(spec: ModelSpec, how: Quantization) -> set[str]:
     """Return the names of checkpoint tensors that are kept in 8 bits."""
-    tree = registry.abstract_weights(replace(spec, quantised=how), "float32")
-    params = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (Info, Quantised)))
-    return {source.name for param in params if is_quantised(param) for source in param.values.sources}
+    tree = registry.abstract_weights(replace(spec, quantized=how), "float32")
+    params = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (Info, Quantized)))
+    return {source.name for param in params if is_quantized(param) for source in param.values.sources}
 
 
-def rounded(tensors: Tensors, names: set[str], how: Quantisation) -> Tensors:
+def rounded(tensors: Tensors, names: set[str], how: Quantization) -> Tensors:
     """Return a float checkpoint with the dequantized weights."""
     out = dict(tensors)
     for name in names:
         block = how.block or (1, tensors[name].shape[1])
-        out[name] = dequantise(*quantise(tensors[name], how), block)
+        out[name] = dequantize(*quantize(tensors[name], how), block)
     return out
 
 
@@ -71,7 +71,7 @@ def check_flag(tmp_path: Path, case: str, name: str, tps: tuple[int, ...]) -> No
     spec, how = registry.load_spec(tmp_path), FLAG[name]
     names = narrow_names(spec, how)
     assert names, "no weight is quantized"
-    mine = {tp: logits(tmp_path, spec.quantised_as(name), tp) for tp in tps}
+    mine = {tp: logits(tmp_path, spec.quantized_as(name), tp) for tp in tps}
     (file,) = tmp_path.glob("*.safetensors")
     save_file(rounded(tensors, names, how), file)
     for tp, found in mine.items():
@@ -100,7 +100,7 @@ def test_the_flag_computes_with_the_rounded_weights_full(tmp_path: Path, case: s
 # Checkpoints
 
 
-def as_fp8(folder: Path, tensors: Tensors, how: Quantisation) -> Tensors:
+def as_fp8(folder: Path, tensors: Tensors, how: Quantization) -> Tensors:
     """Rewrite the folder's model as an FP8 checkpoint; returns its dequantized tensors."""
     assert how.block is not None
     linear = {name for name, x in tensors.items() if x.ndim == 2 and how.takes(name) and "embed" not in name}
@@ -109,7 +109,7 @@ def as_fp8(folder: Path, tensors: Tensors, how: Quantisation) -> Tensors:
         if name not in linear:
             held[name] = x.astype(ml_dtypes.bfloat16)
             continue
-        held[name], scales = quantise(x, how)
+        held[name], scales = quantize(x, how)
         held[name + SCALE] = scales
     (file,) = folder.glob("*.safetensors")
     save_fp8(held, file)
@@ -120,7 +120,7 @@ def as_fp8(folder: Path, tensors: Tensors, how: Quantisation) -> Tensors:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     plain = {n: x.astype(np.float32) for n, x in held.items() if not n.endswith(SCALE) and n not in linear}
-    return plain | {name: dequantise(held[name], held[name + SCALE], how.block) for name in linear}
+    return plain | {name: dequantize(held[name], held[name + SCALE], how.block) for name in linear}
 
 
 def save_fp8(tensors: Tensors, file: Path) -> None:
@@ -155,10 +155,10 @@ def test_an_fp8_checkpoint_loads_unchanged(
     how = replace(FP8, block=block)
     plain = as_fp8(tmp_path, save(tmp_path, *MODELS[case]), how)
     spec = registry.load_spec(tmp_path)
-    assert spec.quantised == how
+    assert spec.quantized == how
     mine = {tp: logits(tmp_path, spec, tp) for tp in tps}
     (tree,) = load_weights(tmp_path, spec.for_tp(2), "bfloat16", [mesh(2)])
-    kept = [x for x in jax.tree.leaves(tree["layers"], is_leaf=is_quantised) if is_quantised(x)]
+    kept = [x for x in jax.tree.leaves(tree["layers"], is_leaf=is_quantized) if is_quantized(x)]
     assert {str(x.values.dtype) for x in kept} == {"float8_e4m3fn"} and {str(x.scale.dtype) for x in kept} == {
         "float32"
     }
@@ -166,7 +166,7 @@ def test_an_fp8_checkpoint_loads_unchanged(
     (file,) = tmp_path.glob("*.safetensors")
     save_file(plain, file)
     for tp, found in mine.items():
-        want = logits(tmp_path, replace(spec, quantised=None), tp)
+        want = logits(tmp_path, replace(spec, quantized=None), tp)
         np.testing.assert_allclose(found, want, atol=2e-5, rtol=0, err_msg=f"{tp=}")
 
 
@@ -205,22 +205,22 @@ def test_missing_tensors_and_wrong_dtypes_are_named(tmp_path: Path) -> None:
 def test_a_weight_is_rounded_to_nearest(
     outputs: int, inputs: int, block: tuple[int, int] | None, dtype: str, seed: int
 ) -> None:
-    how = Quantisation(dtype, block)
+    how = Quantization(dtype, block)
     x = np.random.default_rng(seed).standard_normal((outputs, inputs), np.float32)
     x[:, : seed % 2] = 0.0
-    values, scales = quantise(x, how)
+    values, scales = quantize(x, how)
     assert values.dtype == dtype and values.shape == x.shape and scales.shape == how.scales((outputs, inputs))
-    back = dequantise(values, scales, block or (1, inputs))
-    scale = dequantise(np.ones_like(x), scales, block or (1, inputs))
+    back = dequantize(values, scales, block or (1, inputs))
+    scale = dequantize(np.ones_like(x), scales, block or (1, inputs))
     most = scale / 2 if dtype == "int8" else np.maximum(np.abs(x) / 16, scale * 2.0**-10)
     assert (np.abs(back - x) <= most * 1.0001).all()
 
 
 def test_random_weights_are_equal_on_any_mesh_and_close_to_unquantized_ones(tmp_path: Path) -> None:
     save(tmp_path, *MODELS["qwen3-moe"])
-    spec = registry.load_spec(tmp_path).quantised_as("int8")
+    spec = registry.load_spec(tmp_path).quantized_as("int8")
     one, four = (random_weights(spec.for_tp(tp), "float32", [mesh(tp)])[0] for tp in (1, 2))
-    plain = random_weights(replace(spec, quantised=None), "float32", [mesh(1)])[0]
+    plain = random_weights(replace(spec, quantized=None), "float32", [mesh(1)])[0]
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     mine, want = one["layers"][0]["mlp"]["down"], plain["layers"][0]["mlp"]["down"]
@@ -231,10 +231,10 @@ def test_random_weights_are_equal_on_any_mesh_and_close_to_unquantized_ones(tmp_
 
 def test_scales_are_sharded_with_the_inputs_if_blocks_divide_them(tmp_path: Path) -> None:
     save(tmp_path, *MODELS["llama3, biases"])
-    spec = replace(registry.load_spec(tmp_path), quantised=Quantisation("float8_e4m3fn", (16, 16)))
+    spec = replace(registry.load_spec(tmp_path), quantized=Quantization("float8_e4m3fn", (16, 16)))
     down = shardings(spec, mesh(2))["layers"][0]["mlp"]["down"]  # 64 inputs over 2 shards, 4 scales
     assert tuple(down.values.spec) == tuple(down.scale.spec) == ("tp", None)
-    whole = shardings(replace(spec, quantised=FLAG["int8"]), mesh(2))["layers"][0]["mlp"]["down"]
+    whole = shardings(replace(spec, quantized=FLAG["int8"]), mesh(2))["layers"][0]["mlp"]["down"]
     assert tuple(whole.values.spec) == ("tp", None) and tuple(whole.scale.spec) == (None, None)
 
 
@@ -249,12 +249,12 @@ def test_other_formats_are_refused_by_name(given_config: dict[str, Any]) -> None
 
 
 def test_a_flag_that_contradicts_the_checkpoint_is_refused() -> None:
-    spec = replace(registry.spec_from_config(MINIMAX), quantised=FP8)
-    assert spec.quantised_as("fp8").quantised == FP8
+    spec = replace(registry.spec_from_config(MINIMAX), quantized=FP8)
+    assert spec.quantized_as("fp8").quantized == FP8
     with pytest.raises(InvalidValue, match="'int8': the checkpoint is already quantized to float8_e4m3fn"):
-        spec.quantised_as("int8")
+        spec.quantized_as("int8")
     with pytest.raises(InvalidValue, match="quantization='int4' must be one of int8, fp8, fp8_per_block"):
-        spec.quantised_as("int4")
+        spec.quantized_as("int4")
 
 
 MINIMAX = {

@@ -56,7 +56,7 @@ def measure(form: dict[str, str]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    common.add_output(parser, "quantisation")
+    common.add_output(parser, "quantization")
     args = parser.parse_args()
     found = [measure(form) for form in FORMS]
     rows = []

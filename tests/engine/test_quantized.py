@@ -20,9 +20,9 @@ from jaxserve.engine.startup.build import ExecutorConfig, random_init
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
 from jaxserve.models.published import published_spec
-from jaxserve.models.quantisation import FLAG
+from jaxserve.models.quantization import FLAG
 from pallas_kernels.ops.grouped_matmul.api import resolve_experts
-from tests.support.engine.perplexity import demo, perplexity, unquantised
+from tests.support.engine.perplexity import demo, perplexity, unquantized
 from tests.support.engine.steps import Job, alone, executors
 
 
@@ -30,24 +30,24 @@ from tests.support.engine.steps import Job, alone, executors
     "name", [pytest.param(name, marks=[pytest.mark.full] if name == "fp8" else []) for name in FLAG]
 )
 def test_the_demo_model_loses_at_most_one_percent(name: str) -> None:
-    executor = demo(spec=registry.load_spec(model_path()).quantised_as(name))
+    executor = demo(spec=registry.load_spec(model_path()).quantized_as(name))
     tree = executor.state.weights["layers"]
     held, count = (sum(getattr(leaf, what) for leaf in jax.tree.leaves(tree)) for what in ("nbytes", "size"))
     assert held < 1.05 * count, f"{held} bytes for {count} weights"
     found = perplexity(executor, pieces=1)
-    assert found != unquantised(1), "no weight was quantized"
-    assert abs(found / unquantised(1) - 1) <= 0.01, f"perplexity {found}, unquantized {unquantised(1)}"
+    assert found != unquantized(1), "no weight was quantized"
+    assert abs(found / unquantized(1) - 1) <= 0.01, f"perplexity {found}, unquantized {unquantized(1)}"
 
 
 def test_weights_and_cache_in_8_bits_together() -> None:
-    executor = demo(spec=registry.load_spec(model_path()).quantised_as("int8"), kv_cache_dtype="int8")
-    assert abs(perplexity(executor, pieces=1) / unquantised(1) - 1) <= 0.01
+    executor = demo(spec=registry.load_spec(model_path()).quantized_as("int8"), kv_cache_dtype="int8")
+    assert abs(perplexity(executor, pieces=1) / unquantized(1) - 1) <= 0.01
 
 
 def test_a_converted_folder_is_served_like_its_source(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed; pip install 'jaxserve[orbax]'")
     assert dispatch("convert", ["--model", str(tiny), "--out", str(tmp_path / "made"), "--quantization", "int8"]) == 0
-    source = executors(tiny, spec=registry.load_spec(tiny).quantised_as("int8"), warm=False)[0]
+    source = executors(tiny, spec=registry.load_spec(tiny).quantized_as("int8"), warm=False)[0]
     made = executors(tmp_path / "made", warm=False)[0]
     want, found = (alone(executor, Job((5, 17, 40, 2, 9)), 8) for executor in (source, made))
     assert found == want
@@ -72,7 +72,7 @@ def test_the_flag_is_checked_at_startup() -> None:
 def test_the_matmul_of_experts_depends_on_the_dtype_of_their_weights(
     model: str, flag: str | None, weights: str, block: int
 ) -> None:
-    spec = published_spec(model).quantised_as(flag)
+    spec = published_spec(model).quantized_as(flag)
     config = ExecutorConfig(spec, random_init(), plan_mesh("1x1"), 1, 16, 16)
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
     found = resolve_backends(config, spec, jnp.dtype(jnp.bfloat16), mesh).experts

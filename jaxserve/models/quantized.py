@@ -25,7 +25,7 @@ from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["axis", "by"])
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """An 8-bit weight: its values and scales, as arrays or descriptions."""
 
     values: Any  # int8 or float8
@@ -33,7 +33,7 @@ class Quantised:
     axis: int = 0  # I
     by: QuantizedMatmul | None = None  # the kernel for products that it supports; see `multiplied_by`
 
-    def __getitem__(self, key: Any) -> Quantised:
+    def __getitem__(self, key: Any) -> Quantized:
         """Return the weight itself for `weight[...]`, as modules write it."""
         if key is not Ellipsis:
             raise TypeError(f"weight[{key!r}]: a quantized weight supports weight[...] only")
@@ -66,14 +66,14 @@ class Quantised:
         return einsum("...i,io->...o", x, self)
 
 
-Weight = jax.Array | Quantised | Transposed
+Weight = jax.Array | Quantized | Transposed
 
 
 def einsum(subscripts: str, x: jax.Array, weight: Weight) -> jax.Array:
     """Compute `jnp.einsum` of x and a weight in any form. The last axes of the result are the weight's without I."""
     if isinstance(weight, Transposed):
         return product(x, weight.values, split=weight.split)
-    if not isinstance(weight, Quantised):
+    if not isinstance(weight, Quantized):
         out: jax.Array = jnp.einsum(subscripts, x, weight)
         return out
     if weight.transposed:
@@ -87,7 +87,7 @@ def einsum(subscripts: str, x: jax.Array, weight: Weight) -> jax.Array:
     return _times(wide, scale.reshape((1,) * (wide.ndim - scale.ndim) + scale.shape))
 
 
-def _by_kernel(x: jax.Array, weight: Quantised) -> jax.Array | None:
+def _by_kernel(x: jax.Array, weight: Quantized) -> jax.Array | None:
     """Multiply x [T, I] by a weight [I, ...] with the weight's kernel; None if it does not support the product."""
     if weight.by is None or x.ndim != 2 or weight.axis != 0:
         return None
@@ -105,9 +105,9 @@ def multiplied_by(tree: Any, products: QuantizedMatmul) -> Any:
     """
 
     def named(leaf: Any) -> Any:
-        return replace(leaf, by=products) if isinstance(leaf, Quantised) else leaf
+        return replace(leaf, by=products) if isinstance(leaf, Quantized) else leaf
 
-    return jax.tree.map(named, tree, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return jax.tree.map(named, tree, is_leaf=lambda leaf: isinstance(leaf, Quantized))
 
 
 def multiplied(
@@ -119,7 +119,7 @@ def multiplied(
 ) -> jax.Array:
     """Multiply rows by the weights of their experts, which may be quantized: [R, O]."""
     assert not isinstance(weight, Transposed), "weights of experts are never transposed"
-    if not isinstance(weight, Quantised):
+    if not isinstance(weight, Quantized):
         return kernel(x, weight, work, out_dtype=out_dtype)
     return kernel(x, weight.values, work, scale=weight.scale, out_dtype=out_dtype)
 

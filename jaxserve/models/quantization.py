@@ -14,7 +14,7 @@ BLOCK = (128, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class Quantisation:
+class Quantization:
     """A quantization of checkpoint weights [out, in] to 8-bit values and scales."""
 
     dtype: str  # float8_e4m3fn or int8
@@ -38,21 +38,21 @@ def _names(pattern: str, module: str) -> bool:
     return bool(re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module)) or module.endswith(pattern)
 
 
-FLAG: Mapping[str, Quantisation] = {
-    "int8": Quantisation("int8"),
-    "fp8": Quantisation("float8_e4m3fn"),
-    "fp8_per_block": Quantisation("float8_e4m3fn", BLOCK),
+FLAG: Mapping[str, Quantization] = {
+    "int8": Quantization("int8"),
+    "fp8": Quantization("float8_e4m3fn"),
+    "fp8_per_block": Quantization("float8_e4m3fn", BLOCK),
 }
 
 
-def named(name: str) -> Quantisation:
+def named(name: str) -> Quantization:
     """Return the quantization that `--quantization NAME` selects. Raises InvalidValue."""
     if name not in FLAG:
         raise InvalidValue(f"quantization={name!r} must be one of {', '.join(FLAG)}", "quantization")
     return FLAG[name]
 
 
-def chosen(stored: Quantisation | None, name: str | None) -> Quantisation | None:
+def chosen(stored: Quantization | None, name: str | None) -> Quantization | None:
     """Return the quantization to use, given the checkpoint's and that of `--quantization` (None: not given).
 
     Raises InvalidValue if the two have different dtypes.
@@ -68,7 +68,7 @@ def chosen(stored: Quantisation | None, name: str | None) -> Quantisation | None
     return stored or how
 
 
-def read(config: Mapping[str, Any]) -> Quantisation | None:
+def read(config: Mapping[str, Any]) -> Quantization | None:
     """Return the quantization that a config.json declares; None if it declares none.
 
     Raises InvalidValue for an unsupported method.
@@ -87,4 +87,4 @@ def read(config: Mapping[str, Any]) -> Quantisation | None:
             "quantization_config",
         )
     kept = given.get("modules_to_not_convert") or ()
-    return Quantisation("float8_e4m3fn", (int(block[0]), int(block[1])), True, tuple(map(str, kept)))
+    return Quantization("float8_e4m3fn", (int(block[0]), int(block[1])), True, tuple(map(str, kept)))
