@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The same examples on every run: few in the bare one, all with `-m full`. HYPOTHESIS_PROFILE=random looks for
 # new ones. tests/support/examples.py scales explicit numbers of examples.
 DRAWN: dict[str, Any] = {"deadline": None, "database": None, "derandomize": True}
-hypothesis.settings.register_profile("bare", **DRAWN, max_examples=25, print_blob=True)
+hypothesis.settings.register_profile("bare", **DRAWN, max_examples=16, print_blob=True)
 hypothesis.settings.register_profile("full", **DRAWN, max_examples=100, print_blob=True)
 # For scripts/mutants, which needs a failing example but not a small one.
 FIRST = (hypothesis.Phase.explicit, hypothesis.Phase.generate)

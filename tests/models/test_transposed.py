@@ -72,7 +72,7 @@ def test_devices_keep_their_shards_of_a_weight(tokens: int) -> None:
 def test_a_transposed_weight_cannot_be_indexed() -> None:
     transposed = Transposed(jnp.zeros((2, 3)))
     assert transposed[...] is transposed
-    with pytest.raises(TypeError, match="as weight"):
+    with pytest.raises(TypeError, match="supports weight"):
         transposed[0]
 
 

@@ -121,7 +121,7 @@ def bodies() -> list[dict[str, Any]]:
         (ids(64), {**greedy, "service_tier": "interactive", "repetition_penalty": 1.2}),
     ]
     return [
-        {"model": MODEL, "prompt": prompt, "max_tokens": 6 + 2 * number, **more}
+        {"model": MODEL, "prompt": prompt, "max_tokens": 5 + number, **more}
         for number, (prompt, more) in enumerate(kinds)
     ]
 

@@ -115,7 +115,7 @@ def test_a_delayed_first_token_counts_when_its_request_stays() -> None:
 
 @pytest.mark.parametrize("roles", [[P], [D], [P, P], [D, D], [P, M]])
 def test_roles_without_prefill_or_decode_are_refused(roles: list[Role]) -> None:
-    with pytest.raises(InvalidValue, match="need each other"):
+    with pytest.raises(InvalidValue, match="are incomplete"):
         check_roles(roles)
 
 
