@@ -28,6 +28,7 @@ from .api.slo import SLO
 from .api.thinking import ThinkingEnd
 from .instance.scheduler import Scheduler
 
+VERSION = 2  # of the records; a journal of another version is refused
 REHEARSAL = "rehearsal"  # key of the requests that an engine runs before it is ready
 
 
@@ -59,7 +60,13 @@ class Journal:
         `perf` is what `replay` passes to its factory of step-time models. `options` are simulation
         options (sim.Options) for a setup like this server, if they are not the defaults.
         """
-        made = {"policy": policy, "limits": asdict(limits), "role": role.value, "prefix_caching": prefix_caching}
+        made = {
+            "version": VERSION,
+            "policy": policy,
+            "limits": asdict(limits),
+            "role": role.value,
+            "prefix_caching": prefix_caching,
+        }
         self._write(name, "instance", {**made, "perf": perf, "options": options or {}})
 
         def log(kind: str, **fields: Any) -> None:
@@ -212,6 +219,9 @@ class _Replayer:
     def feed(self, line: int, record: dict[str, Any]) -> None:
         at, kind = record["at"], record["kind"]
         if kind == "instance":
+            if (version := record.get("version", 1)) != VERSION:
+                message = f"journal line {line}: version={version!r} must be {VERSION}; record the journal again"
+                raise InvalidValue(message, "journal")
             self._schedulers[at] = Scheduler(
                 policies.make(record["policy"]),
                 self._perf(record["perf"]),

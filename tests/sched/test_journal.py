@@ -60,6 +60,15 @@ def test_a_malformed_line_is_named() -> None:
         replay(["{"], perf)
 
 
+@pytest.mark.parametrize("version", [1, None, 99])
+def test_a_journal_of_another_version_is_refused(version: int | None) -> None:
+    first, *others = recorded([Job(range(9), 4)], "1x1", "kairos").splitlines()
+    record = json.loads(first)
+    del record["version"]
+    with pytest.raises(InvalidValue, match=rf"line 1: version={version or 1} must be \d+; record"):
+        replay([json.dumps(record if version is None else {**record, "version": version}), *others], perf)
+
+
 @pytest.mark.parametrize("kept", [1, 20, -1])
 def test_a_truncated_last_line_is_ignored(kept: int) -> None:
     """A killed process or a full disk truncates the last line."""
