@@ -142,18 +142,19 @@ def test_what_contributing_says_adds_a_policy_and_a_router(repo: Path, tmp_path:
         shutil.copytree(repo / name, tmp_path / name, symlinks=True, ignore=ignore)
     page = (repo / "CONTRIBUTING.md").read_text(encoding="utf-8")
     page = re.sub(r"(?m)^   (?! )", "", page[: page.index("## Work on it")])
-    policy, registry, router, routers = blocks(page, "python")
+    policy, router = blocks(page, "python")
+    registry, routers = blocks(page, "text")
     simulate, serve, routed = blocks(page, "bash")
     assert serve.startswith("python -m jaxserve.run ")
     for folder, file, text, line, before, command, shows in (
-        ("policies", "longest.py", policy, registry, "\n\ndef names", simulate, "longest"),
-        ("routing", "shortest_queue.py", router, routers, "\n\ndef make", routed, "distserve"),
+        ("policies", "longest.py", policy, registry, "PREFILL = {\n", simulate, "longest"),
+        ("routing", "shortest_queue.py", router, routers, "ROUTERS = {\n", routed, "distserve"),
     ):
         place = tmp_path / "sched" / folder
         (place / file).write_text(text)
         table = (place / "__init__.py").read_text()
         assert before in table
-        (place / "__init__.py").write_text(table.replace(before, f"\n{line}\n{before}"))
+        (place / "__init__.py").write_text(table.replace(before, f"{before}    {line}", 1))
         words = command.replace("--num-requests 200", "--num-requests 20").split()
         assert words[:2] == ["jaxserve", "simulate"]
         arguments = [*words[1:], "--out", str(tmp_path / "out")]

@@ -24,14 +24,10 @@ DECODE = {
     "continuous": "continuous:Continuous",
     "kairos": "kairos.decode:KairosDecode",
 }
-HALVES = {
-    "deadline_edf": ("deadline_edf", "continuous"),
+# A prefill half's own name is a whole policy too, with the decode half `continuous`.
+HALVES = {name: (name, "continuous") for name in PREFILL if name != "fcfs"} | {
     "distserve": ("fcfs", "continuous"),
-    "edf": ("edf", "continuous"),
-    "flowprefill": ("flowprefill", "continuous"),
     "kairos": ("kairos", "kairos"),
-    "sedf": ("sedf", "continuous"),
-    "sjf": ("sjf", "continuous"),
 }
 WHOLE = {
     "fairbatching": "fairbatching:FairBatching",
