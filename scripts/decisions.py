@@ -117,9 +117,9 @@ class Recorded(SimExecutor):
         self._digest.add(EXPORT, self.now(), self._instance, tuple(pages))
         return super().export_kv(pages)
 
-    async def import_kv(self, parcel: Any, pages: Sequence[int]) -> None:
+    async def import_kv(self, kv_buffer: Any, pages: Sequence[int]) -> None:
         self._digest.add(IMPORT, self.now(), self._instance, tuple(pages))
-        await super().import_kv(parcel, pages)
+        await super().import_kv(kv_buffer, pages)
 
 
 def numbers(span: Any) -> tuple[Any, ...]:

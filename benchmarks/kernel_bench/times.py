@@ -135,20 +135,20 @@ def pages_out_and_in(session: Session) -> None:
     def out(pages: list[jax.Array]) -> jax.Array:
         def body(_: Any, first: jax.Array) -> jax.Array:
             for one in pages:
-                parcel = jax.lax.optimization_barrier(export_pages(pools, one + first))
-                first = first + (parcel.ravel()[0] * 0).astype(jnp.int32)
+                kv_buffer = jax.lax.optimization_barrier(export_pages(pools, one + first))
+                first = first + (kv_buffer.ravel()[0] * 0).astype(jnp.int32)
             return first
 
         return jax.lax.fori_loop(0, turns, body, jnp.int32(0))
 
     session.add("pages 4096 x 32", "export", session.seconds(out, (pages,), 4 * turns), moved=moved)
-    parcel = export_pages(pools, pages[0])
+    kv_buffer = export_pages(pools, pages[0])
 
-    def call(pools: Any, pages: jax.Array, parcel: jax.Array) -> Any:
-        return import_pages(pools, pages, parcel)
+    def call(pools: Any, pages: jax.Array, kv_buffer: jax.Array) -> Any:
+        return import_pages(pools, pages, kv_buffer)
 
     loop = InPlace(writing(call, 4 * turns), [pools])
-    session.add("pages 4096 x 32", "import", session.seconds(loop, (pages[1], parcel), 4 * turns), moved=moved)
+    session.add("pages 4096 x 32", "import", session.seconds(loop, (pages[1], kv_buffer), 4 * turns), moved=moved)
 
 
 def slopes(session: Session) -> None:

@@ -42,12 +42,12 @@ class Cache:
         """
         return PartitionSpec(None, "tp") if self.heads_first else PartitionSpec(None, None, "tp")
 
-    def parcel_shape(self, pages: int, page_size: int) -> tuple[int, ...]:
+    def kv_buffer_shape(self, pages: int, page_size: int) -> tuple[int, ...]:
         """Return the shape of a contiguous KV buffer: [L, parts, M, B, K, D], or with K before B."""
         return self.layers, self.parts, *self.shape(pages, page_size)
 
     @property
-    def parcel_partition(self) -> PartitionSpec:
+    def kv_buffer_partition(self) -> PartitionSpec:
         """The partition of a contiguous KV buffer, equal to that of the pool's pages."""
         return PartitionSpec(None, None, *self.partition)
 
@@ -57,4 +57,4 @@ class Cache:
 
     def page_bytes(self, page_size: int, dtype: Any) -> int:
         """Return the bytes of one page over all layers and all devices of an instance."""
-        return math.prod(self.parcel_shape(1, page_size)) * int(jnp.dtype(dtype).itemsize)
+        return math.prod(self.kv_buffer_shape(1, page_size)) * int(jnp.dtype(dtype).itemsize)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from .plan import KvParcel, StepPlan, StepResult, Suspended
+from .plan import KVBuffer, StepPlan, StepResult, Suspended
 
 Step = asyncio.Future[StepResult | Suspended]
 
@@ -60,11 +60,11 @@ class Executor(Protocol):
     def release(self, slots: Sequence[int]) -> None:
         """Free the device rows of requests that finished, were dropped or left."""
 
-    def export_kv(self, pages: Sequence[int]) -> KvParcel:
+    def export_kv(self, pages: Sequence[int]) -> KVBuffer:
         """Gather pages, with the contents that all steps with a returned result have written."""
 
-    async def import_kv(self, parcel: KvParcel, pages: Sequence[int]) -> None:
-        """Copy a parcel to this instance, into `pages`. Returns once later steps will see it."""
+    async def import_kv(self, kv_buffer: KVBuffer, pages: Sequence[int]) -> None:
+        """Copy a KV buffer to this instance, into `pages`. Returns once later steps will see it."""
 
     async def close(self) -> None:
         """Wait for running work and free all resources."""

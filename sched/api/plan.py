@@ -106,4 +106,4 @@ def token_delta(request: int, tokens: tuple[int, ...]) -> Delta:
     return tuple.__new__(Delta, (request, tokens, (), (), None, None, None))
 
 
-KvParcel = Any  # opaque outside of the executors
+KVBuffer = Any  # opaque outside of the executors

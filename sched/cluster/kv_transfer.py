@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any
 
 from ..api.errors import StepFailed
-from ..api.plan import UNAVAILABLE, KvParcel
+from ..api.plan import UNAVAILABLE, KVBuffer
 from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request, State
 from ..instance.kv_manager import Reservation, WriteBack
@@ -61,15 +61,15 @@ class KVWriteBack:
         if returned is None:
             return
         try:
-            parcel = core.executor.export_kv(pages[returned.cached :])
+            kv_buffer = core.executor.export_kv(pages[returned.cached :])
         except StepFailed:  # a later step has raised, and the pool of `core` is lost
             source.scheduler.finish_write_back(request.id, False)
             return
-        self._spawn(self._carry(request.id, source, returned, parcel))
+        self._spawn(self._carry(request.id, source, returned, kv_buffer))
 
-    async def _carry(self, id: int, source: Core, returned: WriteBack, parcel: KvParcel) -> None:
+    async def _carry(self, id: int, source: Core, returned: WriteBack, kv_buffer: KVBuffer) -> None:
         try:
-            await source.executor.import_kv(parcel, returned.pages[returned.cached :])
+            await source.executor.import_kv(kv_buffer, returned.pages[returned.cached :])
         except Exception:
             arrived = False  # a later prompt computes these tokens again
         else:
@@ -242,9 +242,9 @@ class KVTransferManager:
         busy = sum(max(0.0, core.scheduler.ends - begun) for core in (transfer.source, target))
         most = busy + self._patience.of(self._predicted((ready - transfer.moved) * target.executor.page_size))
         try:
-            parcel = transfer.source.executor.export_kv(request.pages[transfer.moved : ready])
+            kv_buffer = transfer.source.executor.export_kv(request.pages[transfer.moved : ready])
             async with asyncio.timeout(most):
-                await target.executor.import_kv(parcel, reservation.pages[transfer.moved : ready])
+                await target.executor.import_kv(kv_buffer, reservation.pages[transfer.moved : ready])
         except TimeoutError:
             transfer.task = None
             if self._going.get(request.id) is transfer:

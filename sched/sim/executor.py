@@ -14,7 +14,7 @@ import numpy as np
 from ..api.errors import InvalidValue, StepFailed
 from ..api.executor import Step
 from ..api.perf import Load
-from ..api.plan import KvParcel, StepPlan, StepResult, Suspended
+from ..api.plan import StepPlan, StepResult, Suspended
 from .clock import EVENT, VirtualLoop
 
 FILLER, EOS, END_THINKING = 1, 2, 3  # the only token ids that a simulation samples
@@ -31,7 +31,7 @@ class StepTime(Protocol):
 class Device:
     """One simulated instance.
 
-    bandwidth (bytes/s), latency (s): of the link by which KV arrives, one parcel at a time.
+    bandwidth (bytes/s), latency (s): of the link by which KV arrives, one KV buffer at a time.
     behind: KV leaves only after the work that the device has already been given, as if the copy shared the
         stream of the steps: after the running step, or after the dispatched segments of a preemptible one.
         If False, KV leaves at once. A Cluster exports only KV that completed steps have written.
@@ -69,7 +69,7 @@ class Device:
                 raise InvalidValue(f"device {name}={getattr(self, name)!r} must be {allowed}", name)
 
 
-class Parcel(NamedTuple):
+class SimKVBuffer(NamedTuple):
     """KV in transfer: its size, and the last step that writes it."""
 
     pages: int
@@ -277,25 +277,25 @@ class SimExecutor:
         for slot in slots:
             self._prompts.pop(slot, None)
 
-    def export_kv(self, pages: Sequence[int]) -> KvParcel:
+    def export_kv(self, pages: Sequence[int]) -> SimKVBuffer:
         if not self._device.behind:
-            return Parcel(len(pages), None)
+            return SimKVBuffer(len(pages), None)
         running = self._running
         done = None if running is None else self._dispatched(running)
         if running is None or done is None:
-            return Parcel(len(pages), self._last)
-        return Parcel(len(pages), None, running.began + done - running.done)
+            return SimKVBuffer(len(pages), self._last)
+        return SimKVBuffer(len(pages), None, running.began + done - running.done)
 
-    async def import_kv(self, parcel: KvParcel, pages: Sequence[int]) -> None:
+    async def import_kv(self, kv_buffer: SimKVBuffer, pages: Sequence[int]) -> None:
         """Wait until the KV is written and the link is free, then for the duration of the transfer."""
-        if len(pages) != parcel.pages:
-            raise InvalidValue(f"a parcel of {parcel.pages} pages does not fit {len(pages)} pages", "pages")
-        if parcel.after is not None and not parcel.after.done():
-            await asyncio.wait([parcel.after])
-        if parcel.at > self._loop.now:
-            await self._until(parcel.at)
+        if len(pages) != kv_buffer.pages:
+            raise InvalidValue(f"a KV buffer of {kv_buffer.pages} pages does not fit {len(pages)} pages", "pages")
+        if kv_buffer.after is not None and not kv_buffer.after.done():
+            await asyncio.wait([kv_buffer.after])
+        if kv_buffer.at > self._loop.now:
+            await self._until(kv_buffer.at)
         device, now = self._device, self._loop.now
-        size = parcel.pages * device.page_size * device.kv_bytes_per_token
+        size = kv_buffer.pages * device.page_size * device.kv_bytes_per_token
         self._link_free = max(self._link_free, now) + device.latency + size / device.bandwidth
         await self._until(self._link_free)
 

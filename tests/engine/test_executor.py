@@ -245,12 +245,12 @@ def test_no_page_is_written_into_a_rebuilt_pool(pair: list[JaxExecutor]) -> None
 
     async def scenario() -> None:
         pages = list(range(4))
-        parcel = source.export_kv(pages)
-        begun = asyncio.ensure_future(target.import_kv(parcel, pages))
+        kv_buffer = source.export_kv(pages)
+        begun = asyncio.ensure_future(target.import_kv(kv_buffer, pages))
         await asyncio.sleep(0)
         target._fail(target._life, RuntimeError("on purpose"))
         with pytest.raises(StepFailed, match="accepts no work until the pool is rebuilt"):
-            await target.import_kv(parcel, pages)
+            await target.import_kv(kv_buffer, pages)
         with pytest.raises(StepFailed, match="accepts no work until the pool is rebuilt"):
             target.export_kv(pages)
         with pytest.raises(StepFailed, match="accepts no work until the pool is rebuilt"):
@@ -258,7 +258,7 @@ def test_no_page_is_written_into_a_rebuilt_pool(pair: list[JaxExecutor]) -> None
         target.rebuild()
         with pytest.raises(StepFailed, match="lost its KV pool while 4 pages were being transferred"):
             await begun
-        await target.import_kv(parcel, pages)
+        await target.import_kv(kv_buffer, pages)
 
     run(scenario())
 

@@ -138,7 +138,7 @@ LOOKS = {  # sweeps over 128,256 logits, mean and maximum: the table of docs/ref
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "asks"), LOOKS)
-def test_a_row_is_looked_at_as_seldom_as_told(kind: str, asks: Asks) -> None:
+def test_rows_need_as_few_sweeps_as_documented(kind: str, asks: Asks) -> None:
     draw = np.random.default_rng(7)
     x = draw.normal(size=(16, 128256))
     if kind == "zipf":  # weights fall as rank^-1.5

@@ -216,7 +216,7 @@ def test_kv_heads_are_replicated_if_there_are_more_shards(tp: int, copies: int, 
 def test_a_latent_is_one_array_replicated_on_each_shard(tp: int) -> None:
     spec = spec_from_config({**SIZES, **MLA, "architectures": ["DeepseekV2ForCausalLM"]}).for_tp(tp)
     assert spec.cache.latent and spec.cache.shape(10, 16) == (10, 16, tp, 16 + 4)
-    assert spec.cache.parcel_shape(3, 16) == (2, 1, 3, 16, tp, 20)
+    assert spec.cache.kv_buffer_shape(3, 16) == (2, 1, 3, 16, tp, 20)
     assert spec.cache.page_bytes(16, "bfloat16") == 2 * 16 * tp * 20 * 2
     assert spec.cache.page_bytes(16, "int8") == 2 * 16 * tp * 20
 

@@ -1,6 +1,6 @@
 """KV page transfers: gather on one mesh, copy from device to device, scatter on the other.
 
-A parcel is a list of pieces. Pieces have a few fixed sizes, so no number of pages causes a
+A KV buffer is a list of pieces. Pieces have a few fixed sizes, so no number of pages causes a
 compilation.
 """
 
@@ -18,7 +18,7 @@ Piece = tuple[jax.Array, ...]  # [L, parts, M, B, K, D] of the model, and of a d
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class KVBuffer:
     """The KV of `pages` pages, in order. Each piece: (number of pages, arrays with M from PIECES)."""
 
     pages: int

@@ -99,11 +99,11 @@ class KVPrograms:
 
     def __init__(self, cache: Cache, mesh: AbstractMesh) -> None:
         local = partial(jax.shard_map, mesh=mesh, check_vma=False)
-        parcel, held = cache.parcel_partition, cache.pools(cache.partition)
-        # Explicitly per shard, its own heads: XLA would allocate a whole parcel on every device.
-        export = local(export_pages, in_specs=(held, PartitionSpec()), out_specs=parcel)
-        fill = local(import_pages, in_specs=(held, PartitionSpec(), parcel), out_specs=held)
-        self.gather: Program = jitted(export, "gather", NamedSharding(mesh, parcel))
+        kv_buffer, held = cache.kv_buffer_partition, cache.pools(cache.partition)
+        # Explicitly per shard, its own heads: XLA would allocate a whole KV buffer on every device.
+        export = local(export_pages, in_specs=(held, PartitionSpec()), out_specs=kv_buffer)
+        fill = local(import_pages, in_specs=(held, PartitionSpec(), kv_buffer), out_specs=held)
+        self.gather: Program = jitted(export, "gather", NamedSharding(mesh, kv_buffer))
         self.scatter: Program = jitted(fill, "scatter", cache.pools(NamedSharding(mesh, cache.partition)), (0,))
 
 

@@ -70,7 +70,7 @@ class DeviceState:
         self.drafter = drafter
         self.pools: list[Pool] = []
         self._whole = NamedSharding(mesh, PartitionSpec())
-        self._parcels = NamedSharding(mesh, programs.spec.cache.parcel_partition)
+        self._kv_buffers = NamedSharding(mesh, programs.spec.cache.kv_buffer_partition)
         self._make = pool_maker(programs.spec, mesh, limits.pages, limits.page_size, dtype)
         self._unadjusted: dict[int, tuple[jax.Array, jax.Array]] = {
             width: placed(
@@ -180,10 +180,10 @@ class DeviceState:
         array: jax.Array = placed(np.full(shape, UNKNOWN, dtype), self._whole)
         return array
 
-    def parcel(self, size: int) -> Piece:
+    def kv_buffer(self, size: int) -> Piece:
         """Return a piece of zeros."""
-        shape = self.programs.spec.cache.parcel_shape(size, self.programs.limits.page_size)
-        drafted = () if self.drafter is None else self.drafter.parcel(size)
+        shape = self.programs.spec.cache.kv_buffer_shape(size, self.programs.limits.page_size)
+        drafted = () if self.drafter is None else self.drafter.kv_buffer(size)
         return self.receive((np.zeros(shape, self.pools[0][0].dtype), *drafted))
 
     def score(self, hidden: jax.Array, begin: int, targets: Int32) -> list[tuple[Int32, jax.Array]]:
@@ -217,7 +217,7 @@ class DeviceState:
         self.drafter.begin(slot, start)
 
     def export(self, pages: Int32) -> Piece:
-        """Gather pages [M] of all layers, including the drafter's, as a piece of a parcel."""
+        """Gather pages [M] of all layers, including the drafter's, as a piece of a KV buffer."""
         drafted = () if self.drafter is None else self.drafter.export(pages)
         return self.programs.moves.gather(self.pools, pages), *drafted
 
@@ -230,10 +230,10 @@ class DeviceState:
     def receive(self, piece: Sequence[Any]) -> Piece:
         """Copy a piece from another instance, or of numpy arrays, onto this mesh."""
         drafted = () if self.drafter is None else self.drafter.receive(piece[1:])
-        return placed(piece[0], self._parcels), *drafted
+        return placed(piece[0], self._kv_buffers), *drafted
 
     def scrub(self, pages: Sequence[int], bucket: int) -> None:
         """Zero pages, `bucket` at a time."""
-        zeros = self.parcel(bucket)
+        zeros = self.kv_buffer(bucket)
         for at in range(0, len(pages), bucket):
             self.fill(padded(pages[at : at + bucket], bucket, self.programs.limits.pages), zeros)

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxserve.engine.memory.transfer import Parcel, cut, padded, piece_sizes
+from jaxserve.engine.memory.transfer import KVBuffer, cut, padded, piece_sizes
 from jaxserve.engine.programs.inputs import Batch, InputBuilder, Int32, SlotTable
 from jaxserve.engine.programs.sampling import BAD, Column
 from jaxserve.engine.programs.segments import Walk
@@ -364,32 +364,34 @@ class JaxExecutor:
 
     # pages
 
-    def export_kv(self, pages: Sequence[int]) -> Parcel:
+    def export_kv(self, pages: Sequence[int]) -> KVBuffer:
         self._check_pool()
         pieces = []
         for size, mine in cut(pages, self._sizes):
             pieces.append((len(mine), self._state.export(padded(mine, size, self._limits.pages))))
-        return Parcel(len(pages), tuple(pieces))
+        return KVBuffer(len(pages), tuple(pieces))
 
-    async def import_kv(self, parcel: Parcel, pages: Sequence[int]) -> None:
-        """Import a parcel into `pages`.
+    async def import_kv(self, kv_buffer: KVBuffer, pages: Sequence[int]) -> None:
+        """Import a KV buffer into `pages`.
 
         Waits for the copy before it touches the pool: a scatter that waits for another instance's long
         step would delay every later step.
         """
-        if parcel.pages != len(pages):
-            raise JaxserveError(f"a parcel of {parcel.pages} pages cannot go into {len(pages)} pages")
+        if kv_buffer.pages != len(pages):
+            raise JaxserveError(f"a KV buffer of {kv_buffer.pages} pages cannot go into {len(pages)} pages")
         self._check_pool()
         loop, life = asyncio.get_running_loop(), self._life
         arrived = []
-        for _, piece in parcel.pieces:
+        for _, piece in kv_buffer.pieces:
             await loop.run_in_executor(self._movers, jax.block_until_ready, piece)
             arrived.append(self._state.receive(piece))
         await loop.run_in_executor(self._movers, jax.block_until_ready, arrived)
         if life != self._life:
-            raise StepFailed(f"instance {self.name} lost its KV pool while {parcel.pages} pages were being transferred")
+            raise StepFailed(
+                f"instance {self.name} lost its KV pool while {kv_buffer.pages} pages were being transferred"
+            )
         at = 0
-        for (count, _), piece in zip(parcel.pieces, arrived, strict=True):
+        for (count, _), piece in zip(kv_buffer.pieces, arrived, strict=True):
             self._state.fill(padded(pages[at : at + count], piece[0].shape[2], self._limits.pages), piece)
             self._unsure.update(pages[at : at + count])
             at += count

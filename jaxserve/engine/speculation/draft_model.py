@@ -72,7 +72,7 @@ class DraftModel:
         limits = programs.limits
         self._programs = programs
         self._weights = weights
-        self._parcels = NamedSharding(mesh, programs.spec.cache.parcel_partition)
+        self._kv_buffers = NamedSharding(mesh, programs.spec.cache.kv_buffer_partition)
         self._make = pool_maker(programs.spec, mesh, limits.pages, limits.page_size, dtype)
         self._pools: list[Pool] = []
         self._done = np.zeros(limits.slots + 1, np.int64)  # positions of each slot with computed KV
@@ -144,14 +144,14 @@ class DraftModel:
     def export(self, pages: Int32) -> tuple[jax.Array, ...]:
         return (self._programs.moves.gather(self._pools, pages),)
 
-    def fill(self, pages: Int32, parcel: Sequence[jax.Array]) -> None:
-        self._pools = self._programs.moves.scatter(self._pools, pages, *parcel)
+    def fill(self, pages: Int32, kv_buffer: Sequence[jax.Array]) -> None:
+        self._pools = self._programs.moves.scatter(self._pools, pages, *kv_buffer)
 
-    def receive(self, parcel: Sequence[Any]) -> tuple[jax.Array, ...]:
-        return tuple(placed(one, self._parcels) for one in parcel)
+    def receive(self, kv_buffer: Sequence[Any]) -> tuple[jax.Array, ...]:
+        return tuple(placed(one, self._kv_buffers) for one in kv_buffer)
 
-    def parcel(self, size: int) -> tuple[Any, ...]:
-        shape = self._programs.spec.cache.parcel_shape(size, self._programs.limits.page_size)
+    def kv_buffer(self, size: int) -> tuple[Any, ...]:
+        shape = self._programs.spec.cache.kv_buffer_shape(size, self._programs.limits.page_size)
         return (np.zeros(shape, self._pools[0][0].dtype),)
 
     def calls(self, carry: Carry) -> list[Call]:
@@ -169,7 +169,7 @@ class DraftModel:
         for size in piece_sizes(limits.row_pages):
             pages = padded((), size, limits.pages)
             made.append(Call(f"export draft {size}", programs.moves.gather, (self._pools, pages)))
-            filled = self._pools, pages, *self.receive(self.parcel(size))
+            filled = self._pools, pages, *self.receive(self.kv_buffer(size))
             made.append(Call(f"import draft {size}", programs.moves.scatter, filled))
         return made
 

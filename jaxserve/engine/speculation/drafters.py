@@ -48,14 +48,14 @@ class Drafter(Protocol):
     def export(self, pages: Int32) -> tuple[jax.Array, ...]:
         """Export the drafter's part of `pages`; () if it has none."""
 
-    def fill(self, pages: Int32, parcel: Sequence[jax.Array]) -> None:
+    def fill(self, pages: Int32, kv_buffer: Sequence[jax.Array]) -> None:
         """Import the drafter's part of `pages`."""
 
-    def receive(self, parcel: Sequence[Any]) -> tuple[jax.Array, ...]:
-        """Copy the drafter's part of another instance's parcel onto this mesh."""
+    def receive(self, kv_buffer: Sequence[Any]) -> tuple[jax.Array, ...]:
+        """Copy the drafter's part of another instance's KV buffer onto this mesh."""
 
-    def parcel(self, size: int) -> tuple[Any, ...]:
-        """Return a parcel of zeros, as numpy arrays."""
+    def kv_buffer(self, size: int) -> tuple[Any, ...]:
+        """Return a KV buffer of zeros, as numpy arrays."""
 
     def calls(self, carry: Carry) -> list[Call]:
         """Return the drafter's programs, for warm-up."""
@@ -89,13 +89,13 @@ class NGram:
     def export(self, pages: Int32) -> tuple[jax.Array, ...]:
         return ()
 
-    def fill(self, pages: Int32, parcel: Sequence[jax.Array]) -> None:
+    def fill(self, pages: Int32, kv_buffer: Sequence[jax.Array]) -> None:
         """No state."""
 
-    def receive(self, parcel: Sequence[Any]) -> tuple[jax.Array, ...]:
+    def receive(self, kv_buffer: Sequence[Any]) -> tuple[jax.Array, ...]:
         return ()
 
-    def parcel(self, size: int) -> tuple[Any, ...]:
+    def kv_buffer(self, size: int) -> tuple[Any, ...]:
         return ()
 
     def calls(self, carry: Carry) -> list[Call]:

@@ -193,7 +193,7 @@ def calls(state: DeviceState) -> list[Call]:
     for size in piece_sizes(limits.row_pages):
         pages = padded((), size, limits.pages)
         made.append(Call(f"export {size}", programs.moves.gather, (state.pools, pages)))
-        made.append(Call(f"import {size}", programs.moves.scatter, (state.pools, pages, state.parcel(size)[0])))
+        made.append(Call(f"import {size}", programs.moves.scatter, (state.pools, pages, state.kv_buffer(size)[0])))
     return [*made, *drafting_calls(state)]
 
 

@@ -1,7 +1,7 @@
 """Export pages of all layers as one contiguous buffer, and import it into pools in place, for KV transfers.
 
     export_pages(pools, pages)[l, p] = pools[l][p][pages]        the buffer, [L, parts, M, B, K, D]
-    import_pages(pools, pages, parcel)                           the pools with the buffer `parcel` at `pages`
+    import_pages(pools, pages, kv_buffer)                           the pools with the buffer `kv_buffer` at `pages`
 
 This is plain XLA, because the PTX compiled for Hopper is what a kernel would do: 16-byte loads and
 stores, no temporary, no copy of a pool. Three things are needed for that, seen in the PTX of jax
@@ -44,8 +44,8 @@ def export_pages(pools: Sequence[Pool], pages: jax.Array, *, mesh: Mesh | Abstra
     pools = list(pools)
     if mesh is None or mesh.shape["tp"] == 1:
         return _packed(pools, pages)
-    heads, parcel = P(None, None, "tp"), P(None, None, None, None, "tp")
-    packed: jax.Array = jax.shard_map(_packed, mesh=mesh, in_specs=(heads, P()), out_specs=parcel, check_vma=False)(
+    heads, kv_buffer = P(None, None, "tp"), P(None, None, None, None, "tp")
+    packed: jax.Array = jax.shard_map(_packed, mesh=mesh, in_specs=(heads, P()), out_specs=kv_buffer, check_vma=False)(
         pools, pages
     )
     return packed
@@ -54,20 +54,20 @@ def export_pages(pools: Sequence[Pool], pages: jax.Array, *, mesh: Mesh | Abstra
 def _packed(pools: list[Pool], pages: jax.Array) -> jax.Array:
     first = pools[0][0]
     wide = jax.eval_shape(words.wide, first)
-    parcel = lax.empty((len(pools), len(pools[0]), len(pages), *wide.shape[1:]), wide.dtype)
+    kv_buffer = lax.empty((len(pools), len(pools[0]), len(pages), *wide.shape[1:]), wide.dtype)
     for layer, pool in enumerate(pools):
         for part, held in enumerate(pool):
             taken = jnp.take(words.wide(held), pages, axis=0, mode="clip")[None, None]
-            parcel = lax.dynamic_update_slice(parcel, taken, (layer, part, 0, 0, 0, 0))
-    return words.narrow(parcel, first)
+            kv_buffer = lax.dynamic_update_slice(kv_buffer, taken, (layer, part, 0, 0, 0, 0))
+    return words.narrow(kv_buffer, first)
 
 
-def import_pages(pools: Sequence[Pool], pages: jax.Array, parcel: jax.Array) -> list[Pool]:
-    """Write `parcel` [L, parts, M, B, K, D] to distinct pages [M] of the pools; drop pages out of range.
+def import_pages(pools: Sequence[Pool], pages: jax.Array, kv_buffer: jax.Array) -> list[Pool]:
+    """Write `kv_buffer` [L, parts, M, B, K, D] to distinct pages [M] of the pools; drop pages out of range.
 
     The write is in place if the pools are donated.
     """
-    wide = words.wide(parcel)
+    wide = words.wide(kv_buffer)
 
     def put(held: jax.Array, layer: int, part: int) -> jax.Array:
         after = words.wide(held).at[pages].set(wide[layer, part], mode="drop", unique_indices=True)

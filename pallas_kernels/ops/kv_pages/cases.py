@@ -19,10 +19,10 @@ def cases() -> list[Case]:
 def _cases(dtype: jnp.dtype, layers: int, moved: int) -> list[Case]:
     pool = ((4096, 64, 8, 128), dtype)
     name, flat = f"{jnp.dtype(dtype).name} m{moved}", [pool] * (2 * layers)
-    where, parcel = ((moved,), jnp.int32), ((layers, 2, moved, 64, 8, 128), dtype)
+    where, kv_buffer = ((moved,), jnp.int32), ((layers, 2, moved, 64, 8, 128), dtype)
     return [
         Case(f"export_pages {name}", _export, shapes(where, *flat)),
-        Case(f"import_pages {name}", _import, shapes(where, parcel, *flat), donate=tuple(range(2, 2 + len(flat)))),
+        Case(f"import_pages {name}", _import, shapes(where, kv_buffer, *flat), donate=tuple(range(2, 2 + len(flat)))),
     ]
 
 
@@ -34,5 +34,5 @@ def _export(pages: jax.Array, *flat: jax.Array) -> jax.Array:
     return export_pages(_pairs(flat), pages)
 
 
-def _import(pages: jax.Array, parcel: jax.Array, *flat: jax.Array) -> list[Pool]:
-    return import_pages(_pairs(flat), pages, parcel)
+def _import(pages: jax.Array, kv_buffer: jax.Array, *flat: jax.Array) -> list[Pool]:
+    return import_pages(_pairs(flat), pages, kv_buffer)

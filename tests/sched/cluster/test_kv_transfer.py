@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched.api.plan import KvParcel
+from jaxserve.sched.api.plan import KVBuffer
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.cluster.kv_transfer import KVTransfer, KVTransferManager
 from jaxserve.sched.instance.kv_manager import Reservation
@@ -62,8 +62,8 @@ def watch(patch: pytest.MonkeyPatch) -> type[Pool]:
         make(executor, *args, **more)
         executors.append(executor)
 
-    async def imported(executor: Flaky, parcel: KvParcel, pages: Sequence[int]) -> None:
-        await carry(executor, parcel, pages)
+    async def imported(executor: Flaky, kv_buffer: KVBuffer, pages: Sequence[int]) -> None:
+        await carry(executor, kv_buffer, pages)
         pools[executors.index(executor)].write(pages)
 
     async def sent(

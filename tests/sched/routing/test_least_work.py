@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxserve.sched import routing
 from jaxserve.sched.api.errors import StepFailed
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import KvParcel
+from jaxserve.sched.api.plan import KVBuffer
 from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
@@ -148,7 +148,7 @@ def test_an_answer_in_a_lost_pool_is_not_written_back(monkeypatch: pytest.Monkey
     """Its last step succeeds and the next one raises: no KV leaves the decode instance, and serving continues."""
     export, sent = SimExecutor.export_kv, []
 
-    def lost(self: SimExecutor, pages: Sequence[int]) -> KvParcel:
+    def lost(self: SimExecutor, pages: Sequence[int]) -> KVBuffer:
         sent.append(len(pages))
         if len(sent) == 2:  # the prompt has moved; this is the answer
             raise StepFailed("injected: the pool is gone")

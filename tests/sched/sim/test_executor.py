@@ -157,11 +157,11 @@ def test_transfers_wait_for_the_link_and_optionally_for_submitted_steps(behind: 
     async def main() -> list[float]:
         source, target = make({1: 1}, replace(DEVICE, behind=behind)), make({1: 1})
         step = source.submit(StepPlan(1, (prefill(1, 0, 0, 10, 10, True),)))
-        parcel = source.export_kv([1, 2])
+        kv_buffer = source.export_kv([1, 2])
         arrivals: list[float] = []
 
         async def move() -> None:
-            await target.import_kv(parcel, [5, 6])
+            await target.import_kv(kv_buffer, [5, 6])
             arrivals.append(target.now())
 
         await asyncio.gather(move(), move())

@@ -118,5 +118,5 @@ def run(work: Coroutine[Any, Any, R]) -> R:
 
 def finite_pages(executor: JaxExecutor, pages: Sequence[int]) -> bool:
     """Return whether all numbers in these pages, over all layers, are finite."""
-    parcel = executor.export_kv(pages)
-    return all(bool(np.isfinite(np.asarray(leaf)).all()) for _, piece in parcel.pieces for leaf in piece)
+    kv_buffer = executor.export_kv(pages)
+    return all(bool(np.isfinite(np.asarray(leaf)).all()) for _, piece in kv_buffer.pieces for leaf in piece)

@@ -12,7 +12,7 @@ from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.errors import InvalidValue, Unavailable
 from jaxserve.sched.api.log import Log, no_log
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import UNAVAILABLE, Delta, KvParcel, StepPlan, StepResult
+from jaxserve.sched.api.plan import UNAVAILABLE, Delta, KVBuffer, StepPlan, StepResult
 from jaxserve.sched.api.policy import Limits, Policy, Role
 from jaxserve.sched.api.preemption import stopping
 from jaxserve.sched.api.request import STANDARD, Request
@@ -70,8 +70,8 @@ class Flaky(SimExecutor):
         job.seconds += self._late(job.plan)
         super()._begin(job)
 
-    async def import_kv(self, parcel: KvParcel, pages: Sequence[int]) -> None:
-        await super().import_kv(parcel, pages)
+    async def import_kv(self, kv_buffer: KVBuffer, pages: Sequence[int]) -> None:
+        await super().import_kv(kv_buffer, pages)
         if (slow := self._slow()) > 0:
             await asyncio.sleep(slow)
         if self._loses():
