@@ -176,6 +176,7 @@ class Process:
 LONG = {"prompt": "def main(", "max_tokens": 100, "ignore_eos": True, "stream": True}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_a_server_drains_on_sigterm():
     with Process("--mesh", "2x1", JAX_NUM_CPU_DEVICES="2") as server:

@@ -144,8 +144,8 @@ def test_what_contributing_says_adds_a_policy_and_a_router(repo: Path, tmp_path:
     page = re.sub(r"(?m)^   (?! )", "", page[: page.index("## Work on it")])
     policy, router = blocks(page, "python")
     registry, routers = blocks(page, "text")
-    simulate, serve, routed = blocks(page, "bash")
-    assert serve.startswith("python -m jaxserve.run ")
+    simulate, serve, checks, routed = blocks(page, "bash")
+    assert serve.startswith("python -m jaxserve.run ") and checks.startswith("scripts/test ")
     for folder, file, text, line, before, command, shows in (
         ("policies", "longest.py", policy, registry, "PREFILL = {\n", simulate, "longest"),
         ("routing", "shortest_queue.py", router, routers, "ROUTERS = {\n", routed, "distserve"),

@@ -77,6 +77,7 @@ def test_a_trace_with_classes(tmp_path: Path) -> None:
     assert sorted(asked) == [1.0] * 3 + [4000.0] * 9
 
 
+@pytest.mark.full
 def test_find_goodput_finds_the_capacity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # One request at a time, 20 ms each: 50/s. At two thirds of that, most waits meet the objective.
     flags = "--num-prompts 30 --random-input-len 4 --random-output-len 1 --request-rate 20 --ttft-slo 100ms"

@@ -175,6 +175,7 @@ def test_served_policies_resumes_and_writes_the_page(repo: Path, tmp_path: Path)
     assert json.loads(path.read_text())["cases"] == found["cases"]
 
 
+@pytest.mark.full
 def test_compare(repo: Path, tmp_path: Path) -> None:
     path = tmp_path / "compare.json"
     flags = "--sides transformers continuous --models demo --requests 1 2 --prompt 16 --tokens 4 --prompts 16 24"

@@ -78,6 +78,7 @@ def test_the_first_start_measures_and_the_next_one_does_not(
     assert len(json.loads(path.read_text())["points"]) == len(third.recipe.points)
 
 
+@pytest.mark.full
 def test_presets_of_other_models_devices_and_meshes_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def preset(**more: Any) -> str:
         fields = {"name": "mine", "kv_bytes_per_token": 0, "kv_tokens": 4096, **more}
