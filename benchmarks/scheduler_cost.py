@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxserve.report.table import print_table
 from jaxserve.sched import policies, routing
+from jaxserve.sched.api.instance_view import ReadOnlyView
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.plan import StepPlan, StepResult
@@ -245,7 +246,8 @@ def place(name: str, instances: int, residents: int, requests: int) -> dict[str,
     """Return the CPU time to route a request: `prefill`, and `redirect` once it waits there."""
     half = [Role.PREFILL] * (instances // 2)
     full = Full([*half, *([Role.DECODE] * (instances - len(half)))], residents)
-    fleet, router = Fleet(0.2, full.instances, lambda tokens: 1e-3 + 1e-7 * tokens), routing.make(name)
+    views = [ReadOnlyView(one) for one in full.instances]  # what a cluster gives its router
+    fleet, router = Fleet(0.2, views, lambda tokens: 1e-3 + 1e-7 * tokens), routing.make(name)
     router.redirect(fleet)
     spent = []
     with undisturbed():

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from jaxserve.errors import InvalidValue, short
+from jaxserve.sched.api.request import check_prompt_length
 from jaxserve.server.openai import (
     ChatBody,
     CompletionBody,
@@ -69,8 +70,7 @@ class Prompts:
     async def _completion(self, prompt: str | list[int], special: bool) -> Prompt:
         if isinstance(prompt, str):
             return prompt, await self._encode(prompt, special, "prompt")
-        if len(prompt) >= self._context:  # before the check of each id
-            raise self._too_long(f"the prompt has {len(prompt)} tokens", "prompt")
+        check_prompt_length(len(prompt), self._context)  # before the check of each id
         for token in prompt:
             check_token(token, self._vocab_size, "prompt")
         return None, prompt

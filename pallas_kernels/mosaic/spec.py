@@ -40,6 +40,13 @@ class AttentionShape:
     def quantized(self) -> bool:
         return bool(jnp.dtype(self.kv_dtype).itemsize == 1)
 
+    def check_scales(self, scales: Any) -> None:
+        """Raise ValueError if 8-bit pools come without scales, or others with them."""
+        if self.quantized != (scales is not None):
+            raise ValueError(
+                f"pools of {self.kv_dtype} and {scales=} do not match: 8-bit pools need scales, others take none"
+            )
+
 
 S = TypeVar("S", contravariant=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..registry import build
 from .base import Admission
 
-ADMISSIONS = {"dp": "dp:ByDP", "none": "none:AdmitAll", "pab": "by_prefill_budget:ByPrefillBudget"}
+ADMISSIONS = {"dp": "dp:ByDP", "none": "none:AdmitAll", "pab": "prefill_budget:ByPrefillBudget"}
 
 
 def make(name: str) -> Admission:

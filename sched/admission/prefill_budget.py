@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..api.instance_view import InstanceView
 from ..api.perf import PerfModel
 from ..api.policy import Role, View
+from ..api.request import Request
 from ..feasibility import promised
 
 PROBE = 1000.0  # context tokens over which a slope is measured
@@ -100,3 +102,18 @@ def prefill_budget(view: View, due: float, prompt: int = 1024) -> float:
     the prompt length at which the seconds per token are measured. Returns inf if `due` is inf.
     """
     return Promised(view).budget(due, prompt)
+
+
+class ByPrefillBudget:
+    """An admission control that admits prompts within the prefill admission budget of their instance.
+
+    The prompt counts without its prefix hit, and the budget is for its own TTFT. `refuse`: refuse
+    the others, so that they can go elsewhere, instead of making them best effort.
+    """
+
+    def __init__(self, refuse: bool = False) -> None:
+        self.refuse = refuse
+
+    def admits(self, request: Request, instance: InstanceView, now: float) -> bool:
+        new = request.prompt_length - instance.cached_tokens(request)
+        return new <= prefill_budget(instance.view(now, max(now, instance.ends)), request.deadline, new)

@@ -49,6 +49,75 @@ class InstanceView(Protocol):
         """Return the view that the policy would get for a step that begins at `start`."""
 
 
+class ReadOnlyView:
+    """An InstanceView of another one, such as a live Scheduler, that offers nothing else."""
+
+    __slots__ = ("__weakref__", "_instance")
+
+    def __init__(self, instance: InstanceView) -> None:
+        self._instance = instance
+
+    @property
+    def role(self) -> Role:
+        return self._instance.role
+
+    @property
+    def limits(self) -> Limits:
+        return self._instance.limits
+
+    @property
+    def perf(self) -> PerfModel:
+        return self._instance.perf
+
+    @property
+    def ends(self) -> float:
+        return self._instance.ends
+
+    @property
+    def hung(self) -> bool:
+        return self._instance.hung
+
+    @property
+    def kv_waiting(self) -> int:
+        return self._instance.kv_waiting
+
+    @property
+    def running(self) -> int:
+        return self._instance.running
+
+    @property
+    def waiting(self) -> int:
+        return self._instance.waiting
+
+    @property
+    def prefill_backlog(self) -> int:
+        return self._instance.prefill_backlog
+
+    @property
+    def decode_context(self) -> int:
+        return self._instance.decode_context
+
+    @property
+    def steps(self) -> int:
+        return self._instance.steps
+
+    @property
+    def version(self) -> Hashable:
+        return self._instance.version
+
+    def __len__(self) -> int:
+        return len(self._instance)
+
+    def __iter__(self) -> Iterator[RequestView]:
+        return iter(self._instance)
+
+    def cached_tokens(self, request: Request) -> int:
+        return self._instance.cached_tokens(request)
+
+    def view(self, now: float, start: float) -> View:
+        return self._instance.view(now, start)
+
+
 class InstanceMemo(Generic[T]):
     """A per-instance memo of `compute(instance, start)`, invalidated when the instance changes.
 

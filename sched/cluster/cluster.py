@@ -71,6 +71,7 @@ class Cluster:
         self._router = router
         self._admission = admission or AdmitAll()
         self._schedulers = [core.scheduler for core in self.cores]
+        self._pool_tokens = min(one.limits.pages * one.limits.page_size for one in self._schedulers)
         self._hold_first = first_token == "decode"
         self._finished = finished
         self._residents: dict[int, Resident] = {}
@@ -127,7 +128,7 @@ class Cluster:
         Raises InvalidValue if it can never fit, and Unavailable if every instance that prefills has
         a hung step.
         """
-        most = min(one.limits.pages * one.limits.page_size for one in self._schedulers)
+        most = self._pool_tokens
         if request.prompt_length >= most:
             raise InvalidValue(
                 f"a prompt of {request.prompt_length} tokens does not fit: the KV pool of an instance holds {most} "

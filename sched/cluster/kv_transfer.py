@@ -21,11 +21,11 @@ from itertools import islice
 from typing import Any
 
 from ..api.errors import StepFailed
+from ..api.instance_view import ReadOnlyView
 from ..api.plan import UNAVAILABLE, KVBuffer
 from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request, State
 from ..instance.kv_manager import Reservation, WriteBack
-from ..instance.live_view import LiveView
 from ..instance.loop import Core
 from ..instance.watchdog import PATIENT, Patience
 from ..routing.base import Fleet, Router
@@ -128,7 +128,7 @@ class KVTransferManager:
     ) -> None:
         self._cores = cores
         self._schedulers = [core.scheduler for core in cores]
-        self._views = [LiveView(core.scheduler) for core in cores]
+        self._views = [ReadOnlyView(core.scheduler) for core in cores]
         self._router = router
         self._spawn = spawn
         self._arrived = arrived

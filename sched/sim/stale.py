@@ -9,25 +9,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..api.instance_view import InstanceView
-from ..api.perf import Array, PerfModel
-from ..api.policy import Limits, Order, QueueView, Role, View
+from ..api.instance_view import InstanceView, ReadOnlyView
+from ..api.perf import Array
+from ..api.policy import Order, QueueView, Role, View
 from ..api.request import Request, RequestView, State
 from ..routing.base import Fleet, Move, Router
 
-NAMES = "arrival ttft tbt tpot tightest deadline remaining context length running hit best_effort"
-COLUMNS = tuple(NAMES.split())
 OFTEN = 4  # snapshots taken per `age`
 
 
-class Seen:
+class Seen(ReadOnlyView):
     """An outdated InstanceView: queues, contexts, pages and predictions are from the past.
 
     Role, limits, step-time model and prefix-cache hits are current.
     """
 
+    ends = 0.0
+    prefill_backlog = decode_context = running = waiting = 0
+
     def __init__(self, live: InstanceView, now: float) -> None:
-        self._live = live
+        super().__init__(live)
         view = live.view(now, max(now, live.ends))
         self._view = replace(view, prefill=PastQueue(view.prefill), decode=PastQueue(view.decode))
         self._requests = tuple(live)
@@ -39,35 +40,8 @@ class Seen:
         self.waiting = live.waiting
 
     @property
-    def role(self) -> Role:
-        return self._live.role
-
-    @property
-    def limits(self) -> Limits:
-        return self._live.limits
-
-    @property
-    def perf(self) -> PerfModel:
-        return self._live.perf
-
-    @property
-    def hung(self) -> bool:
-        return self._live.hung
-
-    @property
-    def kv_waiting(self) -> int:
-        return self._live.kv_waiting
-
-    @property
-    def steps(self) -> int:
-        return self._live.steps
-
-    @property
     def version(self) -> Hashable:
-        return self._version, self._live.version
-
-    def cached_tokens(self, request: Request) -> int:
-        return self._live.cached_tokens(request)
+        return self._version, super().version
 
     def view(self, now: float, start: float) -> View:
         return replace(self._view, now=now, start=start)
@@ -101,7 +75,7 @@ class PastQueue:
         self.members = rows.members
         self.standard = rows.standard
         self._last = rows.last(np.arange(len(rows)))
-        for name in COLUMNS:
+        for name in self.__annotations__:
             setattr(self, name, getattr(rows, name).copy())
 
     def __len__(self) -> int:

@@ -162,7 +162,9 @@ def test_a_request_that_waits_too_long_fails(machine: Machine, start: Starter) -
     assert {one.finish_reason for one in ends} == {"expired"} and "not started within 1.5 s" in str(ends[0].error)
     stuck.free.set()
     assert begun.end().finish_reason == "length"
-    assert {one.end().finish_reason for one in waiting[:8]} <= {"length", "expired"}
+    for one in waiting[:8]:  # those of the step that was planned ahead are served whole, the others not at all
+        served = {"length": PARAMS.max_tokens, "expired": 0}
+        assert served[one.end().finish_reason] == len(one.tokens)
     assert Submitted(engine).end().finish_reason == "length"
     engine.drain(10)
     engine.check()

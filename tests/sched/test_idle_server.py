@@ -207,5 +207,5 @@ def test_a_configured_block_is_a_share_of_the_median_ttft() -> None:
     pieces = served(SlosServe(block=0.1), waiting(2000, SLO(1.0, 1.0)), perf, limits(8192, 0), Role.MIXED)
     assert pieces > served(SlosServe(), waiting(2000, SLO(1.0, 1.0)), perf, limits(8192, 0), Role.MIXED)
     for make_one in (SlosServe, ByDP):
-        with pytest.raises(InvalidValue, match=r"block=-0.1 must be 0"):
+        with pytest.raises(InvalidValue, match=r"block=-0.1 must be 0 \(follow the tightest promise\)"):
             make_one(block=-0.1)

@@ -66,7 +66,7 @@ COLUMNS = (
     [*sorted(admission.ADMISSIONS), *refusing()],
     ["disaggregated", "colocated"],
 )
-PAIRED = ((0, 3), (1, 3), (2, 3))  # columns; the full matrix pairs every column with every other
+PAIRED = ((0, 3), (1, 3), (2, 3), (1, 2))  # columns; the full matrix has every policy with every router and admission
 MATRIX = [Case(*names) for names in itertools.product(*COLUMNS)]
 
 

@@ -159,10 +159,7 @@ def paged_decode(
     rows, (_, page, kv_heads, dim) = ragged.lengths.shape[0], k_pool.shape
     spec = AttentionShape(rows, q.shape[1], kv_heads, dim, page, config.queries, q.dtype, k_pool.dtype)
     config.validate(spec)
-    if spec.quantized != (scales is not None):
-        raise ValueError(
-            f"pools of {k_pool.dtype} and {scales=} do not match: 8-bit pools need scales, others take none"
-        )
+    spec.check_scales(scales)
     if work.workers != config.workers or work.row.shape[0] != config.workers + rows:
         raise ValueError(f"the work has {work.workers} workers but {config.workers=}; plan with this config")
     shape = _shape(spec, config, scale, window, softcap, interpret)

@@ -149,10 +149,7 @@ def paged_prefill(
     page, kv_heads = k_pool.shape[1:3]
     spec = AttentionShape(ragged.lengths.shape[0], heads, kv_heads, dim, page, tokens, q.dtype, k_pool.dtype)
     config.validate(spec)
-    if spec.quantized != (scales is not None):
-        raise ValueError(
-            f"pools of {k_pool.dtype} and {scales=} do not match: 8-bit pools need scales, others take none"
-        )
+    spec.check_scales(scales)
     if scale <= 0:
         raise ValueError(f"{scale=} must be positive")
     padded = jnp.pad(q, ((0, max(0, config.tile // WARPGROUPS - tokens)), (0, 0), (0, 0)))
