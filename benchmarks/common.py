@@ -32,7 +32,11 @@ sys.path.insert(0, str(ROOT))  # so that `python benchmarks/x.py` measures this 
 
 
 def git(*words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    """Return what git prints about this checkout; nothing without git, or outside a checkout."""
+    try:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
     return done.stdout.strip()
 
 

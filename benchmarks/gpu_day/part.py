@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 
+class Skip(Exception):
+    """Raised by a part that cannot run here, with the reason; it counts as skipped, not as failed."""
+
+
 @dataclass(frozen=True)
 class Part:
     """One measurement that can fail, hang or be repeated without the others."""
@@ -18,9 +22,11 @@ class Part:
     name: str  # unique among all stages; a part with a result under this name is not run again
     stage: str  # A, B, C or D
     seconds: float  # limit of its process, start of Python and compilation included
-    call: str  # "module:function" in this package; called with a `Run` and `arguments`
+    call: str  # "module:function"; called as function(run, **arguments). A module without a dot is in this package
     arguments: Mapping[str, Any] = field(default_factory=dict)  # JSON values
     needs: tuple[str, ...] = ()  # modules without which the part is skipped, with their names as the reason
+    beside: bool = False  # a check, not a timing: runs beside its neighbors of this kind
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of its process
 
 
 @dataclass
@@ -47,8 +53,12 @@ class Run:
         self._append({"fact": name, "value": value})
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps({"part": self.part.name, **record}, default=str)
-        with self.output.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append(self.output, {"part": self.part.name, **record})
+
+
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a record as one line, and return once it is on disk."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record, default=str) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

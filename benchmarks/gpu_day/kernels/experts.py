@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.mosaic import compat
-from pallas_kernels.mosaic.interpret import interpreter
+from benchmarks.gpu_day.part import Run
 from pallas_kernels.ops.grouped_matmul.hopper import matmul as grouped
 from pallas_kernels.ops.grouped_matmul.plan import Groups
 from pallas_kernels.ops.grouped_matmul.xla import grouped_matmul as by_xla
+from tests.support.kernels import reference
 
-from .first import reference
-from .session import Session, normal, reading
+from .timing import Timing, interpreter_or_none, normal, reading
 
 MOST = 8e-3  # maximum relative error that rounding explains
 
@@ -66,7 +65,7 @@ class Case:
         return 2.0 * self.tokens * self.chosen * self.width * self.outputs
 
 
-def cases(dry: bool) -> list[Case]:
+def all_cases(dry: bool) -> list[Case]:
     """Return the cases of Qwen3-30B-A3B, or in a dry run small cases of both kernel forms."""
     if dry:
         return [Case(5, 3, 2, 64, 128), Case(80, 2, 1, 64, 128), Case(5, 3, 2, 128, 128, "int8", 2)]
@@ -78,18 +77,22 @@ def cases(dry: bool) -> list[Case]:
     return [Case(1), Case(64), Case(256), Case(1024), Case(4096), *narrow]
 
 
-def measure(session: Session) -> None:
-    for case in cases(session.dry):
-        session.part(case.name, lambda case=case: _case(session, case))
+def measure(run: Run, cases: list[str]) -> None:
+    """Time the cases of these names; an error above what rounding explains fails the part."""
+    time = Timing(run)
+    known = {case.name: case for case in all_cases(run.dry)}
+    with time.each() as attempt:
+        for name in cases:
+            attempt(name, lambda case=known[name]: _case(time, case))
+            if not run.dry and not known[name].stored:
+                attempt(f"{name}: torch", lambda case=known[name]: _torch(time, case))
 
 
-def _case(session: Session, case: Case) -> None:
-    if session.dry and not compat.DETECTS_RACES:
-        raise NotImplementedError(f"a dry run needs the interpreter of jax 0.11; this is {jax.__version__}")
-    told = interpreter() if session.dry else None
+def _case(time: Timing, case: Case) -> None:
+    told = interpreter_or_none(time.dry)
     chosen = jnp.asarray(case.routed().reshape(-1))
     spec = grouped.GroupedSpec(
-        len(chosen), case.experts, case.width, case.outputs, cores=2 if session.dry else grouped.CORES
+        len(chosen), case.experts, case.width, case.outputs, cores=2 if time.dry else grouped.CORES
     )
     if case.stored:
         spec = replace(spec, stored=jnp.dtype(case.stored), scales=case.scales)
@@ -114,17 +117,15 @@ def _case(session: Session, case: Case) -> None:
     for name, call in found:
         error = _error(jax.jit(call)(rows, weight, scale, work), x, weight, scale, chosen, work)
         assert error <= MOST, f"{name}: relative error {error:.2e} is more than {MOST:.0e}"
-        turns = 4 if name == "ragged_dot" else 4 * session.turns(case.moved() / session.ceilings.copy)
-        took = session.seconds(reading(call, turns), (rows, [(weight, scale)], (work,)), turns)
-        session.add(case.name, name, took, moved=case.moved(), flops=case.flops(), error=error)
-    if not session.dry and not case.stored:
-        session.part(f"{case.name}: torch", lambda: _torch(session, case))
+        turns = 4 if name == "ragged_dot" else 4 * time.turns(time.floor(case.moved(), case.flops()))
+        took = time.seconds(reading(call, turns), (rows, [(weight, scale)], (work,)), turns)
+        time.add(case.name, name, took, moved=case.moved(), flops=case.flops(), error=error)
 
 
 def _error(out: Any, x: Any, weight: Any, scale: Any, chosen: Any, work: Groups) -> float:
     """Return the relative error of some (token, expert) pairs against float64 on the host."""
     some = np.random.default_rng(1).permutation(len(chosen))[:64]
-    doubles = reference().doubles
+    doubles = reference.doubles
 
     def wide(expert: int) -> np.ndarray:
         plain = doubles(weight[expert])
@@ -132,10 +133,10 @@ def _error(out: Any, x: Any, weight: Any, scale: Any, chosen: Any, work: Groups)
 
     got = doubles(out[work.place[some]])
     want = np.stack([doubles(x[p]) @ wide(int(chosen[p])) for p in some])
-    return float(reference().error(got, want))
+    return float(reference.error(got, want))
 
 
-def _torch(session: Session, case: Case) -> None:
+def _torch(time: Timing, case: Case) -> None:
     """Time torch's grouped matmul of the same sizes."""
     import torch
 
@@ -150,5 +151,5 @@ def _torch(session: Session, case: Case) -> None:
         torch.cuda.synchronize()
         return ()
 
-    took = session.seconds(loop, (), 20)
-    session.add(case.name, "torch grouped_mm", took, moved=case.moved(), flops=case.flops())
+    took = time.seconds(loop, (), 20)
+    time.add(case.name, "torch grouped_mm", took, moved=case.moved(), flops=case.flops())

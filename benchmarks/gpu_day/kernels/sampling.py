@@ -7,6 +7,7 @@ counts passes; `sweeps` is the number of passes over a row to find its threshold
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -14,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.gpu_day.part import Run, Skip
 from jaxserve.engine.programs.sampling import Column, SamplingRows, draw
-from pallas_kernels.mosaic import compat
-from pallas_kernels.mosaic.interpret import interpreter
 from pallas_kernels.ops.sampling_threshold import hopper
 from pallas_kernels.ops.sampling_threshold.search import LOG2_E, Found, Options
 from pallas_kernels.ops.sampling_threshold.xla import swept
 
-from .session import Session, reading
+from .timing import Timing, interpreter_or_none, reading
 
 ROWS, VOCAB = 256, 128256
 ASKS = {"k50": (50.0, 1.0), "p0.9": (0.0, 0.9), "k50 p0.9": (50.0, 0.9)}
@@ -36,34 +36,35 @@ def logits(kind: str, rows: int, vocab: int) -> jax.Array:
     return x
 
 
-def measure(session: Session) -> None:
-    rows, vocab = (2, 512) if session.dry else (ROWS, VOCAB)
-    for kind in ("zipf",) if session.dry else ("zipf", "normal"):
-        for asks in ("k50 p0.9",) if session.dry else ASKS:
-            name = f"sampling {rows}x{vocab} {kind} {asks}"
-            session.part(name, lambda name=name, kind=kind, asks=asks: _case(session, name, kind, asks, rows, vocab))
+def measure(run: Run, kinds: list[str], asks: list[str]) -> None:
+    """Time every kind of logits with every pair of top-k and top-p."""
+    time = Timing(run)
+    rows, vocab = (2, 512) if run.dry else (ROWS, VOCAB)
+    with time.each() as attempt:
+        for kind in kinds:
+            for ask in asks:
+                name = f"sampling {rows}x{vocab} {kind} {ask}"
+                attempt(name, lambda name=name, kind=kind, ask=ask: _case(time, name, kind, ask, rows, vocab))
 
 
-def _case(session: Session, name: str, kind: str, asks: str, rows: int, vocab: int) -> None:
+def _case(time: Timing, name: str, kind: str, asks: str, rows: int, vocab: int) -> None:
     x, (top_k, top_p) = logits(kind, rows, vocab), ASKS[asks]
     options = Options(*(jnp.full(rows, value, jnp.float32) for value in (LOG2_E, -jnp.inf, top_k, top_p)))
     kept = None
-    for label, call in _calls(session, vocab).items():
+    for label, call in _calls(time, vocab).items():
         found = jax.jit(call)(x, options)
         mine = np.asarray(jnp.sum(x >= found.threshold[:, None], axis=1))
         kept = mine if kept is None else kept
         apart = np.abs(mine - kept).max()  # summation order may change the count by one token in a thousand
         assert apart <= 1 + 1e-3 * kept.max(), f"{label} keeps {apart} tokens more or fewer than the first variant"
-        turns = 1 if session.dry else 20
+        turns = 1 if time.dry else 20
         moved = 4.0 * rows * vocab
-        took = session.seconds(
-            reading(lambda x, o, call=call: call(x, o).threshold, turns), (x, [(options,)], ()), turns
-        )
+        took = time.seconds(reading(lambda x, o, call=call: call(x, o).threshold, turns), (x, [(options,)], ()), turns)
         sweeps = np.asarray(found.sweeps)
-        session.add(name, label, took, moved=moved, sweeps=float(sweeps.mean()), most_sweeps=int(sweeps.max()))
+        time.add(name, label, took, moved=moved, sweeps=float(sweeps.mean()), most_sweeps=int(sweeps.max()))
         drawing = reading(lambda x, packed, call=call: draw(x, SamplingRows(packed), call), turns)
-        took = session.seconds(drawing, (x, [(_rows(rows, top_k, top_p),)], ()), turns)
-        session.add(name, f"draw, {label}", took, moved=moved)
+        took = time.seconds(drawing, (x, [(_rows(rows, top_k, top_p),)], ()), turns)
+        time.add(name, f"draw, {label}", took, moved=moved)
 
 
 def _rows(rows: int, top_k: float, top_p: float) -> jax.Array:
@@ -75,10 +76,10 @@ def _rows(rows: int, top_k: float, top_p: float) -> jax.Array:
     return jnp.asarray(packed)
 
 
-def _calls(session: Session, vocab: int) -> dict[str, Callable[[jax.Array, Options], Found]]:
+def _calls(time: Timing, vocab: int) -> dict[str, Callable[[jax.Array, Options], Found]]:
     calls: dict[str, Callable[[jax.Array, Options], Found]] = {"xla": swept, "sort": _sorted}
-    if not session.dry or compat.DETECTS_RACES:
-        told: Any = interpreter() if session.dry else None
+    with suppress(Skip):  # a dry run without an interpreter of Hopper kernels
+        told: Any = interpreter_or_none(time.dry)
         config = hopper.heuristic(vocab)
         calls["mosaic"] = lambda x, options: hopper.thresholds(x, options, config=config, interpret=told)
     return calls

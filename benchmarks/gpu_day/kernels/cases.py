@@ -16,7 +16,7 @@ import numpy as np
 
 from pallas_kernels.layout import Ragged
 
-from .session import POOLS, normal
+from .timing import POOLS, normal
 
 
 @dataclass(frozen=True)
@@ -145,15 +145,22 @@ def prefill_cases(dry: bool) -> list[Case]:
     ]
 
 
-def numeric_cases(dry: bool, decode: bool) -> list[Case]:
-    """Return cases that are small enough for the float64 reference on the host."""
-    if dry:
-        return decode_cases(True)[:1] if decode else prefill_cases(True)
-    if decode:
-        mixture = Case("numerics decode", _drawn(7, [1, 63, 64, 65, 700, 1024, 333]))
-        return [
-            mixture,
-            replace(mixture, name="numerics decode T4", rows=tuple((4, c + 4) for _, c in mixture.rows)),
-            replace(mixture, name="numerics decode page16", page=16),
-        ]
-    return [Case("numerics prefill", ((300, 300), (64, 700), (129, 129), (17, 1000)))]
+def numeric_case(case: Case, queries: int) -> Case:
+    """Return a case with the heads and pages of `case` that is small enough for the float64 reference on the host.
+
+    Its contexts lie around the borders of pages and tiles. queries: tokens of the longest row; 0: prompts.
+    """
+    if not queries:
+        rows: tuple[tuple[int, int], ...] = ((300, 300), (64, 700), (129, 129), (17, 1000))
+    else:
+        rows = tuple((min(queries, 1 + i * queries // 7), c) for i, c in enumerate((1, 63, 64, 65, 700, 1024, 333)))
+        rows = tuple((length, context + length - 1) for length, context in rows)
+    return replace(case, name=f"numerics of {case.name}", rows=rows)
+
+
+def named(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
+    """Return the cases of these names. Raises ValueError if one is unknown."""
+    known = {case.name: case for case in cases}
+    if unknown := set(names) - set(known):
+        raise ValueError(f"no case is named {', '.join(sorted(unknown))}")
+    return [known[name] for name in names]

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.mosaic import compat
-from pallas_kernels.mosaic.interpret import interpreter
 from pallas_kernels.ops.paged_attention import xla as attention_xla
 
 from .cases import Case
+from .timing import interpreter_or_none
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def xla(case: Case) -> Kernel:
 
 
 def spec_of(case: Case, *, dry: bool = False) -> Any:
-    """Return the spec that the kernels' heuristics use; a dry run has two cores to save interpreter time."""
+    """Return the spec that the kernels' heuristics use; a dry run has two cores, to save interpreter time."""
     from pallas_kernels.mosaic.spec import CORES, AttentionShape
 
     shape = len(case.rows), case.heads, case.kv_heads, case.dim, case.page, case.queries, case.dtype, case.kv_dtype
@@ -66,11 +66,7 @@ def prefill(case: Case, config: Any, label: str, *, dry: bool) -> Kernel:
 
 
 def _mosaic(kernel: Callable[..., Any], case: Case, config: Any, label: str, dry: bool) -> Kernel:
-    if dry and not compat.DETECTS_RACES:
-        raise NotImplementedError(
-            f"a dry run of Mosaic kernels needs the interpreter of jax 0.11; this is {jax.__version__}"
-        )
-    interpret = interpreter() if dry else None
+    interpret = interpreter_or_none(dry)
 
     def call(q: jax.Array, k: jax.Array, v: jax.Array, ragged: Ragged, work: Any) -> Any:
         return kernel(

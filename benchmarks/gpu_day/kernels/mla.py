@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.gpu_day.part import Run
 from pallas_kernels.layout import Ragged
 from pallas_kernels.mosaic import compat
 from pallas_kernels.ops.paged_attention import xla as attention_xla
 
 from .cases import Case
-from .session import Session, normal, reading
+from .timing import Timing, interpreter_or_none, normal, reading
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Latent(Case):
         return 2.0 * seen * self.heads * (self.dim + self.values)
 
 
-def cases(dry: bool) -> list[Latent]:
+def all_cases(dry: bool) -> list[Latent]:
     if dry:
         small = Latent("latent B2", ((1, 37), (3, 20)), 16, 4, 1, 192, jnp.float16, pools=2, values=128)
         return [small, replace(small, name="latent B2 int8", pool_dtype=jnp.int8)]
@@ -49,15 +50,14 @@ def cases(dry: bool) -> list[Latent]:
     return [*found, *narrow, replace(found[0], name=f"{found[0].name} int8", pool_dtype=jnp.int8)]
 
 
-def times(session: Session) -> None:
-    for case in cases(session.dry):
-        for label in _labels(case):
-            found = session.part(
-                f"{case.name}: {label}", lambda case=case, label=label: _measure(session, case, label), least=5.0
-            )
-            if found is not None:
-                seconds, config = found
-                session.add(case.name, label, seconds, moved=case.moved, flops=case.flops, config=config)
+def measure(run: Run, cases: list[str]) -> None:
+    """Time the cases of these names."""
+    time = Timing(run)
+    known = {case.name: case for case in all_cases(run.dry)}
+    with time.each() as attempt:
+        for name in cases:
+            for label in _labels(known[name]):
+                attempt(f"{name}: {label}", lambda case=known[name], label=label: _measure(time, case, label))
 
 
 def _labels(case: Latent) -> list[str]:
@@ -67,19 +67,16 @@ def _labels(case: Latent) -> list[str]:
     return [*(["mosaic mma"] if few else []), "mosaic wgmma", "xla"]
 
 
-def _measure(session: Session, case: Latent, label: str) -> tuple[Any, str]:
-    from pallas_kernels.mosaic.interpret import interpreter
+def _measure(time: Timing, case: Latent, label: str) -> None:
     from pallas_kernels.mosaic.spec import CORES, AttentionShape
     from pallas_kernels.ops.mla import hopper as latent
 
-    if session.dry and label != "xla" and not compat.DETECTS_RACES:
-        raise NotImplementedError(f"a dry run needs the interpreter of jax 0.11; this is {jax.__version__}")
+    interpret = interpreter_or_none(time.dry) if label != "xla" else None
     spec = AttentionShape(
         len(case.rows), case.heads, 1, case.dim, case.page, case.queries, case.dtype, case.kv_dtype,
-        2 if session.dry else CORES, case.values,
+        2 if time.dry else CORES, case.values,
     )  # fmt: skip
     config = latent.heuristic(spec, warps=label == "mosaic mma")
-    interpret = interpreter() if session.dry else None
     ragged, pages = case.ragged()
 
     def call(q: jax.Array, pool: jax.Array, ragged: Ragged, work: Any) -> Any:
@@ -93,7 +90,7 @@ def _measure(session: Session, case: Latent, label: str) -> tuple[Any, str]:
     work = () if label == "xla" else jax.jit(lambda step: config.plan(step, page=case.page, short=short))(ragged)
     shape = pages, case.page, 1, case.dim
     pools = [(normal(shape, case.kv_dtype, 1 + i),) for i in range(case.pools)]
-    least = max(case.moved / session.ceilings.copy, case.flops / session.ceilings.matmul)
-    turns = 1 if label == "xla" else session.turns(least)
-    seconds = session.seconds(reading(call, turns), (case.queries_of(), pools, (ragged, work)), turns * case.pools)
-    return seconds, "" if label == "xla" else str(config)
+    turns = 1 if label == "xla" else time.turns(time.floor(case.moved, case.flops))
+    found = time.seconds(reading(call, turns), (case.queries_of(), pools, (ragged, work)), turns * case.pools)
+    told = "" if label == "xla" else str(config)
+    time.add(case.name, label, found, moved=case.moved, flops=case.flops, config=told)

@@ -1,0 +1,1 @@
+"""Timings of kernels and of other implementations, for stages A and B."""

@@ -1,0 +1,99 @@
+"""Correctness of the device, and its bandwidth and FLOP ceilings: before any kernel."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import jax
+import jax.extend  # platform_version
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.gpu_day.part import Run
+
+from .timing import COPY, MATMUL, Timing, normal
+
+
+def device(run: Run) -> None:
+    """Record what jax sees, and that it computes something."""
+    here = jax.devices()[0]
+    if not run.dry and here.platform != "gpu":
+        raise RuntimeError(f"jax runs on {here.platform}: its CUDA plugin does not work here")
+    run.fact("device", here.device_kind)
+    run.fact("platform version", jax.extend.backend.get_backend().platform_version)
+    run.fact("memory bytes", (here.memory_stats() or {}).get("bytes_limit"))
+    run.fact("one and one", int(jnp.ones(2, jnp.int32).sum()))
+
+
+def sanity(run: Run) -> None:
+    """Compare eager and jitted programs with numpy. Raises AssertionError if they differ."""
+    draw = np.random.default_rng(0)
+    a, b = (draw.standard_normal((256, 256), np.float32) for _ in range(2))
+    index = draw.integers(0, 256, 97)
+    checks: dict[str, tuple[Any, Any, float]] = {
+        "product": (lambda x, y: jnp.matmul(x, y, precision="highest"), a @ b, 1e-4),
+        "product bf16": (lambda x, y: jnp.matmul(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)), a @ b, 2e-2),
+        "softmax": (lambda x, y: jax.nn.softmax(x * y), _softmax(a * b), 1e-5),
+        "gather": (lambda x, y: x[index] + y[:97], a[index] + b[:97], 1e-6),
+        "scatter": (lambda x, y: x.at[index].set(y[0]), _scattered(a, b, index), 0.0),
+        "cumsum": (lambda x, y: jnp.cumsum(x + y, axis=0), np.cumsum(a + b, axis=0, dtype=np.float64), 1e-5),
+    }
+    for name, (program, want, most) in checks.items():
+        for how, called in (("eager", program), ("jit", jax.jit(program))):
+            got = np.asarray(called(jnp.asarray(a), jnp.asarray(b)).astype(jnp.float32))
+            error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+            run.row("sanity", check=name, how=how, error=error, most=most)
+            assert error <= most, f"{how} {name} is wrong: relative error {error:.2e}, at most {most:.0e}"
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def _scattered(a: np.ndarray, b: np.ndarray, index: np.ndarray) -> np.ndarray:
+    out = a.copy()
+    out[index] = b[0]
+    return out
+
+
+def _rounds(run: Run, loop: Any, x: Any, per: int) -> float:
+    """Return the seconds of one of the `per` rounds of a loop that donates and returns its arrays."""
+    x = jax.block_until_ready(loop(x))
+    times = []
+    for _ in range(2 if run.dry else 20):
+        began = time.perf_counter()
+        x = jax.block_until_ready(loop(x))
+        times.append(time.perf_counter() - began)
+    return median(times) / per
+
+
+def copy(run: Run) -> None:
+    """Measure the copy bandwidth: read and write four arrays of 512 MiB in turn, in place."""
+    size, per = (1 << 16, 2) if run.dry else (1 << 28, 20)
+    arrays = [normal((size,), jnp.bfloat16, i) for i in range(4)]
+
+    def rounds(arrays: list[jax.Array]) -> list[jax.Array]:
+        return lax.fori_loop(0, per, lambda _, all_: [x + jnp.bfloat16(1) for x in all_], arrays)
+
+    took = _rounds(run, jax.jit(rounds, donate_argnums=0), arrays, 4 * per)
+    moved = 2.0 * size * 2
+    run.fact(COPY, moved / took)
+    Timing(run).add("ceiling", "copy", [took, took], moved=moved)
+
+
+def matmul(run: Run) -> None:
+    """Measure the FLOP rate of bfloat16 matmuls of 8192 x 8192."""
+    size, per = (128, 2) if run.dry else (8192, 20)
+    weight = normal((size, size), jnp.bfloat16, 1) * jnp.bfloat16(size**-0.5)
+
+    def rounds(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, per, lambda _, x: x @ weight, x)
+
+    took = _rounds(run, jax.jit(rounds, donate_argnums=0), normal((size, size), jnp.bfloat16, 2), per)
+    flops = 2.0 * size**3
+    run.fact(MATMUL, flops / took)
+    Timing(run).add("ceiling", "matmul", [took, took], moved=3.0 * 2 * size**2, flops=flops)

@@ -1,0 +1,48 @@
+"""Stage A: is the device right, what are its ceilings, are the kernels right, and how fast are the main ones?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .numerics import FAMILIES, LAW, NUMERICS
+from .part import Part
+
+SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes, or torch beside jax, use one device
+HEADLINES: tuple[tuple[str, str, dict[str, Any]], ...] = (  # (name, function, arguments)
+    ("decode bf16", "attention:decode", {"cases": ["decode B64 ctx4096"], "xla": True}),
+    ("prefill 8192", "attention:prefill", {"cases": ["prefill 8192"]}),
+    ("decode fp8", "attention:decode", {"cases": ["decode B64 ctx4096 fp8"]}),
+    ("mla 16 heads", "mla:measure", {"cases": ["latent B64 ctx4096 H16"]}),
+    ("experts 64 tokens", "experts:measure", {"cases": ["experts 64 tokens"]}),
+    ("sampling", "sampling:measure", {"kinds": ["zipf"], "asks": ["k50 p0.9"]}),
+)
+
+
+def parts(dry: bool) -> list[Part]:
+    """Return the parts, most important first; a dry run has one of each kind."""
+    found = [
+        kernel_part("probe", "A", 60, "ceilings:device"),
+        kernel_part("sanity", "A", 60, "ceilings:sanity"),
+        kernel_part("copy ceiling", "A", 60, "ceilings:copy"),
+        kernel_part("matmul ceiling", "A", 60, "ceilings:matmul"),
+    ]
+    found += [
+        Part(
+            f"numerics {family}", "A", 200, "numerics:tests", {"file": NUMERICS, "family": family},
+            needs=("pytest", "xdist", "pytest_timeout", "hypothesis"), beside=True, environment=SHARED,
+        )
+        for family in (FAMILIES[:1] if dry else FAMILIES)
+    ]  # fmt: skip
+    found.append(kernel_part("traveled executable", "A", 60, "executable:load"))
+    if not dry:
+        found.append(Part("memcheck", "A", 120, "numerics:memcheck", {"family": "kv_write"}, environment=SHARED))
+        found += [kernel_part(f"headline {name}", "A", 75, call, **given) for name, call, given in HEADLINES]
+        found.append(Part("law of tokens", "A", 180, "numerics:tests", {"file": LAW}, environment=SHARED))
+    else:
+        found.append(kernel_part("headline decode", "A", 75, "attention:decode", cases=["decode B2"], xla=True))
+    return found
+
+
+def kernel_part(name: str, stage: str, seconds: float, call: str, needs: tuple[str, ...] = (), **given: Any) -> Part:
+    """Return a part whose function is in the folder of kernels."""
+    return Part(name, stage, seconds, f"{__package__}.kernels.{call}", given, needs, environment=SHARED)
