@@ -45,7 +45,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="start no part that would end later [%(default)s]")
     parser.add_argument("--again", action="append", default=[], metavar="NAME", help="run this part though it is done")
     parser.add_argument("--carried", type=Path, metavar="DIR", help="folder of wheels to put on the path first")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2 - 1), help="checks at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=max(2, (os.cpu_count() or 1) // 2), help="checks at a time [%(default)s]"
+    )
+    parser.add_argument("--note", default="", help="stored with the call: the commit, where git is missing")
     parser.add_argument("--dry", action="store_true", help="test the scripts on a CPU with tiny shapes")
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--modules", default=",".join(MODULES), help=argparse.SUPPRESS)  # of stages, for tests
@@ -101,8 +104,10 @@ def run_stage(args: argparse.Namespace, modules: list[str]) -> None:
     every = all_parts(args.dry, modules)
     if unknown := set(args.again) - {part.name for part in every}:
         raise SystemExit(f"no part is named {', '.join(sorted(unknown))}; --list shows them")
-    state.append({"call": call_of(args, machine, lacks)})
     mine = [part for part in every if part.stage == args.stage]
+    if not mine:
+        raise SystemExit(f"stage {args.stage} has no parts")
+    state.append({"call": call_of(args, machine, lacks)})
     stage = Stage(state, list(todo(mine, state, args.again)), args.dry, until, modules, args.out, site, args.jobs)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped(stage))
@@ -124,7 +129,7 @@ def stopped(stage: Stage) -> NoReturn:
 
 def call_of(args: argparse.Namespace, machine: dict[str, Any], lacks: list[tuple[str, str]]) -> dict[str, Any]:
     """Return what the report must know about a call."""
-    asked = {"stage": args.stage, "dry": args.dry, "minutes": args.minutes}
+    asked = {"stage": args.stage, "dry": args.dry, "minutes": args.minutes, "note": args.note}
     return {**asked, **common.origin(), **machine, "missing": lacks}
 
 

@@ -13,7 +13,7 @@ from .part import Part
 from .state import Attempt, State, best
 
 Rows = dict[str, list[dict[str, Any]]]
-CALL = ("stage", "date", "commit", "nvidia_smi", "cuda_runtime", "ptxas", "jax", "jaxlib", "python")
+CALL = ("stage", "date", "commit", "note", "nvidia_smi", "cuda_runtime", "ptxas", "jax", "jaxlib", "python")
 
 
 def tables(state: State, parts: Sequence[Part], out: Path) -> Path:

@@ -19,12 +19,12 @@ HEADLINES: tuple[tuple[str, str, dict[str, Any]], ...] = (  # (name, function, a
 
 
 def parts(dry: bool) -> list[Part]:
-    """Return the parts, most important first; a dry run has one of each kind."""
+    """Return the parts, most important first; a dry run has one of each kind, and times nothing."""
     found = [
-        kernel_part("probe", "A", 60, "ceilings:device"),
-        kernel_part("sanity", "A", 60, "ceilings:sanity"),
-        kernel_part("copy ceiling", "A", 60, "ceilings:copy"),
-        kernel_part("matmul ceiling", "A", 60, "ceilings:matmul"),
+        kernel_part("probe", "A", 60, "ceilings:device", beside=dry),
+        kernel_part("sanity", "A", 60, "ceilings:sanity", beside=dry),
+        kernel_part("copy ceiling", "A", 60, "ceilings:copy", beside=dry),
+        kernel_part("matmul ceiling", "A", 60, "ceilings:matmul", beside=dry),
     ]
     found += [
         Part(
@@ -33,16 +33,20 @@ def parts(dry: bool) -> list[Part]:
         )
         for family in (FAMILIES[:1] if dry else FAMILIES)
     ]  # fmt: skip
-    found.append(kernel_part("traveled executable", "A", 60, "executable:load"))
+    found.append(kernel_part("traveled executable", "A", 60, "executable:load", beside=dry))
     if not dry:
         found.append(Part("memcheck", "A", 120, "numerics:memcheck", {"family": "kv_write"}, environment=SHARED))
         found += [kernel_part(f"headline {name}", "A", 75, call, **given) for name, call, given in HEADLINES]
         found.append(Part("law of tokens", "A", 180, "numerics:tests", {"file": LAW}, environment=SHARED))
     else:
-        found.append(kernel_part("headline decode", "A", 75, "attention:decode", cases=["decode B2"], xla=True))
+        found.append(
+            kernel_part("headline decode", "A", 75, "attention:decode", beside=True, cases=["decode B2"], xla=True)
+        )
     return found
 
 
-def kernel_part(name: str, stage: str, seconds: float, call: str, needs: tuple[str, ...] = (), **given: Any) -> Part:
+def kernel_part(
+    name: str, stage: str, seconds: float, call: str, needs: tuple[str, ...] = (), beside: bool = False, **given: Any
+) -> Part:
     """Return a part whose function is in the folder of kernels."""
-    return Part(name, stage, seconds, f"{__package__}.kernels.{call}", given, needs, environment=SHARED)
+    return Part(name, stage, seconds, f"{__package__}.kernels.{call}", given, needs, beside, SHARED)

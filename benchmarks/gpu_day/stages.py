@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from .part import Part
 
-STAGES = "AB"
-MODULES = tuple(f"{__package__}.stage_{letter.lower()}" for letter in STAGES)  # each has parts(dry) -> list[Part]
+STAGES = "ABCD"
+MODULES = tuple(f"{__package__}.stage_{letter}" for letter in "ab")  # each has parts(dry) -> list[Part]
 
 
 def all_parts(dry: bool, modules: Sequence[str] = MODULES) -> list[Part]:
