@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-SHARE = "of_floor"  # a table with this column, time / lower bound, is drawn
-COLORS = {True: "#2b6cb0", False: "#b7791f"}  # kernels of this repository, others
+SHARE = "x_floor"  # a table with this column, time / lower bound, is drawn
+COLORS = {True: "#2b6cb0", False: "#b7791f"}  # of this repository, others
 
 
 def draw(rows: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> list[Path]:
@@ -25,7 +26,7 @@ def _bars(name: str, table: Sequence[Mapping[str, Any]], path: Path) -> Path:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     shares = [100 / row[SHARE] for row in table]
-    colors = [COLORS["xla" not in _label(row) and "mosaic" in _label(row)] for row in table]
+    colors = [COLORS["kernel" not in row or "mosaic" in row["kernel"]] for row in table]
     drawn = axes.barh(range(len(table)), shares, color=colors)
     axes.bar_label(drawn, labels=[f"{share:.0f} %" for share in shares], padding=2, fontsize=7)
     axes.set_yticks(range(len(table)), [_label(row) for row in table], fontsize=7)
@@ -37,5 +38,6 @@ def _bars(name: str, table: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 
 def _label(row: Mapping[str, Any]) -> str:
-    """Return the words of a row: every column of text, without configs."""
-    return ", ".join(str(value) for key, value in row.items() if isinstance(value, str) and key != "config")
+    """Return what a row is of: its columns before the first measured one."""
+    words = takewhile(lambda item: not isinstance(item[1], float), row.items())
+    return ", ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in words)

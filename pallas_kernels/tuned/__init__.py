@@ -1,4 +1,4 @@
-"""Measured best kernel configs, per device, written by `benchmarks/kernels.py`.
+"""Measured best kernel configs, per device, written by the sweep of `benchmarks.gpu_day`.
 
 A file `<device>.json` is {"device", "measured", "entries"}. `measured` says when, where and with
 which versions, or is null if nothing was measured yet. An entry holds an op, the values of a spec

@@ -65,7 +65,7 @@ def test_sweep_tunes_what_the_engine_looks_up(monkeypatch: pytest.MonkeyPatch) -
     known = {case.name: case for case in (*cases.decode_cases(False), *cases.prefill_cases(False))}
     made = []
     for op, queries, name in stage_b.SWEPT.values():
-        made.append({"op": op, **tuned.key_of(sweep.looked_up(known[name], queries, dry=False))})
+        made.append({"op": op, **tuned.key_of(sweep.looked_up(op, known[name], queries, dry=False))})
         one = made[-1]
         stored = "" if one["kv_dtype"] == one["dtype"] else one["kv_dtype"]
         spec = AttentionSpec(
@@ -116,7 +116,7 @@ def test_sweep_keeps_other_entries(tmp_path: Path) -> None:
     assert whole["measured"] is None, "a dry run measures nothing"
 
 
-@pytest.mark.parametrize("facts", [{}, {timing.COPY: 4e12, timing.MATMUL: 8e14}])
+@pytest.mark.parametrize("facts", [{}, {timing.COPY: 4.0, timing.MATMUL: 800.0}])
 def test_rows_need_no_ceilings(tmp_path: Path, facts: dict[str, float]) -> None:
     """Without measured ceilings the shares of them stay empty; nothing else changes."""
     time = timing.Timing(run_in(tmp_path, **facts))
@@ -125,9 +125,9 @@ def test_rows_need_no_ceilings(tmp_path: Path, facts: dict[str, float]) -> None:
     assert row["us"] == 2.0 and row["tb_s"] == pytest.approx(2.0)
     if facts:
         assert row["of_copy"] == pytest.approx(50) and row["of_matmul"] == pytest.approx(50)
-        assert row["of_floor"] == pytest.approx(2.0) and time.floor(2e6, 4e8) == pytest.approx(5e-7)
+        assert row["x_floor"] == pytest.approx(2.0) and time.floor(2e6, 4e8) == pytest.approx(5e-7)
     else:
-        assert row["of_copy"] is row["of_matmul"] is row["of_floor"] is time.floor(2e6) is None
+        assert row["of_copy"] is row["of_matmul"] is row["x_floor"] is time.floor(2e6) is None
     assert time.turns(time.floor(2e6)) == 1
 
 

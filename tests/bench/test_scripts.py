@@ -24,7 +24,6 @@ SCRIPTS = [
     "floor_served",
     "full_load",
     "host_gap",
-    "kernels",
     "latent_cache",
     "learned_predictor",
     "loading_memory",
@@ -203,50 +202,6 @@ def test_compare_refuses_an_unusable_server(repo: Path, flags: str, why: str) ->
     command = [sys.executable, "benchmarks/compare.py", *flags.split()]
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and why in done.stderr
-
-
-def dry_kernels(repo: Path, folder: Path, *flags: str) -> dict[str, Any]:
-    """Return the results of a dry run. Its parts may fail only for missing GPU libraries, torch or a newer jax."""
-    assert "rows" in run(repo, "kernels", "--dry", "--output", str(folder), *flags, timeout=1500)
-    found: dict[str, Any] = json.loads((folder / "kernels.json").read_text())
-    allowed = ("NotImplementedError: ", "ModuleNotFoundError: No module named 'torch'")
-    failed = [part for part in found["failures"] if not part["why"].startswith(allowed)]
-    failed = [part for part in failed if "cudnn" not in part["part"]]
-    assert not failed
-    assert {"commit", "device", "jax", "date", "ceilings"} <= set(found) and found["dry"]
-    assert (folder / "kernels.md").read_text().startswith("| case |")
-    return found
-
-
-def test_kernels_dry(repo: Path, tmp_path: Path) -> None:
-    found = dry_kernels(repo, tmp_path, "--only", "sanity,ceilings,slopes,questions,sweep", "--minutes", "0")
-    assert found["sanity"] == "eager and jit agree with numpy"
-    assert found["ceilings"]["copy_tb_s"] > 0 < found["ceilings"]["matmul_tflop_s"]
-    assert {"alpha_s_per_token", "beta_s_per_token"} <= set(found["slopes"])
-    assert len(found["slopes"]["points"]) == 6 and "fp8 / bf16" in found["questions"]
-    assert found["sections_parts"]["sweep"] == 5, "a sweep, two specs, a candidate of each: however slow the machine"
-
-
-OURS = {"mosaic", "mosaic wgmma", "mosaic wgmma P in registers", "mosaic P in registers", "plan of mosaic"}
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-def test_kernels_dry_to_the_end(repo: Path, tmp_path: Path) -> None:
-    """Every section does something; Hopper kernels run only if the interpreter supports them (jax >= 0.11)."""
-    from pallas_kernels.mosaic.compat import DETECTS_RACES
-
-    found = dry_kernels(repo, tmp_path)
-    rows, tuned = found["rows"], json.loads((tmp_path / "dry.json").read_text())
-    assert list(found["sections_s"]) == found["sections"]
-    assert all(count > 0 for count in found["sections_parts"].values()), found["sections_parts"]
-    kernels = {row["kernel"] for row in rows}
-    assert kernels >= {"copy", "matmul", "xla", "export", "import", "jax triton paged", "jax cudnn"}
-    assert all(row["error"] < 3e-3 for row in rows if "error" in row)
-    assert any("needs the interpreter of jax 0.11" in failed["why"] for failed in found["failures"]) != DETECTS_RACES
-    assert (kernels >= OURS) == DETECTS_RACES and {entry["op"] for entry in tuned["entries"]} == (
-        {"decode", "prefill"} if DETECTS_RACES else set()
-    )
 
 
 @pytest.mark.full

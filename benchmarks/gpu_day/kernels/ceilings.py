@@ -81,7 +81,7 @@ def copy(run: Run) -> None:
 
     took = _rounds(run, jax.jit(rounds, donate_argnums=0), arrays, 4 * per)
     moved = 2.0 * size * 2
-    run.fact(COPY, moved / took)
+    run.fact(COPY, moved / took / 1e12)
     Timing(run).add("ceiling", "copy", [took, took], moved=moved)
 
 
@@ -95,5 +95,5 @@ def matmul(run: Run) -> None:
 
     took = _rounds(run, jax.jit(rounds, donate_argnums=0), normal((size, size), jnp.bfloat16, 2), per)
     flops = 2.0 * size**3
-    run.fact(MATMUL, flops / took)
+    run.fact(MATMUL, flops / took / 1e12)
     Timing(run).add("ceiling", "matmul", [took, took], moved=3.0 * 2 * size**2, flops=flops)

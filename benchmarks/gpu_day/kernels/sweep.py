@@ -38,7 +38,7 @@ MOST = {"bfloat16": 8e-3, "float16": 2e-3}  # relative error that rounding expla
 def tune(run: Run, op: str, queries: int, case: str) -> None:
     """Tune one op for up to `queries` query tokens a row, timed on the step of a case."""
     (timed_on,) = named([*decode_cases(run.dry), *prefill_cases(run.dry)], [case])
-    wanted = looked_up(timed_on, queries, dry=run.dry)
+    wanted = looked_up(op, timed_on, queries, dry=run.dry)
     time = Timing(run, samples=7)
     timed = list(_timed(time, op, timed_on, usable(candidates(op, wanted), probe.machine()["ptxas"])))
     best = fastest_right(timed, lambda config: _error(op, timed_on, queries, config, dry=run.dry), run)
@@ -59,7 +59,7 @@ def tune(run: Run, op: str, queries: int, case: str) -> None:
     write(run, entry)
 
 
-def looked_up(case: Case, queries: int, *, dry: bool) -> Any:
+def looked_up(op: str, case: Case, queries: int, *, dry: bool) -> Any:
     """Return the spec whose key the engine looks up for the model and pages of a case."""
     spec = AttentionSpec(
         platform="gpu",
@@ -71,7 +71,7 @@ def looked_up(case: Case, queries: int, *, dry: bool) -> Any:
         page=case.page,
         kv_dtype=jnp.dtype(case.kv_dtype).name,
     )
-    return mosaic_gpu._shape(spec, queries)
+    return next(one for found, one in mosaic_gpu.tuning_specs(spec) if (found, one.queries) == (op, queries))
 
 
 def candidates(op: str, wanted: Any) -> Iterator[Any]:

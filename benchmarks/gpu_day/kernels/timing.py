@@ -24,7 +24,7 @@ from benchmarks.gpu_day.part import Run, Skip
 POOLS = 4
 SLOW = 3.0  # seconds for the samples of one row; slower kernels get fewer samples
 LEAST = 4.0  # seconds that must be left to start another measurement
-COPY, MATMUL = "copy bytes/s", "matmul FLOP/s"  # facts of the ceilings
+COPY, MATMUL = "copy_tb_s", "matmul_tflop_s"  # facts: the measured ceilings
 
 
 class Timing:
@@ -33,8 +33,8 @@ class Timing:
     def __init__(self, run: Run, samples: int = 20) -> None:
         self.run, self.samples = run, samples
         self.dry = run.dry
-        self.copy: float | None = run.facts.get(COPY)  # bytes per second, read plus written
-        self.matmul: float | None = run.facts.get(MATMUL)  # bfloat16 FLOP/s
+        self.copy = _scaled(run.facts.get(COPY))  # bytes per second, read plus written
+        self.matmul = _scaled(run.facts.get(MATMUL))  # bfloat16 FLOP/s
 
     def floor(self, moved: float, flops: float = 0.0) -> float | None:
         """Return the seconds that no kernel can beat, or None if a ceiling was not measured."""
@@ -82,7 +82,7 @@ class Timing:
             of_copy=100 * moved / best / self.copy if self.copy else None,
             tflop_s=flops / best / 1e12,
             of_matmul=100 * flops / best / self.matmul if self.matmul else None,
-            of_floor=best / floor if floor else None,
+            x_floor=best / floor if floor else None,
             **more,
         )
 
@@ -121,6 +121,10 @@ class Timing:
             raise Skip("; ".join(dict.fromkeys(skipped.values())))
         for name, why in skipped.items():
             self.run.row("skipped", what=name, why=why)
+
+
+def _scaled(tera: float | None) -> float | None:
+    return None if tera is None else 1e12 * tera
 
 
 def stir(x: jax.Array, out: Any) -> jax.Array:

@@ -23,7 +23,7 @@ def parts(dry: bool) -> list[Part]:
 
     return [
         one("A", "ceiling", "ceiling"),
-        one("A", "hang", "hang", 1.5),
+        one("A", "hang", "hang", 3.0),
         one("A", "abort", "abort"),
         one("A", "segfault", "segfault"),
         one("A", "sticky", "sticky"),
