@@ -30,6 +30,7 @@ def _bars(name: str, table: Sequence[Mapping[str, Any]], path: Path) -> Path:
     drawn = axes.barh(range(len(table)), shares, color=colors)
     axes.bar_label(drawn, labels=[f"{share:.0f} %" for share in shares], padding=2, fontsize=7)
     axes.set_yticks(range(len(table)), [_label(row) for row in table], fontsize=7)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.axvline(100, color="grey", linestyle="--", linewidth=1)
     axes.set(title=f"{name}: lower bound of the time / measured time", xlabel="%")

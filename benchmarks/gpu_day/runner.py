@@ -112,7 +112,7 @@ class Stage:
             found.setdefault(name, str(scratch / name.lower()))
         if self.dry:
             found["JAX_PLATFORMS"] = "cpu"
-        return found | part.environment
+        return {**found, **part.environment}
 
 
 def todo(parts: Iterable[Part], state: State, again: Collection[str] = ()) -> Iterator[Part]:

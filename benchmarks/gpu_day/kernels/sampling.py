@@ -62,6 +62,8 @@ def _case(time: Timing, name: str, kind: str, asks: str, rows: int, vocab: int) 
         took = time.seconds(reading(lambda x, o, call=call: call(x, o).threshold, turns), (x, [(options,)], ()), turns)
         sweeps = np.asarray(found.sweeps)
         time.add(name, label, took, moved=moved, sweeps=float(sweeps.mean()), most_sweeps=int(sweeps.max()))
+        if time.dry and label != "xla":
+            continue
         drawing = reading(lambda x, packed, call=call: draw(x, SamplingRows(packed), call), turns)
         took = time.seconds(drawing, (x, [(_rows(rows, top_k, top_p),)], ()), turns)
         time.add(name, f"draw, {label}", took, moved=moved)
