@@ -25,6 +25,8 @@ from pallas_kernels.rope import Turn
 
 QUERIES = 16  # tokens of the longest row that the decode kernel takes
 PAGES = (16, 32, 64, 128, 256)
+# `queries` of the specs whose tuned configs are looked up, by op: decode steps, steps with rows of several tokens
+LOOKED_UP = {"decode": (1, QUERIES), "prefill": (1,)}
 
 
 class GpuAttentionWork(NamedTuple):
@@ -50,6 +52,11 @@ def make(spec: AttentionSpec | None, decode: bool, few: bool = False) -> Attenti
     return mla.MlaAttention(spec, decode) if spec.latent else MosaicAttention(spec, decode, few)
 
 
+def tuning_specs(spec: AttentionSpec) -> list[tuple[str, Any]]:
+    """Return the (op, AttentionShape) of every tuned config that the attention of `spec` looks up."""
+    return [(op, _shape(spec, queries)) for op, several in LOOKED_UP.items() for queries in several]
+
+
 def _refused(spec: AttentionSpec) -> str | None:
     """Return None, or the reason why a step shape that is not left to XLA has no valid config."""
     if spec.page not in PAGES:
@@ -57,7 +64,7 @@ def _refused(spec: AttentionSpec) -> str | None:
     if spec.latent:
         return mla.refused(spec)
     try:
-        for queries in (1, QUERIES):
+        for queries in LOOKED_UP["decode"]:
             decode, wanted = _decode(spec, queries)
             decode.validate(wanted)
         if not _left_to_xla(spec):
@@ -92,6 +99,7 @@ def _left_to_xla(spec: AttentionSpec) -> bool:
 
 def _config(op: str, module: ModuleType, spec: AttentionSpec, queries: int) -> tuple[Any, Any]:
     """Return the measured config or, without one, the heuristic config, and the spec it is chosen for."""
+    assert queries in LOOKED_UP[op], f"{queries=} of {op} must be in tuning_specs"
     wanted = _shape(spec, queries)
     measured = None if spec.interpret else tuned.best(op, wanted, spec.device, module.Config)
     return measured or module.heuristic(wanted), wanted
@@ -106,7 +114,7 @@ def _decode(spec: AttentionSpec, queries: int) -> tuple[Any, Any]:
 def _prefill(spec: AttentionSpec) -> tuple[Any, Any]:
     from pallas_kernels.ops.paged_attention.hopper import prefill
 
-    config, wanted = _config("prefill", prefill, spec, 1)
+    config, wanted = _config("prefill", prefill, spec, *LOOKED_UP["prefill"])
     return replace(config, above=QUERIES), wanted
 
 
