@@ -13,6 +13,7 @@ INSTRUCTIONS = {
 }
 SHARED = re.compile(r"\b(?:ld\.shared|st\.shared|ldmatrix|stmatrix|shfl)\.")
 NARROW = re.compile(r"\bld\.shared[\w.:]*\.[bsu](?:8|16)\b")
+COARSE = re.compile(r"\btanh\.approx")
 SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
 SERIALISED = re.compile(r"Potential Performance Loss: (.*)")
@@ -35,6 +36,7 @@ class Figures:
     instructions: dict[str, int] = field(default_factory=dict)
     shared: int = 0  # instructions that go through shared memory, or exchange between threads over the same path
     narrow: int = 0  # loads from shared memory of less than 4 bytes
+    coarse: int = 0  # `tanh.approx`, which has only 11 bits of precision
     temp: int = 0  # bytes per device; also the next five
     arguments: int = 0
     code: int = 0  # machine code, or the whole serialized program if the backend does not report its code
@@ -64,6 +66,7 @@ def kernels(folder: Path) -> dict[str, object]:
         "serialized": tuple(line.strip() for report in reports for line in SERIALISED.findall(report)),
         "shared": sum(len(SHARED.findall(code)) for code in codes),
         "narrow": sum(len(NARROW.findall(code)) for code in codes),
+        "coarse": sum(len(COARSE.findall(code)) for code in codes),
         "instructions": {
             name: count
             for name, pattern in INSTRUCTIONS.items()

@@ -39,6 +39,8 @@ def laws(case: Compilable, figures: Figures, memory: int) -> Iterator[str]:
         if not figures.instructions.get(name):
             have = ", ".join(f"{count} {other}" for other, count in figures.instructions.items()) or "none"
             yield f"0 {name} instructions, the bound is at least 1 (matrix and TMA instructions found: {have})"
+    if figures.coarse:
+        yield f"{figures.coarse} tanh.approx instructions of 11 bits, the bound is 0"
     if figures.smem > SMEM:
         yield f"{figures.smem} bytes of shared memory, the bound is {SMEM}"
     if figures.aliased < figures.donated:

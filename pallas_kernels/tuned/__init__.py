@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cache
 from importlib import resources
@@ -40,6 +40,12 @@ def key_of(spec: Any) -> dict[str, Any]:
     """Return the values of a kernel's spec that identify an entry."""
     given = {name: getattr(spec, name) for name in KEYS}
     return {name: jnp.dtype(x).name if name.endswith("dtype") else x for name, x in given.items()}
+
+
+def unreachable(found: Iterable[Mapping[str, Any]], specs: Iterable[tuple[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the entries that none of `specs`, the (op, spec) that are looked up, would find."""
+    keys = [{"op": op, **key_of(spec)} for op, spec in specs]
+    return [entry for entry in found if not any(all(entry[n] == x for n, x in key.items()) for key in keys)]
 
 
 def best(op: str, spec: Any, device: str, kind: type[C]) -> C | None:

@@ -2,88 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from pallas_kernels.layout import MASKED, Ragged, Scales
+from pallas_kernels.layout import Scales
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.spec import SMEM, AttentionShape
 from pallas_kernels.ops.paged_attention.hopper import decode
 from pallas_kernels.ops.paged_attention.hopper.decode import Config, candidates, heuristic, paged_decode
-from tests.support.kernels.interpreted import needs_interpreter, without_races
-from tests.support.kernels.ragged import deal, make
-from tests.support.kernels.reference import attention, error, quantized
+from tests.support.kernels.checks.decode import EDGES, SMALL, Problem, check
+from tests.support.kernels.interpreted import needs_interpreter
 
-LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, over the whole output
-POOL, SCALE = 24, 0.15
-SMALL = Config(workers=2, stages=2)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Random values for rows of (tokens, context)."""
-
-    rows: tuple[tuple[int, int], ...]
-    heads: int = 2
-    kv_heads: int = 1
-    dim: int = 64
-    page: int = 64
-    dtype: Any = jnp.bfloat16
-    stored: Any = None  # dtype of the pools; None: `dtype`
-    window: int | None = None
-    softcap: float | None = None
-    tables: tuple[tuple[int, ...], ...] | None = None
-    padded: int = 0  # extra rows and tokens
-    scale: float = SCALE
-
-    def ragged(self) -> Ragged:
-        tables = self.tables or deal(self.rows, page=self.page, pool=POOL)
-        tokens = sum(length for length, _ in self.rows) + self.padded
-        rows = len(self.rows) + self.padded
-        return make(self.rows, tables, page=self.page, pool=POOL, tokens=tokens, padded_rows=rows)
-
-    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array, Scales | None]:
-        random = np.random.default_rng(7)
-        tokens = sum(length for length, _ in self.rows) + self.padded
-        q = jnp.asarray(random.standard_normal((tokens, self.heads, self.dim)), self.dtype)
-        k, v = random.standard_normal((2, POOL, self.page, self.kv_heads, self.dim)).astype(np.float32)
-        if self.stored is None:
-            return q, jnp.asarray(k, self.dtype), jnp.asarray(v, self.dtype), None
-        scales = Scales(*(np.float32(each) * (1 + np.arange(self.kv_heads, dtype=np.float32)) for each in (0.03, 0.02)))
-        k, v = (jnp.asarray(quantized(x, by, self.stored)) for x, by in zip((k, v), scales, strict=True))
-        return q, k, v, Scales(*map(jnp.asarray, scales))
-
-
-def check(problem: Problem, config: Config) -> None:
-    ragged, (q, k, v, scales) = problem.ragged(), problem.arrays()
-    options: dict[str, Any] = {"scale": problem.scale, "window": problem.window, "softcap": problem.softcap}
-    options["scales"] = scales
-
-    # One program, compiled without optimization, because compiling takes most of the time.
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
-    def step(q: jax.Array, k: jax.Array, v: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
-        work = config.plan(ragged, page=problem.page, window=problem.window)
-        return paged_decode(q, k, v, ragged, work, config=config, interpret=interpret, **options)
-
-    with without_races() as interpret:
-        out, lse = jax.block_until_ready(step(q, k, v, ragged))
-    want, sums = attention(q, k, v, ragged, **options)
-    lengths = np.append(ragged.lengths, 0)[ragged.rows]  # [T], length of each token's row
-    others = (lengths < 1) | (lengths > config.queries)
-    want[others], sums[others] = 0, MASKED
-    assert out.dtype == problem.dtype
-    assert error(out, want) < LARGEST_ERROR[jnp.dtype(problem.dtype).name]
-    np.testing.assert_allclose(lse, sums, atol=2e-3 if scales else 1e-4, rtol=1e-6)
-    assert not np.any(np.asarray(out)[others])
-
-
-EDGES = ((1, 1), (1, 63), (1, 64), (0, 0), (1, 65), (1, 200))  # around a page and a tile, and several tiles
 BODIES = [False, pytest.param(True, marks=needs_interpreter)]
 
 

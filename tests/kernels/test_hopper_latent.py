@@ -2,84 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from pallas_kernels.layout import MASKED, Ragged
 from pallas_kernels.mosaic.spec import SMEM, AttentionShape
 from pallas_kernels.ops.mla import hopper as latent
-from pallas_kernels.ops.mla.hopper import Config, candidates, heuristic, paged_mla
-from tests.support.kernels.interpreted import needs_interpreter, without_races
-from tests.support.kernels.ragged import deal, make
-from tests.support.kernels.reference import attention, error, quantized
+from pallas_kernels.ops.mla.hopper import Config, candidates, heuristic
+from tests.support.kernels.checks.mla import (
+    BYTES,
+    EDGES,
+    EIGHT,
+    FEW,
+    SMALL,
+    Problem,
+    check,
+)
+from tests.support.kernels.interpreted import needs_interpreter
 
-LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, over the whole output
-POOL, SCALE = 24, 0.1
-SMALL = Config(workers=2)
-FEW = replace(SMALL, warps=True, tile=32)
 BODIES = [pytest.param(one, marks=needs_interpreter) for one in (SMALL, FEW)]
-EIGHT = replace(SMALL, warps=True)  # for 8-bit latents
-BYTES = [jnp.float8_e4m3fn, jnp.int8]
-LARGE = 40.0  # standard deviation of 8-bit latents
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Random values for rows of (tokens, context)."""
-
-    rows: tuple[tuple[int, int], ...]
-    heads: int = 4
-    values: int = 128
-    page: int = 64
-    dtype: Any = jnp.bfloat16
-    stored: Any = None  # None: `dtype`
-    window: int | None = None
-    softcap: float | None = None
-    padded: int = 0  # extra rows and tokens
-
-    def ragged(self) -> Ragged:
-        tokens = sum(length for length, _ in self.rows) + self.padded
-        rows = len(self.rows) + self.padded
-        tables = deal(self.rows, page=self.page, pool=POOL)
-        return make(self.rows, tables, page=self.page, pool=POOL, tokens=tokens, padded_rows=rows)
-
-    def arrays(self) -> tuple[jax.Array, jax.Array]:
-        random, dim = np.random.default_rng(7), self.values + latent.TURNING
-        tokens = sum(length for length, _ in self.rows) + self.padded
-        q, pool = (random.standard_normal(shape) for shape in ((tokens, self.heads, dim), (POOL, self.page, 1, dim)))
-        if self.stored is None:
-            return jnp.asarray(q, self.dtype), jnp.asarray(pool, self.dtype)
-        narrow = quantized(pool, np.full(1, 1 / LARGE), self.stored)
-        return jnp.asarray(q / LARGE, self.dtype), jnp.asarray(narrow)
-
-
-def check(problem: Problem, config: Config) -> None:
-    ragged, (q, pool) = problem.ragged(), problem.arrays()
-    options: dict[str, Any] = {"scale": SCALE, "window": problem.window, "softcap": problem.softcap}
-
-    # One program, compiled without optimization, because compiling takes most of the time.
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
-    def step(q: jax.Array, pool: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
-        work = config.plan(ragged, page=problem.page, window=problem.window)
-        return paged_mla(q, pool, work, values=problem.values, config=config, interpret=interpret, **options)
-
-    with without_races() as interpret:
-        out, lse = jax.block_until_ready(step(q, pool, jax.tree.map(jnp.asarray, ragged)))
-    want, sums = attention(q, pool, pool, ragged, **options)
-    assert out.dtype == problem.dtype
-    assert error(out, want[..., : problem.values]) < LARGEST_ERROR[jnp.dtype(problem.dtype).name]
-    np.testing.assert_allclose(lse, sums, atol=1e-4, rtol=1e-6)
-    padding = ragged.rows == len(ragged.lengths)
-    assert not np.any(np.asarray(out)[padding]) and np.all(np.asarray(lse)[padding] == np.float32(MASKED))
-
-
-EDGES = ((1, 1), (1, 63), (1, 64), (0, 0), (1, 65), (1, 300))  # around a page and a tile, and several tiles
 
 
 @needs_interpreter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,57 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.kv_write.hopper import Config, candidates, heuristic, rope_and_write
 from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
 from tests.support.kernels import reference
-from tests.support.kernels.interpreted import needs_interpreter, without_races
-from tests.support.kernels.ragged import deal, make
-
-PAGE, POOL = 16, 8
-ROWS = [(1, 17), (3, 16), (1, 1), (2, 33)]  # around the ends of a page
-TOKENS = 8  # one of them is padding
-QUANTISED = [jnp.float8_e4m3fn, jnp.int8]
-FIT = 2.0**-6  # most normal values of int8 fit, some are clipped; a power of two, so that no value is close to a tie
-
-
-@dataclass(frozen=True)
-class Step:
-    """The arrays that one layer of a step writes."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    turn: tuple[jax.Array, jax.Array]
-    pools: tuple[jax.Array, jax.Array]
-    ragged: Ragged
-    scales: Scales | None
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        return self.q, self.k, self.v, self.turn, *self.pools, self.ragged
-
-
-def step(heads: int, kv_heads: int, dim: int, dtype: Any = jnp.bfloat16, stored: Any = None) -> Step:
-    random = np.random.default_rng(heads)
-
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(random.standard_normal(shape), dtype)
-
-    ragged = make(ROWS, deal(ROWS, page=PAGE, pool=POOL), page=PAGE, pool=POOL, tokens=TOKENS, padded_rows=6)
-    angle = random.uniform(0, 7, (TOKENS, 1, dim // 2)).astype(np.float32)
-    pools = tuple(normal(POOL, PAGE, kv_heads, dim).astype(stored or dtype) for _ in range(2))
-    scale = jnp.asarray([FIT, 2 * FIT] * kv_heads, jnp.float32)[:kv_heads]
-    return Step(
-        normal(TOKENS, heads, dim),
-        normal(TOKENS, kv_heads, dim),
-        normal(TOKENS, kv_heads, dim),
-        (jnp.cos(angle), jnp.sin(angle)),
-        (pools[0], pools[1]),
-        ragged,
-        None if stored is None else Scales(scale, scale / 2),
-    )
+from tests.support.kernels.checks.kv_write import (
+    PAGE,
+    QUANTISED,
+    SHAPES,
+    TOKENS,
+    same_as_the_twin,
+    step,
+)
+from tests.support.kernels.interpreted import needs_interpreter
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda x: jnp.dtype(x).name)
@@ -101,27 +62,7 @@ def test_the_twin_writes_in_place() -> None:
     assert memory.temp_size_in_bytes < 2**16
 
 
-SHAPES = [(4, 2, 64), (8, 1, 64), (8, 8, 64), (28, 4, 128), (4, 2, 256)]  # H, K, D
 BARE = [(4, 2, 64), (8, 1, 128)]
-
-
-def same_as_the_twin(case: Step, *, turned: bool = True, config: Config | None = None) -> None:
-    """Compare bits; for rotated 16-bit heads allow one unit in the last place.
-
-    A program may contract the product and the sum of a rotation into one rounding, and the twin,
-    which is not one program here, does not.
-    """
-    contracted = turned and case.scales is None
-    arguments = list(case.arguments)
-    if not turned:
-        arguments[3] = None
-    with without_races() as interpret:
-        got = rope_and_write(*arguments, scales=case.scales, config=config, interpret=interpret)
-        got = [np.asarray(part, np.float32) for part in got]
-    want = rope_and_write_xla(*arguments, scales=case.scales)
-    rtol, atol = (float(jnp.finfo(case.q.dtype).eps), 2.0**-22) if contracted else (0.0, 0.0)
-    for one, other, turns in zip(got, want, (contracted, contracted, False), strict=True):
-        np.testing.assert_allclose(one, np.asarray(other, np.float32), rtol=rtol * turns, atol=atol * turns)
 
 
 @needs_interpreter

@@ -1,11 +1,13 @@
-"""Helpers for tests that run Hopper kernels on the host."""
+"""Helpers for checks that run Hopper kernels on the host, or on a GPU if jax has one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import jax
+import numpy as np
 import pytest
 
 from pallas_kernels.mosaic import compat
@@ -17,9 +19,36 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def haste() -> dict[str, int | bool] | None:
+    """Return compiler options without optimization for the interpreter, where compiling takes most of the time."""
+    return None if on_gpu() else {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@cache
+def _fresh() -> int:
+    drawn = int(np.random.SeedSequence().generate_state(1)[0])
+    print(f"seed of this session: {drawn}")
+    return drawn
+
+
+def seed(fixed: int) -> int:
+    """Return `fixed` for the interpreter, whose runs repeat, and another seed in every session on a GPU."""
+    return fixed + _fresh() if on_gpu() else fixed
+
+
 @contextmanager
 def without_races() -> Iterator[Interpret]:
-    """Yield the `interpret` argument of kernels, and check that none of them raced; wait for results inside."""
+    """Yield the `interpret` argument of kernels, and check that none of them raced; wait for results inside.
+
+    On a GPU the kernels are compiled, and races are not watched.
+    """
+    if on_gpu():
+        yield None
+        return
     try:
         if not compat.DETECTS_RACES:
             yield interpreter()

@@ -19,7 +19,7 @@ from pallas_kernels.layout import MASKED
 from pallas_kernels.mosaic import fragments
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret, cast, fence
-from pallas_kernels.ops.paged_attention.hopper.softmax import LOG2E
+from pallas_kernels.ops.paged_attention.hopper.softmax import capped
 
 MEETING = 64  # columns that warps with their own keys sum at a time
 
@@ -232,9 +232,7 @@ def soften(score: jax.Array, peak: jax.Array, unit: Any) -> tuple[jax.Array, jax
 def mask(shape: DecodeShape, score: jax.Array, key: Any, position: Any, raw: Any) -> jax.Array:
     """Apply the soft cap, then mask keys that row r, of query token position + r // G, may not see."""
     if shape.softcap:
-        # tanh(x) = 1 - 2 / (e^2x + 1), because the hardware's own tanh has only 11 bits of precision.
-        grown = jnp.exp2(score * (raw * 2 * LOG2E / shape.softcap))
-        score = shape.softcap - (2 * shape.softcap) / (grown + 1.0)
+        score = capped(score, raw, shape.softcap)
 
     layout = shape.layout("ACC", jnp.float32 if shape.warps else None)
 

@@ -38,7 +38,7 @@ from pallas_kernels.ops.paged_attention.hopper.prefill_block import (
     find_item,
     produce,
 )
-from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E
+from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E, capped
 
 State = tuple[jax.Array, jax.Array, jax.Array]  # mixed [M, columns], row maximum [M] in log2 units, row sum [M]
 
@@ -164,7 +164,7 @@ def _tile(
 
     factor = raw * LOG2E  # scores in log2 units, so that exp2 takes them after one multiply-add
     if shape.softcap is not None:
-        score, factor = jnp.tanh(score * (raw / shape.softcap)), shape.softcap * LOG2E
+        score, factor = capped(score, raw, shape.softcap), LOG2E
     if ahead is not None:
         there = j if shape.window is None else item.key_tile(j)
         score = _mask(shape, score, ahead - there * shape.keys)

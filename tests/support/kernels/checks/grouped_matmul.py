@@ -1,0 +1,100 @@
+"""Check expert products against float64: in the interpreter, or on a GPU if there is one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from pallas_kernels.ops.grouped_matmul.hopper import matmul as grouped
+from pallas_kernels.ops.grouped_matmul.hopper.matmul import Config, plan
+from pallas_kernels.ops.grouped_matmul.plan import Groups
+from tests.support.kernels.interpreted import haste, seed, without_races
+from tests.support.kernels.reference import doubles, error
+
+# Which of three experts each pair chose: sizes around a tile, none, one, all, and some on other shards.
+ROUTES = {
+    "one each": [2, 0, 1],
+    "all to one": [1] * 70,
+    "none to the middle": [0] * 9 + [2] * 8,
+    "a tile and one more": [0] * 17 + [1] * 16 + [2] * 15,
+    "elsewhere": [-1, 0, 3, 1, 7, 1],
+    "all elsewhere": [3] * 5,
+    "one": [2],
+}
+
+
+def operands(pairs: int, width: int, outputs: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    draw = np.random.default_rng(seed(pairs))
+    x, weight = draw.standard_normal((pairs, width)), draw.standard_normal((3, width, outputs)) * width**-0.5
+    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+
+
+def formula(x: Any, weight: Any, chosen: list[int]) -> npt.NDArray[np.float64]:
+    """Return each pair's product; zeros if its expert is on another shard."""
+    out = np.zeros((len(chosen), weight.shape[2]))
+    for pair, expert in enumerate(chosen):
+        if 0 <= expert < len(weight):
+            out[pair] = doubles(x[pair]) @ doubles(weight[expert])
+    return out
+
+
+def by_pairs(out: Any, work: Groups) -> npt.NDArray[np.float64]:
+    place = np.asarray(work.place)
+    padded = np.concatenate([doubles(out), np.zeros((1, out.shape[1]))])
+    return padded[place]
+
+
+CONFIGS = {
+    "swapped": Config(8, 128, 3, 2, True, 2),
+    "swapped 32": Config(32, 128, 2, 2, True, 3),
+    "swapped narrow": Config(16, 64, 2, 1, True, 2),
+    "straight": Config(128, 128, 2, 2, False, 2),
+    "straight narrow": Config(64, 64, 4, 1, False, 2),
+}
+
+
+def check(config: Config, chosen: list[int], dtype: Any, out_dtype: Any) -> None:
+    x, weight = operands(len(chosen), 128, 128, dtype)
+    work = plan(jnp.array(chosen), 3, config.rows)
+    with without_races() as interpret:
+        got = grouped.grouped_matmul(
+            x[work.source], weight, work, out_dtype=out_dtype, config=config, interpret=interpret
+        )
+        got = by_pairs(jax.block_until_ready(got), work)
+    most = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 4e-3}[jnp.dtype(out_dtype).name]
+    assert error(got, formula(x, weight, chosen)) < most
+
+
+# 8-bit weights: all of these have swapped operands.
+NARROW = {
+    "decode": Config(8, 128, 2, 2, True, 2, 64),
+    "deep": Config(32, 128, 3, 2, True, 3, 128),
+    "prefill": Config(128, 128, 2, 2, True, 2, 64),
+}
+
+
+def check_narrow(config: Config, chosen: list[int], stored: Any, scales: int, dtype: Any, out_dtype: Any) -> None:
+    random, width = np.random.default_rng(seed(len(chosen))), 256
+    x = jnp.asarray(random.standard_normal((len(chosen), width)), dtype)
+    values = random.standard_normal((3, width, 128)) * (40 if stored == jnp.int8 else 1)
+    values = jnp.asarray(np.clip(np.rint(values), -127, 127) if stored == jnp.int8 else values, stored)
+    scale = jnp.asarray(random.uniform(0.01, 0.1, (3, scales, 128)), jnp.float32)
+    work = plan(jnp.array(chosen), 3, config.rows)
+
+    # One program, compiled without optimization, because compiling takes most of the time.
+    @partial(jax.jit, compiler_options=haste())
+    def multiplied(x: jax.Array, values: jax.Array, work: Groups, scale: jax.Array) -> jax.Array:
+        return grouped.grouped_matmul(
+            x, values, work, scale=scale, out_dtype=out_dtype, config=config, interpret=interpret
+        )
+
+    with without_races() as interpret:
+        got = by_pairs(jax.block_until_ready(multiplied(x[work.source], values, work, scale)), work)
+    wide = doubles(values) * np.repeat(doubles(scale), width // scales, axis=1)
+    most = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 4e-3}[jnp.dtype(out_dtype).name]
+    assert error(got, formula(x, wide, chosen)) < most
