@@ -37,7 +37,7 @@ WORKLOADS = (
     "azure-code", "flowprefill-llama3-70b", "slos-serve-mixed", "slos-serve-reasoning",
 )  # fmt: skip
 POLICIES = ("unified", "flowprefill", "kairos", "slos_serve", "fairbatching")
-ENGINE = Buckets((1, 4, 8, 16, 32, 64, 128, 256), (64, 128, 512, 2048, 8192))  # a server's default on an accelerator
+ENGINE = Buckets((1, 4, 8, 16, 32, 64, 128, 256), (64, 128, 512, 2048, 8192))  # coarser than an engine's
 
 
 class Case(NamedTuple):

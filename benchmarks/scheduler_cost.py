@@ -52,7 +52,8 @@ COEFFICIENTS = Coefficients(fixed=5e-3, prefill=2e-5, decode=1e-5, quadratic=1e-
 PAGE = 16
 PERF = "learned"
 NOISE = 0.05  # relative noise of simulated steps, so that the step-time model has something to learn
-BUCKETS = Buckets((1, 4, 8, 16, 32, 64, 128, 256, 512), (64, 128, 512, 2048, 8192))  # sizes that an engine pads to
+PROMPTS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+BUCKETS = Buckets((1, 4, 8, 16, 32, 64, 128, 256, 512), PROMPTS)  # sizes that an engine pads to
 VARIANTS = [
     "fairbatching:anchor=arrival",
     "fairbatching:budget=fixed",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.engine.programs.inputs import Limits
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.sched.api.params import SamplingParams
 from tests.support.engine.steps import GREEDY, Job, alone
@@ -97,13 +96,3 @@ def test_seeds_matter(executor: JaxExecutor) -> None:
     texts = {tuple(alone(executor, Job(PROMPT, params, seed=seed), 8)) for seed in (0, 1, -1, 2**32, 2**63)}
     assert len(texts) == 5
     assert alone(executor, Job(PROMPT, GREEDY, seed=1), 8) == alone(executor, Job(PROMPT, GREEDY, seed=2), 8)
-
-
-def test_buckets_are_few_and_cover_every_step() -> None:
-    for slots, tokens in ((1, 1), (4, 16), (64, 512), (256, 8192), (100, 3000), (64, 8)):
-        limits = Limits(slots, tokens, 100, 16, 8, 96)
-        buckets = limits.buckets
-        assert len(set(buckets)) == len(buckets) <= 18
-        assert max(b.rows for b in buckets if b.decode) == slots
-        assert max(b.tokens for b in buckets if not b.decode) >= tokens
-        assert all(b.width in limits.widths and b.width >= b.rows for b in buckets)

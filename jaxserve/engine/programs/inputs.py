@@ -22,6 +22,8 @@ from jaxserve.sched.api.plan import Begin, Span
 Int32 = npt.NDArray[np.int32]
 FROM_CARRY = -1  # placeholder of a token that is on the device; -2 and below: the tokens drafted after it, in order
 ALWAYS = np.iinfo(np.int64).max
+# 64, 96, 128, 192, 256, ...: pads a chunk by less than half, with 15 programs up to 8192 tokens.
+LADDER = tuple(base << power for power in range(16) for base in (64, 96))
 FLOATS = {
     Column.TEMPERATURE: "temperature",
     Column.TOP_P: "top_p",
@@ -74,7 +76,7 @@ class Limits:
     vocab: int  # V
     draft: int = 0  # largest number of tokens that a row drafts in a step
     scores: bool = False  # the draft's logits are kept, see `speculate.probabilistic`
-    fine: bool = False  # pad prompt steps by less than a third, if computing costs more than compiling
+    ladder: tuple[int, ...] = LADDER  # sizes of the programs that compute prompt tokens
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -101,7 +103,7 @@ class Limits:
         rows = (1, *_ladder(4, self.slots, 2)) if self.slots > 4 else _ladder(1, self.slots, 2)
         decode = [Bucket(n, n, self.width(n), True) for n in rows]
         most = max(self.tokens, self.slots)
-        mixed = sorted({n for n in (64, *self._mixed(most)) if n <= most})  # 64 keeps steps of short prompts short
+        mixed = *(n for n in self.ladder if n < most), most
         verify = [
             Bucket(n * (1 + depth), n, self.width(n), False, True)
             for depth in self.depths
@@ -109,11 +111,6 @@ class Limits:
             if n * (1 + depth) <= most
         ]
         return *decode, *verify, *(Bucket(n, min(n, self.slots), self.width(min(n, self.slots)), False) for n in mixed)
-
-    def _mixed(self, most: int) -> tuple[int, ...]:
-        if not self.fine:
-            return _ladder(128, most, 4)
-        return tuple(sorted({*_ladder(96, most, 2), *_ladder(128, most, 2)}))
 
     def width(self, rows: int) -> int:
         return next(width for width in self.widths if width >= rows)

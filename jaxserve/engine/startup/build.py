@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.engine.memory import kv
 from jaxserve.engine.memory.calibrate import with_kv_scales
 from jaxserve.engine.programs.backends import Backends, resolve_backends
-from jaxserve.engine.programs.inputs import Limits, SlotTable
+from jaxserve.engine.programs.inputs import LADDER, Limits, SlotTable
 from jaxserve.engine.programs.mesh import MeshPlan, sub_meshes
 from jaxserve.engine.programs.sampling import ADJUSTED
 from jaxserve.engine.programs.segments import Segments, outside
@@ -62,6 +62,7 @@ class ExecutorConfig:
     preempt_boundary: str = "chunk"  # see `Boundary`
     preempt_depth: int = DEPTH  # segments dispatched ahead of the devices
     suspended: int = 4  # largest number of suspended steps: memory is reserved for them
+    ladder: tuple[int, ...] = LADDER  # see `Limits`; other ones are for benchmarks
     interpret: bool = False  # tests only: run an accelerator's kernels in jax's interpreters on a CPU
     persistent_cache: bool = True
     cache_folder: Path | None = None  # None: see `warmup.use_persistent_cache`
@@ -206,7 +207,7 @@ def _limits(
         vocab=spec.vocab,
         draft=0 if config.speculative is None else config.speculative.num_speculative_tokens,
         scores=config.speculative is not None and config.speculative.rejection_sample_method == "probabilistic",
-        fine=meshes[0].devices.flat[0].platform == "cpu",
+        ladder=config.ladder,
     )
     name, stored = "kv_cache_memory", kv.pool_dtype(config.kv_cache_dtype, dtype)
     if meshes[0].devices.flat[0].platform == "cpu" or config.kv_cache_memory is not None:
