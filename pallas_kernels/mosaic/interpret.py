@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.experimental.pallas as pl
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
 
+T = TypeVar("T")
 Interpret = Any  # None, or the result of `interpreter`; hashable, so it can be a static argument of jit
 
 
@@ -78,43 +79,43 @@ def fence(interpret: Interpret) -> None:
 
 
 def wgmma(
-    a: Any,
-    b: Any,
-    acc: jax.Array | None = None,
-    *,
-    transposed: bool = False,
-    meanwhile: Callable[[], None] | None = None,
-    interpret: Interpret = None,
+    a: Any, b: Any, acc: jax.Array | None = None, *, transposed: bool = False, interpret: Interpret = None
 ) -> jax.Array:
     """Return acc + a @ b, float32 [M, N], by one warpgroup, and wait for it; M = 64.
 
     a [M, C]: a ref in shared memory, or an array in registers of `Layout.WGMMA`. b: a ref in shared
     memory, [C, N], or [N, C] if `transposed`. Registers stored to shared memory need a
-    `commit_smem` first. `meanwhile` runs between issuing the product and waiting for it; it must
-    not touch the operands, and `acc` must be None.
+    `commit_smem` first.
+    """
+    if acc is not None and not is_interpreting(interpret):
+        right = compat.transpose(b) if transposed else b
+        summed: jax.Array = pl.run_state(lambda ref: plgpu.wgmma(ref, a, right))(plgpu.ACC.init(acc))
+        return summed
+    product, _ = wgmma_while(a, b, lambda: None, transposed=transposed, interpret=interpret)
+    return product if acc is None else acc + product
+
+
+def wgmma_while(
+    a: Any, b: Any, meanwhile: Callable[[], T], *, transposed: bool = False, interpret: Interpret = None
+) -> tuple[jax.Array, T]:
+    """Return a @ b as `wgmma` does, and the result of `meanwhile`, which runs after issuing the product.
+
+    `meanwhile` must not touch the operands. It may compute further products, which wait for this one
+    too.
     """
     in_registers = isinstance(a, jax.Array)
     if is_interpreting(interpret) and (in_registers or not compat.DETECTS_RACES):
-        plain = _plain(a if in_registers else a[...], b[...], acc, transposed)
-        if meanwhile is not None:
-            meanwhile()
-        return plain
+        return _plain(a if in_registers else a[...], b[...], None, transposed), meanwhile()
     right = compat.transpose(b) if transposed else b
-    assert acc is None or meanwhile is None, "`acc` and `meanwhile` exclude each other"
-    if acc is not None and not is_interpreting(interpret):
-        summed: jax.Array = pl.run_state(lambda ref: plgpu.wgmma(ref, a, right))(plgpu.ACC.init(acc))
-        return summed
-    shape = (a.shape[0], b.shape[0 if transposed else 1])
 
-    def fresh(ref: Any) -> jax.Array:
+    def fresh(ref: Any) -> tuple[jax.Array, T]:
         plgpu.wgmma(ref, a, right)
-        if meanwhile is not None:
-            meanwhile()
-        read: jax.Array = ref[...]
-        return read
+        done = meanwhile()
+        return ref[...], done
 
-    product: jax.Array = pl.run_scoped(fresh, plgpu.ACC(shape, jnp.float32))
-    return product if acc is None else acc + product
+    shape = (a.shape[0], b.shape[0 if transposed else 1])
+    made: tuple[jax.Array, T] = pl.run_scoped(fresh, plgpu.ACC(shape, jnp.float32))
+    return made
 
 
 def wgmmas(acc: jax.Array, pairs: Sequence[tuple[Any, Any]], interpret: Interpret = None) -> jax.Array:

@@ -23,7 +23,7 @@ from jax import lax
 
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
-from pallas_kernels.mosaic.interpret import Interpret, cast, fence, wgmma
+from pallas_kernels.mosaic.interpret import Interpret, cast, fence, wgmma_while
 from pallas_kernels.mosaic.memory import tiled
 from pallas_kernels.mosaic.widen import widened
 
@@ -103,7 +103,7 @@ def summed(tile: Tile, ring: Ring, steps: jax.Array | int, scale_at: Callable[[j
 
         wide = compat.transpose(ring.wide.at[lax.rem(k, jnp.int32(BUFFERS)), ring.role])
         x = ring.x.at[ring.slot(k)]
-        fresh = wgmma(wide, x, transposed=True, meanwhile=meanwhile, interpret=tile.interpret)
+        fresh, _ = wgmma_while(wide, x, meanwhile, transposed=True, interpret=tile.interpret)
         fence(tile.interpret)
         plgpu.barrier_arrive(ring.free.at[ring.slot(k)])
         return total + (fresh if scale is None else fresh * lax.broadcast_in_dim(scale, fresh.shape, (0,)))

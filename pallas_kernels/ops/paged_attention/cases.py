@@ -118,6 +118,9 @@ def prefill_cases() -> Iterator[Case]:
         yield _prefill_case("8b", spec, tokens)
     yield _prefill_case("8b", replace(spec, dtype=jnp.float16, kv_dtype=jnp.float16), 2048)
     yield _prefill_case("8b registers", spec, 2048, replace(prefill.heuristic(spec), p_in_smem=False, ping_pong=False))
+    for name, p_in_smem in (("overlap", True), ("registers overlap", False)):
+        config = replace(prefill.heuristic(spec), keys=64, stages=3, p_in_smem=p_in_smem, overlap=True)
+        yield _prefill_case(f"8b {name}", spec, 2048, config)
     yield _prefill_case("d64", AttentionShape(64, 16, 8, 64, 64), 2048)
     wide = AttentionShape(64, 16, 8, 256, 64)  # Gemma 3 12B
     yield _prefill_case("d256", wide, 2048)

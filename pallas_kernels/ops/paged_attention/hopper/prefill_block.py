@@ -47,6 +47,7 @@ class PrefillShape:
     tiles: int  # I, of the plan
     p_in_smem: bool
     ping_pong: bool
+    overlap: bool
     dtype: Any  # of the products
     outer_dtype: Any  # of queries and results
     kv_dtype: Any  # of the pools

@@ -24,7 +24,7 @@ from jax import lax
 from pallas_kernels.layout import MASKED
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
-from pallas_kernels.mosaic.interpret import cast, fence, is_interpreting, wgmma
+from pallas_kernels.mosaic.interpret import cast, fence, is_interpreting, wgmma, wgmma_while
 from pallas_kernels.ops.paged_attention.hopper.prefill_block import (
     GRID,
     ROLE,
@@ -40,7 +40,8 @@ from pallas_kernels.ops.paged_attention.hopper.prefill_block import (
 )
 from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E, capped
 
-State = tuple[jax.Array, jax.Array, jax.Array]  # mixed [M, columns], row maximum [M] in log2 units, row sum [M]
+# mixed [M, columns], row maximum [M] in log2 units, row sum [M]; with `overlap` products of the next tile [M, keys]
+State = tuple[jax.Array, ...]
 
 
 def body(shape: PrefillShape) -> Callable[..., None]:
@@ -87,17 +88,28 @@ def _consume(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, step:
     if shape.ping_pong:
         pl.when(role == 1)(partial(_hand_over, refs))
     raw = shape.scale * (refs.k_scale[item.kv_head(shape)] if shape.quantized else 1.0)
-    tile = partial(_tile, shape, refs, item, role, step, raw)
-    state = lax.fori_loop(
-        0, item.masked, partial(tile, item.part(shape, role).offset - item.start * shape.keys), _begin(shape)
-    )
-    state = lax.fori_loop(item.masked, item.steps, partial(tile, None), state)
+    ahead = item.part(shape, role).offset - item.start * shape.keys
+
+    def loop(first: jax.Array, last: jax.Array, mask: bool, state: State, more: bool = True) -> State:
+        tile = partial(_tile, shape, refs, item, role, step, raw, ahead if mask else None, more)
+        return lax.fori_loop(first, last, tile, state)
+
+    if shape.overlap:
+        before = jnp.maximum(item.steps - 1, 0)  # tiles with another one after them
+        state = lax.fori_loop(0, jnp.minimum(item.steps, 1), partial(_first, shape, refs, role, step), _begin(shape))
+        state = loop(jnp.int32(0), jnp.minimum(item.masked, before), True, state)
+        state = loop(item.masked, before, False, state)
+        # A mask does not harm a tile that needs none, and a fourth copy of the tile would.
+        state = loop(before, item.steps, True, state, more=False)
+    else:
+        state = loop(jnp.int32(0), item.masked, True, _begin(shape))
+        state = loop(item.masked, item.steps, False, state)
     if shape.ping_pong:
         pl.when(role == 0)(partial(_hand_over, refs))
 
     @pl.when(item.tokens > 0)
     def _results() -> None:
-        _finish(shape, refs, item, here, state)
+        _finish(shape, refs, item, here, state[:3])
 
     return step + item.steps
 
@@ -132,7 +144,10 @@ def _layout(reduced: bool = False) -> Any:
 def _begin(shape: PrefillShape) -> State:
     row = partial(cast, layout=_layout(reduced=True), interpret=shape.interpret)
     mixed = cast(jnp.zeros((ROWS, shape.columns), jnp.float32), _layout(), shape.interpret)
-    return mixed, row(jnp.full((ROWS,), LEAST, jnp.float32)), row(jnp.zeros((ROWS,), jnp.float32))
+    start = mixed, row(jnp.full((ROWS,), LEAST, jnp.float32)), row(jnp.zeros((ROWS,), jnp.float32))
+    if not shape.overlap:
+        return start
+    return *start, cast(jnp.zeros((ROWS, shape.keys), jnp.float32), _layout(), shape.interpret)
 
 
 def _rows(x: jax.Array, columns: int) -> jax.Array:
@@ -147,26 +162,56 @@ def _tile(
     step: jax.Array,
     raw: jax.Array | float,
     ahead: jax.Array | None,
+    more: bool,
     j: jax.Array,
     state: State,
 ) -> State:
     """Attend to the j-th tile of keys; `raw` turns products into scores.
 
     If the tile needs a mask, `ahead` is the first row's position relative to tile `start`, else
-    None.
+    None. With `shape.overlap`, `state` ends with the products of this tile, and those of the next
+    one, if there are `more`, are computed during the softmax of this one.
     """
-    mixed, peak, total = state
     slot = lax.rem(step + j, jnp.int32(shape.stages))
-    plgpu.barrier_wait(refs.k_full.at[slot])
-    score = _scores(shape, refs, role, slot)
-    fence(shape.interpret)
-    plgpu.barrier_arrive(refs.k_free.at[slot])
+    attend = partial(_attend, shape, refs, item, role, slot, raw, ahead, j)
+    # The other warpgroup may continue as soon as the product is issued.
+    issued = partial(_hand_over, refs) if shape.ping_pong else lambda: None
+    if not shape.overlap:
+        score, _ = _scores(shape, refs, role, slot, issued)
+        return attend(score, state)
+    *mixture, score = state
 
+    def current() -> State:
+        issued()
+        return attend(score, tuple(mixture))
+
+    if not more:
+        return *current(), score
+    following = lax.rem(step + j + 1, jnp.int32(shape.stages))
+    after, mixture = _scores(shape, refs, role, following, current)
+    return *mixture, after
+
+
+def _attend(
+    shape: PrefillShape,
+    refs: Refs,
+    item: Item,
+    role: jax.Array,
+    slot: jax.Array,
+    raw: jax.Array | float,
+    ahead: jax.Array | None,
+    j: jax.Array,
+    score: jax.Array,
+    state: State,
+) -> State:
+    """Add the values of the j-th tile, in `slot`, with the weights of its products `score`."""
+    mixed, peak, total = state
     factor = raw * LOG2E  # scores in log2 units, so that exp2 takes them after one multiply-add
     if shape.softcap is not None:
         score, factor = capped(score, raw, shape.softcap), LOG2E
     if ahead is not None:
-        there = j if shape.window is None else item.key_tile(j)
+        # Without a window only the tail is masked, and with `overlap` also the last tile, wherever it is.
+        there = j if shape.window is None and not shape.overlap else item.key_tile(j)
         score = _mask(shape, score, ahead - there * shape.keys)
     higher = jnp.maximum(peak, jnp.max(score, axis=1) * factor)
     fade = jnp.exp2(peak - higher)
@@ -191,23 +236,21 @@ def _tile(
     return mixed, higher, total
 
 
-def _scores(shape: PrefillShape, refs: Refs, role: jax.Array, slot: jax.Array) -> jax.Array:
-    """Compute q k^T [M, keys]; the other warpgroup may continue as soon as the product is issued."""
-    if is_interpreting(shape.interpret) and not compat.DETECTS_RACES:
-        score = wgmma(refs.q_s.at[role], refs.k_s.at[slot], transposed=True, interpret=shape.interpret)
-        if shape.ping_pong:
-            _hand_over(refs)
-        return score
+def _scores(
+    shape: PrefillShape, refs: Refs, role: jax.Array, slot: jax.Array, meanwhile: Callable[[], Any]
+) -> tuple[jax.Array, Any]:
+    """Compute q k^T [M, keys] of a tile, and the result of `meanwhile` while the tensor core works."""
+    plgpu.barrier_wait(refs.k_full.at[slot])
+    made = wgmma_while(refs.q_s.at[role], refs.k_s.at[slot], meanwhile, transposed=True, interpret=shape.interpret)
+    fence(shape.interpret)
+    plgpu.barrier_arrive(refs.k_free.at[slot])
+    return made
 
-    def formed(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, refs.q_s.at[role], compat.transpose(refs.k_s.at[slot]))
-        if shape.ping_pong:
-            _hand_over(refs)
-        score: jax.Array = acc[...]
-        return score
 
-    scores: jax.Array = pl.run_scoped(formed, plgpu.ACC((ROWS, shape.keys), jnp.float32))
-    return scores
+def _first(shape: PrefillShape, refs: Refs, role: jax.Array, step: jax.Array, j: jax.Array, state: State) -> State:
+    """Compute the products of the first tile, which no softmax can hide."""
+    score, _ = _scores(shape, refs, role, lax.rem(step + j, jnp.int32(shape.stages)), lambda: ())
+    return *state[:-1], score
 
 
 def _mask(shape: PrefillShape, score: jax.Array, ahead: jax.Array) -> jax.Array:

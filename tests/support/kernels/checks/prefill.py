@@ -118,6 +118,8 @@ CASES = {
     "three stages": (Problem(), replace(SMALL, stages=3)),
     "one stage": (Problem(), replace(SMALL, stages=1)),
     "no turns": (Problem(), replace(SMALL, ping_pong=False)),
+    "overlap": (Problem(), replace(SMALL, overlap=True)),
+    "overlap, no turns": (Problem(), replace(SMALL, overlap=True, ping_pong=False)),
     "weights in registers": (Problem(), replace(SMALL, p_in_smem=False)),
     "float16": (Problem(dtype=jnp.float16), SMALL),
     "head dim 128": (Problem(dim=128), SMALL),
