@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxserve.engine.memory.kv import default_page_size
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.startup.build import ExecutorConfig, LoadWeights, build_executors
 from jaxserve.models.spec import ModelSpec
@@ -116,14 +117,6 @@ async def queued(executor: JaxExecutor, spans: Spans, count: int) -> list[float]
     return [after - before for before, after in pairwise(found)]
 
 
-async def awaited(executor: JaxExecutor, spans: Spans, count: int) -> list[float]:
-    """Return the seconds of `count` steps, each submitted after the last one's result: with all host time."""
-    found = await ends(executor, spans, lambda done: done <= count, ahead=0)
-    return [after - before for before, after in pairwise(found)]
-
-
-def default_page(platform: str | None = None) -> int:
+def default_page() -> int:
     """Return the page size that the engine uses on this platform."""
-    from jaxserve.engine.memory.kv import default_page_size
-
-    return default_page_size(platform or jax.default_backend())
+    return default_page_size(jax.default_backend())
