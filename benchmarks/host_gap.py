@@ -7,16 +7,14 @@ same load over HTTP, with the client on the same cores, to show the cost of serv
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import common
+from engine_bench.gaps import gaps
 
 from jaxserve.report.table import print_table
 
@@ -39,18 +37,7 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
             llm.generate(load(args), params, use_tqdm=False)
             seconds = time.perf_counter() - began
         lines = journal.read_text(encoding="utf-8").splitlines()
-    results = [record["result"] for record in map(json.loads, lines) if record["kind"] == "settle"]
-    steps = [(start, end) for _, start, end, tokens, _ in results if start > began and len(tokens) == args.requests]
-    taken = [end - start for start, end in steps]
-    gaps = [start - end for (_, end), (start, _) in pairwise(steps)]
-    return {
-        "steps": len(steps),
-        "step_ms": 1e3 * median(taken),
-        "gap_ms_mean": 1e3 * sum(gaps) / len(gaps),
-        "gap_share": sum(gaps) / (sum(gaps) + sum(taken)),
-        "planned_ahead": sum(gap <= 1e-6 for gap in gaps) / len(gaps),
-        "tokens_per_s": args.requests * args.tokens / seconds,
-    }
+    return {**gaps(lines, began, args.requests), "tokens_per_s": args.requests * args.tokens / seconds}
 
 
 def over_http(args: argparse.Namespace) -> float:

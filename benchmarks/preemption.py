@@ -13,134 +13,46 @@ On a GPU: `python benchmarks/preemption.py --model llama3-8b --chunks 512,2048,8
 from __future__ import annotations
 
 import argparse
-import asyncio
-import random
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import common
-import jax
-import numpy as np
+from engine_bench import stops
+from engine_bench.steps import built, default_page, once, positions
 
 from jaxserve.engine.programs.mesh import plan_mesh
-from jaxserve.engine.programs.segments import links
 from jaxserve.engine.runtime.executor import JaxExecutor
-from jaxserve.engine.startup import build
+from jaxserve.engine.startup.build import ExecutorConfig, random_init
 from jaxserve.models import registry
 from jaxserve.models.published import published_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.report.table import print_table
-from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult, Suspended
-from jaxserve.sched.api.preemption import Boundary
-
-SHORT = 64  # tokens of the short prompt
-GREEDY = SamplingParams(temperature=0.0)
-Spans = tuple[Span, ...]
 
 
 def spec_of(args: argparse.Namespace) -> ModelSpec:
-    """Return the model's spec with enough positions for any prompt; weights are random, so this is harmless."""
     spec = registry.load_spec(common.DEMO) if args.model == "demo" else published_spec(args.model)
-    length = args.context + max(args.chunks) + SHORT
-    return replace(spec, layers=args.layers or spec.layers, max_positions=max(spec.max_positions, length))
-
-
-def executor_of(args: argparse.Namespace, chunk: int, boundary: str) -> JaxExecutor:
-    spec = spec_of(args)
-    config = build.ExecutorConfig(
-        spec=spec, load=build.random_init(), mesh=plan_mesh(f"1x{args.tp}"), max_num_seqs=4,
-        max_num_batched_tokens=chunk, max_model_len=args.context + chunk + SHORT,
-        dtype=args.dtype, preempt_boundary=boundary,
-        page_size=16 if jax.default_backend() == "cpu" else 64,
-        kv_cache_memory=args.kv_cache_memory, warm=False,
-    )  # fmt: skip
-    return build.build_executors(config)[0]
-
-
-def span(executor: JaxExecutor, slot: int, start: int, length: int) -> Spans:
-    """Return a chunk that starts at `start`, over unwritten pages: their contents do not change the time."""
-    each = executor.pages // 2
-    pages = range(slot * each, slot * each - (-(start + length) // executor.page_size))
-    begin = Begin(GREEDY, 0, (), (), start + length, ())
-    return (Span(1 + slot, slot, start, length, tuple(pages), (7,) * length, 0, True, begin),)
-
-
-async def step(executor: JaxExecutor, spans: Spans, preemptible: bool) -> tuple[float, float]:
-    """Run a step, and return its wall-clock and CPU seconds."""
-    began, worked = executor.now(), time.process_time()
-    result = await executor.submit(StepPlan(1, spans, preemptible))
-    assert isinstance(result, StepResult)
-    return executor.now() - began, time.process_time() - worked
-
-
-async def interrupted(executor: JaxExecutor, long: Spans, short: Spans, after: float) -> tuple[float, float]:
-    """Return the seconds from the arrival to the submission of the short step, and to its first token."""
-    running = executor.submit(StepPlan(1, long, preemptible=True))
-    await asyncio.wait([running], timeout=after)
-    arrival = executor.now()
-    executor.preempt(running)
-    stopped = await running
-    begun = executor.now()
-    await executor.submit(StepPlan(2, short, preemptible=True))
-    answered = executor.now()
-    if isinstance(stopped, Suspended):
-        await executor.submit(StepPlan(3, long, preemptible=True, resume=1))
-    return begun - arrival, answered - arrival
-
-
-async def measure(args: argparse.Namespace, executor: JaxExecutor, chunk: int, depth: int) -> dict[str, Any]:
-    """Measure one row of the table. Times are in ms."""
-    draw, executor.depth = random.Random(1), depth
-    long, short = span(executor, 0, args.context, chunk), span(executor, 1, 0, SHORT)
-    for preemptible in (False, True):
-        await step(executor, long, preemptible)
-        await step(executor, short, preemptible)
-    whole, pieces = [], []
-    for _ in range(args.runs):
-        whole.append(await step(executor, long, False))
-        pieces.append(await step(executor, long, True))
-    taken, cut = median(one for one, _ in whole), median(one for one, _ in pieces)
-    waits, answers = [], []
-    for _ in range(args.arrivals):
-        wait, answer = await interrupted(executor, long, short, draw.random() * cut)
-        waits.append(wait)
-        answers.append(answer)
-    segments = 1 if executor.state.segments is None else len(executor.state.segments.links)
-    p50, p99 = (float(x) for x in np.percentile(waits, [50, 99]))
-    return {
-        "segments": segments,
-        "whole_ms": 1e3 * taken,
-        "pieces_ms": 1e3 * cut,
-        "loss": median(b[0] / a[0] for a, b in zip(whole, pieces, strict=True)) - 1,
-        "loss_of_best": min(one for one, _ in pieces) / min(one for one, _ in whole) - 1,
-        "loss_of_work": median(one for _, one in pieces) / median(one for _, one in whole) - 1,
-        "wait_p50_ms": 1e3 * p50,
-        "wait_p99_ms": 1e3 * p99,
-        "wait_p50_share": p50 / taken,
-        "wait_p99_share": p99 / taken,
-        "first_token_p50_ms": 1e3 * median(answers),
-        "bound_ms": 1e3 * (depth + 1) * cut / segments + 0.5,
-    }
+    length = stops.room(args.context, max(args.chunks), default_page())
+    return positions(replace(spec, layers=args.layers or spec.layers), length)
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    spec = spec_of(args)
-    for chunk in args.chunks:
-        for boundary in args.boundaries:
-            cut = Boundary.parse(boundary)
-            executor = executor_of(args, chunk, boundary)
-            depths: Sequence[int] = args.depths if cut.layers else (1,)
-            for depth in depths:
-                if cut.layers and depth >= len(links(spec, cut)):
-                    continue
-                found = asyncio.run(measure(args, executor, chunk, depth))
-                yield {"chunk": chunk, "boundary": boundary, "depth": depth, "layers": spec.layers, **found}
-            asyncio.run(executor.close())
-            del executor
+    spec, weights = spec_of(args), once(random_init())
+
+    def made(chunk: int, boundary: str) -> JaxExecutor:
+        page = default_page()
+        config = ExecutorConfig(
+            spec=spec, load=weights, mesh=plan_mesh(f"1x{args.tp}"), max_num_seqs=4,
+            max_num_batched_tokens=chunk, max_model_len=stops.room(args.context, chunk, page),
+            dtype=args.dtype, preempt_boundary=boundary, page_size=page,
+            kv_cache_memory=args.kv_cache_memory, warm=False,
+        )  # fmt: skip
+        return built(config)
+
+    yield from stops.rows(
+        spec, made, chunks=args.chunks, boundaries=args.boundaries, depths=args.depths, context=args.context,
+        runs=args.runs, arrivals=args.arrivals,
+    )  # fmt: skip
 
 
 def main() -> int:

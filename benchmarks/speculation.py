@@ -12,6 +12,7 @@ import json
 import random
 import sysconfig
 import time
+from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 from statistics import median
@@ -35,8 +36,8 @@ def prompts_of(count: int, seed: int) -> list[str]:
     return random.Random(seed).sample(found, count)
 
 
-def engine(side: str, args: argparse.Namespace) -> LLM:
-    given: dict[str, Any] = {}
+def engine(side: str, args: argparse.Namespace, **given: Any) -> LLM:
+    """Build one of SIDES; given: further settings."""
     if side != "none":
         settings = {"num_speculative_tokens": args.draft_tokens, "adaptive": side == "adaptive"}
         if args.method == "ngram":
@@ -68,16 +69,21 @@ def turn(llm: LLM, prompts: list[str], params: SamplingParams) -> float:
     return sum(len(one.outputs[0].token_ids) for one in found) / (time.perf_counter() - began)
 
 
-def measured(engines: dict[str, LLM], size: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure batches of `size`: the rates and the draft statistics of each engine."""
+def measured(
+    engines: dict[str, LLM], size: int, args: argparse.Namespace, texts: Callable[[int, int], list[str]] = prompts_of
+) -> dict[str, Any]:
+    """Measure batches of `size`: the rates and the draft statistics of each engine.
+
+    texts: returns that many prompts for a seed.
+    """
     params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, ignore_eos=True, seed=0)
     rates: dict[str, list[float]] = {side: [] for side in engines}
     orders = list(permutations(engines))
     for llm in engines.values():
-        turn(llm, prompts_of(size, -1), params)
+        turn(llm, texts(size, -1), params)
     before = {side: counted(llm) for side, llm in engines.items()}
     for index in range(args.turns):
-        prompts = prompts_of(size, index)
+        prompts = texts(size, index)
         for side in orders[index % len(orders)]:
             rates[side].append(turn(engines[side], prompts, params))
     found: dict[str, Any] = {"rates": rates}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .part import Part
 
 STAGES = "ABCD"
-MODULES = tuple(f"{__package__}.stage_{letter}" for letter in "ab")  # each has parts(dry) -> list[Part]
+MODULES = tuple(f"{__package__}.stage_{letter}" for letter in "abcd")  # each has parts(dry) -> list[Part]
 
 
 def all_parts(dry: bool, modules: Sequence[str] = MODULES) -> list[Part]:

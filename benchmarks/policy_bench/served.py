@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from common import DEMO
+from engine_bench.folders import without_weights
 
 from jaxserve.bench.drive import Run
 from jaxserve.bench.load import Call
@@ -71,7 +69,7 @@ class Host:
     def __init__(self, name: str, mesh: str, folder: Path, **settings: Any) -> None:
         """Load and compile the model `name`. folder: for files of the runs. settings: further ServeConfig fields."""
         self.model, self._folder = MODELS[name], folder
-        source = None if self.model.config is None else str(_written(folder / name, self.model.config))
+        source = None if self.model.config is None else str(without_weights(folder / name, self.model.config))
         self.config = ServeConfig(
             model=source, load_format="auto" if source is None else "dummy", served_model_name=(name,), mesh=mesh,
             max_model_len=self.model.length, max_num_seqs=self.model.rows, max_num_batched_tokens=self.model.chunk,
@@ -138,17 +136,6 @@ def _listening(service: Service) -> Iterator[str]:
         thread.join(30)
         sock.close()
         service.close()
-
-
-def _written(folder: Path, changes: dict[str, Any]) -> Path:
-    """Write a model folder without weights: the demo model's tokenizer, and its config with changes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in DEMO.iterdir():
-        if path.suffix in (".json", ".jinja"):
-            shutil.copy(path, folder / path.name)
-    config = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
-    return folder
 
 
 def _tiers(path: Path, scale: Scale) -> Path:

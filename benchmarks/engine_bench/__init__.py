@@ -1,0 +1,1 @@
+"""Measurements of single executors: steps are made and submitted here, without a scheduler."""
