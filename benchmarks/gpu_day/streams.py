@@ -5,18 +5,20 @@ from __future__ import annotations
 from benchmarks import common
 from jaxserve.demo import model_path
 
+from . import engine
 from .environment import cache, prepare
 from .part import Run
 
-MODEL = "llama3-8b"
+DEMO = "demo"
 STREAMS = (256, 64)
+POOL = 16 << 30  # bytes: 128K tokens of the 8B model
 PROMPT, OUTPUT = 128, 128  # tokens
 IDS = "16:4000"  # token ids of prompts
 FIGURES = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms", "failed")
 
 
 def measure(run: Run, model: str) -> None:
-    """Fill the table `http` at each number of streams. model: `demo` with its weights, or MODEL with random ones."""
+    """Fill the table `http` at each number of streams. model: DEMO with its weights, or another with random ones."""
     prepare(run)
     streams = (2,) if run.dry else STREAMS
     with common.server(_flags(run, model, max(streams)), cache=cache(run), timeout=run.left()) as server:
@@ -28,9 +30,17 @@ def measure(run: Run, model: str) -> None:
 
 def _flags(run: Run, model: str, rows: int) -> list[str]:
     """Return the server's flags."""
-    source = ["--model", str(model_path())]
-    if run.dry or model == MODEL:
-        source = ["--model", engine_name(run), "--load-format", "dummy", "--tokenizer", str(model_path())]
+    random = run.dry or model != DEMO
+    source = [engine.name_of(run), "--load-format", "dummy"] if random else [str(model_path())]
+    length, tokens, pool = (64, 64, engine.SMALL) if run.dry else (1024, 2048, POOL)
+    sizes = {
+        "--max-num-seqs": rows, "--max-num-batched-tokens": tokens, "--max-model-len": length,
+        "--kv-cache-memory": pool, "--profile-time": 0.2 if run.dry else 5,
+    }  # fmt: skip
+    flags = (str(word) for pair in sizes.items() for word in pair)
+    return ["--model", *source, "--tokenizer", str(model_path()), "--mesh", "1x1", *flags]
+
+
 def _load(streams: int, prompt: int, output: int) -> list[str]:
     """Return the client's flags: `streams` calls at a time, twice as many in all."""
     return [
