@@ -26,7 +26,13 @@ from .part import Run
 
 POOL = 8 << 30  # bytes of an instance's pool: 64K tokens of the 8B model
 SIZES: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 8192}
-DRY: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "profile_time": 0.2}
+DRY: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 256,
+    "profile_time": 0.2,
+    "preempt_boundary": "chunk",
+}
 PLAIN = "vllm"
 SYSTEMS = ("unified", "distserve", PLAIN)
 LOADS = (0.8, 0.5, 1.1)  # shares of the capacity that the profile predicts
