@@ -40,6 +40,11 @@ REQUESTS = 60
 MARGIN = 25.0  # seconds that another run of requests may need
 
 
+def sizes(run: Run) -> dict[str, Any]:
+    """Return the settings on which the programs of all served parts depend."""
+    return DRY if run.dry else SIZES
+
+
 def config_of(run: Run, mesh: str) -> ServeConfig:
     """Return the settings of a server of the model. Instances of one device have the same programs in every mesh."""
     instances, _ = parse_mesh(mesh)
@@ -47,7 +52,7 @@ def config_of(run: Run, mesh: str) -> ServeConfig:
     return ServeConfig(
         model=engine.name_of(run), load_format="dummy", mesh=mesh, share_devices=True,
         kv_cache_memory=instances * pool, enable_prefix_caching=False, disable_log_stats=True, log_level="warning",
-        **(DRY if run.dry else SIZES),
+        **sizes(run),
     )  # fmt: skip
 
 
