@@ -50,9 +50,8 @@ def engine(side: str, args: argparse.Namespace, **given: Any) -> LLM:
         mesh="1x1",
         max_num_seqs=max(args.batch),
         max_model_len=512,
-        max_num_batched_tokens=256,
         enable_prefix_caching=False,
-        **given,
+        **{"max_num_batched_tokens": 256, **given},
     )
 
 

@@ -29,6 +29,7 @@ def measure(run: Run) -> None:
     words = ["--turns", "8", "--tokens", "128", "--batch", "1", "8", "32"]
     if run.dry:
         given = {"kv_cache_memory": engine.SMALL, "profile_time": 0.2, "load_format": "dummy"}
+        given |= {"max_num_batched_tokens": 64, "preempt_boundary": "chunk"}  # few programs
         words = ["--turns", "2", "--tokens", "8", "--batch", "1", "--draft-tokens", "1", "--model", engine.name_of(run)]
     args = speculation.parser().parse_args(["--method", "ngram", *words])
 

@@ -26,12 +26,23 @@ from .part import Run
 
 POOL = 8 << 30  # bytes of an instance's pool: 64K tokens of the 8B model
 SIZES: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 8192}
-DRY: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "profile_time": 0.2}
+DRY: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 256,
+    "profile_time": 0.2,
+    "preempt_boundary": "chunk",
+}
 PLAIN = "vllm"
 SYSTEMS = ("unified", "distserve", PLAIN)
 LOADS = (0.8, 0.5, 1.1)  # shares of the capacity that the profile predicts
 REQUESTS = 60
 MARGIN = 25.0  # seconds that another run of requests may need
+
+
+def sizes(run: Run) -> dict[str, Any]:
+    """Return the settings on which the programs of all served parts depend."""
+    return DRY if run.dry else SIZES
 
 
 def config_of(run: Run, mesh: str) -> ServeConfig:
@@ -41,7 +52,7 @@ def config_of(run: Run, mesh: str) -> ServeConfig:
     return ServeConfig(
         model=engine.name_of(run), load_format="dummy", mesh=mesh, share_devices=True,
         kv_cache_memory=instances * pool, enable_prefix_caching=False, disable_log_stats=True, log_level="warning",
-        **(DRY if run.dry else SIZES),
+        **sizes(run),
     )  # fmt: skip
 
 
