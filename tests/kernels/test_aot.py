@@ -323,7 +323,7 @@ def test_without_the_packages_it_fails_and_says_what_to_install() -> None:
 def test_planted_faults_are_found(tmp_path: Path) -> None:
     known, report = tmp_path / "bounds.json", tmp_path / "report.json"
     fine, tight = Bound(0, 0, kernels=1), Bound(100, 0, kernels=1)
-    cases = ("spills", "lacks wgmma", "changes in place", "loses its donation", "copies its pool")
+    cases = ("spills", "lacks wgmma", "approximates", "changes in place", "loses its donation", "copies its pool")
     bounds.record(
         "h200", jax.__version__, {**dict.fromkeys(cases, replace(fine, registers=255)), "sound": tight}, known
     )
@@ -334,12 +334,13 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
     assert "bytes of registers spilled" in told.pop("spills")
     assert told.pop("changes in place") == ""
     assert told.pop("lacks wgmma").startswith("0 wgmma instructions")
+    assert "tanh.approx instructions of 11 bits" in told.pop("approximates")
     assert told.pop("loses its donation").startswith("0 of 1 donated arguments")
     assert told.pop("copies its pool").startswith("a weight or a pool is copied")
     assert told.pop("aborts").startswith("the compiler died")
     assert told.pop("raises").startswith("does not compile: TypeError")
     assert not told
-    assert "FAILED spills" in ran.stdout and "1 of 8 cases passed" in ran.stdout
+    assert "FAILED spills" in ran.stdout and "1 of 9 cases passed" in ran.stdout
 
 
 @pytest.mark.skipif(H200.missing() is not None, reason=str(H200.missing()))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import typing
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from pallas_kernels.attention.api import BACKENDS, AttentionSpec, Choice, Unsupp
 from pallas_kernels.choice import ORDER
 from pallas_kernels.layout import Ragged
 from pallas_kernels.mosaic.spec import AttentionShape as Wanted
+from pallas_kernels.ops.paged_attention.hopper import decode as decode_kernel
+from pallas_kernels.ops.paged_attention.hopper import prefill as prefill_kernel
 from pallas_kernels.ops.paged_attention.hopper.decode import Config
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.reference import attention as reference
@@ -145,6 +148,45 @@ def test_measured_configs_win_over_heuristics(monkeypatch: pytest.MonkeyPatch) -
     assert tuned.best("decode", spec, "NVIDIA H200", Config) is None
 
 
+LOOKUPS = [(op, queries) for op, several in mosaic_gpu.LOOKED_UP.items() for queries in several]
+
+
+@pytest.mark.parametrize(("op", "queries"), LOOKUPS)
+def test_the_engine_finds_the_entry_of_each_spec_that_it_looks_up(
+    op: str, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Write an entry that no heuristic would choose for one spec: it is found for this spec only."""
+    module = {"decode": decode_kernel, "prefill": prefill_kernel}
+    wanted = {(name, spec.queries): spec for name, spec in mosaic_gpu.tuning_specs(H200)}
+    assert set(wanted) == set(LOOKUPS)
+    spec = wanted[op, queries]
+    chosen = list(module[op].candidates(spec))[-1]
+    entry = {"op": op, **tuned.key_of(spec), "us": 1.0, "config": asdict(chosen)}
+    monkeypatch.setattr(tuned, "entries", lambda device: (entry,))
+    for name, other in LOOKUPS:
+        config, _ = mosaic_gpu._config(name, module[name], H200, other)
+        heuristic = module[name].heuristic(wanted[name, other])
+        assert chosen != heuristic or name != op
+        assert config == (chosen if (name, other) == (op, queries) else heuristic)
+
+
+def reachable(entry: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return what a model with the heads, page size and dtypes of an entry looks up."""
+    served = replace(
+        H200, heads=entry["heads"], kv_heads=entry["kv_heads"], head_dim=entry["dim"], page=entry["page"],
+        dtype=entry["dtype"], kv_dtype=entry["kv_dtype"],
+    )  # fmt: skip
+    return mosaic_gpu.tuning_specs(served)
+
+
+def test_entries_that_no_lookup_finds_are_reported() -> None:
+    specs = mosaic_gpu.tuning_specs(H200)
+    found = [{"op": op, **tuned.key_of(spec)} for op, spec in specs]
+    lost = [{**found[-1], "queries": 8192}, {**found[0], "queries": 4}, {**found[0], "op": "other"}]
+    assert tuned.unreachable([*found, *lost], specs) == lost
+    assert all(tuned.unreachable([entry], reachable(entry)) == [] for entry in found)
+
+
 def test_files_of_measured_configs_are_whole() -> None:
     """Check also that every file with entries says where they were measured."""
     for path in Path(tuned.__file__).parent.glob("*.json"):
@@ -153,6 +195,7 @@ def test_files_of_measured_configs_are_whole() -> None:
         assert len(tuned.entries(read["device"])) == len(read["entries"])
         for entry in read["entries"]:
             assert {"op", "config", "us", *tuned.KEYS} <= set(entry)
+            assert not tuned.unreachable([entry], reachable(entry)), "the engine never looks this entry up"
 
 
 def step(decode: bool) -> tuple[Any, ...]:

@@ -12,21 +12,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.ops.kv_pages.api import export_pages, import_pages
-from tests.support.kernels.checks.kv_pages import DTYPES, LAYERS, PAGES, SHAPE, pools
+from tests.support.kernels.checks.kv_pages import DTYPES, LAYERS, PAGES, check, pools
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: jnp.dtype(dtype).name)
 def test_pages_arrive_as_they_left_and_nothing_else_changes(dtype: Any) -> None:
-    here, there = pools(dtype), pools(dtype, seed=1)
-    kv_buffer = jax.jit(export_pages)(here, PAGES)
-    assert kv_buffer.shape == (LAYERS, 2, len(PAGES), *SHAPE[1:])
-    assert kv_buffer.dtype == dtype
-    after = jax.jit(import_pages)(there, PAGES, kv_buffer)
-    for was, source, got in zip(jax.tree.leaves(there), jax.tree.leaves(here), jax.tree.leaves(after), strict=True):
-        want = np.array(was)
-        for page in PAGES[SHAPE[0] > PAGES]:
-            want[page] = source[page]
-        np.testing.assert_array_equal(np.asarray(got), want)
+    check(dtype)
 
 
 def test_pools_of_one_array_are_moved_alike() -> None:
