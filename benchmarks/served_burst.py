@@ -111,10 +111,8 @@ class Bench:
             )  # fmt: skip
             one = self._machine
             limits = replace(one.limits, preemptible=system.preempts and one.limits.preemptible)
-            machine = Machine(config, one._mesh, one.executors, limits, one.recipe, one.info)
+            machine = Machine(config, one._mesh, one.executors, limits, one.recipe, one.info, lent=True)
             found = asyncio.run(_serve(machine, arrivals))
-            assert machine._file is not None
-            machine._file.close()
             outcome = replay(path.read_text(encoding="utf-8").splitlines(), perf_of)
         assert not outcome.differences, "replaying the journal gives other plans"
         return replace(found, steps=outcome.timed, move=min(outcome.moves, default=0.0))
@@ -122,8 +120,11 @@ class Bench:
 
 async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:
     over: list[Request] = []
-    async with clustered(machine, over) as cluster:
-        await submit(cluster, machine.now, arrivals)
+    try:
+        async with clustered(machine, over) as cluster:
+            await submit(cluster, machine.now, arrivals)
+    finally:
+        await machine.close()
     return Run(
         [measure(one, arrivals[one.id].class_, stage_allowance(one)) for one in over],
         [],

@@ -12,8 +12,8 @@ from .errors import InvalidValue
 
 PARTS = 2  # segments per layer at `op`: attention with its projections; feed-forward or experts
 DEPTH = 2  # segments dispatched and not finished, including the running one
-SHORT = 512  # tokens: a step padded to fewer ends before the host could stop it, so it is not segmented
-WHOLE = SHORT * 3 // 4  # tokens of the largest unsegmented step: the program size below SHORT
+SHORT = 192  # tokens: a step padded to fewer ends before the host could stop it, so it is not segmented
+WHOLE = SHORT * 2 // 3  # tokens of the largest unsegmented step: the program size below SHORT
 
 
 class Boundary(NamedTuple):

@@ -47,7 +47,7 @@ def test_prompt_steps_are_padded_by_less_than_half(tokens: int, slots: int, data
 
 @pytest.mark.parametrize(
     ("slots", "tokens", "decodes", "prompts", "segmented"),
-    [(64, 512, 6, 7, 1), (256, 2048, 8, 11, 5), (256, 8192, 8, 15, 9)],
+    [(64, 512, 6, 7, 4), (256, 2048, 8, 11, 8), (256, 8192, 8, 15, 12)],
 )
 def test_the_number_of_programs(slots: int, tokens: int, decodes: int, prompts: int, segmented: int) -> None:
     """As stated in docs/reference/architecture.md."""

@@ -143,8 +143,8 @@ def test_short_steps_run_as_a_whole_but_the_largest_never() -> None:
         limits = Limits(slots=4, tokens=tokens, pages=8, page_size=16, row_pages=4, vocab=spec.vocab)
         return [bucket.tokens for bucket in Segments(spec, mesh, limits, Boundary(1)).buckets]
 
-    assert sizes(8192) == [512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
-    assert sizes(512) == [512]
+    assert sizes(8192) == [192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
+    assert sizes(512) == [192, 256, 384, 512]
     assert sizes(100) == [100]
 
 

@@ -92,7 +92,8 @@ def _consume(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, step:
 
     def loop(first: jax.Array, last: jax.Array, mask: bool, state: State, more: bool = True) -> State:
         tile = partial(_tile, shape, refs, item, role, step, raw, ahead if mask else None, more)
-        return lax.fori_loop(first, last, tile, state)
+        end: State = lax.fori_loop(first, last, tile, state)
+        return end
 
     if shape.overlap:
         before = jnp.maximum(item.steps - 1, 0)  # tiles with another one after them
@@ -175,7 +176,7 @@ def _tile(
     slot = lax.rem(step + j, jnp.int32(shape.stages))
     attend = partial(_attend, shape, refs, item, role, slot, raw, ahead, j)
     # The other warpgroup may continue as soon as the product is issued.
-    issued = partial(_hand_over, refs) if shape.ping_pong else lambda: None
+    issued: Callable[[], None] = partial(_hand_over, refs) if shape.ping_pong else lambda: None
     if not shape.overlap:
         score, _ = _scores(shape, refs, role, slot, issued)
         return attend(score, state)
