@@ -28,7 +28,7 @@ from .api.slo import SLO
 from .api.thinking import ThinkingEnd
 from .instance.scheduler import Scheduler
 
-VERSION = 2  # of the records; a journal of another version is refused
+VERSION = 3  # of the records; a journal of another version is refused
 REHEARSAL = "rehearsal"  # key of the requests that an engine runs before it is ready
 
 
@@ -225,7 +225,7 @@ class _Replayer:
             self._schedulers[at] = Scheduler(
                 policies.make(record["policy"]),
                 self._perf(record["perf"]),
-                Limits(**record["limits"]),
+                Limits(**record["limits"] | {"stairs": tuple(record["limits"]["stairs"])}),
                 Role(record["role"]),
                 prefix_caching=record["prefix_caching"],
             )

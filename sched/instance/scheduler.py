@@ -311,8 +311,9 @@ class Scheduler:
         if decision.resume is not None:
             return self._resume(decision.resume)
         builder = StepBuilder(
-            queues, self._kv, self.limits, start, busy=bool(in_flight), kv_waiting=self.kv_waiting > 0
-        )
+            queues, self._kv, self.limits, start, busy=bool(in_flight), kv_waiting=self.kv_waiting > 0,
+            seconds=None if trial else self.perf.step_time,
+        )  # fmt: skip
         granted = builder.build(decision)
         queues.refresh_hits()
         self.counters.count(granted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from ..api.policy import Decision, Limits
 from ..api.request import BEST_EFFORT, Request, State
 from .kv_manager import KVManager, Reservation
 from .request_queues import RequestQueues
+from .stairs import Chunk, fitted
 
 
 class BuiltStep(NamedTuple):
@@ -35,7 +36,9 @@ class StepBuilder:
         *,
         busy: bool,
         kv_waiting: bool = False,
+        seconds: Callable[[Load], float] | None = None,
     ) -> None:
+        """seconds: predicts the time of a load; with it, prompt chunks are fitted to `Limits.stairs`."""
         self._queues = queues
         self._kv = memory
         self._limits = limits
@@ -45,6 +48,7 @@ class StepBuilder:
         self._admitting = True
         self._admitted: list[Request] = []
         self._dropped: list[Request] = []
+        self._seconds = seconds
         self._stepped: list[Request] = []  # rows of the decode queue to update after the build
 
     def build(self, decision: Decision) -> BuiltStep:
@@ -54,7 +58,8 @@ class StepBuilder:
         requests, runnable, size = self._queues.requests, self._queues.runnable, self._kv.blocks.page_size
         decision, kept = self._best_effort_last(decision)
         spans: list[Span] = []
-        prefill = quadratic = prefix = decode = longest = context = drafts = 0
+        chunks: list[tuple[int, Request, Chunk]] = []  # each with its position in the spans
+        decode = longest = context = drafts = 0
         for position, (id, tokens, wanted) in enumerate(decision.grants):
             if budget <= 0 or len(spans) >= most:
                 break
@@ -66,7 +71,7 @@ class StepBuilder:
             if self._yields and request.tier == BEST_EFFORT:
                 continue
             start = request.computed
-            if decision.separate and spans and (prefill > 0) == (request.generated > 0 and request.remaining == 1):
+            if decision.separate and spans and bool(chunks) == (request.generated > 0 and request.remaining == 1):
                 continue  # the step already contains the other kind
             if request.on_device and start < request.sent_pages * size and wanted == 0 < tokens:
                 decode += 1
@@ -95,17 +100,42 @@ class StepBuilder:
                 longest = max(longest, start)
                 drafts = max(drafts, draft)
             else:
-                prefill += length
-                quadratic += 2 * length * start + length * length
-                prefix += start
+                chunks.append((len(spans), request, Chunk(start, length, request.remaining)))
                 prompts -= 1
             spans.append(self._span(request, length, draft))
             budget -= length
             if request.failures:
                 break
+        load = Load(decode=decode, longest=longest, context=context, drafts=drafts)
+        load = self._fit(load, chunks, spans)
         self._queues.step(self._stepped)
-        load = Load(prefill, decode, quadratic / 2, longest, context, prefix, drafts)
         return BuiltStep(tuple(spans), load, tuple(self._admitted), tuple(self._dropped))
+
+    def _fit(self, load: Load, chunks: list[tuple[int, Request, Chunk]], spans: list[Span]) -> Load:
+        """Fit the prompt chunks to the padded sizes; every prompt already has all its pages.
+
+        load: that of the decodes. Returns the load with the chunks.
+        """
+        given = [chunk for _, _, chunk in chunks]
+        lengths = [chunk.length for chunk in given]
+        if given and self._seconds is not None:
+            lengths = fitted(load, given, self._limits.stairs, self._limits.tokens, self._seconds)
+        for (at, request, chunk), length in zip(chunks, lengths, strict=True):
+            if length != chunk.length:
+                spans[at] = self._refit(spans[at], request, length)
+            load = load.add_chunk(length, chunk.start)
+        return load
+
+    def _refit(self, span: Span, request: Request, length: int) -> Span:
+        """Take a prompt's span back and return one of another length."""
+        request.computed = span.start
+        request.sent_pages -= len(span.new_pages)
+        request.inflight -= 1
+        if span.samples:
+            request.pending -= 1
+            request.budget -= request.tpot
+            request.on_device = False
+        return self._span(request, length, 0)
 
     def _best_effort_last(self, decision: Decision) -> tuple[Decision, int]:
         """Move grants of best effort to the end, whatever the order of the policy.

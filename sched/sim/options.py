@@ -64,6 +64,7 @@ class Options:
     noise: overrides the latency preset.
     routing, admission: by name. The router `auto` is the one that goes with the policy.
     tokens, rows, prompts, suspended, draft: see policy.Limits. prompts None: no limit.
+    fill: fit chunks to the sizes that the preset's devices pad steps to (Limits.stairs).
     boundary: where prefill steps can be preempted; with `chunk` they cannot. depth: segments dispatched at
         a time. segments: equal parts of a step, overrides `boundary`.
     behind: see Device. The engine copies KV in the stream of the steps, other systems beside it.
@@ -104,6 +105,7 @@ class Options:
     horizon: float | None = None
     turns: tuple[tuple[float, tuple[Role, ...]], ...] = ()
     timer: Callable[[], float] | None = None
+    fill: bool = True
 
     def __post_init__(self) -> None:
         for name, ok, allowed in (

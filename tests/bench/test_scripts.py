@@ -25,6 +25,7 @@ SCRIPTS = [
     "full_load",
     "host_gap",
     "latent_cache",
+    "ladder",
     "learned_predictor",
     "loading_memory",
     "overload",

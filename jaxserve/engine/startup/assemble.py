@@ -14,6 +14,7 @@ import jax
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.memory import kv
+from jaxserve.engine.programs.inputs import LADDER
 from jaxserve.engine.programs.mesh import MeshPlan, plan_of, sub_meshes
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo
@@ -193,10 +194,13 @@ class Built(NamedTuple):
     max_model_len: int
 
 
-def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
-    """Load, compile and measure. Raises JaxserveError with the remedy."""
+def assemble(config: ServeConfig, progress: Progress | None = None, *, ladder: tuple[int, ...] = LADDER) -> Machine:
+    """Load, compile and measure. Raises JaxserveError with the remedy.
+
+    ladder: sizes of the programs that compute prompt tokens; other ones are for benchmarks.
+    """
     began = time.perf_counter()
-    built = build(config, progress)
+    built = build(config, progress, ladder)
     recipe = _recipe(config, built, progress)
     compile_counter().warm()
     seconds = time.perf_counter() - began
@@ -208,7 +212,7 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
     return machine
 
 
-def build(config: ServeConfig, progress: Progress | None = None) -> Built:
+def build(config: ServeConfig, progress: Progress | None = None, ladder: tuple[int, ...] = LADDER) -> Built:
     """Load and compile. Raises JaxserveError with the remedy."""
     found, path = find_model(config.model_source, config.revision, config.load_format)
     spec = found.quantized_as(config.quantization)
@@ -237,6 +241,7 @@ def build(config: ServeConfig, progress: Progress | None = None) -> Built:
         sampling_backend=config.sampling_backend,
         preempt_boundary=config.preempt_boundary,
         preempt_depth=config.preempt_depth,
+        ladder=ladder,
         speculative=config.speculative,
         **_draft(config),
     )
@@ -251,6 +256,7 @@ def build(config: ServeConfig, progress: Progress | None = None) -> Built:
         stopping=executors[0].stopping,
         draft=drafted,
         history=drafted > 0,
+        stairs=profile.buckets_of(executors[0]).mixed,
     )
     return Built(built, path, executors, limits, length)
 
