@@ -26,7 +26,7 @@ from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.speculation.draft_model import DraftModel, DraftPrograms
 from jaxserve.engine.speculation.drafters import Drafter, NGram
 from jaxserve.engine.startup.warmup import Progress, idle_batch, use_persistent_cache, warm_up
-from jaxserve.models import converted, manifest, registry, weights
+from jaxserve.models import converted, dummy, manifest, registry, weights
 from jaxserve.models.layers import Info
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
@@ -123,7 +123,7 @@ def from_folder(path: Path, load_format: str = "auto", progress: Progress | None
 
 def random_init(seed: int = 0) -> LoadWeights:
     """Return a loader of random weights (`--load-format dummy`)."""
-    return lambda spec, dtype, meshes: weights.random_weights(spec, dtype, meshes, seed=seed)
+    return lambda spec, dtype, meshes: dummy.random_weights(spec, dtype, meshes, seed=seed)
 
 
 def build_executors(config: ExecutorConfig, progress: Progress | None = None) -> list[JaxExecutor]:
