@@ -38,5 +38,6 @@ def test_results_of_autotuning_are_stored_beside_the_programs(tmp_path, unchange
     """jax does this by default; XLA then measures a matrix product of a changed program once per GPU kind."""
     use_persistent_cache(tmp_path)
     made = compiler.get_compile_options(num_replicas=1, num_partitions=1)
-    options = made.executable_build_options.debug_options
+    build = made.executable_build_options  # kept: its options are views
+    options = build.debug_options
     assert options.xla_gpu_per_fusion_autotune_cache_dir == str(tmp_path / "xla_gpu_per_fusion_autotune_cache_dir")

@@ -9,7 +9,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from jaxserve.errors import InvalidValue
@@ -38,8 +38,12 @@ def prepare(
     `gpus_here`. Raises InvalidValue if the installed XLA does not know `update`.
     """
     lost = variables(utilization, update, environment, gpus_here() if gpus is None else gpus)
-    if FLAGS in lost:
-        check_flags(f"{UPDATE}={update}")
+    if FLAGS in lost and not known(f"{UPDATE}={update}"):
+        raise InvalidValue(
+            f"command_buffer_update={update!r} is unknown to this XLA: jax 0.11 has ALWAYS_UPDATE, SKIP_TEMP and "
+            "SKIP_PROFILED, jax 0.10 has ALWAYS_UPDATE, NEVER_UPDATE and CAPTURE_CMD_NEVER_UPDATE",
+            "command_buffer_update",
+        )
     if not lost:
         return
     platform = started()
@@ -92,16 +96,11 @@ def started() -> str | None:
     return jax.default_backend() if backend_started() else None
 
 
-def check_flags(flags: str, run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> None:
-    """Raise InvalidValue if XLA does not know a flag or its value. XLA would end this process, so a child tries."""
+def known(flags: str) -> bool:
+    """Return whether XLA knows these flags and their values. It ends a process at others, so a child tries."""
     child = {**os.environ, FLAGS: flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", "import jax; jax.devices()"]
-    if run(command, env=child, capture_output=True, text=True, check=False).returncode:
-        raise InvalidValue(
-            f"this XLA does not know {flags}: jax 0.11 has ALWAYS_UPDATE, SKIP_TEMP and SKIP_PROFILED; jax 0.10 "
-            "ALWAYS_UPDATE, NEVER_UPDATE and CAPTURE_CMD_NEVER_UPDATE",
-            "command_buffer_update",
-        )
+    return subprocess.run(command, env=child, capture_output=True, check=False).returncode == 0
 
 
 def _loss(name: str, environment: Mapping[str, str]) -> str:
