@@ -138,6 +138,10 @@ class ServeConfig(HttpSettings):
     sampling_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
         "auto", "devices", "Kernels that find thresholds of top-k, top-p and min-p; chosen like --attention-backend."
     )
+    command_buffer_update: str | None = flag(
+        None, "devices", "How XLA updates the addresses in CUDA graphs: ALWAYS_UPDATE, SKIP_TEMP or SKIP_PROFILED with "
+        "jax 0.11. Modes that skip updates need --kv-cache-memory. Default: XLA's.", metavar="MODE",
+    )  # fmt: skip
 
     # scheduling
     policy: str = flag(

@@ -126,17 +126,20 @@ def _parts(executor: JaxExecutor, spans: Spans, count: int) -> dict[str, float]:
 
 
 def update_mode(run: Run, flags: str) -> None:
-    """Fill a row of `update mode`: one decode step with these XLA flags, which a process reads once."""
+    """Fill a row of `update mode`: one decode step with these XLA flags, which a process reads once.
+
+    The pool has a given size, because the allocator of modes that skip updates does not report its memory.
+    """
     if not accepted(flags):
         run.row("update mode", flags=flags, skipped="this jaxlib does not know them")
         return
     prepare(run, flags)
     count = DRY["rows"] if run.dry else UPDATED
     kept = cache(run) / "".join(letter if letter.isalnum() else "-" for letter in flags or "default")
-    executor = engine.executor_of(
-        run, **sizes(run), folder=kept
-    )  # programs keep the flags that they were compiled with
-    engine.compile_first(run, executor.state, engine.buckets(executor, (count,)))
     context = 16 if run.dry else CONTEXTS[0]
+    pool = engine.pool_of(run, max(2 * count * context, sizes(run)["length"]))
+    # A folder of its own: programs keep the flags that they were compiled with.
+    executor = engine.executor_of(run, **sizes(run), folder=kept, pool=pool)
+    engine.compile_first(run, executor.state, engine.buckets(executor, (count,)))
     found = asyncio.run(host(executor, count, context, steps(run)))
     run.row("update mode", flags=flags or "default", rows=count, context=context, **found)

@@ -14,6 +14,7 @@ import numpy as np
 
 from benchmarks.engine_bench.folders import without_weights
 from benchmarks.engine_bench.steps import built, default_page, positions
+from jaxserve.engine.memory import kv
 from jaxserve.engine.programs.inputs import Bucket, InputBuilder, SlotTable
 from jaxserve.engine.programs.mesh import plan_mesh, sub_meshes
 from jaxserve.engine.runtime.device_state import DeviceState
@@ -81,6 +82,12 @@ def free_pool(spec: ModelSpec) -> int:
         return SMALL
     memory = int((device.memory_stats() or {})["bytes_limit"])
     return memory - floors.weight_bytes(spec, "bfloat16") - RESERVED
+
+
+def pool_of(run: Run, tokens: int) -> int:
+    """Return the bytes of a KV pool for `tokens` tokens in bfloat16; SMALL in a dry run."""
+    page = default_page()
+    return SMALL if run.dry else -(-tokens // page) * kv.page_bytes(spec_of(run), page, "bfloat16")
 
 
 def buckets(executor: JaxExecutor, rows: Iterable[int] = (), tokens: Iterable[int] = ()) -> list[Bucket]:

@@ -8,7 +8,7 @@ UPDATE = "--xla_gpu_command_buffer_update_mode="
 MODES = {
     "default": "",
     "skip profiled": UPDATE + "SKIP_PROFILED",
-    "always update": UPDATE + "ALWAYS_UPDATE",
+    "skip temporaries": UPDATE + "SKIP_TEMP",
     "no command buffers": "--xla_gpu_enable_command_buffer=",
 }
 DRY = ("default", "skip profiled")

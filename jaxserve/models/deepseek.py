@@ -19,11 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxserve.models import layers
-from jaxserve.models.layers import Array, Info, Source, Turns, angles, like, matrix, rms_norm, vector
+from jaxserve.models.layers import Array, Info, Source, Turns, angles, library, like, matrix, rms_norm, vector
 from jaxserve.models.moe import Moe
 from jaxserve.models.quantized import einsum
 from jaxserve.models.spec import (
@@ -135,11 +134,13 @@ class Attention(nnx.Module):
         at = x.shape[-2] - self.latent.turned
         if not self.latent.interleaved:
             return x
-        return np.concatenate([x[..., :at, :], x[..., at::2, :], x[..., at + 1 :: 2, :]], axis=-2)
+        parts = [x[..., :at, :], x[..., at::2, :], x[..., at + 1 :: 2, :]]
+        return library(x).concatenate(parts, axis=-2)  # type: ignore[no-any-return]
 
     def _query(self, x: Array) -> Array:
         """Rearrange [H * D, in] to [in, H, D]."""
-        return np.moveaxis(self._turning(x.reshape(self.spec.heads, self.spec.head_dim, -1)), -1, 0)
+        turned = self._turning(x.reshape(self.spec.heads, self.spec.head_dim, -1))
+        return library(x).moveaxis(turned, -1, 0)  # type: ignore[no-any-return]
 
     def _down(self, x: Array) -> Array:
         """Transpose [R + Z, E] to [E, R + Z]."""

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 from flax import nnx
 
 from jaxserve.models import layers
-from jaxserve.models.layers import Array, Info, Source, same
+from jaxserve.models.layers import Array, Info, Source, library, same
 from jaxserve.models.moe import Moe
 from jaxserve.models.spec import Config, Experts, ModelSpec, common, need
 
@@ -45,7 +44,7 @@ def read(config: Config) -> ModelSpec:
 
 def _halves(x: Array) -> Array:
     """Reorder [..., 2 * F] from interleaved gate and up to gate, then up."""
-    return np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+    return library(x).concatenate([x[..., ::2], x[..., 1::2]], axis=-1)  # type: ignore[no-any-return]
 
 
 class Mixture(Moe):

@@ -56,7 +56,7 @@ class Info:
     shape: tuple[int, ...]
     axes: tuple[str, ...]  # logical axis of each dimension
     sources: tuple[Source, ...]
-    build: Callable[..., Array]  # maps the sources' arrays, in order, to the weight
+    build: Callable[..., Array]  # maps the sources' arrays, in order, to the weight; see `library`
     init: float = 0.02  # std of a random weight; 0: constant `fill`
     fill: float = 0.0
     dtype: Any = None  # None: the model's
@@ -82,9 +82,18 @@ class Info:
         (inputs, *outputs), (axis, *axes) = self.shape, self.axes
 
         def build(*tensors: Array) -> Array:
-            return np.moveaxis(self.build(*tensors), 0, -1)
+            built = self.build(*tensors)
+            return library(built).moveaxis(built, 0, -1)  # type: ignore[no-any-return]
 
         return replace(self, shape=(*outputs, inputs), axes=(*axes, axis), build=build, contract=len(outputs))
+
+
+def library(x: Array) -> Any:
+    """Return numpy or jax.numpy, whichever x is an array of.
+
+    The functions that build weights use it: they get arrays of a checkpoint, or tracers of random ones.
+    """
+    return x.__array_namespace__()
 
 
 def same(x: Array) -> Array:
@@ -97,7 +106,7 @@ def transposed(x: Array) -> Array:
 
 def stacked(*parts: Array) -> Array:
     """Stack parts [F, E] to [E, parts, F], so that each shard of F holds its slice of every part."""
-    return np.stack([part.T for part in parts], axis=-2)
+    return library(parts[0]).stack([part.T for part in parts], axis=-2)  # type: ignore[no-any-return]
 
 
 def vector(name: str, size: int, axis: str = "dim", fill: float = 1.0) -> nnx.Param[Info]:
@@ -228,15 +237,15 @@ class Attention(nnx.Module):
 
     def _pack(self, q: Array, k: Array, v: Array) -> Array:
         """Pack [H * D, ...] and twice [K * D, ...] into [..., K, (G + 2) * D]."""
-        spec, rest = self.spec, q.shape[1:]
+        spec, rest, xp = self.spec, q.shape[1:], library(q)
         order = spec.rope.order(spec.head_dim)
         q = q.reshape(spec.heads, spec.head_dim, *rest)[:, order]
         heads = [q.reshape(spec.pool_heads, spec.group * spec.head_dim, *rest)]
         for part, dims in ((k, order), (v, slice(None))):
             part = part.reshape(spec.kv_heads, spec.head_dim, *rest)[:, dims]
-            heads.append(np.repeat(part, spec.kv_copies, axis=0))
-        packed = np.concatenate(heads, axis=1)  # [K, (G + 2) * D, ...]
-        return np.moveaxis(packed, -1, 0) if rest else packed
+            heads.append(xp.repeat(part, spec.kv_copies, axis=0))
+        packed: Array = xp.concatenate(heads, axis=1)  # [K, (G + 2) * D, ...]
+        return xp.moveaxis(packed, -1, 0) if rest else packed
 
     def __call__(
         self, x: jax.Array, turn: Turn | None, pool: Pool, work: Any, kernel: Kernel
@@ -353,7 +362,7 @@ class Decoder(nnx.Module):
         vocab, dim, padding = self.spec.vocab, self.spec.dim, self.spec.vocab_padding
 
         def padded(x: Array) -> Array:
-            return np.pad(x, ((0, padding), (0, 0))) if padding else x
+            return library(x).pad(x, ((0, padding), (0, 0))) if padding else x
 
         return nnx.Param(Info((vocab + padding, dim), ("vocab", "dim"), (Source(name, (vocab, dim)),), padded))
 

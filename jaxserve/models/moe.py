@@ -21,7 +21,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.models.layers import ACTIVATIONS, Array, Info, Mlp, Source, like, matrix, same, vector
+from jaxserve.models.layers import ACTIVATIONS, Array, Info, Mlp, Source, library, like, matrix, same, vector
 from jaxserve.models.quantized import Weight, multiplied
 from jaxserve.models.spec import ModelSpec
 from pallas_kernels.attention.api import Attention as Kernel
@@ -135,7 +135,10 @@ class Moe(nnx.Module):
 def _pairs(*parts: Array) -> Array:
     """Stack gate and up [F, E] of one expert after another to [X, E, 2 * F]."""
     width, dim = parts[0].shape
-    out = np.empty((len(parts) // 2, dim, 2, width), parts[0].dtype)
+    if (xp := library(parts[0])) is not np:
+        pairs: Array = xp.stack(parts).reshape(-1, 2, width, dim)
+        return pairs.transpose(0, 3, 1, 2).reshape(-1, dim, 2 * width)
+    out = np.empty((len(parts) // 2, dim, 2, width), parts[0].dtype)  # filled in place: a host holds no second copy
     for i, part in enumerate(parts):
         out[i // 2, :, i % 2] = part.T
     return out.reshape(-1, dim, 2 * width)
@@ -143,7 +146,7 @@ def _pairs(*parts: Array) -> Array:
 
 def _each(*parts: Array) -> Array:
     """Stack [E, F] of all experts to [X, F, E]."""
-    return np.stack([part.T for part in parts])
+    return library(parts[0]).stack([part.T for part in parts])  # type: ignore[no-any-return]
 
 
 def grouped(

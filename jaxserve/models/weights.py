@@ -1,14 +1,13 @@
-"""Load weights onto meshes, from a folder of safetensors or random, one parameter at a time.
+"""Load weights onto meshes from a folder of safetensors, one parameter at a time.
 
-Every parameter is read (or drawn) once, built from its tensors, cast or quantized, and put on each
-distinct mesh before the next one is read, so that the host holds about one fused matrix. Instances on
-the same mesh share one copy.
+Every parameter is read once, built from its tensors, cast or quantized, and put on each distinct mesh
+before the next one is read, so that the host holds about one fused matrix. Instances on the same mesh
+share one copy.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,7 +23,6 @@ from safetensors import SafetensorError
 from jaxserve.models.layers import Info, Source, Tree
 from jaxserve.models.mxfp4 import unpacked
 from jaxserve.models.narrow import SCALE, Dequantized, quantize
-from jaxserve.models.quantization import LARGEST
 from jaxserve.models.quantized import Quantized
 from jaxserve.models.registry import abstract_weights
 from jaxserve.models.spec import ModelSpec
@@ -41,7 +39,6 @@ FLOATS = ("F32", "F16", "BF16")
 NARROW = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}  # safetensors' names of the 8-bit dtypes
 EXPECTED = "model.safetensors, or model.safetensors.index.json and the files it names"
 ALIGNED = 64  # bytes; XLA on a CPU uses arrays of this alignment without copying them
-DRAWN = 1 << 22  # random numbers drawn for a tensor; larger tensors repeat them
 
 
 class WeightsError(JaxserveError):
@@ -92,7 +89,7 @@ def reader(path: Path, spec: ModelSpec, dtype: Any) -> Iterator[tuple[Tree, Call
 
         def build(param: Param) -> Any:
             if isinstance(param, Info):
-                return _built(param, map(read, param.sources))
+                return on_host(param, map(read, param.sources))
             if isinstance(param, Transposed):
                 return replace(param, values=build(param.values))
             if param.scale.sources:
@@ -101,49 +98,13 @@ def reader(path: Path, spec: ModelSpec, dtype: Any) -> Iterator[tuple[Tree, Call
                 assert spec.quantized is not None
                 made = [quantize(read(source), spec.quantized) for source in param.values.sources]
                 parts = [[pair[i] for pair in made] for i in (0, 1)]
-            return Quantized(_built(param.values, parts[0]), _built(param.scale, parts[1]), param.axis)
+            return Quantized(on_host(param.values, parts[0]), on_host(param.scale, parts[1]), param.axis)
 
         yield abstract, build
 
 
-def random_weights(
-    spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], *, seed: int = 0, progress: Progress | None = None
-) -> list[Tree]:
-    """Create the weights of `--load-format dummy`: normally distributed matrices, norms of 1, biases of 0.
-
-    They depend on the seed and the tensor's name only, so that every sharding holds the same model.
-    """
-
-    def build(param: Param) -> Any:
-        if isinstance(param, Transposed):
-            return replace(param, values=build(param.values))
-        info = param if isinstance(param, Info) else param.values
-        values = _built(info, (_draw(info, source, seed) for source in info.sources))
-        if isinstance(param, Info):
-            return values
-        return Quantized(values, np.full(param.scale.shape, _drawn_scale(info), np.float32), param.axis)
-
-    return _place(abstract_weights(spec, dtype), spec, meshes, build, progress)
-
-
-def _draw(info: Info, source: Source, seed: int) -> Array:
-    if not info.init:
-        return np.full(source.shape, info.fill, np.float32)
-    size = int(np.prod(source.shape))
-    rng = np.random.default_rng((seed, zlib.crc32(source.name.encode())))
-    drawn = rng.standard_normal(min(size, DRAWN - 1), np.float32) * np.float32(info.init)
-    if (name := np.dtype(info.dtype).name) in LARGEST:
-        narrow = np.clip(drawn / _drawn_scale(info), -LARGEST[name], LARGEST[name])
-        drawn = (np.rint(narrow) if name == "int8" else narrow).astype(info.dtype)
-    return np.resize(drawn, source.shape)  # the period is odd, so that no two rows of a matrix are equal
-
-
-def _drawn_scale(info: Info) -> np.float32:
-    """Return the scale of random 8-bit weights: their largest value is six standard deviations."""
-    return np.float32(6 * info.init / LARGEST[np.dtype(info.dtype).name])
-
-
-def _built(info: Info, tensors: Iterable[Array]) -> Array:
+def on_host(info: Info, tensors: Iterable[Array]) -> Array:
+    """Build a weight from its tensors, in an array that no file backs."""
     built = np.ascontiguousarray(info.build(*tensors)).astype(info.dtype, copy=False)
     if built.shape != info.shape:
         raise WeightsError(f"{info.sources}: built {built.shape}, but the parameter is {info.shape}")

@@ -6,6 +6,7 @@ import logging
 
 import jax
 import pytest
+from jax._src import compiler
 
 from jaxserve.engine.startup import warmup
 from jaxserve.engine.startup.warmup import compile_counter, use_persistent_cache, why_not_writable
@@ -31,3 +32,12 @@ def test_an_unwritable_cache_folder_is_reported_once(tmp_path, caplog, unchanged
     assert counter.unkept_total == counter.compilations_total
     warmup.use_persistent_cache(tmp_path / "new" / "cache")
     assert counter.unkept_total == 0 and why_not_writable(tmp_path / "new" / "cache") is None
+
+
+def test_results_of_autotuning_are_stored_beside_the_programs(tmp_path, unchanged):
+    """jax does this by default; XLA then measures a matrix product of a changed program once per GPU kind."""
+    use_persistent_cache(tmp_path)
+    made = compiler.get_compile_options(num_replicas=1, num_partitions=1)
+    build = made.executable_build_options  # kept: its options are views
+    options = build.debug_options
+    assert options.xla_gpu_per_fusion_autotune_cache_dir == str(tmp_path / "xla_gpu_per_fusion_autotune_cache_dir")

@@ -21,7 +21,8 @@ from jaxserve.engine.programs.inputs import Limits
 from jaxserve.engine.programs.mesh import plan_mesh, sub_meshes
 from jaxserve.engine.startup.build import ExecutorConfig, build_executors, random_init, temporaries
 from jaxserve.engine.startup.warmup import compile_counter, use_persistent_cache
-from jaxserve.models import registry, weights
+from jaxserve.models import registry
+from jaxserve.models.dummy import random_weights
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Role
 from tests.support.engine.steps import LENGTH, Job, alone, executors
@@ -169,7 +170,7 @@ def test_the_pool_of_an_accelerator_fits_its_memory() -> None:
 def test_temporaries_are_measured_before_the_pool_is_allocated(tiny: Path) -> None:
     spec, mesh = registry.load_spec(tiny), Mesh(np.array(jax.devices()[:1]), ("tp",))
     limits = Limits(slots=4, tokens=32, pages=16, page_size=4, row_pages=16, vocab=96)
-    tree = weights.random_weights(spec, jnp.float32, [mesh])[0]
+    tree = random_weights(spec, jnp.float32, [mesh])[0]
     measured = temporaries(spec, mesh, limits, tree, jnp.float32)
     assert 4 * 96 * 2 + 32 * 32 * 4 < measured < 1 << 20
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxserve.models import layers, moe, registry
+from jaxserve.models.dummy import random_weights
 from jaxserve.models.spec import ModelSpec
-from jaxserve.models.weights import random_weights
 from pallas_kernels.attention.api import attention
 from pallas_kernels.ops.grouped_matmul.api import XlaExperts
 from tests.support.models.driver import mesh

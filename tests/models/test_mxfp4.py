@@ -15,9 +15,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from jaxserve.models.dummy import random_weights
 from jaxserve.models.mxfp4 import dequantized
 from jaxserve.models.registry import load_spec
-from jaxserve.models.weights import WeightsError, load_weights, random_weights
+from jaxserve.models.weights import WeightsError, load_weights
 from tests.support.models.configs import GPT_OSS, TOKENS
 from tests.support.models.driver import Driver, expected, mesh, peer
 

@@ -18,12 +18,13 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
+from jaxserve.models.dummy import random_weights
 from jaxserve.models.layers import Info
 from jaxserve.models.narrow import SCALE, dequantize, quantize
 from jaxserve.models.quantization import FLAG, Quantization, read
 from jaxserve.models.quantized import Quantized
 from jaxserve.models.spec import ModelSpec
-from jaxserve.models.weights import WeightsError, load_weights, random_weights, shardings
+from jaxserve.models.weights import WeightsError, load_weights, shardings
 from tests.support.models.configs import CASES, FULL, TOKENS
 from tests.support.models.driver import Driver, mesh, peer
 

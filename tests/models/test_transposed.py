@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.models import registry
+from jaxserve.models.dummy import random_weights
 from jaxserve.models.quantized import Quantized, einsum
 from jaxserve.models.transposed import BLOCK, FEW, Transposed, _blocks, product
-from jaxserve.models.weights import random_weights
 from tests.support.models.configs import CONFIG
 from tests.support.models.driver import mesh
 

@@ -16,10 +16,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.models import registry, weights
+from jaxserve.models.dummy import random_weights
 from jaxserve.models.layers import Info
 from jaxserve.models.registry import spec_from_config
 from jaxserve.models.spec import ModelSpec
-from jaxserve.models.weights import WeightsError, load_weights, random_weights, shardings
+from jaxserve.models.weights import WeightsError, load_weights, shardings
 from tests.support.models.configs import CONFIG
 from tests.support.models.driver import mesh
 

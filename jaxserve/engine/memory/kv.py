@@ -19,6 +19,7 @@ from pallas_kernels.attention.api import Pool
 log = logging.getLogger(__name__)
 
 MOST_ON_CPU = 2 << 30  # bytes of all pools together, by default
+USABLE = 0.95  # of jax's reserved memory: the rest is for transfers, autotuning and fragmentation
 STEPS_PER_OCTAVE = 16  # pool sizes are rounded down to this many steps per doubling
 
 # Values of `--kv-cache-dtype` besides auto.
@@ -63,21 +64,38 @@ def cpu_pool_bytes(total: int | None, instances: int) -> int:
 
 
 def device_pool_bytes(
-    mesh: Mesh, *, utilization: float, weights: int, temporaries: int, sharing: int, memory: int | None = None
+    mesh: Mesh,
+    *,
+    utilization: float,
+    weights: int,
+    temporaries: int,
+    sharing: int,
+    memory: int | None = None,
+    reserved: float = 1.0,
 ) -> int:
     """Return the bytes of an instance's pool over its whole mesh on an accelerator.
 
     weights, temporaries: bytes per device of one copy of the weights and of the largest program.
-    sharing: number of instances on the same device. memory: bytes per device; None: ask the device.
+    sharing: number of instances on the same device. memory: bytes per device; None: ask the device, of whose
+    memory jax's allocator has the share `reserved`.
     """
     device = mesh.devices.flat[0]
     if memory is None:
-        memory = int((device.memory_stats() or {}).get("bytes_limit", 0))
-        if not memory:
+        limit = int((device.memory_stats() or {}).get("bytes_limit", 0))
+        if not limit:
             raise InvalidValue(
                 f"{device} does not report its memory: set --kv-cache-memory to the bytes of all KV caches together",
                 "kv_cache_memory",
             )
+        memory = round(limit / reserved)
+        if utilization > USABLE * reserved:
+            log.info(
+                "gpu_memory_utilization=%g: limited to %.3g, since jax reserves %g",
+                utilization,
+                USABLE * reserved,
+                reserved,
+            )
+            utilization = USABLE * reserved
     return pool_bytes(
         memory,
         mesh.size,

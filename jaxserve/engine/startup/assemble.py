@@ -18,7 +18,7 @@ from jaxserve.engine.programs.inputs import LADDER
 from jaxserve.engine.programs.mesh import MeshPlan, plan_of, sub_meshes
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo
-from jaxserve.engine.startup import objectives, profile
+from jaxserve.engine.startup import environment, objectives, profile
 from jaxserve.engine.startup.build import ExecutorConfig, LoadWeights, build_executors, from_folder, random_init
 from jaxserve.engine.startup.warmup import CompileCounter, Progress, compile_counter
 from jaxserve.errors import InvalidValue
@@ -216,6 +216,7 @@ def build(config: ServeConfig, progress: Progress | None = None, ladder: tuple[i
     """Load and compile. Raises JaxserveError with the remedy."""
     found, path = find_model(config.model_source, config.revision, config.load_format)
     spec = found.quantized_as(config.quantization)
+    environment.prepare(config.gpu_memory_utilization, config.command_buffer_update)
     mesh = plan_of(config)
     sub_meshes(mesh, share_devices=config.share_devices)  # before jax starts, so that devices can be emulated
     platform = jax.default_backend()

@@ -25,8 +25,9 @@ from jaxserve.engine.runtime.device_state import DeviceState
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.speculation.draft_model import DraftModel, DraftPrograms
 from jaxserve.engine.speculation.drafters import Drafter, NGram
+from jaxserve.engine.startup.environment import reserved_share
 from jaxserve.engine.startup.warmup import Progress, idle_batch, use_persistent_cache, warm_up
-from jaxserve.models import converted, manifest, registry, weights
+from jaxserve.models import converted, dummy, manifest, registry, weights
 from jaxserve.models.layers import Info
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
@@ -123,7 +124,7 @@ def from_folder(path: Path, load_format: str = "auto", progress: Progress | None
 
 def random_init(seed: int = 0) -> LoadWeights:
     """Return a loader of random weights (`--load-format dummy`)."""
-    return lambda spec, dtype, meshes: weights.random_weights(spec, dtype, meshes, seed=seed)
+    return lambda spec, dtype, meshes: dummy.random_weights(spec, dtype, meshes, seed=seed)
 
 
 def build_executors(config: ExecutorConfig, progress: Progress | None = None) -> list[JaxExecutor]:
@@ -221,6 +222,7 @@ def _limits(
             temporaries=temporaries(spec, meshes[0], limits, tree, dtype, backends, stored=stored)
             + held_ahead(config, _segments(config, spec, meshes[0], limits, backends), tree),
             sharing=sum(meshes[0].devices.flat[0] in mesh.devices.flat for mesh in meshes),
+            reserved=reserved_share() if meshes[0].devices.flat[0].platform == "gpu" else 1.0,
         )
     draft = config.draft_spec
     pages = kv.fit_pages(

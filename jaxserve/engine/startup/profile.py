@@ -68,6 +68,7 @@ def facts(config: ExecutorConfig, executor: JaxExecutor, model: str) -> dict[str
         "limits": asdict(limits),
         "preempt": [config.preempt_boundary, config.preempt_depth],
         "draft": repr(config.speculative),
+        "flags": os.environ.get("XLA_FLAGS", ""),
         "versions": [__version__, jax.__version__],
     }
 

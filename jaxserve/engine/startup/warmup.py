@@ -234,8 +234,9 @@ def run_through(state: DeviceState) -> None:
         pages: Int32 = padded((), size, limits.pages)
         state.fill(pages, state.receive(state.export(pages)))
     state.rebuild()
+    jax.block_until_ready(state.pools)  # created last, so everything before has ended on the devices
     if drawn is not None:
-        drawn.wait()
+        drawn.wait()  # raises what a device raised
 
 
 def _run_drafts(state: DeviceState, slots: SlotTable) -> None:
@@ -252,12 +253,15 @@ def _run_drafts(state: DeviceState, slots: SlotTable) -> None:
             state.carry = state.drafter.draft(state.carry, drafts)
 
 
-def warm_up(states: Sequence[DeviceState], progress: Progress | None = None) -> float:
+def warm_up(states: Sequence[DeviceState], progress: Progress | None = None, platform: str | None = None) -> float:
     """Compile all programs of equal instances, and return the seconds taken.
 
     The first instance's programs are compiled first; the others load them if the persistent cache is
-    on.
+    on. An instance runs its programs while the next one compiles, but not on GPUs: there the first
+    collectives of one instance can block while libraries are loaded for another (openxla/xla#38932).
+    platform: None: that of the first instance.
     """
+    alone = (platform or states[0].mesh.devices.flat[0].platform) == "gpu"
     began, counter = time.perf_counter(), compile_counter()
     before, loads = counter.compilations_total, counter.cache_loads_total
     todo = [calls(state) for state in states]
@@ -272,7 +276,9 @@ def warm_up(states: Sequence[DeviceState], progress: Progress | None = None) -> 
                 done += 1
                 if progress is not None:
                     progress(done, total, compiling[finished].label)
-            runs.append(pool.submit(run_through, state))  # in parallel with the next instance's compilation
+            runs.append(pool.submit(run_through, state))
+            if alone:
+                runs[-1].result()
         for run in runs:
             run.result()
     seconds = time.perf_counter() - began

@@ -1,0 +1,59 @@
+"""The order of warm-up: instances overlap where that is safe, and never on GPUs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.speculation.drafters import Call
+from jaxserve.engine.startup import warmup
+
+WAIT = 10.0  # seconds that end a test which would hang
+
+
+class Instance:
+    """An instance with two programs, which logs what begins and ends."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+        self.compiling = threading.Event()
+
+    def lower(self) -> Instance:
+        return self
+
+    def compile(self) -> None:
+        self.log.append(f"compile {self.name}")
+        self.compiling.set()
+
+
+def warmed(monkeypatch: pytest.MonkeyPatch, platform: str) -> tuple[list[str], bool]:
+    """Warm up two instances; return the log, and whether the second compiled while the first one ran."""
+    log: list[str] = []
+    first, second = Instance("0", log), Instance("1", log)
+    overlapped = False
+
+    def run_through(state: Any) -> None:
+        nonlocal overlapped
+        log.append(f"run {state.name}")
+        if state is first:
+            overlapped = second.compiling.wait(WAIT if platform == "cpu" else 0.2)
+        log.append(f"ran {state.name}")
+
+    monkeypatch.setattr(warmup, "calls", lambda state: [Call("step", state, ())] * 2)
+    monkeypatch.setattr(warmup, "run_through", run_through)
+    states: Any = [first, second]
+    warmup.warm_up(states, platform=platform)
+    return log, overlapped
+
+
+def test_instances_on_gpus_are_warmed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, overlapped = warmed(monkeypatch, "gpu")
+    each = ["compile {0}", "compile {0}", "run {0}", "ran {0}"]
+    assert log == [line.format(i) for i in (0, 1) for line in each] and not overlapped
+
+
+def test_instances_on_a_cpu_compile_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, overlapped = warmed(monkeypatch, "cpu")
+    assert overlapped and sorted(log) == sorted(["compile 0", "compile 1"] * 2 + ["run 0", "run 1", "ran 0", "ran 1"])
