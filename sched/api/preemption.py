@@ -13,6 +13,7 @@ from .errors import InvalidValue
 PARTS = 2  # segments per layer at `op`: attention with its projections; feed-forward or experts
 DEPTH = 2  # segments dispatched and not finished, including the running one
 SHORT = 192  # tokens: a step padded to fewer ends before the host could stop it, so it is not segmented
+SHORT_ON_CPU = 512  # the same on a CPU, where programs cost start-up time and each segment 0.5 ms or more
 WHOLE = SHORT * 2 // 3  # tokens of the largest unsegmented step: the program size below SHORT
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxserve.engine.programs.inputs import LADDER, InputBuilder, Limits
 from jaxserve.engine.programs.segments import Segments
 from jaxserve.engine.programs.step import Programs
-from jaxserve.sched.api.preemption import SHORT, WHOLE, Boundary
+from jaxserve.sched.api.preemption import SHORT, SHORT_ON_CPU, WHOLE, Boundary
 from tests.support.examples import examples
 from tests.support.parity.families import model
 
@@ -47,12 +47,13 @@ def test_prompt_steps_are_padded_by_less_than_half(tokens: int, slots: int, data
 
 @pytest.mark.parametrize(
     ("slots", "tokens", "decodes", "prompts", "segmented"),
-    [(64, 512, 6, 7, 4), (256, 2048, 8, 11, 8), (256, 8192, 8, 15, 12)],
+    [(64, 512, 6, 7, 1), (256, 2048, 8, 11, 8), (256, 8192, 8, 15, 12)],
 )
 def test_the_number_of_programs(slots: int, tokens: int, decodes: int, prompts: int, segmented: int) -> None:
     """As stated in docs/reference/architecture.md."""
     limits, spec, mesh = limits_of(slots, tokens), model("Qwen2").spec, jax.make_mesh((1,), ("tp",))
-    programs, segments = Programs(spec, mesh, limits), Segments(spec, mesh, limits, Boundary(1))
+    short = SHORT_ON_CPU if tokens == 512 else SHORT
+    programs, segments = Programs(spec, mesh, limits), Segments(spec, mesh, limits, Boundary(1), short=short)
     assert [sum(one.decode for one in programs.step), len(programs.step)] == [decodes, decodes + prompts]
     assert len(segments.begin) == len(segments.end) == segmented
     assert len(programs.block) <= decodes + prompts  # one for each number of tokens

@@ -50,15 +50,21 @@ class Segments:
     """The jitted segment functions of a model, shared by equal instances."""
 
     def __init__(
-        self, spec: ModelSpec, mesh: Mesh, limits: Limits, boundary: Boundary, backends: Backends | None = None
+        self,
+        spec: ModelSpec,
+        mesh: Mesh,
+        limits: Limits,
+        boundary: Boundary,
+        backends: Backends | None = None,
+        short: int = SHORT,
     ) -> None:
-        """backends: the resolved kernels; None: XLA."""
+        """backends: the resolved kernels; None: XLA. short: steps padded to fewer tokens run as a whole."""
         self._spec, self._limits = spec, limits
         self.links = links(spec, boundary)
         shape = mesh.abstract_mesh  # without devices, so that one trace serves every instance
         whole = NamedSharding(shape, PartitionSpec())
         prompts = [bucket for bucket in limits.buckets if not bucket.decode and not bucket.verify]
-        least = min(SHORT, max(prompts).tokens)
+        least = min(short, max(prompts).tokens)
         self.buckets = tuple(bucket for bucket in prompts if bucket.tokens >= least)
         self._kernel: Attention = (backends or Backends()).kernel(shape, decode=False)
         self.begin: dict[Bucket, Program] = {}

@@ -31,7 +31,7 @@ from jaxserve.models import converted, dummy, manifest, registry, weights
 from jaxserve.models.layers import Info
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
-from jaxserve.sched.api.preemption import DEPTH, Boundary
+from jaxserve.sched.api.preemption import DEPTH, SHORT, SHORT_ON_CPU, Boundary
 from jaxserve.settings.speculative import Speculative
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,8 @@ def _segments(
     config: ExecutorConfig, spec: ModelSpec, mesh: Mesh, limits: Limits, backends: Backends
 ) -> Segments | None:
     boundary = Boundary.parse(config.preempt_boundary)
-    return Segments(spec, mesh, limits, boundary, backends) if boundary.layers else None
+    short = SHORT_ON_CPU if mesh.devices.flat[0].platform == "cpu" else SHORT
+    return Segments(spec, mesh, limits, boundary, backends, short) if boundary.layers else None
 
 
 def held_ahead(config: ExecutorConfig, segments: Segments | None, tree: Tree) -> int:
