@@ -28,9 +28,9 @@ ROUTES = {
 }
 
 
-def operands(pairs: int, width: int, outputs: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def operands(pairs: int, width: int, outputs: int, dtype: Any, experts: int = 3) -> tuple[jax.Array, jax.Array]:
     draw = np.random.default_rng(seed(pairs))
-    x, weight = draw.standard_normal((pairs, width)), draw.standard_normal((3, width, outputs)) * width**-0.5
+    x, weight = draw.standard_normal((pairs, width)), draw.standard_normal((experts, width, outputs)) * width**-0.5
     return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
 
 
