@@ -27,6 +27,7 @@ FAMILIES = (
     "kv_pages",
     "sampling",
 )
+MODELS = ("llama", "qwen", "gemma", "gpt_oss", "opt", "minimax", "deepseek")
 
 
 class Rows:

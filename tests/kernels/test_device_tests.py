@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_day.numerics import FAMILIES, NUMERICS, first_of
+from benchmarks.gpu_day.numerics import FAMILIES, LAW, MODELS, NUMERICS, first_of
 from tests.support.kernels.interpreted import needs_interpreter
 
 CHECKS, OPS = "tests.support.kernels.checks", "pallas_kernels.ops"
@@ -31,10 +31,11 @@ def listed(repo: Path) -> str:
     return done.stdout
 
 
-def test_the_day_runs_every_test_of_numerics(listed: str) -> None:
-    names = [line.partition("::")[2].partition("[")[0] for line in listed.splitlines() if line.startswith(NUMERICS)]
-    assert list(dict.fromkeys(names)) == [f"test_{family}" for family in FAMILIES]
-    assert (first_of(listed) or "").startswith("tests/gpu/")
+@pytest.mark.parametrize(("file", "families"), [(NUMERICS, FAMILIES), (LAW, MODELS)])
+def test_the_day_runs_every_test(listed: str, file: str, families: tuple[str, ...]) -> None:
+    names = [line.partition("::")[2].partition("[")[0] for line in listed.splitlines() if line.startswith(file)]
+    assert list(dict.fromkeys(names)) == [f"test_{family}" for family in families]
+    assert (first_of(listed) or "").startswith("tests/gpu/")  # for memcheck
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -53,7 +54,7 @@ def test_every_op_is_compared_with_float64_on_a_device(repo: Path) -> None:
 
 @pytest.mark.parametrize("file", ["numerics", "law"])
 def test_elsewhere_they_skip_with_a_reason(repo: Path, file: str) -> None:
-    done = run(repo, f"tests/gpu/test_{file}.py", "-rs", "-k", "test_kv_pages or Llama")
+    done = run(repo, f"tests/gpu/test_{file}.py", "-rs", "-k", "test_kv_pages or llama")
     assert done.returncode == 0 and "it needs a Hopper GPU; jax found a cpu" in done.stdout
     assert " passed" not in done.stdout
 
