@@ -34,7 +34,7 @@ from tests.support.kernels.checks import (
     quantized_matmul,
     sampling,
 )
-from tests.support.kernels.interpreted import on_gpu
+from tests.support.kernels.interpreted import cores, on_gpu
 
 pytestmark = pytest.mark.gpu
 Cases = Mapping[str, Callable[[], Any]]
@@ -229,7 +229,7 @@ GROUPED_MATMUL: Cases = {
 
 def product(tokens: int, inputs: int, outputs: int, scales: int, stored: Any, dtype: Any = jnp.bfloat16) -> Any:
     """Return a check with the config that an engine chooses."""
-    spec = QuantizedSpec(tokens, inputs, outputs, scales, dtype, stored)
+    spec = QuantizedSpec(tokens, inputs, outputs, scales, dtype, stored, cores())
     return partial(quantized_matmul.check, spec, narrow.heuristic(spec))
 
 

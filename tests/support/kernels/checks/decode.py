@@ -15,7 +15,7 @@ from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.paged_attention.hopper.decode import Config, paged_decode
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
-from tests.support.kernels.interpreted import haste, seed, without_races
+from tests.support.kernels.interpreted import cores, haste, seed, without_races
 from tests.support.kernels.ragged import deal, make, poisoned
 from tests.support.kernels.reference import attention, error, quantized
 
@@ -50,8 +50,8 @@ class Problem:
 
     def shape(self, queries: int = 1) -> AttentionShape:
         """Return what a config is chosen for."""
-        kv_dtype = self.stored or self.dtype
-        return AttentionShape(1, self.heads, self.kv_heads, self.dim, self.page, queries, self.dtype, kv_dtype)
+        sizes = 1, self.heads, self.kv_heads, self.dim, self.page, queries
+        return AttentionShape(*sizes, self.dtype, self.stored or self.dtype, cores())
 
     def ragged(self) -> Ragged:
         tokens = sum(length for length, _ in self.rows) + self.padded

@@ -14,7 +14,7 @@ from pallas_kernels.layout import MASKED, Ragged
 from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.mla import hopper as latent
 from pallas_kernels.ops.mla.hopper import Config, paged_mla
-from tests.support.kernels.interpreted import haste, seed, without_races
+from tests.support.kernels.interpreted import cores, haste, seed, without_races
 from tests.support.kernels.ragged import deal, make, poisoned
 from tests.support.kernels.reference import attention, error, quantized
 
@@ -49,8 +49,8 @@ class Problem:
 
     def shape(self, queries: int = 1) -> AttentionShape:
         """Return what a config is chosen for."""
-        dim, kv_dtype = self.values + latent.TURNING, self.stored or self.dtype
-        return AttentionShape(1, self.heads, 1, dim, self.page, queries, self.dtype, kv_dtype, values=self.values)
+        sizes = 1, self.heads, 1, self.values + latent.TURNING, self.page, queries
+        return AttentionShape(*sizes, self.dtype, self.stored or self.dtype, cores(), self.values)
 
     def ragged(self) -> Ragged:
         tokens = sum(length for length, _ in self.rows) + self.padded
