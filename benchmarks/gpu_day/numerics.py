@@ -27,6 +27,7 @@ FAMILIES = (
     "kv_pages",
     "sampling",
 )
+MODELS = ("llama", "qwen", "gemma", "gpt_oss", "opt", "minimax", "deepseek")
 
 
 class Rows:
@@ -50,7 +51,7 @@ class Rows:
 
 
 def tests(run: Run, file: str, family: str = "") -> None:
-    """Run the tests of a file whose names contain a family. Raises AssertionError if one fails."""
+    """Run the test of a family, or all of a file. Raises AssertionError if one fails."""
     import pytest
 
     rows = Rows(run)
@@ -67,25 +68,29 @@ def memcheck(run: Run, family: str) -> None:
     if tool is None:
         raise Skip("compute-sanitizer is not installed")
     listed = _said([sys.executable, "-m", "pytest", *_selected(NUMERICS, family), "--collect-only"], run)[1]
-    found = re.search(r"^\S+::\S+$", listed, re.MULTILINE)
-    if found is None:
+    if (first := first_of(listed)) is None:
         raise Skip(f"no test of {family} is marked gpu")
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest"]
-    status, said = _said([*command, *_selected(found[0], "")], run)
+    status, said = _said([*command, *_selected(first, "")], run)
     summary = (re.findall(r"=+ (ERROR SUMMARY: .*|.*nsupported.*|.*[Uu]nable.*)", said) or ["no summary"])[-1]
-    run.row("memcheck", test=found[0], status=status, summary=summary)
+    run.row("memcheck", test=first, status=status, summary=summary)
     if "ERROR SUMMARY" not in summary:
         raise Skip(f"compute-sanitizer does not work here: {summary}")
     assert status == 0, summary
 
 
+def first_of(listed: str) -> str | None:
+    """Return the first test that `pytest --collect-only -q` lists."""
+    found = re.search(r"^\S+::.+$", listed, re.MULTILINE)
+    return found and found[0]
+
+
 def _selected(file: str, family: str) -> list[str]:
-    """Return the arguments of pytest for the tests of one file and family."""
+    """Return the arguments of pytest for the test of one family, whose parameters are its cases, or for a file."""
     if not (ROOT / file.partition("::")[0]).exists():
         raise Skip(f"{file} does not exist")
-    longer = [f"not {other}" for other in FAMILIES if family and other != family and family in other]
-    chosen = ["-k", " and ".join([family, *longer])] if family else []
-    return ["-m", "gpu", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(ROOT), file, *chosen]
+    chosen = f"{ROOT / file}::test_{family}" if family else f"{ROOT / file}"
+    return ["-m", "gpu", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(ROOT), chosen]
 
 
 def _said(command: Sequence[str], run: Run) -> tuple[int, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .numerics import FAMILIES, LAW, NUMERICS
+from .numerics import FAMILIES, LAW, MODELS, NUMERICS
 from .part import Part
 
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes, or torch beside jax, use one device
@@ -26,23 +26,23 @@ def parts(dry: bool) -> list[Part]:
         kernel_part("copy ceiling", "A", 60, "ceilings:copy", beside=dry),
         kernel_part("matmul ceiling", "A", 60, "ceilings:matmul", beside=dry),
     ]
-    found += [
-        Part(
-            f"numerics {family}", "A", 200, "numerics:tests", {"file": NUMERICS, "family": family},
-            needs=("pytest", "xdist", "pytest_timeout", "hypothesis"), beside=True, environment=SHARED,
-        )
-        for family in (FAMILIES[:1] if dry else FAMILIES)
-    ]  # fmt: skip
+    found += [tests_part(f"numerics {family}", NUMERICS, family) for family in (FAMILIES[:1] if dry else FAMILIES)]
     found.append(kernel_part("traveled executable", "A", 60, "executable:load", beside=dry))
     if not dry:
         found.append(Part("memcheck", "A", 120, "numerics:memcheck", {"family": "kv_write"}, environment=SHARED))
         found += [kernel_part(f"headline {name}", "A", 75, call, **given) for name, call, given in HEADLINES]
-        found.append(Part("law of tokens", "A", 180, "numerics:tests", {"file": LAW}, environment=SHARED))
+        found += [tests_part(f"law {model}", LAW, model) for model in MODELS]
     else:
         found.append(
             kernel_part("headline decode", "A", 75, "attention:decode", beside=True, cases=["decode B2"], xla=True)
         )
     return found
+
+
+def tests_part(name: str, file: str, family: str) -> Part:
+    """Return a part that runs the test of a family."""
+    needs, given = ("pytest", "xdist", "pytest_timeout", "hypothesis"), {"file": file, "family": family}
+    return Part(name, "A", 200, "numerics:tests", given, needs, beside=True, environment=SHARED)
 
 
 def kernel_part(

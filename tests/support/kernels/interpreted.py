@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.interpret import Interpret, interpreter, watch_races
+from pallas_kernels.mosaic.spec import CORES
 
 needs_interpreter = pytest.mark.skipif(
     not compat.DETECTS_RACES,
@@ -21,6 +22,11 @@ needs_interpreter = pytest.mark.skipif(
 
 def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
+
+
+def cores() -> int:
+    """Return the cores that a config is chosen for: few for the interpreter, where each block is a few threads."""
+    return CORES if on_gpu() else 4
 
 
 def haste() -> dict[str, int | bool] | None:

@@ -1,9 +1,17 @@
-"""Synthetic steps for tests: rows of (length, context) over shuffled pages."""
+"""Synthetic steps for tests: rows of (length, context) over shuffled pages.
+
+Tables are as the engine makes them (inputs.SlotTable): entries after a row's own pages repeat its
+last one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -31,6 +39,7 @@ def make(
     at = 0
     for row, ((length, context), pages) in enumerate(zip(rows, tables, strict=True)):
         table[row, : len(pages)] = pages
+        table[row, len(pages) :] = pages[-1] if pages else 0
         here = np.arange(context - length, context, dtype=np.int32)
         span = slice(at, at + length)
         positions[span], owner[span] = here, row
@@ -41,6 +50,14 @@ def make(
 
 
 def deal(rows: Sequence[tuple[int, int]], *, page: int, pool: int, seed: int = 0) -> list[list[int]]:
-    """Deal disjoint random pages to each row; never page 0, which unused table entries name."""
+    """Deal disjoint random pages to each row; never page 0, which the tables of unused rows name."""
     free = list(1 + np.random.default_rng(seed).permutation(pool - 1))
     return [[int(free.pop()) for _ in range(-(-context // page))] for _, context in rows]
+
+
+def poisoned(pool: Any, tables: Sequence[Sequence[int]]) -> jax.Array:
+    """Return a pool [N, ...] with NaN in the pages that no row has; in int8 with -128, which no value is stored as."""
+    spoiled = np.array(pool)
+    unused = np.setdiff1d(np.arange(len(spoiled)), list(chain(*tables)))
+    spoiled[unused] = -128 if spoiled.dtype == np.int8 else np.nan
+    return jnp.asarray(spoiled)

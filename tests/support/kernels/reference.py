@@ -5,8 +5,8 @@
     lse[t, h] = log sum_j exp(score)
 
 over the keys j of t's own row with p - window < j <= p, for t's position p: a window of w sees w
-keys, its own included. A quantized pool stores key / scale of its kv head. Tokens that see no key
-give zeros and MASKED.
+keys, its own included. A quantized pool stores key / scale of its kv head. A sink joins the sum of
+softmax_j without a value, and not lse. Tokens that see no key give zeros and MASKED.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     scales: Scales | None = None,
+    sinks: Any = None,  # [H]
 ) -> tuple[Doubles, Doubles]:
     """Return mixed values [T, H, D] and lse [T, H] of every token of every row."""
     tokens, heads, dim = q.shape
@@ -60,7 +61,8 @@ def attention(
         peak = score.max(-1, keepdims=True)
         weight = np.exp(score - peak)
         total = weight.sum(-1, keepdims=True)
-        out[here] = np.einsum("tkgj,jkd->tkgd", weight / total, v).reshape(length, heads, dim)
+        sunk = 0.0 if sinks is None else np.exp(doubles(sinks).reshape(1, kv_heads, -1, 1) - peak)
+        out[here] = np.einsum("tkgj,jkd->tkgd", weight / (total + sunk), v).reshape(length, heads, dim)
         lse[here] = (peak + np.log(total)).reshape(length, heads)
     return out, lse
 

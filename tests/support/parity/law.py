@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -103,19 +104,27 @@ class Setup:
         plan = plan_mesh(mesh, mode=mode)
         config = build.ExecutorConfig(
             spec=model.spec, load=weights, mesh=plan, max_num_seqs=ROWS, max_num_batched_tokens=tokens,
-            max_model_len=LENGTH, dtype=model.dtype, kv_cache_dtype=model.kv, page_size=PAGE, warm=False,
+            max_model_len=LENGTH, dtype=model.dtype, kv_cache_dtype=model.kv, page_size=PAGE,
             kv_cache_memory=sum(
                 kv.page_bytes(spec.for_tp(plan.tp), PAGE, model.stored) * pages * plan.instances
                 for spec in (model.spec, options.get("draft"))
                 if spec is not None
             ),
-            **options,
+            **{"warm": False, **options},
         )  # fmt: skip
         self.tokens = tokens
         self.patience = 1500 if config.interpret else 240  # seconds: interpreted kernels take minutes
         self.spec = model.spec
         self.roles: tuple[Role, ...] = plan.roles
         self.executors: list[JaxExecutor] = build.build_executors(config)
+        self.pages = self.executors[0].pages  # that the schedulers have
+
+    def narrowed(self, mesh: str, tokens: int, pages: int) -> Setup:
+        """Return a setup of the same executors, or the first of them, whose schedulers see less."""
+        plan, narrow = plan_mesh(mesh), copy(self)
+        narrow.roles, narrow.executors = plan.roles, self.executors[: plan.instances]
+        narrow.tokens, narrow.pages = min(tokens, self.tokens), min(pages, self.pages)
+        return narrow
 
     def run(
         self,
@@ -139,7 +148,7 @@ class Setup:
         first = self.executors[0]
         drafted = first.state.programs.limits.draft
         limits = Limits(
-            self.tokens, ROWS, first.pages, PAGE,
+            self.tokens, ROWS, self.pages, PAGE,
             preemptible=first.preemptible, stopping=first.stopping, draft=drafted, history=drafted > 0,
         )  # fmt: skip
         instances = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.layout import MASKED, Ragged, Scales
+from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.paged_attention.hopper.decode import Config, paged_decode
-from tests.support.kernels.interpreted import haste, seed, without_races
-from tests.support.kernels.ragged import deal, make
+from pallas_kernels.ops.paged_attention.sinks import with_sinks
+from tests.support.kernels.interpreted import cores, haste, seed, without_races
+from tests.support.kernels.ragged import deal, make, poisoned
 from tests.support.kernels.reference import attention, error, quantized
 
 LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, over the whole output
@@ -23,7 +26,7 @@ SMALL = Config(workers=2, stages=2)
 
 @dataclass(frozen=True)
 class Problem:
-    """Random values for rows of (tokens, context)."""
+    """Random values for rows of (tokens, context), and NaN in the pages of no row."""
 
     rows: tuple[tuple[int, int], ...]
     heads: int = 2
@@ -34,42 +37,60 @@ class Problem:
     stored: Any = None  # dtype of the pools; None: `dtype`
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
     tables: tuple[tuple[int, ...], ...] | None = None
     padded: int = 0  # extra rows and tokens
     scale: float = SCALE
+    pool: int = POOL  # pages
+
+    @property
+    def dealt(self) -> Sequence[Sequence[int]]:
+        """The pages of each row."""
+        return self.tables or deal(self.rows, page=self.page, pool=self.pool)
+
+    def shape(self, queries: int = 1) -> AttentionShape:
+        """Return what a config is chosen for."""
+        sizes = 1, self.heads, self.kv_heads, self.dim, self.page, queries
+        return AttentionShape(*sizes, self.dtype, self.stored or self.dtype, cores())
 
     def ragged(self) -> Ragged:
-        tables = self.tables or deal(self.rows, page=self.page, pool=POOL)
         tokens = sum(length for length, _ in self.rows) + self.padded
         rows = len(self.rows) + self.padded
-        return make(self.rows, tables, page=self.page, pool=POOL, tokens=tokens, padded_rows=rows)
+        return make(self.rows, self.dealt, page=self.page, pool=self.pool, tokens=tokens, padded_rows=rows)
 
     def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array, Scales | None]:
         random = np.random.default_rng(seed(7))
         tokens = sum(length for length, _ in self.rows) + self.padded
         q = jnp.asarray(random.standard_normal((tokens, self.heads, self.dim)), self.dtype)
-        k, v = random.standard_normal((2, POOL, self.page, self.kv_heads, self.dim)).astype(np.float32)
+        pools = random.standard_normal((2, self.pool, self.page, self.kv_heads, self.dim)).astype(np.float32)
         if self.stored is None:
-            return q, jnp.asarray(k, self.dtype), jnp.asarray(v, self.dtype), None
+            k, v = (poisoned(x.astype(self.dtype), self.dealt) for x in pools)
+            return q, k, v, None
         scales = Scales(*(np.float32(each) * (1 + np.arange(self.kv_heads, dtype=np.float32)) for each in (0.03, 0.02)))
-        k, v = (jnp.asarray(quantized(x, by, self.stored)) for x, by in zip((k, v), scales, strict=True))
+        k, v = (poisoned(quantized(x, by, self.stored), self.dealt) for x, by in zip(pools, scales, strict=True))
         return q, k, v, Scales(*map(jnp.asarray, scales))
+
+    def sink_scores(self) -> jax.Array | None:
+        """Return scores [H] of sinks that take a part of the weight, or None."""
+        return jnp.linspace(-1, 4, self.heads) if self.sinks else None
 
 
 def check(problem: Problem, config: Config) -> None:
     ragged, (q, k, v, scales) = problem.ragged(), problem.arrays()
     options: dict[str, Any] = {"scale": problem.scale, "window": problem.window, "softcap": problem.softcap}
     options["scales"] = scales
+    sinks = problem.sink_scores()
 
     # One program, compiled without optimization, because compiling takes most of the time.
     @partial(jax.jit, compiler_options=haste())
     def step(q: jax.Array, k: jax.Array, v: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
         work = config.plan(ragged, page=problem.page, window=problem.window)
-        return paged_decode(q, k, v, ragged, work, config=config, interpret=interpret, **options)
+        out, lse = paged_decode(q, k, v, ragged, work, config=config, interpret=interpret, **options)
+        return out if sinks is None else with_sinks(out, lse, sinks), lse
 
     with without_races() as interpret:
         out, lse = jax.block_until_ready(step(q, k, v, ragged))
-    want, sums = attention(q, k, v, ragged, **options)
+    want, sums = attention(q, k, v, ragged, sinks=sinks, **options)
     lengths = np.append(ragged.lengths, 0)[ragged.rows]  # [T], length of each token's row
     others = (lengths < 1) | (lengths > config.queries)
     want[others], sums[others] = 0, MASKED

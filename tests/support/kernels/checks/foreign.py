@@ -27,10 +27,7 @@ Attend = Callable[[Any, Any, Any, Ragged], jax.Array]
 
 def ragged_of(rows: Sequence[tuple[int, int]], page: int, width: int) -> tuple[Ragged, list[list[int]]]:
     tables = deal(rows, page=page, pool=POOL)
-    made = make(rows, tables, page=page, pool=POOL, width=width)
-    for row, pages in enumerate(tables):
-        made.block_tables[row, len(pages) :] = pages[-1]
-    return made, tables
+    return make(rows, tables, page=page, pool=POOL, width=width), tables
 
 
 def check(

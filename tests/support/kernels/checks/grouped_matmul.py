@@ -28,9 +28,9 @@ ROUTES = {
 }
 
 
-def operands(pairs: int, width: int, outputs: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def operands(pairs: int, width: int, outputs: int, dtype: Any, experts: int = 3) -> tuple[jax.Array, jax.Array]:
     draw = np.random.default_rng(seed(pairs))
-    x, weight = draw.standard_normal((pairs, width)), draw.standard_normal((3, width, outputs)) * width**-0.5
+    x, weight = draw.standard_normal((pairs, width)), draw.standard_normal((experts, width, outputs)) * width**-0.5
     return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
 
 
@@ -58,9 +58,12 @@ CONFIGS = {
 }
 
 
-def check(config: Config, chosen: list[int], dtype: Any, out_dtype: Any) -> None:
-    x, weight = operands(len(chosen), 128, 128, dtype)
-    work = plan(jnp.array(chosen), 3, config.rows)
+def check(
+    config: Config, chosen: list[int], dtype: Any, out_dtype: Any, size: tuple[int, int, int] = (3, 128, 128)
+) -> None:
+    experts, width, outputs = size
+    x, weight = operands(len(chosen), width, outputs, dtype, experts)
+    work = plan(jnp.array(chosen), experts, config.rows)
     with without_races() as interpret:
         got = grouped.grouped_matmul(
             x[work.source], weight, work, out_dtype=out_dtype, config=config, interpret=interpret

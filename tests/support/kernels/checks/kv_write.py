@@ -1,4 +1,4 @@
-"""Check RoPE and KV write against float64: in the interpreter, or on a GPU if there is one."""
+"""Check RoPE and KV write against float64 and against XLA: in the interpreter, or on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pallas_kernels.ops.kv_write.hopper import Config, rope_and_write
 from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
 from tests.support.kernels.interpreted import seed, without_races
 from tests.support.kernels.ragged import deal, make
+from tests.support.kernels.reference import error, quantized, rotate, written
 
 PAGE, POOL = 16, 8
 ROWS = [(1, 17), (3, 16), (1, 1), (2, 33)]  # around the ends of a page
@@ -63,8 +64,33 @@ def step(heads: int, kv_heads: int, dim: int, dtype: Any = jnp.bfloat16, stored:
 SHAPES = [(4, 2, 64), (8, 1, 64), (8, 8, 64), (28, 4, 128), (4, 2, 256)]  # H, K, D
 
 
-def same_as_the_twin(case: Step, *, turned: bool = True, config: Config | None = None) -> None:
-    """Compare bits; for rotated 16-bit heads allow one unit in the last place.
+LARGEST_ERROR = {4: 1e-6, 2: 4e-3, 1: 2e-2}  # by bytes of a number; 8 bits: a number close to a tie moves by a unit
+
+
+def right(case: Step, got: Any, *, turned: bool = True) -> None:
+    """Check the queries and pools that a step returned; slots that it did not write keep their bits."""
+    q, *pools = got
+    small = LARGEST_ERROR[jnp.dtype(case.q.dtype).itemsize]
+    assert error(q, rotate(case.q, case.turn) if turned else case.q) < small
+    keys = rotate(case.k, case.turn).astype(case.q.dtype) if turned else case.k
+    slots = np.asarray(case.ragged.write)
+    for after, before, new, scale in zip(pools, case.pools, (keys, case.v), case.scales or (None, None), strict=True):
+        stored = new if scale is None else quantized(new, scale, before.dtype)
+        assert after.dtype == before.dtype
+        flat, want = (np.asarray(x).reshape(-1, *x.shape[2:]) for x in (after, written(before, stored, slots)))
+        at = slots[slots < len(flat)]
+        assert error(flat[at], want[at]) < LARGEST_ERROR[jnp.dtype(before.dtype).itemsize]
+        others = np.delete(np.arange(len(flat)), at)
+        np.testing.assert_array_equal(flat[others], want[others])
+
+
+def check(case: Step, *, turned: bool = True, config: Config | None = None) -> None:
+    """Check the kernel against float64, then against its twin in XLA."""
+    right(case, same_as_the_twin(case, turned=turned, config=config), turned=turned)
+
+
+def same_as_the_twin(case: Step, *, turned: bool = True, config: Config | None = None) -> list[jax.Array]:
+    """Compare bits, and return what the kernel wrote; for rotated 16-bit heads allow one unit in the last place.
 
     A program may contract the product and the sum of a rotation into one rounding, and the twin,
     which is not one program here, does not.
@@ -74,9 +100,12 @@ def same_as_the_twin(case: Step, *, turned: bool = True, config: Config | None =
     if not turned:
         arguments[3] = None
     with without_races() as interpret:
-        got = rope_and_write(*arguments, scales=case.scales, config=config, interpret=interpret)
-        got = [np.asarray(part, np.float32) for part in got]
+        got = list(
+            jax.block_until_ready(rope_and_write(*arguments, scales=case.scales, config=config, interpret=interpret))
+        )
     want = rope_and_write_xla(*arguments, scales=case.scales)
     rtol, atol = (float(jnp.finfo(case.q.dtype).eps), 2.0**-22) if contracted else (0.0, 0.0)
     for one, other, turns in zip(got, want, (contracted, contracted, False), strict=True):
-        np.testing.assert_allclose(one, np.asarray(other, np.float32), rtol=rtol * turns, atol=atol * turns)
+        mine, theirs = (np.asarray(part, np.float32) for part in (one, other))
+        np.testing.assert_allclose(mine, theirs, rtol=rtol * turns, atol=atol * turns)
+    return got

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.layout import MASKED, Ragged
+from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.mla import hopper as latent
 from pallas_kernels.ops.mla.hopper import Config, paged_mla
-from tests.support.kernels.interpreted import haste, seed, without_races
-from tests.support.kernels.ragged import deal, make
+from tests.support.kernels.interpreted import cores, haste, seed, without_races
+from tests.support.kernels.ragged import deal, make, poisoned
 from tests.support.kernels.reference import attention, error, quantized
 
 LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, over the whole output
@@ -28,7 +29,7 @@ LARGE = 40.0  # standard deviation of 8-bit latents
 
 @dataclass(frozen=True)
 class Problem:
-    """Random values for rows of (tokens, context)."""
+    """Random values for rows of (tokens, context), and NaN in the pages of no row."""
 
     rows: tuple[tuple[int, int], ...]
     heads: int = 4
@@ -39,21 +40,32 @@ class Problem:
     window: int | None = None
     softcap: float | None = None
     padded: int = 0  # extra rows and tokens
+    pool: int = POOL  # pages
+
+    @property
+    def dealt(self) -> list[list[int]]:
+        """The pages of each row."""
+        return deal(self.rows, page=self.page, pool=self.pool)
+
+    def shape(self, queries: int = 1) -> AttentionShape:
+        """Return what a config is chosen for."""
+        sizes = 1, self.heads, 1, self.values + latent.TURNING, self.page, queries
+        return AttentionShape(*sizes, self.dtype, self.stored or self.dtype, cores(), self.values)
 
     def ragged(self) -> Ragged:
         tokens = sum(length for length, _ in self.rows) + self.padded
         rows = len(self.rows) + self.padded
-        tables = deal(self.rows, page=self.page, pool=POOL)
-        return make(self.rows, tables, page=self.page, pool=POOL, tokens=tokens, padded_rows=rows)
+        return make(self.rows, self.dealt, page=self.page, pool=self.pool, tokens=tokens, padded_rows=rows)
 
     def arrays(self) -> tuple[jax.Array, jax.Array]:
         random, dim = np.random.default_rng(seed(7)), self.values + latent.TURNING
         tokens = sum(length for length, _ in self.rows) + self.padded
-        q, pool = (random.standard_normal(shape) for shape in ((tokens, self.heads, dim), (POOL, self.page, 1, dim)))
+        shapes = (tokens, self.heads, dim), (self.pool, self.page, 1, dim)
+        q, pool = (random.standard_normal(shape) for shape in shapes)
         if self.stored is None:
-            return jnp.asarray(q, self.dtype), jnp.asarray(pool, self.dtype)
+            return jnp.asarray(q, self.dtype), poisoned(pool.astype(self.dtype), self.dealt)
         narrow = quantized(pool, np.full(1, 1 / LARGE), self.stored)
-        return jnp.asarray(q / LARGE, self.dtype), jnp.asarray(narrow)
+        return jnp.asarray(q / LARGE, self.dtype), poisoned(narrow, self.dealt)
 
 
 def check(problem: Problem, config: Config) -> None:

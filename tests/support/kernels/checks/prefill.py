@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.layout import MASKED, Ragged, Scales
+from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.paged_attention.hopper.prefill import Config, paged_prefill
-from tests.support.kernels.interpreted import haste, seed, without_races
-from tests.support.kernels.ragged import deal, make
+from pallas_kernels.ops.paged_attention.sinks import with_sinks
+from tests.support.kernels.interpreted import cores, haste, seed, without_races
+from tests.support.kernels.ragged import deal, make, poisoned
 from tests.support.kernels.reference import attention, error, quantized
 
 LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, over the whole output
@@ -30,7 +32,7 @@ MIXED = (
 
 @dataclass(frozen=True)
 class Problem:
-    """Random values for rows of (tokens, context)."""
+    """Random values for rows of (tokens, context), and NaN in the pages of no row."""
 
     rows: Sequence[tuple[int, int]] = MIXED
     heads: int = 2
@@ -41,25 +43,37 @@ class Problem:
     kv_dtype: Any = None  # of 8-bit pools
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
     tables: tuple[tuple[int, ...], ...] | None = None
     padded: int = 0  # extra rows and tokens
+    pool: int = POOL  # pages
+
+    @property
+    def dealt(self) -> Sequence[Sequence[int]]:
+        """The pages of each row."""
+        return self.tables or deal(self.rows, page=self.page, pool=self.pool)
+
+    def shape(self) -> AttentionShape:
+        """Return what a config is chosen for."""
+        sizes = 1, self.heads, self.kv_heads, self.dim, self.page, 1
+        return AttentionShape(*sizes, self.dtype, self.kv_dtype or self.dtype, cores())
 
     def ragged(self) -> Ragged:
-        tables = self.tables or deal(self.rows, page=self.page, pool=POOL)
         tokens = sum(length for length, _ in self.rows) + self.padded
         rows = len(self.rows) + self.padded
-        made = make(self.rows, tables, page=self.page, pool=POOL, tokens=tokens, padded_rows=rows)
+        made = make(self.rows, self.dealt, page=self.page, pool=self.pool, tokens=tokens, padded_rows=rows)
         return jax.tree.map(jnp.asarray, made)
 
     def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         random = np.random.default_rng(seed(7))
         tokens = sum(length for length, _ in self.rows) + self.padded
-        pool = (POOL, self.page, self.kv_heads, self.dim)
+        pool = (self.pool, self.page, self.kv_heads, self.dim)
         q, k, v = (random.standard_normal(shape) for shape in ((tokens, self.heads, self.dim), pool, pool))
         if self.kv_dtype is None:
-            return jnp.asarray(q, self.dtype), jnp.asarray(k, self.dtype), jnp.asarray(v, self.dtype)
-        k, v = (quantized(x, scale, self.kv_dtype) for x, scale in zip((k, v), self.scales or (), strict=True))
-        return jnp.asarray(q, self.dtype), jnp.asarray(k), jnp.asarray(v)
+            k, v = k.astype(self.dtype), v.astype(self.dtype)
+        else:
+            k, v = (quantized(x, scale, self.kv_dtype) for x, scale in zip((k, v), self.scales or (), strict=True))
+        return jnp.asarray(q, self.dtype), poisoned(k, self.dealt), poisoned(v, self.dealt)
 
     @property
     def scales(self) -> Scales | None:
@@ -68,6 +82,10 @@ class Problem:
             return None
         k = jnp.linspace(0.02, 0.03, self.kv_heads)
         return Scales(k, k[::-1] + 0.01)
+
+    def sink_scores(self) -> jax.Array | None:
+        """Return scores [H] of sinks that take a part of the weight, or None."""
+        return jnp.linspace(-1, 4, self.heads) if self.sinks else None
 
 
 def compute(problem: Problem, config: Config) -> tuple[jax.Array, jax.Array]:
@@ -78,7 +96,9 @@ def compute(problem: Problem, config: Config) -> tuple[jax.Array, jax.Array]:
     def run(q: Any, k: Any, v: Any, ragged: Ragged, interpret: Any) -> tuple[jax.Array, jax.Array]:
         work = config.plan(ragged, page=problem.page, window=problem.window)
         options = {"window": problem.window, "softcap": problem.softcap, "scales": problem.scales}
-        return paged_prefill(q, k, v, ragged, work, scale=SCALE, config=config, interpret=interpret, **options)
+        out, lse = paged_prefill(q, k, v, ragged, work, scale=SCALE, config=config, interpret=interpret, **options)
+        sinks = problem.sink_scores()
+        return out if sinks is None else with_sinks(out, lse, sinks), lse
 
     with without_races() as interpret:
         return jax.block_until_ready(run(*problem.arrays(), problem.ragged(), interpret))
@@ -88,7 +108,7 @@ def check(problem: Problem, config: Config) -> None:
     ragged = problem.ragged()
     out, lse = compute(problem, config)
     options = {"window": problem.window, "softcap": problem.softcap, "scales": problem.scales}
-    want, sums = attention(*problem.arrays(), ragged, scale=SCALE, **options)
+    want, sums = attention(*problem.arrays(), ragged, scale=SCALE, sinks=problem.sink_scores(), **options)
     lengths = np.append(np.asarray(ragged.lengths), 0)
     others = lengths[np.asarray(ragged.rows)] <= config.above
     want[others], sums[others] = 0, MASKED
@@ -135,5 +155,6 @@ CASES = {
         Problem(rows=((20, 40), (20, 40), (18, 36)), tables=((5, 9, 2), (5, 9, 7), (5, 3, 2))),
         SMALL,
     ),
+    "sinks": (Problem(sinks=True, heads=4), SMALL),
     "nothing but decode rows": (Problem(rows=((1, 5), (2, 9)), padded=30), SMALL),
 }  # fmt: skip

@@ -1,0 +1,47 @@
+"""No schedule changes the tokens that come through the compiled kernels, and nothing compiles after warm-up.
+
+One test per family of models, which `benchmarks.gpu_day` runs.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.kernels.interpreted import on_gpu
+from tests.support.parity.asks import asks
+from tests.support.parity.wide import hold, model, pressing
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # in the interpreter, minutes
+
+
+def check(name: str) -> None:
+    requests = pressing() if on_gpu() else asks(1, 2)
+    hold(model(name), requests, "mosaic_gpu", interpret=not on_gpu())
+
+
+def test_llama() -> None:
+    check("Llama")
+
+
+def test_qwen() -> None:
+    check("Qwen3")
+
+
+def test_gemma() -> None:
+    check("Gemma3")
+
+
+def test_gpt_oss() -> None:
+    check("GptOss")
+
+
+def test_opt() -> None:
+    check("OPT")
+
+
+def test_minimax() -> None:
+    check("MiniMaxM2")
+
+
+def test_deepseek() -> None:
+    check("DeepseekV2")

@@ -1,0 +1,67 @@
+"""The tests of tests/gpu, which need a GPU, cover every op and are those that `benchmarks.gpu_day` runs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_day.numerics import FAMILIES, LAW, MODELS, NUMERICS, first_of
+from tests.support.kernels.interpreted import needs_interpreter
+
+CHECKS, OPS = "tests.support.kernels.checks", "pallas_kernels.ops"
+
+
+def run(repo: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "gpu", "-p", "no:cacheprovider", *arguments]
+    given = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+    return subprocess.run(command, cwd=repo, env=given, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def listed(repo: Path) -> str:
+    """What pytest lists without a GPU."""
+    done = run(repo, "tests/gpu", "--collect-only")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("file", "families"), [(NUMERICS, FAMILIES), (LAW, MODELS)])
+def test_the_day_runs_every_test(listed: str, file: str, families: tuple[str, ...]) -> None:
+    names = [line.partition("::")[2].partition("[")[0] for line in listed.splitlines() if line.startswith(file)]
+    assert list(dict.fromkeys(names)) == [f"test_{family}" for family in families]
+    assert (first_of(listed) or "").startswith("tests/gpu/")  # for memcheck
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the full names that a module imports."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_op_is_compared_with_float64_on_a_device(repo: Path) -> None:
+    checks = [name.removeprefix(f"{CHECKS}.") for name in imported(repo / NUMERICS) if name.startswith(CHECKS)]
+    files = [repo / CHECKS.replace(".", "/") / f"{name}.py" for name in checks]
+    used = {name.split(".")[2] for file in files for name in imported(file) if name.startswith(OPS)}
+    assert used == {path.parent.name for path in (repo / OPS.replace(".", "/")).glob("*/__init__.py")}
+
+
+def test_elsewhere_they_skip_with_a_reason(repo: Path) -> None:
+    done = run(repo, "tests/gpu", "-rs")
+    assert done.returncode == 0 and "it needs a Hopper GPU; jax found a cpu" in done.stdout
+    assert re.fullmatch(r"\d+ skipped in .*", done.stdout.splitlines()[-1])
+
+
+@pytest.mark.full
+@needs_interpreter
+def test_the_first_of_every_family_passes_in_the_interpreter(repo: Path, listed: str) -> None:
+    first = [first_of(listed[listed.index(f"{NUMERICS}::test_{family}[") :]) for family in FAMILIES]
+    done = run(repo, *filter(None, first), JAXSERVE_GPU_TESTS="interpret")
+    assert f"{len(FAMILIES)} passed" in done.stdout, done.stdout
