@@ -127,6 +127,7 @@ class Limits:
     stopping: float = 0.0  # share of a preemptible step that may still run after a request to stop (preemption.py)
     draft: int = 0  # tokens that a request may draft and verify per step
     history: bool = False  # the executor needs the tokens of every request, because it drafts from them
+    cascade: bool = False  # the executor reads a prefix that rows share once
 
 
 class Task(NamedTuple):

@@ -12,12 +12,13 @@ from math import inf
 from ..api.acceptance import Acceptance
 from ..api.log import Log, no_log
 from ..api.perf import PerfModel
-from ..api.plan import Delta, Span, StepPlan, StepResult, Suspended, token_delta
+from ..api.plan import Delta, SharedPrefix, Span, StepPlan, StepResult, Suspended, token_delta
 from ..api.policy import Decision, Limits, Policy, Role, Task, View
 from ..api.request import Request, State
 from .block_pool import BlockPool
 from .in_flight import InFlightSteps, Settled, Submitted, task
 from .kv_manager import KVManager, Reservation, WriteBack
+from .prefix_groups import PrefixGroups
 from .prefix_hits import PrefixHits
 from .request_queues import RequestQueues, shown
 from .stats import Counters, Drift
@@ -61,6 +62,7 @@ class Scheduler:
         self._decoded = False  # the last planned step contains decodes
         self._again = inf  # when to ask the policy again whether to stop the running step
         self._trials = Trials()
+        self._prefixes = PrefixGroups(limits.rows, limits.page_size) if limits.cascade else None
 
     def _new_kv(self) -> KVManager:
         blocks = BlockPool(self.limits.pages, self.limits.page_size, prefix_caching=self._prefix_caching)
@@ -321,10 +323,24 @@ class Scheduler:
         self._step += 1
         self._decoded = granted.load.decode > 0
         preemptible = self.limits.preemptible and not (granted.load.decode or trial)
-        plan = StepPlan(self._step, granted.spans, preemptible and len(in_flight.suspended) < self.limits.suspended)
-        in_flight.submit(plan, granted.load, self.perf.step_time(granted.load))
+        preemptible = preemptible and len(in_flight.suspended) < self.limits.suspended
+        shared = self._shared(granted.spans)
+        load = granted.load.share(shared, self.limits.page_size) if shared else granted.load
+        plan = StepPlan(self._step, granted.spans, preemptible, shared=shared)
+        in_flight.submit(plan, load, self.perf.step_time(load))
         self._log("planned", plan=plan)
         return plan
+
+    def _shared(self, spans: Sequence[Span]) -> tuple[SharedPrefix, ...]:
+        """Return the groups of spans that read a prefix together."""
+        if self._prefixes is None:
+            return ()
+        made, requests = [], self._queues.requests
+        for group in self._prefixes.groups(spans):
+            members = [spans[index] for index in group.spans]
+            decodes = sum(s.length == 1 + s.draft and s.start >= requests[s.request].prompt_length for s in members)
+            made.append(SharedPrefix(group.spans, group.pages, decodes))
+        return tuple(made)
 
     def view(self, now: float, start: float, running: Task | None = None) -> View:
         """Return the view of this instance for its policy."""

@@ -246,6 +246,7 @@ class _Simulation:
             suspended=options.suspended,
             stopping=stopping(self._device.segments, self._device.ahead + 1),
             draft=options.draft,
+            cascade=options.cascade,
         )
         log: Log = no_log
         if self._logs is not None:
