@@ -139,6 +139,7 @@ class Machine:
             "boundary": self.config.preempt_boundary,
             "segments": self.executors[0].pieces,
             "depth": self.config.preempt_depth,
+            "cascade": self.limits.cascade,
         }
 
     def now(self) -> float:
@@ -235,6 +236,7 @@ def build(config: ServeConfig, progress: Progress | None = None) -> Built:
         experts_backend=config.experts_backend,
         products_backend=config.products_backend,
         sampling_backend=config.sampling_backend,
+        cascade_attention=config.cascade_attention,
         preempt_boundary=config.preempt_boundary,
         preempt_depth=config.preempt_depth,
         speculative=config.speculative,
@@ -251,6 +253,7 @@ def build(config: ServeConfig, progress: Progress | None = None) -> Built:
         stopping=executors[0].stopping,
         draft=drafted,
         history=drafted > 0,
+        cascade=executors[0].state.programs.limits.cascade,
     )
     return Built(built, path, executors, limits, length)
 
