@@ -26,9 +26,9 @@ def asks() -> tuple[Ask, ...]:
     draw = random.Random(5)
     heads = [[draw.randrange(8, SPEC.vocab) for _ in range(length)] for length in (96, 64)]
     made = []
-    for index in range(14):
+    for index in range(10):
         own = [draw.randrange(8, SPEC.vocab) for _ in range(draw.randint(1, 60))]
-        params = SamplingParams(max_tokens=draw.randint(20, 50), temperature=(0.0, 0.9)[index % 4 == 3], seed=index)
+        params = SamplingParams(max_tokens=draw.randint(16, 30), temperature=(0.0, 0.9)[index % 4 == 3], seed=index)
         made.append(Ask((*heads[index % 7 == 0], *own), params, 0.05 if index < 2 else 0.0))
     return tuple(made)
 

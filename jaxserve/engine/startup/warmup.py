@@ -199,7 +199,7 @@ def calls(state: DeviceState) -> list[Call]:
 
 def _segments(state: DeviceState, slots: SlotTable) -> Iterator[Call]:
     """Yield the programs of preemptible steps; values between segments are abstract."""
-    segments, limits = state.segments, state.programs.limits
+    segments = state.segments
     if segments is None:
         return
     for bucket in reversed(segments.buckets):
