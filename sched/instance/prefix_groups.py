@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..api.plan import LEAST_SHARING, Span
+from ..api.plan import LEAST_SHARING, SharedPrefix, Span
 
 LEAST_TOKENS = 256  # shorter prefixes cost more to merge than to read again, as in vLLM's rule
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -32,19 +32,25 @@ class PrefixGroups:
         self._size = page_size
         self._tables = np.zeros((slots, 1), np.int64)  # [slots, pages]
         self._known = np.zeros(slots, np.int64)  # pages of each slot in the table
+        self._prompts = np.zeros(slots, np.int64)  # prompt length of the request in each slot
 
-    def groups(self, spans: Sequence[Span]) -> list[Group]:
+    def groups(self, spans: Sequence[Span]) -> tuple[SharedPrefix, ...]:
         """Return the groups of a step. Must be given every step, since spans bring the pages."""
         for span in spans:
             if span.begin is not None:
+                self._prompts[span.slot] = span.begin.prompt_length
                 self._begin(span.slot, span.new_pages)
         if len(spans) < LEAST_SHARING:
-            return []
+            return ()
         slots = np.array([span.slot for span in spans])
         starts = np.array([span.start for span in spans])
         # Pages that a request adds later are its own: no prompt that runs beside it can contain its output.
         full = np.minimum(starts // self._size, self._known[slots])
-        return grouped(self._tables, slots, full, -(-LEAST_TOKENS // self._size))
+        found = grouped(self._tables, slots, full, -(-LEAST_TOKENS // self._size))
+        return tuple(SharedPrefix(*group, sum(self._decodes(spans[index]) for index in group.spans)) for group in found)
+
+    def _decodes(self, span: Span) -> bool:
+        return span.length == 1 + span.draft and span.start >= int(self._prompts[span.slot])
 
     def _begin(self, slot: int, pages: Sequence[int]) -> None:
         if len(pages) > self._tables.shape[1]:

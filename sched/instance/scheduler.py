@@ -12,7 +12,7 @@ from math import inf
 from ..api.acceptance import Acceptance
 from ..api.log import Log, no_log
 from ..api.perf import PerfModel
-from ..api.plan import Delta, SharedPrefix, Span, StepPlan, StepResult, Suspended, token_delta
+from ..api.plan import Delta, Span, StepPlan, StepResult, Suspended, token_delta
 from ..api.policy import Decision, Limits, Policy, Role, Task, View
 from ..api.request import Request, State
 from .block_pool import BlockPool
@@ -324,23 +324,12 @@ class Scheduler:
         self._decoded = granted.load.decode > 0
         preemptible = self.limits.preemptible and not (granted.load.decode or trial)
         preemptible = preemptible and len(in_flight.suspended) < self.limits.suspended
-        shared = self._shared(granted.spans)
+        shared = () if self._prefixes is None else self._prefixes.groups(granted.spans)
         load = granted.load.share(shared, self.limits.page_size) if shared else granted.load
         plan = StepPlan(self._step, granted.spans, preemptible, shared=shared)
         in_flight.submit(plan, load, self.perf.step_time(load))
         self._log("planned", plan=plan)
         return plan
-
-    def _shared(self, spans: Sequence[Span]) -> tuple[SharedPrefix, ...]:
-        """Return the groups of spans that read a prefix together."""
-        if self._prefixes is None:
-            return ()
-        made, requests = [], self._queues.requests
-        for group in self._prefixes.groups(spans):
-            members = [spans[index] for index in group.spans]
-            decodes = sum(s.length == 1 + s.draft and s.start >= requests[s.request].prompt_length for s in members)
-            made.append(SharedPrefix(group.spans, group.pages, decodes))
-        return tuple(made)
 
     def view(self, now: float, start: float, running: Task | None = None) -> View:
         """Return the view of this instance for its policy."""

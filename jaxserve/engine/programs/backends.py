@@ -63,6 +63,8 @@ class Backends(NamedTuple):
                 f"cascade_attention='on' cannot run here: {reason}; allowed: auto, off, or attention_backend='xla'",
                 "cascade_attention",
             )
+        if asked == "auto" and reason is not None:
+            log.info("cascade attention: off, because %s", reason)
         return asked != "off" and reason is None
 
     def thresholds(self, mesh: AbstractMesh) -> thresholds.Thresholds:
