@@ -2,7 +2,7 @@
 
 On this machine: the same rows decode in an engine without cascade attention (1), in one with it that
 is told of no group (what a step without groups costs), and in one that reads the prefix once. Steps
-of the three alternate, so that other load slows all alike; ratios are of medians, to the first.
+of the three alternate, so that other load slows all alike; ratios to the first are medians over steps.
 
 By bytes: what a decode step of Llama 3 8B in bfloat16 reads, weights included, as a ratio. Simulated:
 the mean time per output token of requests that share a prefix on four H200, by a latency preset.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean, median
@@ -30,6 +31,10 @@ from jaxserve.models.published import published_spec
 from jaxserve.report.table import print_table
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.plan import SharedPrefix, Span, StepPlan, StepResult
+from jaxserve.sched.api.policy import Limits
+from jaxserve.sched.instance.prefix_groups import PrefixGroups
+from jaxserve.sched.perf import profile
+from jaxserve.sched.perf.profile import Probe, Row
 from jaxserve.sched.sim.arrival import Arrival
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.sim.options import Options
@@ -37,6 +42,7 @@ from jaxserve.sched.sim.simulate import simulate
 from jaxserve.yamlio import load_yaml
 
 OWN = 64  # tokens of each row after the prefix
+PAGE = 16  # tokens, of the scheduler's pages in `grouping` and `read`
 MODEL, WEIGHTS, PER_TOKEN = "llama3-8b", 16.06e9, 131072  # bytes of weights, and of the KV of a token, in bfloat16
 PRESET, OUTPUT = "minimax-m2.5-h200-tp4", 128
 
@@ -78,19 +84,23 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
         )  # fmt: skip
         executors = [built(replace(config, cascade_attention=cascade)) for cascade in ("off", "on")]
         for prefix in args.prefixes:
-            plain, none, one = map(median, asyncio.run(paired(executors, rows, prefix, args.steps)))
+            plain, none, one = asyncio.run(paired(executors, rows, prefix, args.steps))
             found.append({
-                "rows": rows, "prefix": prefix, "plain_s": plain, "no_group": none / plain, "group": one / plain,
-                "bytes": read(rows, prefix),
+                "rows": rows, "prefix": prefix, "plain_s": median(plain), "no_group": ratio(none, plain),
+                "group": ratio(one, plain), "bytes": read(rows, prefix),
             })  # fmt: skip
         closed(executors)
     return found
 
 
+def ratio(seconds: Sequence[float], plain: Sequence[float]) -> float:
+    return median(mine / theirs for mine, theirs in zip(seconds, plain, strict=True))
+
+
 def read(rows: int, prefix: int) -> float:
     """Return what a decode step of MODEL reads with the prefix read once, relative to once per row."""
     load = Load(decode=rows, longest=prefix + OWN, context=rows * (prefix + OWN))
-    shared = load.share([SharedPrefix(tuple(range(rows)), prefix // 16, rows)], 16)
+    shared = load.share([SharedPrefix(tuple(range(rows)), prefix // PAGE, rows)], PAGE)
     return (WEIGHTS + PER_TOKEN * shared.context) / (WEIGHTS + PER_TOKEN * load.context)
 
 
@@ -105,6 +115,20 @@ def simulated(rows: int, prefix: int) -> dict[str, Any]:
         made = simulate(arrivals, "sarathi", "1x4", latency, options=options)
         times.append(mean(one.tpot for one in made.measured[1:]))
     return {"rows": rows, "prefix": prefix, "tpot_s": times[0], "cascade": times[1] / times[0]}
+
+
+def grouping(rows: int, pages: int, shared: int, times: int = 50) -> float:
+    """Return the CPU seconds in which the scheduler finds the groups of rows that share some of their pages."""
+    limits = Limits(rows=rows, pages=rows * pages, page_size=PAGE)
+    spans = sharing(profile.spans(Probe((Row(pages * PAGE - 1, 1),) * rows, rows), limits), shared)
+    made = PrefixGroups(rows, PAGE)
+    assert len(made.groups(spans)) == (shared > 0)
+    spans, seconds = repeated(spans), []
+    for _ in range(times):
+        began = time.process_time()
+        made.groups(spans)
+        seconds.append(time.process_time() - began)
+    return median(seconds)
 
 
 def main() -> int:
@@ -128,7 +152,14 @@ def main() -> int:
     ]  # fmt: skip
     columns = ["rows", "prefix", "plain, ms", "no group", "one group", f"bytes, {MODEL}", "TPOT, simulated"]
     print_table("decode steps, relative to plain attention", columns, rows)
-    common.save(args, {"steps": steps, "simulated": served})
+    host = [
+        {"rows": count, "pages": 512, "shared": shared, "cpu_s": grouping(count, 512, shared)}
+        for count in (64, 256)
+        for shared in (0, 64, 508)
+    ]
+    cells = [[row["rows"], row["pages"], row["shared"], f"{1e6 * row['cpu_s']:.0f}"] for row in host]
+    print_table("CPU time to find the groups of a step", ["rows", "pages", "shared", "microseconds"], cells)
+    common.save(args, {"steps": steps, "simulated": served, "grouping": host})
     return 0
 
 

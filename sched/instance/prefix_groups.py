@@ -7,7 +7,7 @@ groups are chosen to save many page reads: a group of n spans with p pages saves
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,9 +67,8 @@ def grouped(tables: Ints, slots: Ints, full: Ints, least_pages: int) -> list[Gro
     pages of each row may be shared.
     """
     found: list[Group] = []
-    for part in _parts(tables, slots, np.flatnonzero(full), 0):
-        if len(part) >= LEAST_SHARING:
-            found += _best(tables, slots, full, part, 1, least_pages)[1]
+    for part in _parts(tables, slots, np.flatnonzero(full), 0)[0]:
+        found += _best(tables, slots, full, part, 1, least_pages)[1]
     return sorted(found)
 
 
@@ -84,11 +83,10 @@ def _best(tables: Ints, slots: Ints, full: Ints, rows: Ints, depth: int, least_p
     same = (tables[slots[rows], depth:ends] == tables[slots[rows[0]], depth:ends]).all(axis=0)
     run = depth + (len(same) if same.all() else int(same.argmin()))
     each = run if run >= least_pages else 0  # saved by a row that joins
-    saved, apart, joined = 0, list[Group](), [*rows[full[rows] <= run].tolist()]
-    for part in _parts(tables, slots, rows[full[rows] > run], run):
-        more, branch = 0, list[Group]()
-        if len(part) >= LEAST_SHARING:
-            more, branch = _best(tables, slots, full, part, run + 1, least_pages)
+    parts, others = _parts(tables, slots, rows[full[rows] > run], run)
+    saved, apart, joined = 0, list[Group](), [*rows[full[rows] <= run].tolist(), *others]
+    for part in parts:
+        more, branch = _best(tables, slots, full, part, run + 1, least_pages)
         if more > each * len(part):
             saved, apart = saved + more, apart + branch
         else:
@@ -99,10 +97,12 @@ def _best(tables: Ints, slots: Ints, full: Ints, rows: Ints, depth: int, least_p
     return (saved, apart) if saved > whole else (whole, [Group(tuple(rows.tolist()), run)] if each else [])
 
 
-def _parts(tables: Ints, slots: Ints, rows: Ints, column: int) -> Iterable[Ints]:
-    """Yield the rows that have the same page in a column, for each page of the column."""
-    if not len(rows):
-        return
-    pages = tables[slots[rows], column]
+def _parts(tables: Ints, slots: Ints, rows: Ints, column: int) -> tuple[list[Ints], list[int]]:
+    """Split rows by their page in a column; return the parts that can be groups, and the rows of the others."""
+    pages = tables[slots[rows], column] if len(rows) else rows
     order = np.argsort(pages, kind="stable")
-    yield from np.split(rows[order], np.flatnonzero(np.diff(pages[order])) + 1)
+    ordered = rows[order]
+    bounds = np.concatenate([[0], np.flatnonzero(np.diff(pages[order])) + 1, [len(rows)]])
+    sizes = np.diff(bounds)
+    parts = [ordered[bounds[at] : bounds[at + 1]] for at in np.flatnonzero(sizes >= LEAST_SHARING)]
+    return parts, ordered[np.repeat(sizes < LEAST_SHARING, sizes)].tolist()
