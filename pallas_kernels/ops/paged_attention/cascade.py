@@ -52,17 +52,17 @@ def plan(ragged: Ragged, *, decode: bool, window: int | None = None) -> Cascade:
     if window is not None:
         group = jnp.where(ragged.contexts <= window, group, -1)
     owner = jnp.append(group, -1)[ragged.rows]  # [T]
-    owner = jnp.where(owner < 0, groups, owner)
-    members = jnp.zeros(groups, jnp.int32).at[owner].add(1, mode="drop")  # [G] tokens
-    ends = jnp.cumsum((members + size - 1) // size)  # [G] tiles
-    order = jnp.argsort(owner, stable=True)  # tokens by group
-    mine = owner[order]
-    rank = jnp.arange(tokens) - jnp.searchsorted(mine, mine)  # place in the group
+    # Sums instead of a sort, which takes longer to compile; a step has few groups.
+    mine = owner[:, None] == jnp.arange(groups)[None, :]  # [T, G]
+    counts = jnp.cumsum(mine, axis=0, dtype=jnp.int32)
+    ends = jnp.cumsum((counts[-1] + size - 1) // size)  # [G] tiles
+    begins = jnp.append(0, ends[:-1]) * size
     most = tokens // size + groups  # J
-    first = jnp.append(0, ends)[mine]
-    place = jnp.where(mine < groups, first * size + rank, most * size)
-    queries = jnp.full(most * size, tokens, jnp.int32).at[place].set(order.astype(jnp.int32), mode="drop")
-    tile = jnp.minimum(jnp.searchsorted(ends, jnp.arange(most), side="right"), groups - 1)  # [J] group
+    place = jnp.sum(jnp.where(mine, begins[None, :] + counts - 1, 0), axis=1)
+    place = jnp.where(owner < 0, most * size, place)
+    queries = jnp.full(most * size, tokens, jnp.int32).at[place].set(jnp.arange(tokens, dtype=jnp.int32), mode="drop")
+    tile = jnp.sum(ends[None, :] <= jnp.arange(most)[:, None], axis=1)  # [J] group
+    tile = jnp.minimum(tile, groups - 1)
     rest = _without(ragged, group)
     return Cascade(
         queries.reshape(most, size), shared.row[tile], shared.tokens[tile], ends[-1], ragged.block_tables, rest
