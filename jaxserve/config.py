@@ -47,6 +47,7 @@ CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("load_format", ("auto", "safetensors", "orbax", "dummy")),
     ("mode", ("auto", "disaggregated", "colocated")),
     ("attention_backend", ("auto", "mosaic_gpu", "tpu", "xla")),
+    ("cascade_attention", ("auto", "on", "off")),
     ("experts_backend", ("auto", "mosaic_gpu", "xla")),
     ("products_backend", ("auto", "mosaic_gpu", "xla")),
     ("sampling_backend", ("auto", "mosaic_gpu", "xla")),
@@ -128,6 +129,11 @@ class ServeConfig(HttpSettings):
     attention_backend: Literal["auto", "mosaic_gpu", "tpu", "xla"] = flag(
         "auto", "devices", "Attention kernels. auto: the first that can run: mosaic_gpu or xla on a GPU, tpu or xla on "
         "a TPU, xla on CPU. A named backend that cannot run is an error.",
+    )  # fmt: skip
+    cascade_attention: Literal["auto", "on", "off"] = flag(
+        "off", "devices", "Read the KV of a prefix that 4 or more requests of a step share (at least 256 tokens in the "
+        "prefix cache) once, not once per request. Rounding then depends on which requests share a step, so tokens may "
+        "differ between runs where two are nearly equally likely. auto: where the attention kernels can (xla).",
     )  # fmt: skip
     experts_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
         "auto", "devices", "Kernels of the mixture of experts; chosen like --attention-backend."

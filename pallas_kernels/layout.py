@@ -21,6 +21,15 @@ class Scales(NamedTuple):
     v: jax.Array  # [K] float32
 
 
+class SharedPrefixes(NamedTuple):
+    """Groups of rows that begin with the same pages. G groups; those without a row share no page."""
+
+    group: jax.Array  # [S] int32, 1 + the row's group, or 0: none
+    row: jax.Array  # [G] int32, a row of the group: its block table begins with the shared pages
+    pages: jax.Array  # [G] int32, shared pages: all full, and before every token of this step
+    tokens: jax.Array  # [G] int32, pages * B
+
+
 class Ragged(NamedTuple):
     """The rows of a step, of different lengths, flattened: padding tokens come last, padding rows have length 0."""
 
@@ -31,3 +40,4 @@ class Ragged(NamedTuple):
     lengths: jax.Array  # [S] int32, tokens of the row in this step
     contexts: jax.Array  # [S] int32, tokens of the row in the cache after this step's write (0 for padding)
     block_tables: jax.Array  # [S, P] int32, page ids in order; 0 where unused
+    shared: SharedPrefixes | None = None  # for backends that read shared pages once; others may ignore it

@@ -145,6 +145,7 @@ def _plan(plan: StepPlan) -> list[Any]:
         ],
         plan.preemptible,
         plan.resume,
+        *[[list(group.spans), group.pages] for group in plan.shared],
     ]
 
 

@@ -103,7 +103,7 @@ def compile_first(run: Run, state: DeviceState, wanted: Sequence[Bucket]) -> Non
     dtype = state.weights["embed"].dtype
 
     def step(bucket: Bucket) -> tuple[str, Any]:
-        packed = idle_batch(bucket, limits.row_pages, slots, full=False).packed
+        packed = idle_batch(bucket, slots, full=False).packed
         program = state.programs.step[bucket]
         return bucket.label, program.lower(state.weights, state.pools, state.carry.tokens, packed)
 

@@ -30,6 +30,7 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     "max_queued_requests": (("max_num_queued_reqs", None),),
     "speculative_algorithm": (("speculative_config", None),),
     "disable_radix_cache": (("enable_prefix_caching", False),),
+    "disable_cascade_attn": (("cascade_attention", "off"),),
     "random_seed": (("seed", None),),
     "kv_cache_memory_bytes": (("kv_cache_memory", None),),
 }

@@ -34,6 +34,7 @@ __all__ = [
     "attention",
     "heads_first",
     "pool_row",
+    "refuses_cascade",
     "resolve",
 ]
 
@@ -51,6 +52,13 @@ def pool_row(choice: Choice | None, head_dim: int) -> tuple[int, int]:
     Each pool is [N, B, K / heads, width].
     """
     return tpu.row(choice.spec) if choice is not None and choice.backend == "tpu" else (1, head_dim)
+
+
+def refuses_cascade(choice: Choice | None) -> str | None:
+    """Return None, or the reason why the kernels of `choice` read a shared prefix once per row."""
+    if choice is None or choice.backend == "xla":
+        return None
+    return f"the attention backend {choice} reads a shared prefix once per row"
 
 
 def heads_first(choice: Choice | None) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import jax
 
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.ops.kv_write.xla import rope_and_write_xla, write_latent
+from pallas_kernels.ops.paged_attention import cascade
 from pallas_kernels.ops.paged_attention.api import AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
-from pallas_kernels.ops.paged_attention.xla import paged_attention
+from pallas_kernels.ops.paged_attention.xla import Options, paged_attention
 from pallas_kernels.rope import Turn, rotate
 
 
@@ -31,7 +32,14 @@ def heads_first(spec: AttentionSpec) -> bool:
 
 def make(spec: AttentionSpec | None, decode: bool, few: bool = False) -> XlaAttention:
     """Build the attention of a bucket; `few` is ignored. Without a `spec`, pools are [N, B, K, D]."""
-    return XlaAttention(decode, spec is not None and heads_first(spec))
+    return XlaAttention(decode) if spec is None else XlaAttention(decode, heads_first(spec), spec.windows)
+
+
+class XlaWork(NamedTuple):
+    """What the layers of a step share."""
+
+    ragged: Ragged
+    cascades: tuple[cascade.Cascade, ...]  # one per distinct window; empty if the step has no `Ragged.shared`
 
 
 @dataclass(frozen=True)
@@ -40,10 +48,13 @@ class XlaAttention:
 
     decode: bool
     heads_first: bool = False
+    windows: tuple[int | None, ...] = (None,)  # distinct windows of the model's layers
 
-    def plan(self, ragged: Ragged) -> Ragged:
-        """Return `ragged` as is: the loops over pages stop at the contexts' ends."""
-        return ragged
+    def plan(self, ragged: Ragged) -> XlaWork:
+        """Plan what rows read together, once per distinct window; the loops over pages need no plan."""
+        if ragged.shared is None:
+            return XlaWork(ragged, ())
+        return XlaWork(ragged, tuple(cascade.plan(ragged, decode=self.decode, window=each) for each in self.windows))
 
     def __call__(
         self,
@@ -52,7 +63,7 @@ class XlaAttention:
         v: jax.Array | None,
         turn: Turn | None,
         pool: Pool,
-        work: Ragged,
+        work: XlaWork,
         *,
         scale: float,
         window: int | None = None,
@@ -60,16 +71,19 @@ class XlaAttention:
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
     ) -> tuple[jax.Array, Pool]:
-        q, pool = _written(q, k, v, turn, pool, work, scales, self.heads_first)
-        attend = partial(
-            paged_attention,
-            q, pool[0], pool[-1], work, scale=scale, decode=self.decode, window=window, softcap=softcap,
-            scales=scales, heads_first=self.heads_first,
-        )  # fmt: skip
-        if sinks is None:
-            return attend(), pool
-        mixed, lse = attend(return_lse=True)
-        return with_sinks(mixed, lse, sinks), pool
+        q, pool = _written(q, k, v, turn, pool, work.ragged, scales, self.heads_first)
+        options: Options = {
+            "scale": scale, "decode": self.decode, "window": window, "softcap": softcap, "scales": scales,
+            "heads_first": self.heads_first,
+        }  # fmt: skip
+        if work.cascades:
+            shared = work.cascades[self.windows.index(window)]
+            mixed, lse = cascade.cascade_attention(q, pool[0], pool[-1], shared, **options)
+        elif sinks is None:
+            return paged_attention(q, pool[0], pool[-1], work.ragged, **options), pool
+        else:
+            mixed, lse = paged_attention(q, pool[0], pool[-1], work.ragged, return_lse=True, **options)
+        return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), pool
 
 
 def _written(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from .plan import SharedPrefix
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Number = float | Array
@@ -17,8 +20,8 @@ class Load(NamedTuple):
     decode: int = 0  # tokens of running decodes: one each, plus their drafted tokens
     quadratic: float = 0.0  # sum over chunks of k*c + k*k/2, with k new tokens after c computed ones
     longest: int = 0  # longest decode context
-    context: int = 0  # sum of decode contexts
-    prefix: int = 0  # sum over chunks of c, the context before the chunk
+    context: int = 0  # sum of decode contexts, of which a prefix that is read together counts once
+    prefix: int = 0  # sum over chunks of c, the context before the chunk, likewise
     drafts: int = 0  # steps of the draft model: the longest draft in the batch
 
     @property
@@ -44,6 +47,19 @@ class Load(NamedTuple):
         prefill, decode, quadratic, before, others, prefix, drafts = self
         longest = longest if longest > before else before
         return tuple.__new__(Load, (prefill, decode + tokens, quadratic, longest, others + context, prefix, drafts))
+
+    def share(self, groups: Iterable[SharedPrefix], page_size: int) -> Load:
+        """Return this load if each group reads its prefix once.
+
+        One reading stays, in `context` if the group has a decode, so that `context` is never below
+        `longest`. The attention scores, `quadratic`, are computed for each span as before.
+        """
+        context, prefix = self.context, self.prefix
+        for spans, pages, decodes in groups:
+            chunks = len(spans) - decodes
+            context -= pages * page_size * max(decodes - 1, 0)
+            prefix -= pages * page_size * (chunks if decodes else chunks - 1)
+        return self._replace(context=context, prefix=prefix)
 
 
 class Form(Protocol):

@@ -42,6 +42,20 @@ def decoding(request: int, slot: int, start: int) -> Span:
     return tuple.__new__(Span, (request, slot, start, 1, (), (), 0, True, None))
 
 
+LEAST_SHARING = 4  # spans of the smallest group that reads its prefix together
+
+
+class SharedPrefix(NamedTuple):
+    """Spans of a step that begin with the same pages, to be read once for all of them.
+
+    The pages are full, and their KV is computed by earlier steps.
+    """
+
+    spans: tuple[int, ...]  # indices in `StepPlan.spans`, at least LEAST_SHARING
+    pages: int  # leading pages that they share
+    decodes: int  # how many of the spans are running decodes; the others are chunks of prompts
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """The spans of one step on one instance. Frozen, so that it can be logged and replayed."""
@@ -50,6 +64,7 @@ class StepPlan:
     spans: tuple[Span, ...]
     preemptible: bool = False
     resume: int | None = None  # resume this suspended step instead of starting a new one
+    shared: tuple[SharedPrefix, ...] = ()  # each span is in at most one
 
 
 class TokenLogprobs(NamedTuple):

@@ -128,6 +128,7 @@ class Limits:
     draft: int = 0  # tokens that a request may draft and verify per step
     history: bool = False  # the executor needs the tokens of every request, because it drafts from them
     stairs: tuple[int, ...] = ()  # sizes in tokens, ascending, that steps with prompt tokens are padded to; (): none
+    cascade: bool = False  # the executor reads a prefix that rows share once
 
 
 class Task(NamedTuple):

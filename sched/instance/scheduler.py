@@ -18,6 +18,7 @@ from ..api.request import Request, State
 from .block_pool import BlockPool
 from .in_flight import InFlightSteps, Settled, Submitted, task
 from .kv_manager import KVManager, Reservation, WriteBack
+from .prefix_groups import PrefixGroups
 from .prefix_hits import PrefixHits
 from .request_queues import RequestQueues, shown
 from .stats import Counters, Drift
@@ -61,6 +62,7 @@ class Scheduler:
         self._decoded = False  # the last planned step contains decodes
         self._again = inf  # when to ask the policy again whether to stop the running step
         self._trials = Trials()
+        self._prefixes = PrefixGroups(limits.rows, limits.page_size) if limits.cascade else None
 
     def _new_kv(self) -> KVManager:
         blocks = BlockPool(self.limits.pages, self.limits.page_size, prefix_caching=self._prefix_caching)
@@ -322,8 +324,11 @@ class Scheduler:
         self._step += 1
         self._decoded = granted.load.decode > 0
         preemptible = self.limits.preemptible and not (granted.load.decode or trial)
-        plan = StepPlan(self._step, granted.spans, preemptible and len(in_flight.suspended) < self.limits.suspended)
-        in_flight.submit(plan, granted.load, self.perf.step_time(granted.load))
+        preemptible = preemptible and len(in_flight.suspended) < self.limits.suspended
+        shared = () if self._prefixes is None else self._prefixes.groups(granted.spans)
+        load = granted.load.share(shared, self.limits.page_size) if shared else granted.load
+        plan = StepPlan(self._step, granted.spans, preemptible, shared=shared)
+        in_flight.submit(plan, load, self.perf.step_time(load))
         self._log("planned", plan=plan)
         return plan
 

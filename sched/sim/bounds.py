@@ -81,6 +81,8 @@ def _promised(
 
 
 def _servers(mesh: Mesh | str, latency: Latency, options: Options) -> dict[str, Any]:
+    if options.cascade:
+        raise InvalidValue("no bound exists with cascade attention, which reads less than each context", "bound")
     roles = (Mesh.parse(mesh) if isinstance(mesh, str) else mesh).roles
     device, routing = options.device(latency), options.routing.partition(":")[0]
     prefill = 0 if routing in TURNING else roles.count(Role.PREFILL)

@@ -254,7 +254,8 @@ class SimExecutor:
             if thoughts and 0 <= (place := thoughts.get(request, 0) - 1 - index) < len(sampled) - (sampled[-1] == EOS):
                 sampled = (*sampled[:place], END_THINKING, *sampled[place + 1 :])
             tokens.append(sampled)
-        return Load(prefill, decode, quadratic / 2, longest, context, prefix, drafts), tuple(tokens)
+        load = Load(prefill, decode, quadratic / 2, longest, context, prefix, drafts)
+        return load.share(plan.shared, self.page_size) if plan.shared else load, tuple(tokens)
 
     def _verified(self, draft: int, left: int) -> tuple[int, ...]:
         """Sample the accepted prefix of a draft, and the token that the target puts after it."""

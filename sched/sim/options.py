@@ -63,7 +63,7 @@ class Options:
     prediction_error: constant relative error of all predictions (0.2: a fifth too long).
     noise: overrides the latency preset.
     routing, admission: by name. The router `auto` is the one that goes with the policy.
-    tokens, rows, prompts, suspended, draft: see policy.Limits. prompts None: no limit.
+    tokens, rows, prompts, suspended, draft, cascade: see policy.Limits. prompts None: no limit.
     fill: fit chunks to the sizes that the preset's devices pad steps to (Limits.stairs).
     boundary: where prefill steps can be preempted; with `chunk` they cannot. depth: segments dispatched at
         a time. segments: equal parts of a step, overrides `boundary`.
@@ -94,6 +94,7 @@ class Options:
     segments: int | None = None
     suspended: int = 4
     draft: int = 0
+    cascade: bool = False
     acceptance: float = 0.7
     routing_delay: float = 0.0
     stale: float = 0.0

@@ -247,6 +247,7 @@ class _Simulation:
             stopping=stopping(self._device.segments, self._device.ahead + 1),
             draft=options.draft,
             stairs=self._buckets.mixed if options.fill else (),
+            cascade=options.cascade,
         )
         log: Log = no_log
         if self._logs is not None:

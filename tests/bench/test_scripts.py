@@ -16,6 +16,7 @@ from jaxserve.report.table import markdown
 
 SCRIPTS = [
     "azure_replay",
+    "cascade",
     "colocated",
     "compare",
     "compiles",

@@ -164,7 +164,7 @@ def told(state: Any, *messages: tuple[Any, ...] | None) -> tuple[BaseException |
 def test_a_follower_refuses_messages_out_of_order(cut: JaxExecutor) -> None:
     limits = cut.state.programs.limits
     prompt, decode = limits.buckets[-1], limits.buckets[0]
-    batch, whole = (idle_batch(bucket, limits.row_pages, SlotTable(limits), full=False) for bucket in (prompt, decode))
+    batch, whole = (idle_batch(bucket, SlotTable(limits), full=False) for bucket in (prompt, decode))
     begun = [("segment", 7, 0, batch), ("segment", 7, 1, None)]
     rest = [("segment", 7, 2, None), ("segment", 7, 3, None)]
     assert told(cut.state, *begun, *rest, ("end", 7, ()), ("segment", 8, 0, batch), ("rebuild",), None) == (None, None)

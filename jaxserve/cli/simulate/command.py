@@ -112,6 +112,7 @@ def _study(args: argparse.Namespace) -> Study:
         behind=args.kv_behind_steps,
         suspended=args.max_suspended,
         draft=args.draft,
+        cascade=args.cascade_attention == "on",
         acceptance=args.acceptance,
         routing_delay=args.routing_delay,
         stale=args.stale_state,

@@ -168,6 +168,12 @@ def _scheduling(group: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="[on for traces that name shared prefixes]",
     )
+    group.add_argument(
+        "--cascade-attention",
+        choices=("on", "off"),
+        default="off",
+        help="rows of a step that share a prefix in the prefix cache read it once [off]",
+    )
 
 
 def _replicas(group: Any) -> None:

@@ -52,6 +52,21 @@ class Backends(NamedTuple):
         first = dispatch.heads_first(self.attention)
         return replace(spec, kv_row=heads, kv_width=width, kv_heads_first=first)
 
+    def cascade(self, asked: str) -> bool:
+        """Return whether attention reads a shared prefix once. `asked`: on, off, or auto: on if it can.
+
+        Raises InvalidValue for `on` with kernels that cannot.
+        """
+        reason = dispatch.refuses_cascade(self.attention)
+        if asked == "on" and reason is not None:
+            raise InvalidValue(
+                f"cascade_attention='on' cannot run here: {reason}; allowed: auto, off, or attention_backend='xla'",
+                "cascade_attention",
+            )
+        if asked == "auto" and reason is not None:
+            log.info("cascade attention: off, because %s", reason)
+        return asked != "off" and reason is None
+
     def thresholds(self, mesh: AbstractMesh) -> thresholds.Thresholds:
         """Return the search for sampling thresholds."""
         return thresholds.thresholds(self.sampling, mesh)

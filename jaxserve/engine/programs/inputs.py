@@ -17,7 +17,7 @@ from jaxserve.engine.programs import draft_inputs as drafting
 from jaxserve.engine.programs.sampling import ADJUSTED, Column
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import Begin, Span
+from jaxserve.sched.api.plan import LEAST_SHARING, Begin, SharedPrefix, Span
 
 Int32 = npt.NDArray[np.int32]
 FROM_CARRY = -1  # placeholder of a token that is on the device; -2 and below: the tokens drafted after it, in order
@@ -77,6 +77,11 @@ class Limits:
     draft: int = 0  # largest number of tokens that a row drafts in a step
     scores: bool = False  # the draft's logits are kept, see `speculate.probabilistic`
     ladder: tuple[int, ...] = LADDER  # sizes of the programs that compute prompt tokens
+    cascade: bool = False  # rows that share a prefix read it once
+
+    def groups(self, bucket: Bucket) -> int:
+        """Return the largest number of groups of rows that share a prefix in a step."""
+        return bucket.rows // LEAST_SHARING if self.cascade else 0
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -146,12 +151,18 @@ class Layout(NamedTuple):
     slots: int
     last: int
     tables: int
+    sharing: int  # of each row: 1 + its group, or 0; none of the three parts without groups
+    leaders: int  # of each group: one of its rows
+    shared: int  # of each group: the pages that its rows share
     end: int
 
     @classmethod
-    def of(cls, bucket: Bucket, row_pages: int) -> Layout:
-        t, s = bucket.tokens, bucket.rows
-        return cls(t, t + s, t + 2 * s, t + 3 * s, t + 4 * s, t + 5 * s, t + 5 * s + s * row_pages)
+    def of(cls, bucket: Bucket, limits: Limits) -> Layout:
+        t, s, groups = bucket.tokens, bucket.rows, limits.groups(bucket)
+        sharing = t + 5 * s + s * limits.row_pages
+        leaders = sharing + (s if groups else 0)
+        end = leaders + 2 * groups
+        return cls(t, t + s, t + 2 * s, t + 3 * s, t + 4 * s, t + 5 * s, sharing, leaders, leaders + groups, end)
 
 
 class SlotTable:
@@ -247,13 +258,13 @@ class InputBuilder:
             f"{self.limits.tokens} tokens"
         )
 
-    def build(self, spans: Sequence[Span], slots: SlotTable) -> Batch:
+    def build(self, spans: Sequence[Span], slots: SlotTable, shared: Sequence[SharedPrefix] = ()) -> Batch:
         """Build the arrays of a step; new pages and requests must already be in `slots`."""
         _, slot, start, length, _, tokens, draft, samples, _ = zip(*spans, strict=True)
         rows, total = len(spans), sum(length)
         drafted = max(draft)
         bucket = self.bucket(rows, total, verify=drafted > 0 and total == rows + sum(draft))
-        at = Layout.of(bucket, self.limits.row_pages)
+        at = Layout.of(bucket, self.limits)
         ids = np.array(slot)
         lengths = np.array(length)
         contexts = np.array(start) + lengths
@@ -266,8 +277,12 @@ class InputBuilder:
         packed[at.contexts : at.contexts + rows] = contexts
         packed[at.slots : at.slots + rows] = ids
         packed[at.last : at.last + rows] = ends - 1
-        tables = packed[at.tables :].reshape(bucket.rows, self.limits.row_pages)
+        tables = packed[at.tables : at.sharing].reshape(bucket.rows, self.limits.row_pages)
         np.take(slots.tables, ids, axis=0, out=tables[:rows], mode="clip")
+        if self.limits.cascade:
+            for index, group in enumerate(shared):
+                packed[at.sharing + np.array(group.spans)] = 1 + index
+                packed[at.leaders + index], packed[at.shared + index] = group.spans[0], group.pages
         if not any(samples):
             return Batch(bucket, packed, None, False, None, ())
         drawn = np.full(bucket.width, self.limits.slots)

@@ -87,7 +87,7 @@ class Segments:
         outer: the weights outside the layers.
         """
         bucket = max(self.buckets)
-        packed = jax.ShapeDtypeStruct((Layout.of(bucket, self._limits.row_pages).end,), "int32")
+        packed = jax.ShapeDtypeStruct((Layout.of(bucket, self._limits).end,), "int32")
         carry = jax.ShapeDtypeStruct((self._limits.slots, 1 + self._limits.draft), "int32")
         made = jax.eval_shape(
             partial(_begin, spec=self._spec, limits=self._limits, bucket=bucket, kernel=self._kernel),

@@ -29,7 +29,7 @@ from jaxserve.models import registry
 from jaxserve.models.cache import Cache
 from jaxserve.models.spec import ModelSpec
 from pallas_kernels.attention.api import Attention, Pool
-from pallas_kernels.layout import Ragged
+from pallas_kernels.layout import Ragged, SharedPrefixes
 from pallas_kernels.ops.kv_pages.api import export_pages, import_pages
 from pallas_kernels.ops.sampling_threshold.api import Thresholds
 
@@ -143,10 +143,10 @@ def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) 
 
     KV write positions are computed here from the rows, which is cheaper than sending them.
     """
-    at = Layout.of(bucket, limits.row_pages)
+    at = Layout.of(bucket, limits)
     starts, lengths = packed[at.starts : at.lengths], packed[at.lengths : at.contexts]
     contexts, slots = packed[at.contexts : at.slots], packed[at.slots : at.last]
-    tables = packed[at.tables : at.end].reshape(bucket.rows, limits.row_pages)
+    tables = packed[at.tables : at.sharing].reshape(bucket.rows, limits.row_pages)
     index = jnp.arange(bucket.tokens, dtype=jnp.int32)  # [T]
     rows = jnp.sum((starts + lengths)[None, :] <= index[:, None], axis=1, dtype=jnp.int32)  # [T], S for padding
     real, row = rows < bucket.rows, jnp.minimum(rows, bucket.rows - 1)
@@ -155,7 +155,13 @@ def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) 
     write = jnp.where(real, page * limits.page_size + positions % limits.page_size, limits.pages * limits.page_size)
     tokens = packed[: at.starts]
     tokens = jnp.where(tokens <= FROM_CARRY, carry[slots[row], jnp.maximum(FROM_CARRY - tokens, 0)], tokens)
-    ragged = Ragged(positions, rows, write, starts, lengths, contexts, tables)
+    shared = None
+    if limits.groups(bucket):
+        pages = packed[at.shared : at.end]
+        shared = SharedPrefixes(
+            packed[at.sharing : at.leaders], packed[at.leaders : at.shared], pages, pages * limits.page_size
+        )
+    ragged = Ragged(positions, rows, write, starts, lengths, contexts, tables, shared)
     # Without the barrier, XLA fuses slices of `packed` into the kernels that read them and leaves these fusions out
     # of the step's CUDA graph, which would split it at every layer.
     return tokens, lax.optimization_barrier(ragged), packed[at.last : at.tables]

@@ -175,7 +175,7 @@ class JaxExecutor:
                 self._slots.extend(span.slot, span.new_pages)
             if not span.samples:
                 self._doubt(span)
-        return self._inputs.build(plan.spans, self._slots)
+        return self._inputs.build(plan.spans, self._slots, plan.shared)
 
     def _dispatch(self) -> None:
         """Dispatch queued steps in order, as far as possible."""

@@ -126,7 +126,7 @@ class DraftModel:
     def _compute(self, carry: Carry, pieces: list[tuple[Int32, int, int]], buckets: list[Bucket]) -> None:
         limits, total = self._programs.limits, sum(length for _, _, length in pieces)
         bucket = next(one for one in buckets if one.tokens >= total and one.rows >= len(pieces))
-        at = Layout.of(bucket, limits.row_pages)
+        at = Layout.of(bucket, limits)
         packed = np.zeros(at.end, np.int32)
         packed[:total] = FROM_HISTORY
         packed[at.starts : at.lengths] = total
@@ -163,7 +163,7 @@ class DraftModel:
                 args = self._weights, self._pools, carry.tokens, carry.scores, carry.history, rows, drawn
                 made.append(Call(f"draft {bucket.rows}", programs.draft, args))
         for bucket, program in programs.follow.items():
-            packed = np.zeros(Layout.of(bucket, limits.row_pages).end, np.int32)
+            packed = np.zeros(Layout.of(bucket, limits).end, np.int32)
             chunk = self._weights, self._pools, carry.tokens, carry.history, packed
             made.append(Call(f"follow {bucket.tokens}", program, chunk))
         for size in piece_sizes(limits.row_pages):
@@ -177,7 +177,7 @@ class DraftModel:
         """Run every bucket that catching up uses; `DeviceState.step` on padding does not."""
         limits = self._programs.limits
         for bucket, program in self._programs.follow.items():
-            packed = np.zeros(Layout.of(bucket, limits.row_pages).end, np.int32)
+            packed = np.zeros(Layout.of(bucket, limits).end, np.int32)
             self._pools = program(self._weights, self._pools, carry.tokens, carry.history, packed)
 
 
@@ -195,7 +195,7 @@ def _follow(
 ) -> list[Pool]:
     """Return the pools with the KV of a step's tokens."""
     ids, ragged, _ = unpack(packed, tokens, bucket, limits)
-    at = Layout.of(bucket, limits.row_pages)
+    at = Layout.of(bucket, limits)
     slots = packed[at.slots : at.last][jnp.minimum(ragged.rows, bucket.rows - 1)]
     ids = jnp.where(packed[: at.starts] == FROM_HISTORY, history[slots, ragged.positions], ids)
     _, pools = registry.forward(spec, weights, pools, jnp.maximum(ids, 0), ragged, attention=kernel)

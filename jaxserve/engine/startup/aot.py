@@ -262,7 +262,7 @@ class Instance:
         boundary = Boundary(1, operators=part is not Part.WHOLE)
         segments = Segments(spec, cast(Mesh, self.whole.mesh), limits, boundary, self.backends)
         link = next(link for link in segments.links if link.kind[1] is part)
-        packed = self.plain((Layout.of(bucket, limits.row_pages).end,))
+        packed = self.plain((Layout.of(bucket, limits).end,))
         made = jax.eval_shape(segments.begin[bucket], outside(self.weights), self.carried, packed)
         stream, _ = jax.tree.map(lambda one: self.plain(one.shape, one.dtype), made)
         pools = pools_of(link, self.pools)
@@ -271,7 +271,7 @@ class Instance:
 
     def step(self, bucket: Bucket) -> jax.stages.Lowered:
         limits = self.programs.limits
-        packed = self.plain((Layout.of(bucket, limits.row_pages).end,))
+        packed = self.plain((Layout.of(bucket, limits).end,))
         program = self.programs.step[bucket]
         lowered: jax.stages.Lowered = program.lower(self.weights, self.pools, self.carried, packed)
         return lowered

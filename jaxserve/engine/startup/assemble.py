@@ -140,6 +140,7 @@ class Machine:
             "boundary": self.config.preempt_boundary,
             "segments": self.executors[0].pieces,
             "depth": self.config.preempt_depth,
+            "cascade": self.limits.cascade,
         }
 
     def now(self) -> float:
@@ -240,6 +241,7 @@ def build(config: ServeConfig, progress: Progress | None = None, ladder: tuple[i
         experts_backend=config.experts_backend,
         products_backend=config.products_backend,
         sampling_backend=config.sampling_backend,
+        cascade_attention=config.cascade_attention,
         preempt_boundary=config.preempt_boundary,
         preempt_depth=config.preempt_depth,
         ladder=ladder,
@@ -258,6 +260,7 @@ def build(config: ServeConfig, progress: Progress | None = None, ladder: tuple[i
         draft=drafted,
         history=drafted > 0,
         stairs=profile.buckets_of(executors[0]).mixed,
+        cascade=executors[0].state.programs.limits.cascade,
     )
     return Built(built, path, executors, limits, length)
 

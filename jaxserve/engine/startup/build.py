@@ -60,6 +60,7 @@ class ExecutorConfig:
     experts_backend: str = "auto"  # the same for the mixture of experts
     products_backend: str = "auto"  # the same for matmuls with 8-bit weights
     sampling_backend: str = "auto"  # the same for thresholds of top-k, top-p and min-p
+    cascade_attention: str = "off"  # see `Backends.cascade`
     preempt_boundary: str = "chunk"  # see `Boundary`
     preempt_depth: int = DEPTH  # segments dispatched ahead of the devices
     suspended: int = 4  # largest number of suspended steps: memory is reserved for them
@@ -210,6 +211,7 @@ def _limits(
         draft=0 if config.speculative is None else config.speculative.num_speculative_tokens,
         scores=config.speculative is not None and config.speculative.rejection_sample_method == "probabilistic",
         ladder=config.ladder,
+        cascade=backends.cascade(config.cascade_attention),
     )
     name, stored = "kv_cache_memory", kv.pool_dtype(config.kv_cache_dtype, dtype)
     if meshes[0].devices.flat[0].platform == "cpu" or config.kv_cache_memory is not None:
@@ -275,7 +277,7 @@ def temporaries(
     shape = spec.cache.shape(limits.pages, limits.page_size)
     part = described(shape, stored or dtype, NamedSharding(mesh, spec.cache.partition))
     carry, bucket = Carry.made(limits, described), limits.buckets[-1]
-    batch = idle_batch(bucket, limits.row_pages, slots, full=True)
+    batch = idle_batch(bucket, slots, full=True)
     step = programs.step[bucket].lower(tree, spec.cache.pools(part), carry.tokens, batch.packed).compile()
     rows = described((bucket.width, spec.dim), dtype)
     counts = described((limits.slots, limits.vocab), jnp.int16)

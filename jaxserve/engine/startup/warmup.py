@@ -123,16 +123,16 @@ def use_persistent_cache(folder: Path | None = None) -> Path:
     return path
 
 
-def idle_batch(bucket: Bucket, row_pages: int, slots: SlotTable, *, full: bool) -> Batch:
+def idle_batch(bucket: Bucket, slots: SlotTable, *, full: bool) -> Batch:
     """Return a step of padding, which writes and samples nothing."""
-    packed = np.zeros(Layout.of(bucket, row_pages).end, np.int32)
+    packed = np.zeros(Layout.of(bucket, slots.limits).end, np.int32)
     sampling = slots.columns[np.full(bucket.width, slots.limits.slots)]
     return Batch(bucket, packed, sampling, full, None, ())
 
 
 def idle_drafting(bucket: Bucket, depth: int, row_pages: int, slots: SlotTable) -> Batch:
     """Return a step of padding that drafts."""
-    batch = idle_batch(bucket, row_pages, slots, full=False)
+    batch = idle_batch(bucket, slots, full=False)
     assert batch.sampling is not None
     size = next(
         one.rows for one in slots.limits.buckets if one.decode and one.rows >= min(bucket.rows, slots.limits.slots)
@@ -174,7 +174,7 @@ def calls(state: DeviceState) -> list[Call]:
     programs, limits = state.programs, state.programs.limits
     spec, slots, made = programs.spec, SlotTable(limits), []
     for bucket in reversed(limits.buckets):
-        packed = idle_batch(bucket, limits.row_pages, slots, full=False).packed
+        packed = idle_batch(bucket, slots, full=False).packed
         made.append(Call(bucket.label, programs.step[bucket], (state.weights, state.pools, state.carry.tokens, packed)))
     made.extend(_segments(state, slots))
     dtype = state.weights["embed"].dtype
@@ -199,11 +199,11 @@ def calls(state: DeviceState) -> list[Call]:
 
 def _segments(state: DeviceState, slots: SlotTable) -> Iterator[Call]:
     """Yield the programs of preemptible steps; values between segments are abstract."""
-    segments, limits = state.segments, state.programs.limits
+    segments = state.segments
     if segments is None:
         return
     for bucket in reversed(segments.buckets):
-        args = state.outer, state.carry.tokens, idle_batch(bucket, limits.row_pages, slots, full=False).packed
+        args = state.outer, state.carry.tokens, idle_batch(bucket, slots, full=False).packed
         yield Call(f"begin {bucket.tokens}", segments.begin[bucket], args)
         stream, last = state.described(jax.eval_shape(segments.begin[bucket], *args))
         for kind, link in {link.kind: link for link in segments.links}.items():
@@ -218,12 +218,12 @@ def run_through(state: DeviceState) -> None:
     limits, slots = state.programs.limits, SlotTable(state.programs.limits)
     drawn, widths = None, set()
     for bucket in limits.buckets:
-        drawn, hidden = state.step(idle_batch(bucket, limits.row_pages, slots, full=False))
+        drawn, hidden = state.step(idle_batch(bucket, slots, full=False))
         state.score(hidden, 0, np.zeros(1, np.int32))
         if bucket.width not in widths:
             widths.add(bucket.width)
-            state.draw(idle_batch(bucket, limits.row_pages, slots, full=True), (), drawn.rows, hidden)
-        walk = state.walk(idle_batch(bucket, limits.row_pages, slots, full=False))
+            state.draw(idle_batch(bucket, slots, full=True), (), drawn.rows, hidden)
+        walk = state.walk(idle_batch(bucket, slots, full=False))
         if walk is not None:
             while walk.left:
                 state.segment(walk)

@@ -297,7 +297,7 @@ def many(q: jax.Array, pool: Pages, ragged: Ragged, rule: Rule, queries: int | N
                 token = first + b * tile.queries
                 here = lax.dynamic_slice_in_dim(padded, start + token, tile.queries)  # [Q, K, G, D]
                 mine = token + jnp.arange(tile.queries) < length
-                fresh = _block(here, pool, table, offset + token, ragged.contexts[r], rule, tile.keys)
+                fresh = attend_block(here, pool, table, offset + token, ragged.contexts[r], rule, tile.keys)
                 return tuple(_stored(old, new, start + token, mine) for old, new in zip(out, fresh, strict=True))
 
             filled: Parts = lax.fori_loop(0, count, one, out)
@@ -321,7 +321,7 @@ def _stored(old: jax.Array, new: jax.Array, at: jax.Array, mine: jax.Array) -> j
     return lax.dynamic_update_slice_in_dim(old, kept, at, axis=0)
 
 
-def _block(
+def attend_block(
     q: jax.Array,
     pool: Pages,
     table: jax.Array,
@@ -344,7 +344,8 @@ def _block(
         ids = lax.dynamic_slice_in_dim(table, i * pages, pages)
         k, v = pool.read(ids, q.dtype)  # [C, K, D], or [K, C, D]
         key = i * span + jnp.arange(span)  # [C] positions
-        seen, real = key[None, :] <= last, key < context  # [G * Q, C], [C]
+        real = key < context  # [C]
+        seen = (key[None, :] <= last) & real[None, :]  # [G * Q, C]
         if rule.window is not None:
             seen &= key[None, :] >= rule.begin(last)
             real &= key >= lowest
@@ -425,18 +426,21 @@ def paged_attention(
     """
     pages = Pages(k_pool, v_pool, heads_first)
     _check(q, pages, ragged, decode)
-    tokens, heads, dim = q.shape
-    kv_heads = pages.heads
-    factor = jnp.full((kv_heads,), scale, jnp.float32) if scales is None else scales.k * scale
-    grouped = q.reshape(tokens, kv_heads, -1, dim).astype(jnp.float32) * factor[None, :, None, None]
-    grouped = grouped.astype(q.dtype)  # [T, K, G, D]
+    grouped = scaled(q, pages.heads, scale, scales)
     rule = Rule(window, softcap, None if scales is None else scales.v, return_lse)
     if decode:
         parts = single(grouped, pages, ragged.contexts, ragged.block_tables, rule)
     else:
         parts = many(grouped, pages, ragged, rule, queries)
     out = parts[0].reshape(q.shape)
-    return (out, parts[1].reshape(tokens, heads)) if return_lse else out
+    return (out, parts[1].reshape(q.shape[:2])) if return_lse else out
+
+
+def scaled(q: jax.Array, kv_heads: int, scale: float, scales: Scales | None) -> jax.Array:
+    """Return q [T, H, D] as [T, K, G, D], times `scale` and the keys' scales."""
+    factor = jnp.full((kv_heads,), scale, jnp.float32) if scales is None else scales.k * scale
+    grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[2]).astype(jnp.float32)
+    return (grouped * factor[None, :, None, None]).astype(q.dtype)
 
 
 def _check(q: jax.Array, pages: Pages, ragged: Ragged, decode: bool) -> None:

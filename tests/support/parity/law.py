@@ -150,6 +150,7 @@ class Setup:
         limits = Limits(
             self.tokens, ROWS, self.pages, PAGE,
             preemptible=first.preemptible, stopping=first.stopping, draft=drafted, history=drafted > 0,
+            cascade=first.state.programs.limits.cascade,
         )  # fmt: skip
         instances = []
         for executor, role in zip(self.executors, self.roles, strict=True):

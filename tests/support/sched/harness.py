@@ -95,6 +95,7 @@ class SimSetup:
     lead: float = 0.0  # seconds before a step's predicted end at which the next is planned
     coefficients: Coefficients = COEFFICIENTS
     draft: int = 0
+    cascade: bool = False
     acceptance: float = 0.0  # chance that a drafted token is right
     routing: str = "least_work"
     admission: str = "none"
@@ -195,6 +196,7 @@ def _instances(
             suspended=shape.suspended,
             stopping=stopping(shape.segments, 1),
             draft=shape.draft,
+            cascade=shape.cascade,
         )
         scheduler = shape.scheduler(
             policies.make(shape.policy) if isinstance(shape.policy, str) else shape.policy(),

@@ -118,7 +118,7 @@ def _run(
     config: Config,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    fields = len(Ragged._fields)
+    fields = len(Ragged._fields) - len(Ragged._field_defaults)
     ragged, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if len(rest) > fields else None
     return paged_attention(
         q, k_pool, v_pool, ragged, plan(ragged), scale=DIM**-0.5, scales=scales, config=config, **options
