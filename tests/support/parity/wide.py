@@ -52,27 +52,29 @@ def pressing() -> list[Ask]:
     return asks(1, 6) + [Ask(tuple(draw.randrange(8, 256) for _ in range(70)), params) for _ in range(4)]
 
 
-def hold(model: Model, requests: Sequence[Ask], backend: str, **options: Any) -> None:
+def hold(model: Model, requests: Sequence[Ask], backend: str, mesh: str = "2x1", **options: Any) -> None:
     """Assert the law with a backend, and that nothing compiles after warm-up.
 
-    All schedules run on the programs that one warm-up compiled: chunk sizes and pages are those of
-    the schedulers. Two instances share the device if there is only one.
+    `mesh`: the largest, 1x1 or 2x1, whose instances share the device if there is only one. All
+    schedules run on the programs that one warm-up compiled: chunk sizes and pages are those of the
+    schedulers.
     """
     backends = dict.fromkeys(("attention_backend", "sampling_backend"), backend)
     if model.spec.moe is not None:
         backends["experts_backend"] = backend
-    engine = Setup("2x1", 64, ROOMY, model=model, share_devices=True, warm=True, **backends, **options)
+    engine = Setup(mesh, 64, ROOMY, model=model, share_devices=True, warm=True, **backends, **options)
     counter = compile_counter()
     before = counter.compilations_total + counter.cache_loads_total
     single = engine.narrowed("1x1", 64, ROOMY)
     alone = [single.run([ask])[0][0] for ask in requests]
-    runs = [engine.narrowed(*narrow).run(requests, policy) for *narrow, policy in SCHEDULES]
+    schedules = [schedule for schedule in SCHEDULES if schedule[0] in ("1x1", mesh)]
+    runs = [engine.narrowed(*narrow).run(requests, policy) for *narrow, policy in schedules]
     assert counter.compilations_total + counter.cache_loads_total == before, "a program was compiled after warm-up"
-    for (served, cluster), (mesh, _, pages, _) in zip(runs, SCHEDULES, strict=True):
+    for (served, cluster), (instances, _, pages, _) in zip(runs, schedules, strict=True):
         assert all(request.finish_reason in ("stop", "length") for request in served)
-        if mesh == "2x1":
+        if instances == "2x1":
             assert cluster.kv_transfers.transfers > 0, "no KV was transferred"
-        elif pages == TIGHT and len(requests) > len(asks(1, 6)):
+        elif pages == TIGHT and list(requests) == pressing():
             assert sum(request.drops for request in served) > 0, "no request was preempted"
     stopped = sum(compare(requests, served, alone, model) for served, _ in runs)
     assert stopped <= STOPPED * len(runs) * len(requests), f"{stopped} comparisons stopped at a close call"

@@ -36,10 +36,10 @@ def operands(pairs: int, width: int, outputs: int, dtype: Any, experts: int = 3)
 
 def formula(x: Any, weight: Any, chosen: list[int]) -> npt.NDArray[np.float64]:
     """Return each pair's product; zeros if its expert is on another shard."""
-    out = np.zeros((len(chosen), weight.shape[2]))
-    for pair, expert in enumerate(chosen):
-        if 0 <= expert < len(weight):
-            out[pair] = doubles(x[pair]) @ doubles(weight[expert])
+    out, rows = np.zeros((len(chosen), weight.shape[2])), doubles(x)
+    for expert in range(len(weight)):
+        pairs = np.flatnonzero(np.equal(chosen, expert))
+        out[pairs] = rows[pairs] @ doubles(weight[expert])
     return out
 
 
