@@ -7,6 +7,7 @@ contiguous.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -41,3 +42,11 @@ class Ragged(NamedTuple):
     contexts: jax.Array  # [S] int32, tokens of the row in the cache after this step's write (0 for padding)
     block_tables: jax.Array  # [S, P] int32, page ids in order; 0 where unused
     shared: SharedPrefixes | None = None  # for backends that read shared pages once; others may ignore it
+
+    @classmethod
+    def of(cls, arrays: Iterable[jax.Array]) -> Ragged:
+        """Return a step without shared prefixes from its ARRAYS arrays."""
+        return cls._make((*arrays, None))
+
+
+ARRAYS = len(Ragged._fields) - 1  # of a step without shared prefixes

@@ -46,5 +46,5 @@ def in_place(model: str, page: int, tokens: int, rows: int, scratch: int) -> Cas
 def _write_and_run(
     q: jax.Array, k: jax.Array, v: jax.Array, k_pool: jax.Array, v_pool: jax.Array, *rest: jax.Array, layer: Attention
 ) -> tuple[jax.Array, ...]:
-    mixed, pool = layer(q, k, v, None, (k_pool, v_pool), layer.plan(Ragged(*rest)), scale=DIM**-0.5)
+    mixed, pool = layer(q, k, v, None, (k_pool, v_pool), layer.plan(Ragged.of(rest)), scale=DIM**-0.5)
     return mixed, *pool

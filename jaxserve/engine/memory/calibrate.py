@@ -139,7 +139,7 @@ def peaks(spec: ModelSpec, tree: Tree, mesh: Mesh) -> list[tuple[Floats, ...]]:
     index, one = np.arange(count, dtype=np.int32), np.full(1, count, np.int32)
     unused = np.zeros((1, 1), np.int32)
     rows = (index, np.zeros_like(index), index, np.zeros(1, np.int32), one, one, unused)
-    ragged = Ragged(*map(jnp.asarray, rows))
+    ragged = Ragged.of(map(jnp.asarray, rows))
     run = jax.jit(partial(_observed, spec=spec, attention=Observer(mesh)))
     shape = (spec.pool_heads,) if spec.latent is None else (spec.pool_heads, spec.cache.dim)
     empty = [(np.zeros(shape, np.float32),) * spec.cache.parts] * spec.layers

@@ -68,5 +68,5 @@ def _step(
     q: jax.Array, pool: jax.Array, *fields: jax.Array, spec: AttentionShape, config: Config
 ) -> tuple[jax.Array, jax.Array]:
     """Plan and attend, as one layer of a step does."""
-    work = config.plan(Ragged(*fields), page=spec.page, short=spec.queries == 1)
+    work = config.plan(Ragged.of(fields), page=spec.page, short=spec.queries == 1)
     return paged_mla(q, pool, work, values=spec.values, scale=spec.dim**-0.5, config=config)

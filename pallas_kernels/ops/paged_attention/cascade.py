@@ -37,7 +37,7 @@ class Cascade(NamedTuple):
     queries: jax.Array  # [J, Q] int32, tokens of the tile's queries; T for padding
     row: jax.Array  # [J] int32, row whose block table the tile reads
     keys: jax.Array  # [J] int32, keys that it reads
-    count: jax.Array  # [] int32, tiles in use, which come first
+    used: jax.Array  # [] int32, tiles in use, which come first
     tables: jax.Array  # [S, P] int32, the step's block tables
     rest: Ragged  # the step without the shared pages
 
@@ -102,7 +102,7 @@ def cascade_attention(
         return mixed.at[queries].set(fresh[0], mode="drop"), seen.at[queries].set(fresh[1], mode="drop")
 
     none = jnp.zeros(grouped.shape, q.dtype), jnp.full(grouped.shape[:3], MASKED, jnp.float32)
-    mixed, seen = lax.fori_loop(0, work.count, tile, none)
+    mixed, seen = lax.fori_loop(0, work.used, tile, none)
     return merge(mixed.reshape(q.shape), seen.reshape(lse.shape), rest, lse)
 
 

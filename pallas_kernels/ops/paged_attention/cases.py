@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gate.cases import Case, shapes
-from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.layout import ARRAYS, Ragged, Scales
 from pallas_kernels.mosaic.fragments import ROWS
 from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.paged_attention.hopper import decode, prefill
@@ -99,8 +99,7 @@ def _decode_step(
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Plan and attend, as one layer of a step does."""
-    fields = len(Ragged._fields)
-    ragged, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if spec.quantized else None
+    ragged, scales = Ragged.of(rest[:ARRAYS]), Scales(*rest[ARRAYS:]) if spec.quantized else None
     work = config.plan(ragged, page=spec.page, window=options.get("window"))
     return decode.paged_decode(
         q, k_pool, v_pool, ragged, work, scale=spec.dim**-0.5, scales=scales, config=config, **options
@@ -168,7 +167,6 @@ def _prefill_step(
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Plan and attend, as one layer of a step does."""
-    fields = len(Ragged._fields)
-    step, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if spec.quantized else None
+    step, scales = Ragged.of(rest[:ARRAYS]), Scales(*rest[ARRAYS:]) if spec.quantized else None
     work = config.plan(step, page=spec.page, window=options.get("window"))
     return prefill.paged_prefill(q, k, v, step, work, scale=spec.dim**-0.5, scales=scales, config=config, **options)

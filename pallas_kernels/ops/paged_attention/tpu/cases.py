@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gate.cases import Case, shapes
-from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.layout import ARRAYS, Ragged, Scales
 from pallas_kernels.ops.paged_attention.tpu import decode, prefill
 from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape
 from pallas_kernels.ops.paged_attention.tpu.kernel import paged_attention
@@ -118,8 +118,7 @@ def _run(
     config: Config,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    fields = len(Ragged._fields) - len(Ragged._field_defaults)
-    ragged, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if len(rest) > fields else None
+    ragged, scales = Ragged.of(rest[:ARRAYS]), Scales(*rest[ARRAYS:]) if len(rest) > ARRAYS else None
     return paged_attention(
         q, k_pool, v_pool, ragged, plan(ragged), scale=DIM**-0.5, scales=scales, config=config, **options
     )
