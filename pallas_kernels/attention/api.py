@@ -131,8 +131,8 @@ class _Sharded:
         def layer(
             q: jax.Array, k: jax.Array, v: jax.Array | None, qkv: jax.Array | None, *rest: Any
         ) -> tuple[jax.Array, Pool]:
-            *rest, by_head = rest
-            return self.local(q, k, v, *rest, scale=scale, window=window, softcap=softcap, qkv=qkv, **by_head)
+            *others, by_head = rest
+            return self.local(q, k, v, *others, scale=scale, window=window, softcap=softcap, qkv=qkv, **by_head)
 
         # shard_map cannot infer replication through the loops over pages, whose trip counts depend on
         # replicated arrays only.
