@@ -265,8 +265,9 @@ class Attention(nnx.Module):
             scales = Scales(self.k_scale[...], self.v_scale[...])
         cap, sinks = spec.softcap or None, None if self.sinks is None else self.sinks[...]
         mixed, pool = kernel(
-            q, k, v, turn, pool, work, scale=spec.scale, window=self.window, softcap=cap, sinks=sinks, scales=scales
-        )  # [T, H, D]
+            q, k, v, turn, pool, work, scale=spec.scale, window=self.window, softcap=cap, sinks=sinks, scales=scales,
+            qkv=qkv if self.q_norm is None else None,
+        )  # fmt: skip  # [T, H, D]
         out = mixed.reshape(tokens, spec.heads * d) @ self.out[...]
         return (out if self.out_bias is None else out + like(self.out_bias[...], out)), pool
 

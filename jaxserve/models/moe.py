@@ -165,10 +165,12 @@ def grouped(
     """
     (experts, width, _), (tokens, count) = held.down.shape, chosen.shape
     work = kernel.plan(chosen.reshape(-1) - first, experts)
-    hidden = multiplied(kernel, x[work.source // count], held.gate_up, work)  # [R, 2 * F]
-    if held.gate_up_bias is not None:
-        hidden = hidden + held.gate_up_bias[work.owner]
-    hidden = gated(hidden[:, :width], hidden[:, width:])
+    rows = x[work.source // count]
+    if held.gate_up_bias is None:
+        hidden = multiplied(kernel, rows, held.gate_up, work, gate=gated)  # [R, F]
+    else:
+        hidden = multiplied(kernel, rows, held.gate_up, work) + held.gate_up_bias[work.owner]  # [R, 2 * F]
+        hidden = gated(hidden[:, :width], hidden[:, width:])
     rows = multiplied(kernel, hidden, held.down, work, jnp.float32)  # [R, E]
     if held.down_bias is not None:
         rows = rows + held.down_bias[work.owner]

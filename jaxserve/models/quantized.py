@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.transposed import Transposed, narrow_product, product
-from pallas_kernels.ops.grouped_matmul.api import Experts
+from pallas_kernels.ops.grouped_matmul.api import Experts, Gate
 from pallas_kernels.ops.grouped_matmul.plan import Groups
 from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul
 
@@ -116,12 +116,13 @@ def multiplied(
     weight: Weight,  # [X, I, O]
     work: Groups,
     out_dtype: Any = None,
+    gate: Gate | None = None,
 ) -> jax.Array:
-    """Multiply rows by the weights of their experts, which may be quantized: [R, O]."""
+    """Multiply rows by the weights of their experts, which may be quantized: [R, O], or [R, O / 2] with a gate."""
     assert not isinstance(weight, Transposed), "weights of experts are never transposed"
     if not isinstance(weight, Quantized):
-        return kernel(x, weight, work, out_dtype=out_dtype)
-    return kernel(x, weight.values, work, scale=weight.scale, out_dtype=out_dtype)
+        return kernel(x, weight, work, out_dtype=out_dtype, gate=gate)
+    return kernel(x, weight.values, work, scale=weight.scale, out_dtype=out_dtype, gate=gate)
 
 
 def _times(out: jax.Array, scale: jax.Array) -> jax.Array:

@@ -129,26 +129,27 @@ class _Sharded:
         softcap: float | None = None,
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
+        qkv: jax.Array | None = None,
     ) -> tuple[jax.Array, Pool]:
         if self.mesh is None or self.mesh.shape["tp"] == 1:
-            return self.local(
-                q, k, v, turn, pool, work, scale=scale, window=window, softcap=softcap, sinks=sinks, scales=scales
-            )
+            rest: dict[str, Any] = {"sinks": sinks, "scales": scales, "qkv": qkv}
+            return self.local(q, k, v, turn, pool, work, scale=scale, window=window, softcap=softcap, **rest)
         heads, pages = P(None, "tp"), self.pages
 
         def layer(
-            q: jax.Array, k: jax.Array, v: jax.Array | None, turn: Turn | None, pool: Pool, work: Any, heads: Any
+            q: jax.Array, k: jax.Array, v: jax.Array | None, qkv: jax.Array | None, *rest: Any
         ) -> tuple[jax.Array, Pool]:
-            return self.local(q, k, v, turn, pool, work, scale=scale, window=window, softcap=softcap, **heads)
+            *others, by_head = rest
+            return self.local(q, k, v, *others, scale=scale, window=window, softcap=softcap, qkv=qkv, **by_head)
 
         # shard_map cannot infer replication through the loops over pages, whose trip counts depend on
         # replicated arrays only.
         run = jax.shard_map(
             layer,
             mesh=self.mesh,
-            in_specs=(heads, heads, heads, P(), pages, P(), P("tp")),
+            in_specs=(heads, heads, heads, heads, P(), pages, P(), P("tp")),
             out_specs=(heads, pages),
             check_vma=False,
         )
-        mixed, pool = run(q, k, v, turn, pool, work, {"sinks": sinks, "scales": scales})
+        mixed, pool = run(q, k, v, qkv, turn, pool, work, {"sinks": sinks, "scales": scales})
         return mixed, pool

@@ -170,11 +170,14 @@ class MosaicAttention:
         softcap: float | None = None,
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
+        qkv: jax.Array | None = None,
     ) -> tuple[jax.Array, Pool]:
+        from pallas_kernels.ops.kv_write.hopper import packed
         from pallas_kernels.ops.paged_attention.hopper.decode import paged_decode
 
         assert v is not None, "MlaAttention handles latents"
-        q, k_pool, v_pool = self._write(q, k, v, turn, pool, work.ragged, scales)
+        qkv = packed(q, k, v) if qkv is None else qkv
+        q, k_pool, v_pool = self._write(qkv, turn, pool, work.ragged, scales)
         rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "scales": scales}
         rest["interpret"] = self._interpret
         if self._by_xla:
@@ -197,16 +200,9 @@ class MosaicAttention:
         return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)
 
     def _write(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        turn: Turn | None,
-        pool: Pool,
-        ragged: Ragged,
-        scales: Scales | None,
+        self, qkv: jax.Array, turn: Turn | None, pool: Pool, ragged: Ragged, scales: Scales | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         from pallas_kernels.ops.kv_write.hopper import rope_and_write
 
         k_pool, v_pool = pool
-        return rope_and_write(q, k, v, turn, k_pool, v_pool, ragged, scales=scales, interpret=self._interpret)
+        return rope_and_write(qkv, turn, k_pool, v_pool, ragged, scales=scales, interpret=self._interpret)

@@ -88,6 +88,7 @@ class TpuAttention:
         softcap: float | None = None,
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
+        qkv: jax.Array | None = None,
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.ops.kv_write.tpu import write_kv
         from pallas_kernels.ops.paged_attention.tpu.kernel import paged_attention

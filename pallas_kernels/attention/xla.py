@@ -70,6 +70,7 @@ class XlaAttention:
         softcap: float | None = None,
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
+        qkv: jax.Array | None = None,
     ) -> tuple[jax.Array, Pool]:
         q, pool = _written(q, k, v, turn, pool, work.ragged, scales, self.heads_first)
         options: Options = {

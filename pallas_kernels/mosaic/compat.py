@@ -6,7 +6,7 @@ names instead:
 | name          | 0.10.2                         | 0.11 and later                    |
 |---------------|--------------------------------|-----------------------------------|
 | `kernel`      | semantics must be requested    | Warpgroup semantics by default    |
-| `in_place`    | `run_state` over a `core_map`  | `kernel` takes `jax.new_ref`      |
+| `in_place`    | `mpmd_map` with aliases        | `kernel` takes `jax.new_ref`      |
 | `load`        | index is a positional argument | index is part of the ref          |
 | `transpose`   | `transpose_ref`                | `ref.T`; the former is deprecated |
 | `HAS_MMA`     | no warp-level mma              | `plgpu.mma`                       |
@@ -18,12 +18,13 @@ it from here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as _plgpu
 
 plgpu: Any = _plgpu
@@ -31,6 +32,11 @@ plgpu: Any = _plgpu
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 HAS_MMA = hasattr(plgpu, "mma")
 DETECTS_RACES = hasattr(plgpu, "InterpretGPUParams")  # this interpreter also has wgmma, layouts and transposed refs
+
+
+def cuda_root() -> Path:
+    """Return the folder of the CUDA tools, such as bin/ptxas, that Mosaic compiles with."""
+    return Path(os.environ["MOSAIC_GPU_CUDA_ROOT"])  # set when jax's Mosaic module is imported
 
 
 def kernel(
@@ -67,40 +73,47 @@ def kernel(
 def in_place(
     body: Callable[..., None],
     *,
+    made: Any,
     changed: Sequence[jax.Array],
     read: Sequence[jax.Array],
     grid: Sequence[tuple[str, int]],
     name: str,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Run `body(*refs of changed, *refs of read)` on one warpgroup per block, and return the new arrays of `changed`.
+    """Run a body on one warpgroup per block; return a new array `made`, and the new arrays of `changed`.
 
-    If the arrays of `changed` are donated, or not used elsewhere, they are updated in place and
-    nothing is copied.
+    The body gets the refs (made, *changed, *read). If the arrays of `changed` are donated, or not
+    used elsewhere, they are updated in place and nothing is copied.
     """
-    made: dict[str, Any] = {
+    axes: dict[str, Any] = {
         "grid": tuple(size for _, size in grid),
         "grid_names": tuple(axis for axis, _ in grid),
+        "num_threads": 1,
+        "thread_name": "warpgroup",
         "kernel_name": name,
     }
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    options: dict[str, Any] = {"compiler_params": params, **({} if interpret is None else {"interpret": interpret})}
+    count = len(changed)
     if VERSION < (0, 11):  # `kernel` takes no refs before 0.11
+        from jax._src.pallas.mpmd import _mpmd_map
 
-        def run(refs: tuple[Any, ...]) -> None:
-            def block() -> None:
-                body(*refs)
+        def aliased(*refs: Any) -> None:
+            given, after = refs[: count + len(read)], refs[count + len(read) :]
+            body(*after, *given[count:])
 
-            block.__name__ = name  # the kernel's name in profiles
-            mesh = plgpu.Mesh(**made, num_threads=1, thread_name="warpgroup")
-            pl.core_map(mesh, compiler_params=params, interpret=interpret)(block)
+        out = (made, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed))
+        aliases = {i: i + 1 for i in range(count)}
+        run = _mpmd_map([(plgpu.Mesh(**axes), aliased)], out, input_output_aliases=aliases, name=name, **options)
+        done: tuple[jax.Array, ...] = run(*changed, *read)
+        return done
 
-        after: tuple[jax.Array, ...] = pl.run_state(run)((*changed, *read))[: len(changed)]
-        return after
-    options: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
+    def ordered(*refs: Any) -> None:
+        body(refs[-1], *refs[:-1])
+
     refs = [jax.new_ref(array) for array in changed]
-    made |= {"num_threads": 1, "thread_name": "warpgroup", "compiler_params": params}
-    plgpu.kernel(body, out_type=(), **made, **options)(*refs, *read)
-    return tuple(jax.freeze(ref) for ref in refs)
+    new = plgpu.kernel(ordered, out_type=made, **axes, **options)(*refs, *read)
+    return (new, *(jax.freeze(ref) for ref in refs))
 
 
 def load(ref: Any, layout: Any = None, *, optimized: bool = True) -> jax.Array:

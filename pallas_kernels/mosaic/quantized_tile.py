@@ -56,10 +56,10 @@ def held(depth: int, stages: int, size: int = 2) -> int:
     return depth * COLUMNS * (stages + BUFFERS * size)
 
 
-def bring(values: Any, where: tuple[Any, ...], column: jax.Array, narrow: Any, full: Any) -> None:
-    """Copy one tile, in CONSUMERS copies: values[*where, column:] -> narrow [CONSUMERS, depth, ROWS]."""
+def bring(values: Any, where: tuple[Any, ...], column: jax.Array, narrow: Any, full: Any, apart: int = ROWS) -> None:
+    """Copy one tile to narrow [CONSUMERS, depth, ROWS]: values[*where, column + i * apart :] for each consumer i."""
     for half in range(CONSUMERS):
-        source = values.at[(*where, pl.ds(column + half * ROWS, ROWS))]
+        source = values.at[(*where, pl.ds(column + half * apart, ROWS))]
         plgpu.copy_gmem_to_smem(source, narrow.at[half], full)
 
 

@@ -21,13 +21,16 @@ from pallas_kernels.ops.grouped_matmul.plan import plan_experts
 from pallas_kernels.ops.grouped_matmul.xla import grouped_matmul as by_xla
 from tests.support.kernels.checks.grouped_matmul import (
     CONFIGS,
+    GATED,
     NARROW,
     ROUTES,
     by_pairs,
     check,
     check_narrow,
     formula,
+    gated_formula,
     operands,
+    swiglu,
 )
 from tests.support.kernels.interpreted import needs_interpreter
 from tests.support.kernels.reference import error
@@ -97,6 +100,38 @@ def test_types_and_scales_of_8_bits(config: str, stored: Any, dtype: Any, scales
 )
 def test_the_kernel_in_every_form_of_8_bits(config: str, route: str, stored: Any, dtype: Any, scales: int) -> None:
     check_narrow(NARROW[config], ROUTES[route], stored, scales, dtype, dtype)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("config", "route"), [("swapped", "a tile and one more"), ("straight", "elsewhere")])
+def test_the_kernel_applies_the_gate(config: str, route: str) -> None:
+    check(CONFIGS[config], ROUTES[route], jnp.bfloat16, jnp.bfloat16, gated=True)
+
+
+@needs_interpreter
+@pytest.mark.full
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("config", GATED)
+def test_the_kernel_applies_the_gate_in_every_form(config: str, route: str) -> None:
+    check(CONFIGS[config], ROUTES[route], jnp.float16, jnp.float32, gated=True)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("config", "scales"), [("decode", 2), ("deep", 1)])
+def test_the_kernel_applies_the_gate_to_weights_of_8_bits(config: str, scales: int) -> None:
+    check_narrow(
+        NARROW[config], ROUTES["a tile and one more"], jnp.int8, scales, jnp.bfloat16, jnp.bfloat16, gated=True
+    )
+
+
+@pytest.mark.parametrize("tile", [1, 16])
+def test_xla_applies_the_gate_to_the_halves(tile: int) -> None:
+    chosen = ROUTES["elsewhere"]
+    x, weight = operands(len(chosen), 8, 12, jnp.float32)
+    by = experts.XlaExperts(tile)
+    work = by.plan(jnp.array(chosen), 3)
+    got = jax.jit(lambda *args: by(*args, gate=swiglu))(x[work.source], weight, work)
+    assert error(by_pairs(got, work), gated_formula(formula(x, weight, chosen))) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mosaic.spec import AttentionShape
-from pallas_kernels.ops.kv_write.hopper import Config, candidates, heuristic, rope_and_write
+from pallas_kernels.ops.kv_write.hopper import Config, candidates, heuristic, packed, rope_and_write
 from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
 from tests.support.kernels import reference
 from tests.support.kernels.checks.kv_write import (
@@ -98,7 +98,7 @@ def test_what_the_kernel_cannot_do_is_refused_by_name(spec: AttentionShape, conf
 def test_scales_and_the_dtype_of_the_pools_go_together() -> None:
     case = step(4, 2, 64, stored=jnp.int8)
     with pytest.raises(ValueError, match="pools of int8 and keys of bfloat16 need scales"):
-        rope_and_write(*case.arguments)
+        rope_and_write(packed(case.q, case.k, case.v), *case.arguments[3:])
 
 
 def test_configs_are_valid_for_what_they_are_chosen_for() -> None:

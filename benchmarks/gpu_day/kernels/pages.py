@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu_day.part import Run
+from pallas_kernels.ops.kv_write.hopper import packed
 from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
 
 from .cases import Case
@@ -31,22 +32,22 @@ def kv_write(run: Run, tokens: int, rows: int) -> None:
     kv = 2 * tokens * case.kv_heads * case.dim * 2
     moved = 2 * kv + 2 * q.size * 2 + 4 * angle.size * 2.0
 
-    def measure(label: str, write: Any) -> None:
+    def measure(label: str, write: Any, *heads: jax.Array) -> None:
         turns = time.turns(time.floor(moved))
 
-        def call(state: Any, q: Any, k: Any, v: Any, turn: Any, ragged: Any) -> Any:
-            held, k_pool, v_pool = state
-            q, k_pool, v_pool = write(q + held[0, 0, 0], k, v, turn, k_pool, v_pool, ragged)
+        def call(state: Any, first: Any, *rest: Any) -> Any:
+            (held, k_pool, v_pool), (*others, turn, ragged) = state, rest
+            q, k_pool, v_pool = write(first + held[0, 0, 0], *others, turn, k_pool, v_pool, ragged)
             return held.at[0, 0, 0].set(q[0, 0, 0] * 0), k_pool, v_pool
 
         state = [(jnp.zeros((1, 1, 1), case.dtype), *case.pool(pages, i)) for i in range(case.pools)]
         loop = InPlace(writing(call, turns), state)
-        found = time.seconds(loop, (q, *new, turn, ragged), turns * case.pools)
+        found = time.seconds(loop, (*heads, turn, ragged), turns * case.pools)
         time.add(case.name, label, found, moved=moved)
 
     with time.each() as attempt:
-        attempt(f"{case.name}: mosaic", lambda: measure("mosaic", _write(run.dry)))
-        attempt(f"{case.name}: xla", lambda: measure("xla", rope_and_write_xla))
+        attempt(f"{case.name}: mosaic", lambda: measure("mosaic", _write(run.dry), packed(q, *new)))
+        attempt(f"{case.name}: xla", lambda: measure("xla", rope_and_write_xla, q, *new))
 
 
 def _write(dry: bool) -> Any:

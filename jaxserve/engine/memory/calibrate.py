@@ -78,6 +78,7 @@ class Observer:
         softcap: float | None = None,
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
+        qkv: jax.Array | None = None,
     ) -> tuple[jax.Array, Pool]:
         """Attend over one row that starts at position 0: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
         tokens, kv_heads, dim = k.shape

@@ -7,7 +7,7 @@ call it once per shard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -20,6 +20,7 @@ from pallas_kernels.choice import Choice, Here, resolve
 from pallas_kernels.ops.grouped_matmul import xla
 from pallas_kernels.ops.grouped_matmul.plan import Groups, plan_experts
 
+Gate = Callable[[jax.Array, jax.Array], jax.Array]  # combines the products with gates and with values, [..., F] each
 TILE = 16  # rows; on a CPU as fast as 32 and 64 with many rows, and faster with few
 GPU_TILE = 64
 
@@ -43,9 +44,19 @@ class Experts(Protocol):
         """Plan the work for chosen [Q] int32, out of `experts`; out-of-range choices are not computed."""
 
     def __call__(
-        self, x: jax.Array, weight: jax.Array, work: Groups, *, scale: jax.Array | None = None, out_dtype: Any = None
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        work: Groups,
+        *,
+        scale: jax.Array | None = None,
+        out_dtype: Any = None,
+        gate: Gate | None = None,
     ) -> jax.Array:
-        """Multiply x [R, I] by the weights [X, I, O] of each row's expert, [R, O]; see `xla.grouped_matmul`."""
+        """Multiply x [R, I] by the weights [X, I, O] of each row's expert, [R, O]; see `xla.grouped_matmul`.
+
+        `gate`: return its result for the two halves of each product, [R, O / 2].
+        """
 
 
 @dataclass(frozen=True)
@@ -58,9 +69,17 @@ class XlaExperts:
         return plan_experts(chosen, experts=experts, tile=self.tile)
 
     def __call__(
-        self, x: jax.Array, weight: jax.Array, work: Groups, *, scale: jax.Array | None = None, out_dtype: Any = None
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        work: Groups,
+        *,
+        scale: jax.Array | None = None,
+        out_dtype: Any = None,
+        gate: Gate | None = None,
     ) -> jax.Array:
-        return xla.grouped_matmul(x, weight, work, tile=self.tile, scale=scale, out_dtype=out_dtype)
+        out = xla.grouped_matmul(x, weight, work, tile=self.tile, scale=scale, out_dtype=out_dtype)
+        return out if gate is None else gate(*jnp.split(out, 2, axis=1))
 
 
 @dataclass(frozen=True)
@@ -81,17 +100,25 @@ class MosaicExperts:
         return matmul.plan(chosen, experts)
 
     def __call__(
-        self, x: jax.Array, weight: jax.Array, work: Groups, *, scale: jax.Array | None = None, out_dtype: Any = None
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        work: Groups,
+        *,
+        scale: jax.Array | None = None,
+        out_dtype: Any = None,
+        gate: Gate | None = None,
     ) -> jax.Array:
         from pallas_kernels.ops.grouped_matmul.hopper import matmul
 
         experts, width, outputs = weight.shape
         shape = matmul.GroupedSpec(len(work.place), experts, width, outputs, x.dtype, cores=self.spec.cores)
+        shape = replace(shape, gated=gate is not None)
         if scale is not None:
             shape = replace(shape, stored=weight.dtype, scales=scale.shape[1])
         config = matmul.heuristic(shape)
         return matmul.grouped_matmul(
-            x, weight, work, scale=scale, out_dtype=out_dtype, config=config, interpret=self._interpret
+            x, weight, work, scale=scale, out_dtype=out_dtype, gate=gate, config=config, interpret=self._interpret
         )
 
 
@@ -106,10 +133,10 @@ class _Mosaic:
         if (reason := unfit(spec)) is not None:
             return reason
         stored = jnp.dtype(spec.weights) if spec.weights not in ("", spec.dtype) else None
-        for width, outputs in ((spec.dim, 2 * spec.ff_dim), (spec.ff_dim, spec.dim)):
+        for width, outputs, gated in ((spec.dim, 2 * spec.ff_dim, True), (spec.ff_dim, spec.dim, False)):
             scales = width // gcd(width, spec.block) if spec.block else 1
             shape = matmul.GroupedSpec(
-                1, spec.experts, width, outputs, jnp.dtype(spec.dtype), stored, scales, spec.cores
+                1, spec.experts, width, outputs, jnp.dtype(spec.dtype), stored, scales, spec.cores, gated
             )
             if (reason := matmul.supports(shape)) is not None:
                 return reason

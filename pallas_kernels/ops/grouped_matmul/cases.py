@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gate.cases import Case, shapes
+from pallas_kernels.ops.grouped_matmul.api import Gate
 from pallas_kernels.ops.grouped_matmul.hopper.matmul import Config, GroupedSpec, grouped_matmul, heuristic, plan
 
 # X, I and O of the two products of a layer: gate and up together, and down.
@@ -47,7 +48,8 @@ def _cases(
     """Yield both products of a layer."""
     (experts, dim, ff_dim), pairs = MODELS[model], tokens * CHOSEN[model]
     for part, width, outputs, out_dtype in (("up", dim, 2 * ff_dim, None), ("down", ff_dim, dim, jnp.float32)):
-        spec = GroupedSpec(pairs, experts, width, outputs, dtype, stored, width // 128 if blocks else 1)
+        gated = part == "up" and model != "gpt-oss-20b"  # whose biases come before the gate
+        spec = GroupedSpec(pairs, experts, width, outputs, dtype, stored, width // 128 if blocks else 1, gated=gated)
         yield _case(f"{model} {part}", spec, out_dtype, tokens, usual)
 
 
@@ -65,7 +67,7 @@ def _case(name: str, spec: GroupedSpec, out_dtype: Any, tokens: int, usual: bool
         arguments += shapes(((spec.experts, spec.scales, spec.outputs), jnp.float32))
     return Case(
         name=f"grouped_matmul {name} {form} {kind} t{tokens}",
-        program=partial(_step, config=config, out_dtype=out_dtype),
+        program=partial(_step, config=config, out_dtype=out_dtype, gate=_swiglu if spec.gated else None),
         arguments=arguments,
         needs=frozenset({"wgmma", "tma"}),
         usual=usual,
@@ -80,6 +82,12 @@ def _step(
     *,
     config: Config,
     out_dtype: Any,
+    gate: Gate | None,
 ) -> jax.Array:
     """Plan, and compute one product."""
-    return grouped_matmul(x, weight, plan(chosen, len(weight)), scale=scale, out_dtype=out_dtype, config=config)
+    work = plan(chosen, len(weight))
+    return grouped_matmul(x, weight, work, scale=scale, out_dtype=out_dtype, gate=gate, config=config)
+
+
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up

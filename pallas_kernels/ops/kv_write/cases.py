@@ -11,6 +11,7 @@ from pallas_kernels.gate.cases import Case, shapes
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.ops.kv_write.hopper import rope_and_write
 
+TUPLE = 64  # bytes: the addresses of the results
 MODELS = {"8b": (32, 8, 128), "8b tp4": (8, 2, 128), "70b tp8": (8, 1, 128), "qwen 7b": (28, 4, 128)}  # H, K, D
 
 
@@ -28,19 +29,15 @@ def cases() -> list[Case]:
 
 def _case(name: str, tokens: int, heads: int, kv_heads: int, dim: int, dtype: Any, stored: Any) -> Case:
     pool, half = ((4096, 64, kv_heads, dim), stored), ((tokens, 1, dim // 2), jnp.float32)
-    keys = ((tokens, kv_heads, dim), dtype)
     scales = [((kv_heads,), jnp.float32)] * 2 if stored != dtype else []
-    arguments = shapes(
-        ((tokens, heads, dim), dtype), keys, keys, half, half, pool, pool, ((tokens,), jnp.int32), *scales
-    )
+    qkv = (tokens, kv_heads, (heads // kv_heads + 2) * dim), dtype
+    arguments = shapes(qkv, half, half, pool, pool, ((tokens,), jnp.int32), *scales)
     kinds = jnp.dtype(dtype).name + ("" if stored == dtype else f" {jnp.dtype(stored).name}")
-    return Case(f"kv_write {name} {kinds} t{tokens}", _step, arguments, donate=(0, 5, 6))
+    return Case(f"kv_write {name} {kinds} t{tokens}", _step, arguments, donate=(3, 4), scratch=TUPLE)
 
 
-def _step(
-    q: jax.Array, k: jax.Array, v: jax.Array, cos: jax.Array, sin: jax.Array, *rest: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _step(qkv: jax.Array, cos: jax.Array, sin: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     k_pool, v_pool, write, *scales = rest
     unused = jnp.zeros(1, jnp.int32)
     ragged = Ragged(unused, unused, write, unused, unused, unused, unused[None])
-    return rope_and_write(q, k, v, (cos, sin), k_pool, v_pool, ragged, scales=Scales(*scales) if scales else None)
+    return rope_and_write(qkv, (cos, sin), k_pool, v_pool, ragged, scales=Scales(*scales) if scales else None)

@@ -1,21 +1,25 @@
-"""Rotate queries and keys, and write keys and values to their pages, in one kernel and in place.
+"""Rotate queries and keys, and write keys and values to their pages in place, in one kernel.
 
-    q[t] = rotate(q[t])
-    k_pool[write[t]] = rotate(k[t]),  v_pool[write[t]] = v[t]      each / its scale[k] if pools are quantized
+    q, k, v = parts of qkv[t]
+    q[t] = rotate(q)
+    k_pool[write[t]] = rotate(k),  v_pool[write[t]] = v      each / its scale[k] if pools are quantized
+
+The kernel reads the result of the projection of queries, keys and values as it is: splitting it
+first would take a launch for each part.
 
 A block takes `tokens` tokens. Its 128 threads load whole rows of heads straight into registers, 16
 bytes each if the shape allows, rotate them and store them. Nothing is shared, so there is no shared
 memory, and several blocks per multiprocessor hide each other's latency. Padding tokens (`write` out
-of range) rotate their queries and store nothing. The numbers are those of `rope_and_write_xla`
+of range) rotate their queries and write nothing. The numbers are those of `rope_and_write_xla`
 (xla.py): rotated in float32, rounded to the dtype of k, then divided, clipped to the largest value
-and rounded. q and both pools alias the results if they are donated.
+and rounded. Both pools alias the results if they are donated.
 
 Head dims other than 64, 128 and 256 and dtypes other than bfloat16 and float16 are refused.
 
 Floor: q, k and v read and written once, over the bandwidth: 47 us for 8192 tokens of Llama-3-8B; at
 decode, the launch.
 
-Letters: T tokens, N pages in the pool, B page size, H query heads, K kv heads, D head dim.
+Letters: T tokens, N pages in the pool, B page size, H query heads, K kv heads, G = H / K, D head dim.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -72,10 +77,15 @@ def candidates(tokens: int) -> Iterator[Config]:
             yield Config(few)
 
 
+def packed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Return q [T, H, D], k and v [T, K, D] as the one array that `rope_and_write` reads."""
+    tokens, kv_heads, dim = k.shape
+    heads = q.reshape(tokens, kv_heads, -1, dim)
+    return jnp.concatenate([heads, k[:, :, None], v[:, :, None]], axis=2).reshape(tokens, kv_heads, -1)
+
+
 def rope_and_write(
-    q: jax.Array,  # [T, H, D]
-    k: jax.Array,  # [T, K, D]
-    v: jax.Array,  # [T, K, D]
+    qkv: jax.Array,  # [T, K, (G + 2) * D]: each kv head's queries, key and value
     turn: Turn | None,  # cos, sin [T, 1, D / 2] float32
     k_pool: jax.Array,  # [N, B, K, D]
     v_pool: jax.Array,  # [N, B, K, D]
@@ -85,32 +95,37 @@ def rope_and_write(
     config: Config | None = None,
     interpret: Interpret = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the rotated queries, and the pools with this step's keys and values; padding tokens are dropped."""
-    tokens, heads, dim = q.shape
-    pages, page, kv_heads, _ = k_pool.shape
+    """Return the rotated queries [T, H, D], and the pools with the new keys and values; padding tokens are dropped."""
+    tokens, (pages, page, kv_heads, dim) = len(qkv), k_pool.shape
+    qkv = qkv.reshape(tokens, kv_heads, -1, dim)
+    group = qkv.shape[2] - 2
     config = config or heuristic(tokens)
-    config.validate(AttentionShape(1, heads, kv_heads, dim, page, dtype=q.dtype, kv_dtype=k_pool.dtype))
-    if (scales is None) != (k_pool.dtype == k.dtype):
-        raise ValueError(f"pools of {k_pool.dtype} and keys of {k.dtype} need {'no ' * (scales is not None)}scales")
+    config.validate(AttentionShape(1, kv_heads * group, kv_heads, dim, page, dtype=qkv.dtype, kv_dtype=k_pool.dtype))
+    if (scales is None) != (k_pool.dtype == qkv.dtype):
+        raise ValueError(f"pools of {k_pool.dtype} and keys of {qkv.dtype} need {'no ' * (scales is not None)}scales")
     several = next(n for n in range(config.tokens, 0, -1) if tokens % n == 0)
     body = partial(
         _body, several=several, end=pages * page, turned=turn is not None, quantized=scales is not None, told=interpret
     )
     # cos and sin are passed twice: the compiler merges two loads of one address, which cannot have both layouts.
-    read = (k, v, ragged.write, *(turn or ()), *(turn or ()), *(scales or ()))
-    grid = [("block", tokens // several)]
-    done = compat.in_place(
-        body, changed=(q, k_pool, v_pool), read=read, grid=grid, name="kv_write", interpret=interpret
+    read = (qkv, ragged.write, *(turn or ()), *(turn or ()), *(scales or ()))
+    q, *pools = compat.in_place(
+        body,
+        made=jax.ShapeDtypeStruct((tokens, kv_heads, group, dim), qkv.dtype),
+        changed=(k_pool, v_pool),
+        read=read,
+        grid=[("block", tokens // several)],
+        name="kv_write",
+        interpret=interpret,
     )
-    return done[0], done[1], done[2]
+    return q.reshape(tokens, kv_heads * group, dim), pools[0], pools[1]
 
 
 def _body(
-    q: Any,  # [T, H, D]
+    q: Any,  # [T, K, G, D]
     k_pool: Any,  # [N, B, K, D]
     v_pool: Any,  # [N, B, K, D]
-    k: Any,  # [T, K, D]
-    v: Any,  # [T, K, D]
+    qkv: Any,  # [T, K, G + 2, D]
     write: Any,  # [T] int32
     *rest: Any,  # cos, sin of queries, then of keys, [T, 1, D / 2] float32; scales of keys, values, [K] float32
     several: int,
@@ -119,24 +134,24 @@ def _body(
     quantized: bool,
     told: Interpret,
 ) -> None:
-    (heads, dim), kv_heads, page = q.shape[1:], k.shape[1], k_pool.shape[1]
+    (kv_heads, group, dim), page = q.shape[1:], k_pool.shape[1]
     scales = rest[-2:] if quantized else (None, None)
-    wide, narrow, whole = (
-        spread(rows, size) for rows, size in ((heads, dim // 2), (kv_heads, dim // 2), (kv_heads, dim))
-    )
-    row: tuple[Any, ...] = (slice(None),)
-    if kv_heads == 1:  # a row is then the whole matrix, and jax 0.10 cannot load half of it as a matrix
-        row, narrow, whole = (0,), narrow.reduce(0), whole.reduce(0)
+    # An axis of one head is indexed, because jax 0.10 cannot load half of a row that is the whole matrix.
+    row: tuple[Any, ...] = (slice(None),) if kv_heads > 1 else (0,)
+    every = (*row, pl.ds(0, group) if group > 1 else 0)
+    wide = spread(tuple(size for size in (kv_heads, group) if size > 1), dim // 2)
+    narrow, whole = (spread((kv_heads,) * (kv_heads > 1), size) for size in (dim // 2, dim))
     first = lax.axis_index("block") * several
 
     for i in range(several):
         t = first + i
         # All loads come before the first store, because a store is a barrier to later loads.
-        queries = _turned(q.at[t], [part.at[t, 0] for part in rest[:2]], wide, told) if turned else None
-        keys = _halves(k.at[(t, *row)], narrow)
+        queries = _halves(qkv.at[(t, *every)], wide)
+        keys = _halves(qkv.at[(t, *row, group)], narrow)
         if turned:
-            keys = _turned(k.at[(t, *row)], [part.at[t, 0] for part in rest[2:4]], narrow, told)
-        values = compat.load(v.at[(t, *row)], whole, optimized=False)
+            queries = _turned(queries, [part.at[t, 0] for part in rest[:2]], wide, told)
+            keys = _turned(keys, [part.at[t, 0] for part in rest[2:4]], narrow, told)
+        values = compat.load(qkv.at[(t, *row, group + 1)], whole, optimized=False)
         place = write[t]
 
         @pl.when(place < end)
@@ -146,9 +161,8 @@ def _body(
                 k_pool[(*at, *row, half)] = _stored(part, scales[0], narrow, k_pool.dtype)
             v_pool[(*at, *row)] = _stored(values, scales[1], whole, v_pool.dtype)
 
-        if queries is not None:
-            for half, part in zip(_both(dim), queries, strict=True):
-                q[t, :, half] = part
+        for half, part in zip(_both(dim), queries, strict=True):
+            q[(t, *every, half)] = part
 
 
 def _both(dim: int) -> tuple[Any, Any]:
@@ -156,23 +170,26 @@ def _both(dim: int) -> tuple[Any, Any]:
 
 
 def _halves(x: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
-    """Load x [heads, D] as two arrays [heads, D / 2], or x [D] as two of [D / 2]."""
+    """Load x [..., D] as two arrays [..., D / 2]."""
     every = (slice(None),) * (len(x.shape) - 1)
     left, right = (compat.load(x.at[(*every, half)], layout, optimized=False) for half in _both(x.shape[-1]))
     return left, right
 
 
-def _turned(x: Any, turn: list[Any], layout: Any, told: Interpret) -> tuple[jax.Array, jax.Array]:
-    """Return the halves of x [heads, D] or [D], rotated by cos and sin [D / 2]."""
-    parts = _halves(x, layout)
-    if len(x.shape) == 1:
+def _turned(
+    halves: tuple[jax.Array, jax.Array], turn: list[Any], layout: Any, told: Interpret
+) -> tuple[jax.Array, jax.Array]:
+    """Rotate two halves [..., D / 2] by cos and sin [D / 2]."""
+    shape, dtype = halves[0].shape, halves[0].dtype
+    if len(shape) == 1:
         cos, sin = (compat.load(part, layout, optimized=False) for part in turn)
     else:
-        loaded = (compat.load(part, layout.reduce(0), optimized=False) for part in turn)
-        cos, sin = (cast(lax.broadcast_in_dim(part, parts[0].shape, [1]), layout, told) for part in loaded)
-    left, right = (part.astype(jnp.float32) for part in parts)
+        heads = tuple(range(len(shape) - 1))
+        loaded = (compat.load(part, layout.reduce(heads), optimized=False) for part in turn)
+        cos, sin = (cast(lax.broadcast_in_dim(part, shape, [len(heads)]), layout, told) for part in loaded)
+    left, right = (part.astype(jnp.float32) for part in halves)
     done = (left * cos - right * sin), (right * cos + left * sin)
-    return cast(done[0].astype(x.dtype), layout, told), cast(done[1].astype(x.dtype), layout, told)
+    return cast(done[0].astype(dtype), layout, told), cast(done[1].astype(dtype), layout, told)
 
 
 def _stored(x: jax.Array, scale: Any, layout: Any, dtype: Any) -> jax.Array:
@@ -190,34 +207,48 @@ def _stored(x: jax.Array, scale: Any, layout: Any, dtype: Any) -> jax.Array:
     return small.astype(dtype)
 
 
-def spread(rows: int, columns: int, longest: int = 8) -> Any:
-    """Return a layout of [rows, columns] over the 128 threads of a warpgroup, in vectors of adjacent columns.
+def spread(heads: tuple[int, ...], columns: int, longest: int = 8) -> Any:
+    """Return a layout of [*heads, columns] over the 128 threads of a warpgroup, in vectors of adjacent columns.
 
-    Prefers layouts in which all four warps have their own rows, then long vectors (`longest`
-    elements: 16 bytes of bfloat16). With few rows, several warps hold the same data and store it
+    Prefers layouts in which all four warps have their own heads, then long vectors (`longest`
+    elements: 16 bytes of bfloat16). With few heads, several warps hold the same data and store it
     twice.
     """
     from jax.experimental.mosaic.gpu import fragmented_array
 
-    found = (0, 0, 0)
-    vector = max(1, columns // 32)  # or a row would be longer than a warp
+    found: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = []
+    vector = max(1, columns // 32)  # or a head would be longer than a warp
     while vector <= longest and columns % vector == 0 and (32 * vector) % columns == 0:
-        deep = 32 * vector // columns  # rows per warp
-        if rows % deep == 0:
-            warps = next(n for n in (4, 2, 1) if rows // deep % n == 0)
-            found = max(found, (warps, vector, deep))
+        for lanes in _factors(heads, 32 * vector // columns):  # heads of a warp
+            left = tuple(size // each for size, each in zip(heads, lanes, strict=True))
+            warps = next(split for count in (4, 2, 1) for split in _factors(left, count))
+            found.append((prod(warps), vector, warps, lanes))
         vector *= 2
-    warps, vector, deep = found
-    if not warps:
-        raise ValueError(f"no layout for {rows=} of {columns=} over 128 threads")
-    replicas = {4: (), 2: (fragmented_array.Replicated(2),), 1: (fragmented_array.Replicated(4),)}[warps]
+    if not found:
+        raise ValueError(f"no layout for {heads=} of {columns=} over 128 threads")
+    count, vector, warps, lanes = max(found)
+    rank = len(heads)
+    inner = (*lanes, columns)
+    outer = tuple(a * b for a, b in zip(warps, lanes, strict=True))
+    replicas = () if count == 4 else (fragmented_array.Replicated(4 // count),)
     made: Any = fragmented_array.TiledLayout(
-        fragmented_array.Tiling(((warps * deep, columns), (deep, columns), (vector,))),
-        warp_dims=(*(() if warps == 1 else (-5,)), *replicas),
-        lane_dims=(-3, -2),
+        fragmented_array.Tiling(((*outer, columns), inner, (vector,))),
+        warp_dims=(*(-2 * rank - 3 + at for at in range(rank) if warps[at] > 1), *replicas),
+        lane_dims=tuple(range(-rank - 2, -1)),
         vector_dim=-1,
         _check_canonical=False,
     ).canonicalize()
     return compat.plgpu.Layout.TILED(
         made.tiling, warp_dims=made.warp_dims, lane_dims=made.lane_dims, vector_dim=made.vector_dim
     )
+
+
+def _factors(sizes: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ways to write `count` as a product of divisors of `sizes`, one each."""
+    if not sizes:
+        if count == 1:
+            yield ()
+        return
+    for each in range(1, min(sizes[0], count) + 1):
+        if sizes[0] % each == 0 and count % each == 0:
+            yield from ((each, *rest) for rest in _factors(sizes[1:], count // each))

@@ -84,6 +84,7 @@ class MlaAttention:
         softcap: float | None = None,
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
+        qkv: jax.Array | None = None,
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.mosaic.interpret import interpreter
         from pallas_kernels.ops.mla.hopper import paged_mla

@@ -58,6 +58,7 @@ class Attention(Protocol):
         softcap: float | None = None,
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
+        qkv: jax.Array | None = None,
     ) -> tuple[jax.Array, Pool]:
         """Rotate q [T, H, D] and k [T, K, D] by `turn`, write k and v [T, K, D] to the pool, and attend.
 
@@ -68,7 +69,9 @@ class Attention(Protocol):
         softcap * tanh(s / softcap). `sinks` [H]: see sinks.py. `v` None: k [T, K, D] holds the
         values too, and the pool is one array. `scales`: scales of the kv heads of 8-bit pools.
         Latents have none: k is stored in an 8-bit pool as it is, so the caller divides k by its
-        scales, and multiplies q and the mixed values by them.
+        scales, and multiplies q and the mixed values by them. `qkv`: q, k and v as the projection
+        returns them, [T, K, (G + 2) * D], if nothing was applied to them since; a backend that reads
+        it saves splitting it.
         """
 
 

@@ -13,6 +13,10 @@ loaded keep what the slot held before, and reach only results that are not store
 number of rows, so that each consumer widens its own 64 outputs once for all rows of the item and
 never waits for another consumer.
 
+With a gate, a tile's outputs are half gates and half the values that they multiply, and only the
+O / 2 results are stored. With swapped operands one consumer has the gates and the other the values,
+which it passes through shared memory.
+
 Letters: R rows, X experts, I contracted dimension, O outputs.
 """
 
@@ -41,6 +45,10 @@ ALIGN = 8  # rows that a shared-memory tiling keeps together; groups are aligned
 LEAST = 16  # rows that are always loaded
 
 
+Gate = Callable[[jax.Array, jax.Array], jax.Array]  # the gates and the values, float32 -> what is stored
+Products = tuple[jax.Array, ...]  # one; or with a gate and operands not swapped, the gates and the values
+
+
 @dataclass(frozen=True)
 class GroupedShape:
     """The static parameters of the kernel body."""
@@ -52,12 +60,24 @@ class GroupedShape:
     swapped: bool  # outputs are the rows of the tensor core's product, tokens its columns
     blocks: int
     strips: int  # O / columns
+    outputs: int  # O
     depth: int  # inputs of a tile
     steps: int  # I / depth
     dtype: Any  # of the products
     out_dtype: Any
     weights: Weights
     interpret: Interpret
+    gate: Gate | None = None
+
+    @property
+    def parts(self) -> int:
+        """The number of places in O that the columns of a tile come from."""
+        return 1 if self.gate is None else 2
+
+    @property
+    def apart(self) -> int:
+        """The columns of O between two parts of a tile."""
+        return self.outputs // self.parts
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -90,8 +110,15 @@ class GroupedShape:
             tiled(out, self.out_dtype),
             plgpu.Barrier(num_arrivals=self.weights.copies + len(self.pieces), num_barriers=ring),
             plgpu.Barrier(num_arrivals=self.consumers, num_barriers=ring),
+            *self._passed(),
             *self.weights.scratch(self),
         ]
+
+    def _passed(self) -> list[Any]:
+        """Return the scratch of the values that a consumer passes, and the barriers that they are there and read."""
+        if self.gate is None or not self.swapped:
+            return []
+        return [plgpu.SMEM(self.product, jnp.float32), *[plgpu.Barrier(num_arrivals=1, num_barriers=1)] * 2]
 
 
 class Weights(Protocol):
@@ -111,8 +138,8 @@ class Weights(Protocol):
     def bring(self, shape: GroupedShape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
         """Start copying tile k of an item into a slot."""
 
-    def multiply(self, shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
-        """Return a consumer's part of the item, `shape.product` float32, from ring step `done` on."""
+    def multiply(self, shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> Products:
+        """Return a consumer's part of the item, float32, from ring step `done` on."""
 
 
 class Refs(NamedTuple):
@@ -129,15 +156,17 @@ class Refs(NamedTuple):
     out_s: Any  # [consumers, stored, WIDE]
     full: Any  # barriers
     free: Any
+    passed: tuple[Any, ...]  # see `GroupedShape.scratch`
     weights_s: tuple[Any, ...]
 
     @classmethod
-    def of(cls, arrays: tuple[Any, ...], weights: int) -> Refs:
-        """Split the kernel's arrays; `weights` is the number of weight arguments."""
-        x, expert, begin, length, used, *rest = arrays
-        out, x_s, out_s, full, free, *weights_s = rest[weights:]
-        held = tuple(rest[:weights])
-        return cls(x, expert, begin, length, used, held, out, x_s, out_s, full, free, tuple(weights_s))
+    def of(cls, arrays: tuple[Any, ...], shape: GroupedShape) -> Refs:
+        """Split the kernel's arrays."""
+        (x, expert, begin, length, used, *rest), weights = arrays, shape.weights.arrays
+        out, x_s, out_s, full, free, *more = rest[weights:]
+        held, count = tuple(rest[:weights]), 3 if shape.gate is not None and shape.swapped else 0
+        passed, weights_s = tuple(more[:count]), tuple(more[count:])
+        return cls(x, expert, begin, length, used, held, out, x_s, out_s, full, free, passed, weights_s)
 
 
 class Item(NamedTuple):
@@ -146,14 +175,14 @@ class Item(NamedTuple):
     expert: jax.Array
     begin: jax.Array  # first row
     length: jax.Array  # rows
-    column: jax.Array  # first output
+    column: jax.Array  # first result
 
 
 def body(shape: GroupedShape) -> Callable[..., None]:
     """Return the kernel over the grid GRID and the threads ROLE: consumers first, then the producer."""
 
     def run(*arrays: Any) -> None:
-        refs = Refs.of(arrays, shape.weights.arrays)
+        refs = Refs.of(arrays, shape)
         role, block = lax.axis_index(ROLE), lax.axis_index(GRID)
 
         def each(one: Callable[[Item, jax.Array], None]) -> jax.Array:
@@ -189,7 +218,7 @@ def _item(shape: GroupedShape, refs: Refs, index: jax.Array) -> Item:
     tile, strip = lax.div(index, jnp.int32(shape.strips)), lax.rem(index, jnp.int32(shape.strips))
     # Divided and multiplied so that the compiler can prove the alignment, which copies to tiled memory require.
     begin = lax.div(refs.begin[tile], jnp.int32(ALIGN)) * ALIGN
-    return Item(refs.expert[tile], begin, refs.length[tile], strip * shape.columns)
+    return Item(refs.expert[tile], begin, refs.length[tile], strip * (shape.columns // shape.parts))
 
 
 def _produce(shape: GroupedShape, refs: Refs, item: Item, done: jax.Array) -> None:
@@ -222,8 +251,13 @@ def _consume(shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done:
 
     @pl.when(count > 0)
     def _multiply() -> None:
-        product = shape.weights.multiply(shape, refs, role, item, done)
-        _store(shape, refs, role, item, count, product)
+        products = shape.weights.multiply(shape, refs, role, item, done)
+        if shape.gate is None:
+            _store(shape, refs, role, item, count, products[0])
+        elif shape.swapped:
+            _gate_across(shape, refs, role, products[0], partial(_store, shape, refs, role * 0, item, count))
+        else:
+            _store(shape, refs, role, item, count, shape.gate(*products))
 
     @pl.when(count <= 0)  # without rows, the consumer only has to keep the ring going
     def _pass() -> None:
@@ -235,27 +269,59 @@ def _consume(shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done:
         lax.fori_loop(0, shape.steps, step, None)
 
 
+def _gate_across(
+    shape: GroupedShape, refs: Refs, role: jax.Array, product: jax.Array, store: Callable[[jax.Array], None]
+) -> None:
+    """Store the gated values, if this consumer has the gates; else pass the values to the one that does."""
+    assert shape.gate is not None
+    gate, (values_s, there, read) = shape.gate, refs.passed
+
+    @pl.when(role == 0)
+    def _gated() -> None:
+        plgpu.barrier_wait(there)
+        values = compat.load(values_s, plgpu.Layout.WGMMA)
+        plgpu.barrier_arrive(read)
+        store(gate(product, values))
+
+    @pl.when(role == 1)
+    def _passed() -> None:
+        values_s[...] = product
+        plgpu.barrier_arrive(there)
+        plgpu.barrier_wait(read)
+
+
 @dataclass(frozen=True)
 class Whole:
     """16-bit weights, which the tensor core reads as loaded."""
 
-    arrays = copies = 1
+    parts: int = 1
+
+    arrays = 1
+
+    @property
+    def copies(self) -> int:
+        return self.parts
 
     def scratch(self, shape: GroupedShape) -> list[Any]:
-        return [tiled((shape.stages, shape.depth, shape.columns), shape.dtype)]
+        return [tiled((shape.stages, self.parts, shape.depth, shape.columns // self.parts), shape.dtype)]
 
     def bring(self, shape: GroupedShape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
         (weight,), (w_s,) = refs.weights, refs.weights_s
-        source = weight.at[item.expert, pl.ds(k * shape.depth, shape.depth), pl.ds(item.column, shape.columns)]
-        plgpu.copy_gmem_to_smem(source, w_s.at[slot], refs.full.at[slot])
+        width = shape.columns // self.parts
+        for i in range(self.parts):
+            columns = pl.ds(item.column + i * shape.apart, width)
+            source = weight.at[item.expert, pl.ds(k * shape.depth, shape.depth), columns]
+            plgpu.copy_gmem_to_smem(source, w_s.at[slot, i], refs.full.at[slot])
 
-    def multiply(self, shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
-        summed = partial(_sum, shape, refs, role, done)
-        product: jax.Array = pl.run_scoped(summed, plgpu.ACC(shape.product, jnp.float32))
-        return product
+    def multiply(self, shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> Products:
+        height, width = shape.product
+        several = 1 if shape.swapped else self.parts  # with swapped operands a consumer has one of the parts
+        sums = [plgpu.ACC((height, width // several), jnp.float32)] * several
+        products: Products = pl.run_scoped(partial(_sum, shape, refs, role, done), *sums)
+        return products
 
 
-def _sum(shape: GroupedShape, refs: Refs, role: jax.Array, done: jax.Array, acc: Any) -> jax.Array:
+def _sum(shape: GroupedShape, refs: Refs, role: jax.Array, done: jax.Array, *sums: Any) -> Products:
     (height, _), (w_s,) = shape.product, refs.weights_s
 
     def release(k: jax.Array) -> None:
@@ -266,22 +332,23 @@ def _sum(shape: GroupedShape, refs: Refs, role: jax.Array, done: jax.Array, acc:
         slot = lax.rem(done + k, jnp.int32(shape.stages))
         plgpu.barrier_wait(refs.full.at[slot])
         if shape.swapped:
-            weight = w_s.at[slot, :, pl.ds(role * height, height)]
-            plgpu.wgmma(acc, compat.transpose(weight), compat.transpose(refs.x_s.at[slot]))
+            weight = w_s.at[slot, role] if shape.parts > 1 else w_s.at[slot, 0, :, pl.ds(role * height, height)]
+            plgpu.wgmma(sums[0], compat.transpose(weight), compat.transpose(refs.x_s.at[slot]))
         else:
-            plgpu.wgmma(acc, refs.x_s.at[slot, pl.ds(role * height, height)], w_s.at[slot])
-        plgpu.wgmma_wait(1)  # the previous product has read its slot
+            for part, acc in enumerate(sums):
+                plgpu.wgmma(acc, refs.x_s.at[slot, pl.ds(role * height, height)], w_s.at[slot, part])
+        plgpu.wgmma_wait(len(sums))  # the previous products have read their slot
         pl.when(k > 0)(partial(release, k - 1))
 
     lax.fori_loop(0, shape.steps, step, None)
-    product: jax.Array = acc[...]  # waits for the last product
+    products = tuple(acc[...] for acc in sums)  # waits for the last products
     release(jnp.int32(shape.steps - 1))
-    return product
+    return products
 
 
 def _store(shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, count: jax.Array, product: jax.Array) -> None:
     """Store the results of `count` rows through shared memory, rounded up to ALIGN; the extra rows are padding."""
-    height, width = shape.product
+    height, width = product.shape
     product = product.astype(shape.out_dtype)
     if shape.swapped:
         product = cast(product, plgpu.Layout.WGMMA_TRANSPOSED, shape.interpret)
@@ -323,11 +390,11 @@ class QuantizedWeights:
     def bring(self, shape: GroupedShape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
         (values, _), (narrow_s, _) = refs.weights, refs.weights_s
         where = item.expert, pl.ds(k * shape.depth, shape.depth)
-        bring(values, where, item.column, narrow_s.at[slot], refs.full.at[slot])
+        bring(values, where, item.column, narrow_s.at[slot], refs.full.at[slot], self._apart(shape))
 
-    def multiply(self, shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+    def multiply(self, shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> Products:
         (_, scale), (narrow_s, wide_s) = refs.weights, refs.weights_s
-        outputs = pl.ds(item.column + role * ROWS, ROWS)
+        outputs = pl.ds(item.column + role * self._apart(shape), ROWS)
 
         def scale_at(k: jax.Array) -> Any:
             return scale.at[item.expert, lax.div(k, jnp.int32(self.tile.every)), outputs]
@@ -335,6 +402,10 @@ class QuantizedWeights:
         ring = Ring(narrow_s, wide_s, refs.x_s, refs.full, refs.free, shape.stages, role, done)
         total = summed(self.tile, ring, shape.steps, scale_at)
         if self.tile.every:
-            return total
+            return (total,)
         one = compat.load(scale.at[item.expert, 0, outputs], plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        return total * lax.broadcast_in_dim(one, total.shape, (0,))
+        return (total * lax.broadcast_in_dim(one, total.shape, (0,)),)
+
+    def _apart(self, shape: GroupedShape) -> int:
+        """Return the columns between the outputs of the two consumers."""
+        return ROWS if shape.gate is None else shape.apart

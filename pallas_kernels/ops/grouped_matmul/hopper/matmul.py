@@ -44,6 +44,7 @@ from pallas_kernels.ops.grouped_matmul.hopper.body import (
     GRID,
     ROLE,
     WIDE,
+    Gate,
     GroupedShape,
     QuantizedWeights,
     Whole,
@@ -66,6 +67,7 @@ class GroupedSpec:
     stored: Any = None  # dtype of 8-bit weights, one of QUANTIZED; None: weights are `dtype`
     scales: int = 1  # n, for 8-bit weights
     cores: int = CORES
+    gated: bool = False  # O is twice the results: gates, and the values that they multiply
 
     @property
     def quantized(self) -> bool:
@@ -100,7 +102,13 @@ class Config:
                 f"if swapped, {self.rows=} must be 8, 16, 32, 64 or 128, and {self.columns=} a multiple of {ROWS} for "
                 f"each of {self.consumers=}"
             )
-        if (size := self.smem_bytes(spec.quantized)) > SMEM:
+        if spec.gated and (
+            self.columns not in (128, 256) or self.consumers != 2 or self.columns > 128 * (2 - self.swapped)
+        ):
+            raise ValueError(
+                f"with a gate, {self.columns=} must be 128, or 256 if not swapped, and {self.consumers=} must be 2"
+            )
+        if (size := self.smem_bytes(spec)) > SMEM:
             raise ValueError(f"{self} needs {size} bytes of shared memory; the limit is {SMEM}")
 
     def _validate_whole(self, spec: GroupedSpec) -> None:
@@ -128,11 +136,13 @@ class Config:
                 "and at least 2 stages"
             )
 
-    def smem_bytes(self, quantized: bool = False) -> int:
+    def smem_bytes(self, spec: GroupedSpec) -> int:
         """Return the shared memory of a block, including barriers and alignment; results take at most 4 bytes."""
         stored = self.rows * (self.consumers if self.swapped else 1)
-        weights = held(self.depth, self.stages) if quantized else self.stages * self.depth * self.columns * 2
-        return self.stages * self.depth * self.rows * 2 + weights + stored * WIDE * 4 + 2048
+        quantized = held(self.depth, self.stages)
+        weights = quantized if spec.quantized else self.stages * self.depth * self.columns * 2
+        passed = self.rows * ROWS * 4 if spec.gated and self.swapped else 0
+        return self.stages * self.depth * self.rows * 2 + weights + stored * WIDE * 4 + passed + 2048
 
 
 def plan(chosen: jax.Array, experts: int, tile: int | None = None) -> Groups:
@@ -159,19 +169,19 @@ def heuristic(spec: GroupedSpec) -> Config:
         # A tile twice as deep halves the number of waits, if there is room for several.
         depth = gcd(spec.width // spec.scales, 2 * DEPTH) if rows <= ROWS else DEPTH
         config = Config(rows, COLUMNS, 2, CONSUMERS, True, spec.cores, depth)
-        return _deepest(config, range(8, 2, -1), quantized=True)
+        return _deepest(config, range(8, 2, -1), spec)
     swapped = rows <= ROWS
     # With swapped operands, wide strips would leave some blocks idle: only experts with tokens have tiles.
-    widths = (128,) if swapped else (256, 192, 128)
+    widths = (128,) if swapped else (256, 128) if spec.gated else (256, 192, 128)
     columns = next((width for width in widths if spec.outputs % width == 0), 64)
     consumers = 1 if swapped and columns == ROWS else 2
-    return _deepest(Config(rows, columns, 1, consumers, swapped, spec.cores), range(12 if swapped else 6, 1, -1))
+    return _deepest(Config(rows, columns, 1, consumers, swapped, spec.cores), range(12 if swapped else 6, 1, -1), spec)
 
 
-def _deepest(config: Config, stages: Iterable[int], quantized: bool = False) -> Config:
+def _deepest(config: Config, stages: Iterable[int], spec: GroupedSpec) -> Config:
     """Return the config with the first of `stages` that fits into shared memory."""
     deep = (replace(config, stages=count) for count in stages)
-    return next((one for one in deep if one.smem_bytes(quantized) <= SMEM), config)
+    return next((one for one in deep if one.smem_bytes(spec) <= SMEM), config)
 
 
 def supports(spec: GroupedSpec) -> str | None:
@@ -197,16 +207,18 @@ def grouped_matmul(
     *,
     scale: jax.Array | None = None,  # [X, n, O] float32, for 8-bit weights
     out_dtype: Any = None,
+    gate: Gate | None = None,
     config: Config,
     interpret: Interpret = None,
 ) -> jax.Array:
     """Return the product, [R, O] of `out_dtype`, summed in float32; padding rows hold arbitrary values.
 
-    `work` is `plan(chosen, X, config.rows)`.
+    `work` is `plan(chosen, X, config.rows)`. With `gate`, return gate(left half of the product, right
+    half), [R, O / 2].
     """
     (rows, width), (experts, _, outputs) = x.shape, weight.shape
     out_dtype = jnp.dtype(out_dtype or x.dtype)
-    spec = GroupedSpec(rows, experts, width, outputs, x.dtype)
+    spec = GroupedSpec(rows, experts, width, outputs, x.dtype, gated=gate is not None)
     if scale is not None:
         spec = replace(spec, stored=weight.dtype, scales=scale.shape[1])
     config.validate(spec)
@@ -225,16 +237,18 @@ def grouped_matmul(
         swapped=config.swapped,
         blocks=min(config.blocks, tiles * (outputs // config.columns)),
         strips=outputs // config.columns,
+        outputs=outputs,
         depth=config.depth,
         steps=width // config.depth,
         dtype=x.dtype,
         out_dtype=out_dtype,
         weights=_weights(spec, config, interpret),
         interpret=interpret,
+        gate=gate,
     )
     run = compat.kernel(
         body(shape),
-        out=jax.ShapeDtypeStruct((rows, outputs), out_dtype),
+        out=jax.ShapeDtypeStruct((rows, shape.apart), out_dtype),
         scratch=shape.scratch(),
         grid=((GRID, shape.blocks),),
         threads=(ROLE, config.consumers + 1),
@@ -247,6 +261,6 @@ def grouped_matmul(
 
 def _weights(spec: GroupedSpec, config: Config, interpret: Interpret) -> Whole | QuantizedWeights:
     if not spec.quantized:
-        return Whole()
+        return Whole(2 if spec.gated else 1)
     every = spec.width // spec.scales // config.depth if spec.scales > 1 else 0
     return QuantizedWeights(Tile(config.depth, every, jnp.dtype(spec.dtype), jnp.dtype(spec.stored), interpret))

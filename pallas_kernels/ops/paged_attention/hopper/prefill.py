@@ -30,6 +30,7 @@ from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.interpret import Interpret
 from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed, refusal
+from pallas_kernels.mosaic.support import left_in_registers
 from pallas_kernels.ops.paged_attention.hopper.prefill_block import GRID, MOST, ROLE, ROWS, WARPGROUPS, PrefillShape
 from pallas_kernels.ops.paged_attention.hopper.prefill_body import body
 from pallas_kernels.ops.paged_attention.plan import PrefillWork, plan_prefill
@@ -96,11 +97,14 @@ class Config:
 def heuristic(spec: AttentionShape, *, window: int | None = None) -> Config:
     """Return a config expected to be good for the spec: up to four heads per tile, the widest keys that fit.
 
+    Weights stay in registers where the compiler supports that: storing them to shared memory and
+    reading them back takes longer than the products of a tile.
+
     Avoided because they spill: eight heads (jax 0.11.2: 16 bytes), four heads of D = 256 (0.10.2:
     72), and 128 keys at a time with a window (8).
     """
     heads = next(h for h in (4, 2, 1) if spec.group % h == 0 and (h < 4 or spec.dim <= MOST))
-    best = Config(heads=heads, blocks=spec.cores)
+    best = Config(heads=heads, blocks=spec.cores, p_in_smem=not left_in_registers())
     for keys, stages in ((128, 2), (64, 3), (64, 2))[window is not None :]:
         config = replace(best, keys=keys, stages=stages)
         if config.smem_bytes(spec) <= SMEM and not (keys % spec.page and spec.page % keys):

@@ -58,20 +58,45 @@ CONFIGS = {
 }
 
 
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def gated_formula(product: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return SwiGLU of the two halves of each product."""
+    gate, up = np.split(product, 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
 def check(
-    config: Config, chosen: list[int], dtype: Any, out_dtype: Any, size: tuple[int, int, int] = (3, 128, 128)
+    config: Config,
+    chosen: list[int],
+    dtype: Any,
+    out_dtype: Any,
+    size: tuple[int, int, int] = (3, 128, 128),
+    *,
+    gated: bool = False,
 ) -> None:
     experts, width, outputs = size
-    x, weight = operands(len(chosen), width, outputs, dtype, experts)
+    x, weight = operands(len(chosen), width, 2 * outputs if gated else outputs, dtype, experts)
     work = plan(jnp.array(chosen), experts, config.rows)
     with without_races() as interpret:
         got = grouped.grouped_matmul(
-            x[work.source], weight, work, out_dtype=out_dtype, config=config, interpret=interpret
+            x[work.source],
+            weight,
+            work,
+            out_dtype=out_dtype,
+            gate=swiglu if gated else None,
+            config=config,
+            interpret=interpret,
         )
         got = by_pairs(jax.block_until_ready(got), work)
     most = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 4e-3}[jnp.dtype(out_dtype).name]
-    assert error(got, formula(x, weight, chosen)) < most
+    want = formula(x, weight, chosen)
+    assert error(got, gated_formula(want) if gated else want) < most
 
+
+GATED = ["swapped", "swapped 32", "straight"]  # forms with two consumers
 
 # 8-bit weights: all of these have swapped operands.
 NARROW = {
@@ -81,23 +106,33 @@ NARROW = {
 }
 
 
-def check_narrow(config: Config, chosen: list[int], stored: Any, scales: int, dtype: Any, out_dtype: Any) -> None:
-    random, width = np.random.default_rng(seed(len(chosen))), 256
+def check_narrow(
+    config: Config, chosen: list[int], stored: Any, scales: int, dtype: Any, out_dtype: Any, *, gated: bool = False
+) -> None:
+    random, width, outputs = np.random.default_rng(seed(len(chosen))), 256, 256 if gated else 128
     x = jnp.asarray(random.standard_normal((len(chosen), width)), dtype)
-    values = random.standard_normal((3, width, 128)) * (40 if stored == jnp.int8 else 1)
+    values = random.standard_normal((3, width, outputs)) * (40 if stored == jnp.int8 else 1)
     values = jnp.asarray(np.clip(np.rint(values), -127, 127) if stored == jnp.int8 else values, stored)
-    scale = jnp.asarray(random.uniform(0.01, 0.1, (3, scales, 128)), jnp.float32)
+    scale = jnp.asarray(random.uniform(0.01, 0.1, (3, scales, outputs)), jnp.float32)
     work = plan(jnp.array(chosen), 3, config.rows)
 
     # One program, compiled without optimization, because compiling takes most of the time.
     @partial(jax.jit, compiler_options=haste())
     def multiplied(x: jax.Array, values: jax.Array, work: Groups, scale: jax.Array) -> jax.Array:
         return grouped.grouped_matmul(
-            x, values, work, scale=scale, out_dtype=out_dtype, config=config, interpret=interpret
+            x,
+            values,
+            work,
+            scale=scale,
+            out_dtype=out_dtype,
+            gate=swiglu if gated else None,
+            config=config,
+            interpret=interpret,
         )
 
     with without_races() as interpret:
         got = by_pairs(jax.block_until_ready(multiplied(x[work.source], values, work, scale)), work)
     wide = doubles(values) * np.repeat(doubles(scale), width // scales, axis=1)
     most = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 4e-3}[jnp.dtype(out_dtype).name]
-    assert error(got, formula(x, wide, chosen)) < most
+    want = formula(x, wide, chosen)
+    assert error(got, gated_formula(want) if gated else want) < most

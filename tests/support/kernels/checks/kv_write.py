@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.ops.kv_write.hopper import Config, rope_and_write
+from pallas_kernels.ops.kv_write.hopper import Config, packed, rope_and_write
 from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
 from tests.support.kernels.interpreted import seed, without_races
 from tests.support.kernels.ragged import deal, make
@@ -101,7 +101,11 @@ def same_as_the_twin(case: Step, *, turned: bool = True, config: Config | None =
         arguments[3] = None
     with without_races() as interpret:
         got = list(
-            jax.block_until_ready(rope_and_write(*arguments, scales=case.scales, config=config, interpret=interpret))
+            jax.block_until_ready(
+                rope_and_write(
+                    packed(*arguments[:3]), *arguments[3:], scales=case.scales, config=config, interpret=interpret
+                )
+            )
         )
     want = rope_and_write_xla(*arguments, scales=case.scales)
     rtol, atol = (float(jnp.finfo(case.q.dtype).eps), 2.0**-22) if contracted else (0.0, 0.0)
