@@ -7,7 +7,7 @@ contiguous.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -40,4 +40,4 @@ class Ragged(NamedTuple):
     lengths: jax.Array  # [S] int32, tokens of the row in this step
     contexts: jax.Array  # [S] int32, tokens of the row in the cache after this step's write (0 for padding)
     block_tables: jax.Array  # [S, P] int32, page ids in order; 0 where unused
-    shared: SharedPrefixes | None = None  # for backends that read shared pages once; others may ignore it
+    shared: Any = None  # SharedPrefixes or None, for backends that read shared pages once; others may ignore it

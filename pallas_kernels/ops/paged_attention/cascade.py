@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layout import MASKED, Ragged
+from pallas_kernels.layout import MASKED, Ragged, SharedPrefixes
 from pallas_kernels.ops.paged_attention.xla import Options, Pages, Rule, attend_block, paged_attention, scaled
 
 DECODE_QUERIES, QUERIES = 16, 64  # Q: at most that many queries of one group attend together
@@ -37,15 +37,14 @@ class Cascade(NamedTuple):
     queries: jax.Array  # [J, Q] int32, tokens of the tile's queries; T for padding
     row: jax.Array  # [J] int32, row whose block table the tile reads
     keys: jax.Array  # [J] int32, keys that it reads
-    count: jax.Array  # [] int32, tiles in use, which come first
+    used: jax.Array  # [] int32, tiles in use, which come first
     tables: jax.Array  # [S, P] int32, the step's block tables
     rest: Ragged  # the step without the shared pages
 
 
 def plan(ragged: Ragged, *, decode: bool, window: int | None = None) -> Cascade:
     """Arrange the queries of each group in tiles. `ragged` must have `shared`."""
-    shared = ragged.shared
-    assert shared is not None, "plain attention needs no plan"
+    shared: SharedPrefixes = ragged.shared
     tokens, groups = ragged.rows.shape[0], shared.row.shape[0]
     size = min(tokens, DECODE_QUERIES if decode else QUERIES)
     group = shared.group - 1  # [S], -1: none
@@ -71,8 +70,8 @@ def plan(ragged: Ragged, *, decode: bool, window: int | None = None) -> Cascade:
 
 def _without(ragged: Ragged, group: jax.Array) -> Ragged:
     """Return the step without the shared pages of the rows in a group [S]; the others' group is -1."""
-    shared, columns = ragged.shared, ragged.block_tables.shape[1]
-    assert shared is not None, "see `plan`"
+    shared: SharedPrefixes = ragged.shared
+    columns = ragged.block_tables.shape[1]
     pages = jnp.where(group < 0, 0, shared.pages[jnp.maximum(group, 0)])  # [S]
     tokens = jnp.where(group < 0, 0, shared.tokens[jnp.maximum(group, 0)])
     column = jnp.minimum(pages[:, None] + jnp.arange(columns)[None, :], columns - 1)
@@ -102,7 +101,7 @@ def cascade_attention(
         return mixed.at[queries].set(fresh[0], mode="drop"), seen.at[queries].set(fresh[1], mode="drop")
 
     none = jnp.zeros(grouped.shape, q.dtype), jnp.full(grouped.shape[:3], MASKED, jnp.float32)
-    mixed, seen = lax.fori_loop(0, work.count, tile, none)
+    mixed, seen = lax.fori_loop(0, work.used, tile, none)
     return merge(mixed.reshape(q.shape), seen.reshape(lse.shape), rest, lse)
 
 
