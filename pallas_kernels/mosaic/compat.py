@@ -72,6 +72,7 @@ def in_place(
     grid: Sequence[tuple[str, int]],
     name: str,
     interpret: Any = None,
+    fast_math: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Run `body(*refs of changed, *refs of read)` on one warpgroup per block, and return the new arrays of `changed`.
 
@@ -83,7 +84,7 @@ def in_place(
         "grid_names": tuple(axis for axis, _ in grid),
         "kernel_name": name,
     }
-    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    params = plgpu.CompilerParams(approx_math=fast_math, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
     if VERSION < (0, 11):  # `kernel` takes no refs before 0.11
 
         def run(refs: tuple[Any, ...]) -> None:
