@@ -106,6 +106,8 @@ class Config:
         added = rows * (spec.dim if self.consumers > 1 else WIDE) * 4
         rest = rows * spec.dim * wide + added + 2048
         if spec.quantized and self.warps:
+            # Packed queries or tokens: which of them also depends on the soft cap, which is not in the spec.
+            rest = max(rest, 2 * rows * spec.dim * wide + 4096)
             return ring + rest + self.consumers * (64 * (MEETING + 8) + 128 + 128) * 4
         if not self.warps:
             rest = 2 * rows * spec.dim * wide + (4096 if spills(spec.dim) else added + 2048)

@@ -110,7 +110,9 @@ class DecodeShape:
     @property
     def apart(self) -> bool:
         """Whether queries are packed for the kernel, and each consumer's results combined by another."""
-        return bool(self.latent) or (not self.warps and spills(self.dim))
+        if self.latent:
+            return True
+        return self.dim > MOST or self.softcap is not None if self.parted else not self.warps and spills(self.dim)
 
     @property
     def partials(self) -> int:

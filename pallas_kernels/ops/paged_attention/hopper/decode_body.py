@@ -265,8 +265,11 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
     def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
         first, half = refs.first[item], lax.rem(number, shape.queues)
         q = None
-        if shape.latent:
+        if shape.apart:
             plgpu.barrier_wait(s["q_full"].at[half])
+            if not shape.latent:
+                every = [s["q"].at[half, :, pl.ds(begin, CHUNK)] for begin in range(0, shape.dim, CHUNK)]
+                q = [load(shape, ref, fragments.queries(), optimized=False) for ref in every]
         else:
             fetch(shape, refs, me, row)
             q = queries(shape, refs, me, row, fragments.queries())
@@ -297,11 +300,12 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
         mixed, peak, total = lax.fori_loop(0, count, step, (*start, sums))
         top, total = _among_warps(shape, refs, me, peak, jnp.sum(total, axis=1))
         put = partial(_put_rows, refs, me)
-        if shape.latent:
+        if shape.apart:
             release(shape, s["q_free"].at[half])
-            _store_summed(shape, refs, me, (item, head, block), (mixed, jnp.exp2(peak - top), total))
+            place = (item if shape.joint else item * shape.consumers + me, head, block)
+            _store_summed(shape, refs, me, place, (mixed, jnp.exp2(peak - top), total))
             weight = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)) * LOG2E, MASKED)
-            pl.when(me == 0)(lambda: put(weight, refs.weight.at[item, head, block]))
+            pl.when((me == 0) if shape.joint else me >= 0)(lambda: put(weight, refs.weight.at[place]))
             return
         top, total = meet(shape, refs, me, top, total, layout.reduce(1))
         factor = jnp.exp2(peak - top) * ((refs.v_scale[head] if shape.scaled else 1.0) / jnp.maximum(total, 1e-30))
@@ -403,10 +407,11 @@ def _summed() -> Any:
 def _store_summed(
     shape: DecodeShape, refs: Refs, me: Any, place: tuple[Any, ...], state: tuple[list[jax.Array], jax.Array, jax.Array]
 ) -> None:
-    """Store a consumer's columns of a latent's mixed values, summed over the warps."""
+    """Store a consumer's mixed values, of a latent those of its own columns, summed over the warps."""
     mixed, fade, total = state
-    factor = fade / jnp.maximum(total, 1e-30)
+    factor = fade * ((refs.v_scale[place[1]] if shape.scaled else 1.0) / jnp.maximum(total, 1e-30))
+    first = me * shape.mixed if shape.joint else 0
     for n, part in enumerate(mixed):
         for at, chunk in enumerate(_chunks(part, factor)):
-            column = me * shape.mixed + n * shape.width + at * MEETING
+            column = first + n * shape.width + at * MEETING
             refs.mixed[(*place, slice(None), pl.ds(column, MEETING))] = _sum_warps(shape, refs, me, chunk)
