@@ -1,8 +1,9 @@
 """Attention on NVIDIA Hopper by Mosaic GPU kernels: RoPE and KV write, then decode and prefill, merged by token.
 
-Rows of up to QUERIES tokens are computed by the decode kernel, longer rows by the prefill kernel;
-each row is in exactly one of the two plans. The prefill kernel does not support 8-bit pools of head
-dim 256: steps that may have longer rows run in XLA, steps without them in the decode kernel.
+A step with prompts computes rows of one token by the decode kernel and longer rows by the prefill
+kernel; each row is in exactly one of the two plans. A step without prompts has rows of up to
+QUERIES tokens, all in the decode kernel. The prefill kernel does not support 8-bit pools of head
+dim 256: steps with prompts run in XLA.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from pallas_kernels.ops.paged_attention.api import Attention, AttentionSpec, Poo
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
 from pallas_kernels.rope import Turn
 
-QUERIES = 16  # tokens of the longest row that the decode kernel takes
+QUERIES = 16  # tokens of the longest row of a step without prompts
 PAGES = (16, 32, 64, 128, 256)
-# `queries` of the specs whose tuned configs are looked up, by op: decode steps, steps with rows of several tokens
+# `queries` of the specs whose tuned configs are looked up, by op: rows of one token, rows that verify drafted tokens
 LOOKED_UP = {"decode": (1, QUERIES), "prefill": (1,)}
 
 
@@ -34,7 +35,7 @@ class GpuAttentionWork(NamedTuple):
 
     ragged: Ragged
     decode: tuple[Any, ...]  # one DecodeWork per window
-    prefill: tuple[Any, ...]  # one PrefillWork per window; empty if no row is longer than QUERIES
+    prefill: tuple[Any, ...]  # one PrefillWork per window; empty in a step without prompts
 
 
 def supports(spec: AttentionSpec) -> str | None:
@@ -115,7 +116,7 @@ def _prefill(spec: AttentionSpec) -> tuple[Any, Any]:
     from pallas_kernels.ops.paged_attention.hopper import prefill
 
     config, wanted = _config("prefill", prefill, spec, *LOOKED_UP["prefill"])
-    return replace(config, above=QUERIES), wanted
+    return replace(config, above=1), wanted
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,12 @@ class MosaicAttention:
 
     @property
     def _prefills(self) -> bool:
-        """Whether rows may be longer than the decode kernel takes."""
+        """Whether rows may be prompts."""
         return not (self.decode or self.few)
 
     @property
     def _queries(self) -> int:
-        return 1 if self.decode else QUERIES
+        return QUERIES if self.few and not self.decode else 1
 
     def plan(self, ragged: Ragged) -> GpuAttentionWork:
         """Plan the step once per distinct window; layers with the same window share a plan."""
@@ -188,7 +189,8 @@ class MosaicAttention:
             return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)
         at = self.spec.windows.index(window)
         config, _ = _decode(self.spec, self._queries)
-        mixed, lse = paged_decode(q, k_pool, v_pool, work.ragged, work.decode[at], config=config, **rest)
+        # Every row is in one of the plans, so what decode leaves out is overwritten.
+        mixed, lse = paged_decode(q, k_pool, v_pool, work.ragged, work.decode[at], config=config, clean=False, **rest)
         if self._prefills:
             from pallas_kernels.ops.paged_attention.hopper.prefill import paged_prefill
 

@@ -69,6 +69,10 @@ class Compilable(Protocol):
         """Maximum bytes that its kernels read and write together; None: any."""
 
     @property
+    def layers(self) -> int:
+        """Layers of the model that it is a step of; 0: it is no step."""
+
+    @property
     def flags(self) -> tuple[str, ...]:
         """XLA flags beyond the defaults, as in XLA_FLAGS."""
 
@@ -97,6 +101,7 @@ class Case:
     devices: int = 1
     command_buffers: int | None = None
     most_moved: int | None = None
+    layers: int = 0
     flags: tuple[str, ...] = ()
 
     @property
@@ -123,6 +128,7 @@ class Step:
     held: int = STEPS_HOLD
     most_temp: int | None = None
     most_moved: int | None = None
+    layers: int = 0
     flags: tuple[str, ...] = ()
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:

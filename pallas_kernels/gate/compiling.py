@@ -137,12 +137,14 @@ def compile_case(case: Compilable, target: Target) -> Figures:
             code=memory.generated_code_size_in_bytes or len(program.serialize() if program else b""),
             alias=memory.alias_size_in_bytes,
             memory=used + memory.temp_size_in_bytes,
-            moved=traffic.moved(text),
+            floor=used,
+            layers=case.layers,
             donated=donated,
             aliased=hlo.aliased(text),
             copies=tuple(hlo.copies(text, case.held)),
             **figures.kernels(mosaic),  # type: ignore[arg-type]
             **figures.thunks(xla),  # type: ignore[arg-type]
+            **traffic.traffic(text)._asdict(),
         )
 
 

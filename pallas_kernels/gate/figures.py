@@ -37,17 +37,26 @@ class Figures:
     shared: int = 0  # instructions that go through shared memory, or exchange between threads over the same path
     narrow: int = 0  # loads from shared memory of less than 4 bytes
     coarse: int = 0  # `tanh.approx`, which has only 11 bits of precision
-    temp: int = 0  # bytes per device; also the next five
+    temp: int = 0  # bytes per device; also the next six
     arguments: int = 0
     code: int = 0  # machine code, or the whole serialized program if the backend does not report its code
     alias: int = 0
     memory: int = 0  # arguments, outputs and temporaries at once
     moved: int = 0  # bytes read and written in a run; see `traffic`
+    floor: int = 0  # bytes that a run must move: each argument read once, each output written once
+    launches: int = 0  # kernels and copies launched in a run
+    layered: int = 0  # of them, those of a model's layers
+    layers: int = 0  # of the model
     donated: int = 0  # number of donated arguments
     aliased: int = 0  # number of arguments that alias an output
     copies: tuple[str, ...] = ()  # copies of pools and weights
     buffers: int | None = None  # command buffers: the CUDA graphs it is cut into
     loose: int = 0  # thunks outside command buffers
+
+    @property
+    def per_layer(self) -> float | None:
+        """Launches per layer of a model; None if the program is no step."""
+        return self.layered / self.layers if self.layers else None
 
 
 def kernels(folder: Path) -> dict[str, object]:

@@ -17,6 +17,7 @@ LINE = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 CALLS = re.compile(r"calls=%([\w.\-]+)")
 ALIAS = re.compile(r"\{[\d,\s]*\}: \((\d+), \{[\d,\s]*\}")
+IN_PLACE = re.compile(r"output_to_operand_aliasing=\{((?:\{\d*\}: \(\d+, \{\}\)(?:, )?)+)\}")
 
 RENAMES = {"bitcast", "get-tuple-element", "opt-barrier", "copy-done", "async-done"}
 MOVES = {"copy", "copy-start", "transpose", "convert", "concatenate", "pad", "reverse", "reshape"}
@@ -125,3 +126,10 @@ def aliased(text: str) -> int:
         return 0
     end = head.find(" }", begin)
     return len({found[1] for found in ALIAS.finditer(head[begin:end])})
+
+
+def in_place(one: Instruction) -> dict[int, int]:
+    """Return the operand that each output of a custom call changes in place, by the number of the output."""
+    found = IN_PLACE.search(one.told)
+    pairs = re.findall(r"\{(\d*)\}: \((\d+)", found[1]) if found else []
+    return {int(out or 0): int(at) for out, at in pairs}

@@ -23,10 +23,21 @@ class Bound:
     kernels: int = 0
     shared: int | None = None
     narrow: int | None = None
+    launches: int | None = None
+    moved: int | None = None
 
 
 def bound_of(figures: Figures) -> Bound:
-    return Bound(figures.registers, figures.temp, figures.buffers, figures.kernels, figures.shared, figures.narrow)
+    return Bound(
+        figures.registers,
+        figures.temp,
+        figures.buffers,
+        figures.kernels,
+        figures.shared,
+        figures.narrow,
+        figures.launches,
+        figures.moved,
+    )
 
 
 def laws(case: Compilable, figures: Figures, memory: int) -> Iterator[str]:
@@ -74,3 +85,7 @@ def excess(figures: Figures, bound: Bound | None) -> Iterator[str]:
         yield f"{figures.shared} instructions through shared memory, the recorded bound is {bound.shared}"
     if bound.narrow is not None and figures.narrow > bound.narrow:
         yield f"{figures.narrow} loads of shared memory of less than 4 bytes, the recorded bound is {bound.narrow}"
+    if bound.launches is not None and figures.launches > bound.launches:
+        yield f"{figures.launches} launches, the recorded bound is {bound.launches}"
+    if bound.moved is not None and figures.moved > bound.moved:
+        yield f"{figures.moved} bytes read and written, the recorded bound is {bound.moved}"

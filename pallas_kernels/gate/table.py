@@ -17,12 +17,15 @@ HEAD = (
     "alias MB",
     "GB",
     "moved GB",
+    "of floor",
+    "launches",
+    "a layer",
     "graphs",
     "s",
     "cpu s",
     "",
 )
-LEFT = {0, 5, 13}  # text columns
+LEFT = {0, 5, len(HEAD) - 1}  # text columns
 
 
 def row(name: str, outcome: Figures | str, verdict: str) -> tuple[str, ...]:
@@ -41,6 +44,9 @@ def row(name: str, outcome: Figures | str, verdict: str) -> tuple[str, ...]:
         f"{outcome.alias / 1e6:.1f}" if outcome.alias else "",
         f"{outcome.memory / 1e9:.2f}",
         f"{outcome.moved / 1e9:.2f}",
+        f"{outcome.moved / outcome.floor:.3f}" if outcome.layers else "",
+        str(outcome.launches),
+        f"{outcome.per_layer:.1f}" if outcome.per_layer else "",
         graphs,
         f"{outcome.seconds:.1f}",
         f"{outcome.processor:.1f}",

@@ -1,44 +1,103 @@
-"""Count the bytes that the kernels of a compiled module read and write, from its text.
+"""Count the launches of a compiled module and the bytes that they read and write, from its text.
 
 Each launch counts all of its inputs and outputs: too much if it reads part of an array, too little
-if it reads one twice, as our own kernels may. A conditional counts its largest branch; a loop of
-unknown trip count counts one trip.
+if it reads one twice, as our own kernels may. Of an argument that a kernel changes in place, as the
+KV write changes a pool, only as many bytes count as the kernel has other inputs; and kernels that
+read it before it changes again count it once together, as decode and prefill attention read the
+pages of different rows. A conditional counts its largest branch; a loop of unknown trip count
+counts one trip.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from pallas_kernels.gate.hlo import ARRAY, HARMLESS, Instruction, computations, size
+from pallas_kernels.gate.hlo import ARRAY, HARMLESS, RENAMES, Instruction, computations, in_place, size
 
 FREE = HARMLESS - {"broadcast"} | {"after-all", "partition-id", "replica-id"}
 CALLED = re.compile(r"\b(?:to_apply|calls|body|condition)=%([\w.\-]+)")
 BRANCHES = re.compile(r"\b(?:(?:true|false)_computation=|branch_computations=\{)((?:%[\w.\-]+(?:, )?)+)")
 TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+LAYER = "/jit(layer)/"  # in the op_name of what a layer of a model computes
+INDEX = re.compile(r"index=(\d+)")
 
 
-def moved(text: str) -> int:
-    """Return the bytes that one run of the module moves."""
+class Traffic(NamedTuple):
+    """What one run of a module does."""
+
+    moved: int = 0  # bytes read and written
+    launches: int = 0
+    layered: int = 0  # launches in layers of a model
+
+
+class Pool(NamedTuple):
+    """An argument of the program, possibly changed in place."""
+
+    argument: str
+    changed: str  # the last instruction that changed it; "": none
+
+
+def traffic(text: str) -> Traffic:
+    """Return the launches of one run of the module, and the bytes that they move."""
     code, entry = computations(text)
 
-    def of(name: str) -> int:
+    def of(name: str) -> Traffic:
         body = code.get(name, [])
-        known = {one.name: one for one in body}
-        return sum(launched(one, known) for one in body if one.opcode not in FREE)
+        known, shared = {one.name: one for one in body}, set[Pool]()
+        return _sum(launched(one, known, shared) for one in body if one.opcode not in FREE)
 
-    def launched(one: Instruction, known: dict[str, Instruction]) -> int:
+    def launched(one: Instruction, known: dict[str, Instruction], shared: set[Pool]) -> Traffic:
         if one.opcode == "conditional":
             branches = [name for found in BRANCHES.findall(one.told) for name in re.findall(r"%([\w.\-]+)", found)]
-            return max(of(name) for name in branches)
+            return Traffic(*map(max, zip(*map(of, branches), strict=True)))
         if one.opcode in ("while", "call", "async-start"):
             turns = TURNS.search(one.told)
-            return (int(turns[1]) if turns else 1) * sum(of(name) for name in CALLED.findall(one.told))
-        given = sum(_bytes(known[name]) for name in one.operands if name in known)
-        return given + _bytes(one)
+            return _sum([of(name) for name in CALLED.findall(one.told)] * (int(turns[1]) if turns else 1))
+        return Traffic(_moved(one, known, shared), 1, int(LAYER in one.told))
 
     return of(entry)
 
 
+def _sum(each: Iterable[Traffic]) -> Traffic:
+    return Traffic(*map(sum, zip(Traffic(), *each, strict=True)))
+
+
+def _moved(one: Instruction, known: dict[str, Instruction], shared: set[Pool]) -> int:
+    """Return the bytes that one launch reads and writes; `shared` holds the pools that others have read."""
+    pools = [_pool(name, known) for name in one.operands]
+    held = {out: at for out, at in in_place(one).items() if pools[at] is not None}
+    given = 0
+    for at, (name, pool) in enumerate(zip(one.operands, pools, strict=True)):
+        if name in known and at not in held.values() and pool not in shared:
+            given += _bytes(known[name])
+            if pool is not None and pool.changed:
+                shared.add(pool)
+    arrays = _arrays(one)
+    changed = sum(arrays[out] for out in held)
+    return given + min(changed, given) + sum(arrays) - changed
+
+
+def _pool(name: str, known: dict[str, Instruction]) -> Pool | None:
+    """Return which argument of the program a value is, if it is one, possibly changed in place."""
+    one, changed = known.get(name), ""
+    while one is not None and one.opcode != "parameter":
+        if one.opcode not in RENAMES:
+            return None
+        source, index = known.get(one.operands[0]), INDEX.search(one.told)
+        if source is not None and index is not None and source.opcode == "custom-call":
+            at = in_place(source).get(int(index[1]))
+            changed = changed or source.name
+            source = None if at is None else known.get(source.operands[at])
+        one = source
+    return None if one is None else Pool(one.name, changed)
+
+
 def _bytes(one: Instruction) -> int:
     """Return the bytes of an instruction's value; for a tuple, of all its arrays."""
-    return sum(size((kind, tuple(int(n) for n in dims.split(",") if n))) for kind, dims in ARRAY.findall(one.shape))
+    return sum(_arrays(one))
+
+
+def _arrays(one: Instruction) -> list[int]:
+    return [size((kind, tuple(int(n) for n in dims.split(",") if n))) for kind, dims in ARRAY.findall(one.shape)]

@@ -73,16 +73,17 @@ def kernel(
 def in_place(
     body: Callable[..., None],
     *,
-    made: Any,
+    made: Sequence[Any] = (),
     changed: Sequence[jax.Array],
     read: Sequence[jax.Array],
     grid: Sequence[tuple[str, int]],
     name: str,
     interpret: Any = None,
+    fast_math: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Run a body on one warpgroup per block; return a new array `made`, and the new arrays of `changed`.
+    """Run a body on one warpgroup per block; return the new arrays `made` and those of `changed`.
 
-    The body gets the refs (made, *changed, *read). If the arrays of `changed` are donated, or not
+    The body gets the refs (*made, *changed, *read). If the arrays of `changed` are donated, or not
     used elsewhere, they are updated in place and nothing is copied.
     """
     axes: dict[str, Any] = {
@@ -92,7 +93,7 @@ def in_place(
         "thread_name": "warpgroup",
         "kernel_name": name,
     }
-    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    params = plgpu.CompilerParams(approx_math=fast_math, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
     options: dict[str, Any] = {"compiler_params": params, **({} if interpret is None else {"interpret": interpret})}
     count = len(changed)
     if VERSION < (0, 11):  # `kernel` takes no refs before 0.11
@@ -102,18 +103,19 @@ def in_place(
             given, after = refs[: count + len(read)], refs[count + len(read) :]
             body(*after, *given[count:])
 
-        out = (made, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed))
-        aliases = {i: i + 1 for i in range(count)}
+        out = (*made, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed))
+        aliases = {i: i + len(made) for i in range(count)}
         run = _mpmd_map([(plgpu.Mesh(**axes), aliased)], out, input_output_aliases=aliases, name=name, **options)
         done: tuple[jax.Array, ...] = run(*changed, *read)
         return done
 
     def ordered(*refs: Any) -> None:
-        body(refs[-1], *refs[:-1])
+        given = len(refs) - len(made)
+        body(*refs[given:], *refs[:given])
 
     refs = [jax.new_ref(array) for array in changed]
-    new = plgpu.kernel(ordered, out_type=made, **axes, **options)(*refs, *read)
-    return (new, *(jax.freeze(ref) for ref in refs))
+    new = plgpu.kernel(ordered, out_type=tuple(made), **axes, **options)(*refs, *read)
+    return (*new, *(jax.freeze(ref) for ref in refs))
 
 
 def load(ref: Any, layout: Any = None, *, optimized: bool = True) -> jax.Array:

@@ -175,7 +175,34 @@ LOGITS, ROW = 4 * 256 * 1024, 4 * 256  # bytes
 )
 def test_bytes_moved_are_those_of_all_turns_and_of_the_longest_branch(branch: str) -> None:
     text = DRAW.replace("BRANCH", f"ROOT %cond = f32[256]{{0}} {branch}")
-    assert traffic.moved(text) == 3 * 2 * LOGITS + 2 * LOGITS + LOGITS + ROW
+    assert traffic.traffic(text).moved == 3 * 2 * LOGITS + 2 * LOGITS + LOGITS + ROW
+    assert traffic.traffic(text).launches == 3 + 2
+
+
+WRITES = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }
+
+ENTRY %main (pool: bf16[512,64], q: bf16[4,64], k: bf16[4,8]) -> bf16[512,64] {
+  %pool = bf16[512,64]{1,0} parameter(0)
+  %q = bf16[4,64]{1,0} parameter(1)
+  %k = bf16[4,8]{1,0} parameter(2)
+  %normed = bf16[4,64]{1,0} fusion(%q), kind=kLoop, calls=%norm, metadata={op_name="jit(step)/jit(layer)/norm"}
+  %wrote = (bf16[4,64]{1,0}, bf16[512,64]{1,0}) custom-call(%normed, %k, %pool), custom_call_target="mosaic_gpu_v2", \
+output_to_operand_aliasing={{0}: (0, {}), {1}: (2, {})}, metadata={op_name="jit(step)/jit(layer)/write"}
+  %q.1 = bf16[4,64]{1,0} get-tuple-element(%wrote), index=0
+  %pool.1 = bf16[512,64]{1,0} get-tuple-element(%wrote), index=1
+  %again = (bf16[512,64]{1,0}) custom-call(%k, %pool.1), output_to_operand_aliasing={{0}: (1, {})}
+  %pool.2 = bf16[512,64]{1,0} get-tuple-element(%again), index=0
+  %read = bf16[4,64]{1,0} custom-call(%q.1, %pool.2), metadata={op_name="jit(step)/jit(layer)/attend"}
+  %others = bf16[4,64]{1,0} custom-call(%read, %pool.2), metadata={op_name="jit(step)/jit(layer)/attend"}
+  ROOT %copy = bf16[4,64]{1,0} copy(%others)
+}
+"""
+
+
+def test_a_pool_changed_in_place_counts_what_is_written_to_it_and_one_reading() -> None:
+    q, k, pool = 2 * 4 * 64, 2 * 4 * 8, 2 * 512 * 64
+    norm, write, again, attend, others = 2 * q, 2 * q + k + (q + k), 2 * k, 2 * q + pool, 2 * q
+    assert traffic.traffic(WRITES) == (norm + write + again + attend + others + 2 * q, 6, 4)
 
 
 def test_real_programs_are_read_as_written_ones_are() -> None:
@@ -186,7 +213,7 @@ def test_real_programs_are_read_as_written_ones_are() -> None:
     kept = jax.jit(lambda x: x.at[3].set(0.0), donate_argnums=0).lower(x).compile().as_text()
     assert hlo.copies(kept, held=1 << 20) == [] and hlo.aliased(kept) == 1
     summed = jax.jit(lambda x, wanted: jax.lax.cond(wanted, lambda x: x.sum(axis=1), lambda x: x[:, 0], x))
-    moved = traffic.moved(summed.lower(x, jax.ShapeDtypeStruct((), jnp.bool)).compile().as_text())
+    moved = traffic.traffic(summed.lower(x, jax.ShapeDtypeStruct((), jnp.bool)).compile().as_text()).moved
     assert 4 * 512 * 1024 <= moved < 4 * 512 * 1024 + (1 << 14)
 
 
@@ -199,6 +226,11 @@ SOUND = Figures(
     donated=1,
     aliased=1,
     buffers=1,
+    moved=5000,
+    floor=4000,
+    launches=16,
+    layered=14,
+    layers=2,
 )
 NEEDY = Case("a", lambda: None, (), needs=frozenset({"wgmma"}))
 GRAPHS = Step("s", lambda mesh: None, command_buffers=1)  # type: ignore[arg-type,return-value]
@@ -240,6 +272,8 @@ def test_each_law_names_the_figure_and_the_bound(case: Case | Step, change: dict
         ({"shared": 41}, "41 instructions through shared memory, the recorded bound is 40"),
         ({"narrow": 1}, "1 loads of shared memory of less than 4 bytes, the recorded bound is 0"),
         ({"kernels": 32}, "32 kernels compiled, the recorded bound is 1"),
+        ({"launches": 17}, "17 launches, the recorded bound is 16"),
+        ({"moved": 5001}, "5001 bytes read and written, the recorded bound is 5000"),
     ],
 )
 def test_each_recorded_bound_holds(change: dict[str, int], said: str) -> None:
@@ -293,7 +327,8 @@ def test_the_table_shows_failures_without_figures(capsys: pytest.CaptureFixture[
     assert {len(row) for row in rows} == {len(table.HEAD)}
     table.show(rows, "title")
     table._plain(rows, "title")
-    assert capsys.readouterr().out.count("12 wgmma 3 tma") == 2
+    said = capsys.readouterr().out
+    assert all(said.count(each) == 2 for each in ("12 wgmma 3 tma", "1.250", "7.0"))
 
 
 def gate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -148,6 +148,23 @@ def test_measured_configs_win_over_heuristics(monkeypatch: pytest.MonkeyPatch) -
     assert tuned.best("decode", spec, "NVIDIA H200", Config) is None
 
 
+@pytest.mark.parametrize("few", [False, True])
+def test_hopper_plans_each_row_once_and_rows_of_one_token_as_such(few: bool) -> None:
+    rows = [(1, 40), (3, 70), (1, 1), (16, 16)] + ([] if few else [(17, 30), (40, 40)])
+    tables = deal(rows, page=16, pool=64)
+    ragged = make(rows, tables, page=16, pool=64, tokens=96, padded_rows=8)
+    attention = mosaic_gpu.MosaicAttention(replace(H200, page=16), decode=False, few=few)
+    work = attention.plan(jax.tree.map(jnp.asarray, ragged))
+    decoded = np.asarray(work.decode[0].splits) > 0
+    if few:
+        assert not work.prefill and list(np.flatnonzero(decoded)) == list(range(len(rows)))
+        return
+    longer = np.asarray(work.prefill[0].place) >= 0
+    for row, (length, _) in enumerate(rows):
+        mine = np.asarray(ragged.rows) == row
+        assert decoded[row] == (length == 1) and np.all(longer[mine] == (length > 1))
+
+
 LOOKUPS = [(op, queries) for op, several in mosaic_gpu.LOOKED_UP.items() for queries in several]
 
 

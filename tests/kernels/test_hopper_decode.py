@@ -7,13 +7,16 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels.layout import Scales
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.spec import SMEM, AttentionShape
 from pallas_kernels.ops.paged_attention.hopper import decode
 from pallas_kernels.ops.paged_attention.hopper.decode import Config, candidates, heuristic, paged_decode
-from tests.support.kernels.checks.decode import EDGES, SMALL, Problem, check
+from tests.support.examples import examples
+from tests.support.kernels.checks.decode import EDGES, SMALL, Mixed, Problem, check
 from tests.support.kernels.interpreted import needs_interpreter
 
 BODIES = [False, pytest.param(True, marks=needs_interpreter)]
@@ -132,6 +135,21 @@ def test_weights_that_stay_in_registers() -> None:
     check(Problem(((1, 20), (1, 130))), replace(SMALL, p_in_smem=False))
 
 
+@pytest.mark.full
+@needs_interpreter
+@pytest.mark.parametrize("warps", [False, True])
+def test_rows_of_any_lengths_beside_pages_of_nan(warps: bool) -> None:
+    mixed = Mixed(replace(SMALL, warps=warps, queries=3, workers=3))
+    rows = st.tuples(st.integers(1, 3), st.integers(0, Mixed.MOST - 3))
+
+    @given(st.lists(rows, min_size=1, max_size=Mixed.ROWS))
+    @settings(max_examples=examples(10), deadline=None)
+    def check_rows(rows: list[tuple[int, int]]) -> None:
+        mixed.check([(length, past + length) for length, past in rows])
+
+    check_rows()
+
+
 @needs_interpreter
 def test_a_barrier_left_out_of_the_kernel_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the test: consumers that do not signal that a slot was read race with the producer."""
@@ -149,6 +167,7 @@ def test_configs_that_cannot_be_are_named() -> None:
         (replace(SMALL, stages=3), "stages=3"),
         (replace(SMALL, queries=17), "queries=17"),
         (replace(SMALL, stages=16), "bytes of shared memory"),
+        (replace(SMALL, stages=3, consumers=3), "consumers=3"),
     ):
         with pytest.raises(ValueError, match=why):
             config.validate(spec)

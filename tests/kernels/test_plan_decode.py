@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.layout import Ragged
-from pallas_kernels.ops.paged_attention.plan import DecodeWork, plan_decode
+from pallas_kernels.ops.paged_attention.plan import DecodeWork, part_of, plan_decode
 from tests.support.examples import examples
 from tests.support.kernels.ragged import deal, make
 
@@ -109,6 +109,19 @@ def test_items_are_few_dense_and_found_from_their_rows(steps: list[tuple[int, in
     for row in range(ROWS):
         mine = np.flatnonzero((work.row == row) & (work.tiles > 0))
         np.testing.assert_array_equal(mine, work.begins[row] + np.arange(work.splits[row]))
+
+
+@given(steps, cuts)
+@settings(max_examples=examples(40), deadline=None)
+def test_items_of_split_rows_have_partial_results_of_their_own(steps: list[tuple[int, int]], cut: Cut) -> None:
+    work = plan(contexts(steps), cut)
+    split = [row for row in range(ROWS) if work.splits[row] > 1]
+    for row in set(range(ROWS)) - set(split):
+        assert np.all(work.part[work.begins[row] :][: work.splits[row]] == -1)
+    found = [int(work.part[work.begins[row] + n]) for row in split for n in range(work.splits[row])]
+    assert found == [int(part_of(work.worker[row] + n, n > 0)) for row in split for n in range(work.splits[row])]
+    assert len(set(found)) == len(found) and all(0 <= part < work.most_parts for part in found)
+    assert work.tokens == sum(length for length, _ in steps)
 
 
 def test_a_long_row_is_shared_and_short_ones_are_not_split() -> None:

@@ -145,7 +145,8 @@ def served_steps(served: Served) -> Iterator[Step]:
     config = partial(_config, served)
     named += " graphed" if served.graphed else ""
     wanted = served.wanted or (DRAFTING if served.draft else PLAIN)
-    yield from steps(named, config, served.tp, served.usual, wanted, (COLLECTIVES,) if served.graphed else ())
+    layers = served.layers or published_spec(served.model).layers
+    yield from steps(named, config, served.tp, served.usual, wanted, (COLLECTIVES,) if served.graphed else (), layers)
     if served.segments:
         for part in Part:
             kind = f"segment {part.value}"
@@ -155,6 +156,7 @@ def served_steps(served: Served) -> Iterator[Step]:
                 served.tp,
                 needs=frozenset() if part is Part.FEED else frozenset({"tma", "wgmma"}),
                 usual=kind in served.usual,
+                layers=1,
             )
 
 
@@ -186,6 +188,7 @@ class Kind(NamedTuple):
     program: Callable[[Instance], jax.stages.Lowered]
     needs: frozenset[str] = frozenset()
     graph: bool = False  # the whole step is one CUDA graph
+    layered: bool = True  # computes the layers of the model
 
 
 PLAIN, DRAFTING = ("decode", "prefill", "draw"), ("verify", "judge")
@@ -200,9 +203,9 @@ def kinds() -> dict[str, Kind]:
     return {
         "decode": Kind(_decode, frozenset({"tma"}), graph=True),
         "prefill": Kind(_prefill, frozenset({"tma", "wgmma"})),
-        "draw": Kind(_draw, graph=True),
+        "draw": Kind(_draw, graph=True, layered=False),
         "verify": Kind(_verify, frozenset({"tma"}), graph=True),
-        "judge": Kind(_judge),
+        "judge": Kind(_judge, layered=False),
     }
 
 
@@ -213,6 +216,7 @@ def steps(
     usual: tuple[str, ...] = (),
     wanted: tuple[str, ...] = PLAIN,
     flags: tuple[str, ...] = (),
+    layers: int = 0,
 ) -> Iterator[Step]:
     """Yield the kinds `wanted`, for the engine that `config` returns for an attention backend."""
     # Collectives over several devices stay outside of CUDA graphs, unless XLA is asked to include them.
@@ -226,6 +230,7 @@ def steps(
             needs=kind.needs,
             usual=name in usual,
             command_buffers=1 if kind.graph and graphs else None,
+            layers=layers if kind.layered else 0,
             flags=flags,
         )
 

@@ -111,7 +111,7 @@ def rope_and_write(
     read = (qkv, ragged.write, *(turn or ()), *(turn or ()), *(scales or ()))
     q, *pools = compat.in_place(
         body,
-        made=jax.ShapeDtypeStruct((tokens, kv_heads, group, dim), qkv.dtype),
+        made=(jax.ShapeDtypeStruct((tokens, kv_heads, group, dim), qkv.dtype),),
         changed=(k_pool, v_pool),
         read=read,
         grid=[("block", tokens // several)],

@@ -196,10 +196,8 @@ def paged_mla(
     config.validate(spec)
     if work.decode.workers != config.workers or work.decode.row.shape[0] != config.workers + rows:
         raise ValueError(f"the work has {work.decode.workers} workers but {config.workers=}; plan with this config")
-    used = config.queries * config.group(spec)
     shape = DecodeShape(
         rows=config.rows(spec),
-        packed=-(-used // 8) * 8,
         group=config.group(spec),
         block=config.queries,
         dim=dim,
@@ -208,6 +206,7 @@ def paged_mla(
         stages=config.stages,
         consumers=CONSUMERS,
         dtype=jnp.dtype(spec.compute_dtype),
+        outer_dtype=jnp.dtype(spec.dtype),
         kv_dtype=jnp.dtype(pool.dtype),
         warps=config.warps,
         p_in_smem=True,

@@ -6,7 +6,8 @@ units for its fixed cost. The line is cut into equal shares, one per worker. Thi
 workers for any mix of contexts: there is no partial last wave of blocks, short rows are not split
 needlessly, and a row longer than a share is split over neighboring workers, which each write a
 partial result. The part of a row that one worker computes is an *item*; there are at most workers +
-S items.
+S items. Only items of split rows have partial results, at most two a worker: of the row that it
+continues, and of the row that it begins and the next worker continues.
 
 Prefill: a tile is a run of consecutive tokens of one row, and its cost is the number of keys it
 sees. Tiles are sorted by descending cost, so that blocks that take them in turn, or as they become
@@ -35,11 +36,24 @@ class DecodeWork(NamedTuple):
     cuts: jax.Array  # [workers + 1] int32: worker w computes items cuts[w] to cuts[w + 1] - 1
     begins: jax.Array  # [S] int32, first item of a row
     splits: jax.Array  # [S] int32, its number of items; 0 for a row that decode does not compute
+    part: jax.Array  # [I] int32, number of the item's partial result, see `part_of`; -1 if it is its row's only item
+    worker: jax.Array  # [S] int32, first worker of a row
+    tokens: jax.Array  # [1] int32, tokens of the step; the others are padding
     table: jax.Array  # [S, P'] int32, page ids of the rows, padded to whole tiles of pages
 
     @property
     def workers(self) -> int:
         return self.cuts.shape[0] - 1
+
+    @property
+    def most_parts(self) -> int:
+        """The maximum number of partial results."""
+        return 2 * self.workers
+
+
+def part_of(worker: jax.Array, later: jax.Array) -> jax.Array:
+    """Return the number of the partial result of a split row's item; `later`: its row begins in an earlier worker."""
+    return 2 * worker + jnp.where(later, 0, 1)
 
 
 def plan_decode(
@@ -94,6 +108,9 @@ def plan_decode(
         cuts=_rank_rows(worker, jnp.arange(workers + 1, dtype=jnp.int32), before=True),
         begins=begins,
         splits=splits,
+        part=jnp.where(used & (splits[row] > 1), part_of(worker, item > begins[row]), -1),
+        worker=begin,
+        tokens=jnp.sum(ragged.rows < len(tiles), dtype=jnp.int32)[None],
         table=_whole(ragged.block_tables, max(1, tile // page)),
     )
 

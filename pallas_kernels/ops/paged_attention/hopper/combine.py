@@ -1,17 +1,17 @@
-"""Combine the partial results that the workers of split-KV decode wrote for each row.
+"""Combine the partial results that the workers of split-KV decode wrote for each row, and blank padding tokens.
 
     out = sum_p 2^(w_p - w) o_p,  w = log2 sum_p 2^(w_p)
 
-over the partials p of a row, which are adjacent. They are always added in order, so the same plan
-gives the same bits.
+over the partials p of a row. They are always added in order, so the same plan gives the same bits.
 
-Letters: S rows, X pairs of kv head and block of query tokens, M rows of their products, the first U
-of them in use, D head dim.
+Letters: T tokens, S rows, H heads, K groups of G heads, Q query tokens of a row, in blocks of Q', M
+rows of the products, R columns of the values.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -23,88 +23,209 @@ from jax import lax
 from pallas_kernels.layout import MASKED
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.interpret import Interpret
+from pallas_kernels.ops.paged_attention.plan import part_of
 
 TOGETHER = 4  # vectors per warpgroup
 AHEAD = 4  # partials loaded before the first one is added, to hide the latency of loads
-WARPGROUP = 128  # threads, which is the minimum length of a vector in registers
+LANES = 128  # threads of a warpgroup, and the numbers of a vector
 
 
-def combine(
-    mixed: jax.Array,  # [parts, X, M, D] float32
-    weight: jax.Array,  # [parts, X, M] float32, log2 of the sum of weights
-    begins: jax.Array,  # [S] first part of each row
-    counts: jax.Array,  # [S] parts of each row; 0 gives zeros and MASKED
-    *,
-    used: int,  # U
-    dtype: Any,
-    interpret: Interpret = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return out [S, X, >= U, D] of `dtype` and the natural log of the weights' sum [S, X, >= U], float32."""
-    parts, pairs, height, dim = mixed.shape
-    rows, share = begins.shape[0], max(1, WARPGROUP // dim)
-    used = -(-used // share) * share
-    groups, width = used // share, share * dim
-    if width % WARPGROUP or used > height:
-        raise ValueError(f"{dim=} must divide or be a multiple of {WARPGROUP}, and {used=} must be at most {height=}")
-    together = next(n for n in (TOGETHER, 2, 1) if groups % n == 0)
+class Partials(NamedTuple):
+    """What the workers wrote. If not `by_token`, the partials of row s are begins[s] to begins[s] + counts[s] - 1."""
 
-    def body(mixed: Any, weight: Any, begins: Any, counts: Any, out: Any, lse: Any) -> None:
-        row, pair, group = (lax.axis_index(name) for name in ("row", "pair", "group"))
-        begin, count = begins[row], counts[row]
-        first = [(group * together + n) * share for n in range(together)]  # row of the product
+    mixed: jax.Array  # [parts, Q, H * R] float32, or [parts, K, Q / Q', M, R] if not `by_token`
+    weight: jax.Array  # [parts, K, Q / Q', M] float32, log2 of the sum of weights
+    begins: jax.Array  # [S] int32, the first partial, or if `by_token` the first worker
+    counts: jax.Array  # [S] int32, 0 for rows that are not combined here
+    starts: jax.Array  # [S] int32, first token of the row
+    lengths: jax.Array  # [S] int32
+    tokens: jax.Array  # [1] int32, tokens of the step; the others are padding
 
-        def step(turn: Any, carry: list[_Sum]) -> list[_Sum]:
-            parts = [turn * AHEAD + n for n in range(AHEAD)]
-            added = []
-            for at, old in zip(first, carry, strict=True):
-                vectors, weights = [], []
-                for p in parts:
-                    here = begin + jnp.minimum(p, count - 1)
-                    vectors.append(mixed[here, pair, pl.ds(at * dim, width)])
-                    weights.append(
-                        # Below any weight, so that a missing partial adds nothing even to an empty sum.
-                        [jnp.where(p < count, weight[here, pair, at + i], 2 * MASKED) for i in range(share)]
-                    )
-                added.append(old.add(vectors, weights, dim))
-            return added
 
-        start = [_Sum.zero(width, share)] * together
-        for at, done in zip(first, lax.fori_loop(0, lax.div(count + (AHEAD - 1), AHEAD), step, start), strict=True):
-            safe = [jnp.maximum(total, 1e-30) for total in done.totals]
-            vector = done.mixed * _spread([1.0 / total for total in safe], dim)
-            out[row, pair, pl.ds(at * dim, width)] = vector.astype(dtype)
-            for i in range(share):
-                natural = (done.peaks[i] + jnp.log2(safe[i])) * math.log(2.0)
-                lse[row, pair, at + i] = jnp.where(count > 0, natural, MASKED)
+@dataclass(frozen=True)
+class Combine:
+    """The static parameters of the kernel."""
+
+    heads: int  # H
+    group: int  # G
+    block: int  # Q'
+    columns: int  # R
+    by_token: bool  # the layout of the partials
+    interpret: Interpret
+
+    def __post_init__(self) -> None:
+        if self.length < LANES or self.columns % (LANES // 2):
+            raise ValueError(f"{self.heads=} of {self.columns=} must be at least {LANES} numbers, in multiples of 64")
+
+    @property
+    def length(self) -> int:
+        """The numbers of a token."""
+        return self.heads * self.columns
+
+    @property
+    def together(self) -> int:
+        """Vectors of a block; all of them if the last one overlaps the one before, as one block writes both."""
+        vectors = -(-self.length // LANES)
+        return vectors if self.length % LANES else next(n for n in (TOGETHER, 3, 2, 1) if vectors % n == 0)
+
+    @property
+    def groups(self) -> int:
+        """Blocks per token."""
+        return -(-self.length // LANES) // self.together
+
+    def begin(self, group: Any, n: int) -> Any:
+        """Return the first number of the block's n-th vector."""
+        return jnp.minimum((group * self.together + n) * LANES, self.length - LANES)
+
+    def part(self, begin: Any, number: Any) -> Any:
+        """Return which partial is a row's n-th."""
+        return part_of(begin + number, number > 0) if self.by_token else begin + number
+
+    def heads_of(self, begin: Any) -> list[Any]:
+        """Return the heads whose numbers a vector holds: one, or two of 64 columns."""
+        first = lax.div(begin, jnp.int32(self.columns))
+        return [first + n for n in range(max(1, LANES // self.columns))]
+
+    def place(self, token: Any, head: Any) -> tuple[Any, Any, Any]:
+        """Return the group of heads, the block of query tokens and the row of the product of a row's token."""
+        group, block = jnp.int32(self.group), jnp.int32(self.block)
+        return lax.div(head, group), lax.div(token, block), lax.rem(token, block) * self.group + lax.rem(head, group)
+
+    def offsets(self, token: Any, begin: Any, blocks: int, height: int) -> list[Any]:
+        """Return where a partial holds a vector; two places if its halves are not adjacent there.
+
+        The second place is that of the whole vector of which the second half is meant.
+        """
+        if self.by_token:
+            return [token * self.length + begin]
+        places = [self.place(token, head) for head in self.heads_of(begin)]
+        rows = [(group * blocks + block) * height + row for group, block, row in places]
+        return [
+            row * self.columns + lax.rem(begin, jnp.int32(self.columns)) - n * (LANES // 2)
+            for n, row in enumerate(rows)
+        ]
+
+
+def fill(shape: Combine, partials: Partials, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Change in place the tokens of combined rows in out [T, H * R] and lse [S, K, Q / Q', M], and blank padding."""
+
+    def body(out: Any, lse: Any, *read: Any) -> None:
+        _body(shape, out, lse, *read)
+
+    changed = compat.in_place(
+        body,
+        changed=(out, lse),
+        read=_flat(partials),
+        grid=_grid(shape, partials),
+        name="combine",
+        interpret=shape.interpret,
+        fast_math=True,
+    )
+    return changed[0], changed[1]
+
+
+def make(shape: Combine, partials: Partials, tokens: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return out [T, H * R] of `dtype` and lse [S, K, Q / Q', M] float32, natural log, arbitrary for other rows."""
+
+    def body(*refs: Any) -> None:
+        _body(shape, *refs[-2:], *refs[:-2])
 
     run = compat.kernel(
         body,
         out=(
-            jax.ShapeDtypeStruct((rows, pairs, used * dim), dtype),
-            jax.ShapeDtypeStruct((rows, pairs, used), jnp.float32),
+            jax.ShapeDtypeStruct((tokens, shape.length), dtype),
+            jax.ShapeDtypeStruct((len(partials.starts), *partials.weight.shape[1:]), jnp.float32),
         ),
         scratch=(),
-        grid=(("row", rows), ("pair", pairs), ("group", groups // together)),
+        grid=_grid(shape, partials),
         threads=("warpgroup", 1),
-        interpret=interpret,
+        interpret=shape.interpret,
     )
-    out, lse = run(mixed.reshape(parts, pairs, height * dim), weight, begins, counts)
-    return out.reshape(rows, pairs, used, dim), lse
+    out, lse = run(*_flat(partials))
+    return out, lse
+
+
+def _grid(shape: Combine, partials: Partials) -> list[tuple[str, int]]:
+    most = partials.weight.shape[2] * shape.block
+    return [("row", len(partials.starts)), ("token", most), ("group", shape.groups)]
+
+
+def _flat(partials: Partials) -> tuple[jax.Array, ...]:
+    return partials.mixed.reshape(partials.weight.shape[0], -1), *partials[1:]
+
+
+def _body(
+    shape: Combine,
+    out: Any,  # [T, H * R]
+    lse: Any,  # [S, K, Q / Q', M]
+    mixed: Any,  # [parts, Q * H * R], or [parts, K * Q / Q' * M * R]
+    weight: Any,
+    begins: Any,
+    counts: Any,
+    starts: Any,
+    lengths: Any,
+    tokens: Any,
+) -> None:
+    row, token, group = (lax.axis_index(name) for name in ("row", "token", "group"))
+    _, _, blocks, height = weight.shape
+    first = [shape.begin(group, n) for n in range(shape.together)]
+    begin, count = begins[row], counts[row]
+
+    def step(turn: Any, carry: list[_Sum]) -> list[_Sum]:
+        added = []
+        parts = [turn * AHEAD + n for n in range(AHEAD)]
+        here = [shape.part(begin, jnp.minimum(p, count - 1)) for p in parts]
+        for at, old in zip(first, carry, strict=True):
+            places = [shape.place(token, head) for head in shape.heads_of(at)]
+            offsets = shape.offsets(token, at, blocks, height)
+            vectors = [_spread([mixed[p, pl.ds(offset, LANES)] for offset in offsets]) for p in here]
+            # Below any weight, so that a missing partial adds nothing even to an empty sum.
+            weights = [
+                [jnp.where(n < count, weight[(p, *place)], 2 * MASKED) for place in places]
+                for n, p in zip(parts, here, strict=True)
+            ]
+            added.append(old.add(vectors, weights))
+        return added
+
+    @pl.when((count > 0) & (token < lengths[row]))
+    def _sum() -> None:
+        start = [_Sum.zero(len(shape.heads_of(at))) for at in first]
+        done = lax.fori_loop(0, lax.div(count + (AHEAD - 1), jnp.int32(AHEAD)), step, start)
+        for at, total in zip(first, done, strict=True):
+            safe = [jnp.maximum(one, 1e-30) for one in total.totals]
+            vector = total.mixed * _spread([1.0 / one for one in safe])
+            out[starts[row] + token, pl.ds(at, LANES)] = vector.astype(out.dtype)
+            for head, peak, one in zip(shape.heads_of(at), total.peaks, safe, strict=True):
+
+                @pl.when(head * shape.columns >= at)  # one vector holds the first number of a head
+                def _tell(head: Any = head, peak: Any = peak, one: Any = one) -> None:
+                    lse[(row, *shape.place(token, head))] = (peak + jnp.log2(one)) * math.log(2.0)
+
+    rows, most = lax.axis_size("row"), lax.axis_size("token")
+    blank = tokens[0] + row * most + token
+
+    def clear(turn: Any, _: Any) -> Any:
+        for at in first:
+            out[blank + turn * (rows * most), pl.ds(at, LANES)] = jnp.zeros((LANES,), out.dtype)
+        return _
+
+    turns = lax.div(jnp.maximum(out.shape[0] - blank + (rows * most - 1), 0), jnp.int32(rows * most))
+    lax.fori_loop(0, turns, clear, jnp.int32(0))
 
 
 class _Sum(NamedTuple):
-    """The running sum of `share` adjacent product rows in one vector: maximum weight, sum of weights, weighted sum."""
+    """The running sum of one vector: by head the maximum weight and the sum of weights, and the weighted sum."""
 
-    mixed: jax.Array  # [share * D]
+    mixed: jax.Array  # [LANES]
     peaks: list[Any]
     totals: list[Any]
 
     @classmethod
-    def zero(cls, width: int, share: int) -> _Sum:
-        return cls(jnp.zeros((width,), jnp.float32), [jnp.float32(MASKED)] * share, [jnp.float32(0.0)] * share)
+    def zero(cls, heads: int) -> _Sum:
+        return cls(jnp.zeros((LANES,), jnp.float32), [jnp.float32(MASKED)] * heads, [jnp.float32(0.0)] * heads)
 
-    def add(self, vectors: list[jax.Array], weights: list[list[Any]], dim: int) -> _Sum:
-        """Add several partials, with one weight per row of each vector."""
+    def add(self, vectors: list[jax.Array], weights: list[list[Any]]) -> _Sum:
+        """Add several partials, with one weight per head of each."""
         tops, fades, totals, shares = [], [], [], []
         for old, total, *new in zip(self.peaks, self.totals, *weights, strict=True):
             top = reduce(jnp.maximum, new, old)
@@ -113,18 +234,16 @@ class _Sum(NamedTuple):
             fades.append(fade)
             totals.append(sum(mine, total * fade))
             shares.append(mine)
-        mixed = self.mixed * _spread(fades, dim)
+        mixed = self.mixed * _spread(fades)
         for vector, each in zip(vectors, zip(*shares, strict=True), strict=True):
-            mixed = mixed + vector * _spread(list(each), dim)
+            mixed = mixed + vector * _spread(list(each))
         return _Sum(mixed, tops, totals)
 
 
-def _spread(values: list[Any], dim: int) -> Any:
-    """Broadcast one number to each `dim` lanes."""
+def _spread(values: list[Any]) -> Any:
+    """Give each half of a vector its value, or that half of a vector; all of it if there is one value."""
     if len(values) == 1:
         return values[0]
-    lane = lax.broadcasted_iota(jnp.int32, (len(values) * dim,), 0)
-    wide = jnp.broadcast_to(values[-1], lane.shape)
-    for n in reversed(range(len(values) - 1)):
-        wide = jnp.where(lane < (n + 1) * dim, values[n], wide)
-    return wide
+    lane = lax.broadcasted_iota(jnp.int32, (LANES,), 0)
+    first, second = (jnp.broadcast_to(value, lane.shape) for value in values)
+    return jnp.where(lane < LANES // 2, first, second)

@@ -3,8 +3,9 @@
     out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . k[j, h // G])) v[j, h // G]   over the keys j that t sees
 
 The G query heads of a kv head, times the row's query tokens, are packed into the M rows of one
-product, so every key is read once. The plan splits rows over the keys (plan.py); workers write
-float32 partial results, which combine.py combines. Floor: bytes of K and V over the bandwidth;
+product, so every key is read once. The plan splits rows over the keys (plan.py). A row of one item
+is stored as it is computed; the items of others are float32 partial results, which combine.py
+combines. Queries and results keep the layers' layout. Floor: bytes of K and V over the bandwidth;
 arithmetic stays below it up to M = 64.
 
 Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv
@@ -14,9 +15,10 @@ them in use, R columns of the values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +28,8 @@ from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.fragments import ROWS, in_order
 from pallas_kernels.mosaic.interpret import Interpret
 from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed
-from pallas_kernels.ops.paged_attention.hopper.combine import combine
-from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, DecodeShape
+from pallas_kernels.ops.paged_attention.hopper.combine import LANES, Combine, Partials, fill, make
+from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, WIDE, DecodeShape, spills
 from pallas_kernels.ops.paged_attention.hopper.decode_body import Consume, body
 from pallas_kernels.ops.paged_attention.plan import DecodeWork, plan_decode
 
@@ -56,8 +58,8 @@ class Config:
         """Raise ValueError, naming the value, if this config cannot compute the spec."""
         if spec.heads % spec.kv_heads or spec.group > WGMMA_ROWS:
             raise ValueError(f"{spec.heads=} must be a multiple of {spec.kv_heads=}, at most {WGMMA_ROWS} times it")
-        if spec.dim % 64 or not 64 <= spec.dim <= 256:
-            raise ValueError(f"{spec.dim=} must be 64, 128, 192 or 256")
+        if spec.dim not in (64, 128, 256):
+            raise ValueError(f"{spec.dim=} must be 64, 128 or 256")
         if spec.page % 8 or not 8 <= spec.page <= 256:
             raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
         if self.tile % 64 or (self.tile % spec.page and spec.page % self.tile):
@@ -66,6 +68,10 @@ class Config:
             raise ValueError(
                 f"{self.stages=} must be a multiple of {self.consumers=}, so that each slot has one consumer"
             )
+        if self.consumers not in (1, 2):
+            raise ValueError(f"{self.consumers=} must be 1 or 2")
+        if spec.heads * spec.dim < LANES:
+            raise ValueError(f"{spec.heads=} of {spec.dim=} must be at least {LANES} numbers")
         if not 1 <= self.queries <= 16:
             raise ValueError(f"{self.queries=} must be between 1 and 16")
         if self.warps and not (compat.HAS_MMA or spec.quantized):
@@ -95,12 +101,17 @@ class Config:
 
     def smem_bytes(self, spec: AttentionShape) -> int:
         """Return the shared memory of a block, including barriers and alignment."""
-        wide = 2  # bytes of an operand's element
+        wide, rows = 2, self.rows(spec)  # bytes of an operand's element
         ring = 2 * self.stages * self.tile * spec.dim * (1 if spec.quantized else wide)
-        rest = 2 * self.rows(spec) * spec.dim * wide + 4096
+        added = rows * (spec.dim if self.consumers > 1 else WIDE) * 4
+        rest = rows * spec.dim * wide + added + 2048
         if spec.quantized and self.warps:
-            return ring + rest + self.consumers * (64 * (MEETING + 8) + 128) * 4
-        weights = self.consumers * self.rows(spec) * self.tile * wide if self.warps or self.p_in_smem else 0
+            # Packed queries or tokens: which of them also depends on the soft cap, which is not in the spec.
+            rest = max(rest, 2 * rows * spec.dim * wide + 4096)
+            return ring + rest + self.consumers * (64 * (MEETING + 8) + 128 + 128) * 4
+        if not self.warps:
+            rest = 2 * rows * spec.dim * wide + (4096 if spills(spec.dim) else added + 2048)
+        weights = self.consumers * rows * self.tile * wide if self.warps or self.p_in_smem else 0
         widened = self.consumers * self.tile * spec.dim * wide if spec.quantized else 0
         return ring + rest + weights + widened
 
@@ -150,11 +161,14 @@ def paged_decode(
     scales: Scales | None = None,
     config: Config,
     interpret: Interpret = None,
+    clean: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Return mixed values [T, H, D] in the dtype of q and lse [T, H]; zeros and MASKED for tokens not in `work`.
 
     `work` is `config.plan(ragged, page=B, window=window)`. Pools must hold finite numbers
     everywhere, even where nothing was written, because masked keys are multiplied by zero.
+    `clean=False` leaves arbitrary values for tokens of rows not in `work`, which saves a pass if
+    there are none or the caller overwrites them; padding is zeros.
     """
     rows, (_, page, kv_heads, dim) = ragged.lengths.shape[0], k_pool.shape
     spec = AttentionShape(rows, q.shape[1], kv_heads, dim, page, config.queries, q.dtype, k_pool.dtype)
@@ -163,7 +177,11 @@ def paged_decode(
     if work.workers != config.workers or work.row.shape[0] != config.workers + rows:
         raise ValueError(f"the work has {work.workers} workers but {config.workers=}; plan with this config")
     shape = _shape(spec, config, scale, window, softcap, interpret)
-    return attend(shape, q, (k_pool, v_pool), ragged, work, scales, kv_heads=kv_heads, blocks=config.blocks(spec))
+    out, lse = attend(shape, q, (k_pool, v_pool), ragged, work, scales, kv_heads=kv_heads, blocks=config.blocks(spec))
+    if clean:
+        row = jnp.minimum(ragged.rows, rows - 1)
+        out = jnp.where(((ragged.rows < rows) & (work.splits[row] > 0))[:, None, None], out, 0)
+    return out, lse
 
 
 def _shape(
@@ -172,7 +190,6 @@ def _shape(
     rows, block = config.rows(spec), config.block(spec)
     return DecodeShape(
         rows=rows,
-        packed=min(rows, -(-block * spec.group // 8) * 8),
         group=spec.group,
         block=block,
         dim=spec.dim,
@@ -181,6 +198,7 @@ def _shape(
         stages=config.stages,
         consumers=config.consumers,
         dtype=jnp.dtype(spec.compute_dtype),
+        outer_dtype=jnp.dtype(spec.dtype),
         kv_dtype=jnp.dtype(spec.kv_dtype),
         warps=config.warps,
         p_in_smem=config.p_in_smem,
@@ -206,35 +224,73 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Run decode and combine: mixed values [T, H, R] in the dtype of q and lse [T, H].
 
-    Tokens of rows not in `work` give zeros and MASKED. `joint`: see `body`.
+    Padding gives zeros and MASKED, other tokens of rows not in `work` arbitrary values and MASKED.
+    `joint`: see `body`.
     """
-    parts = work.row.shape[0] * shape.partials
+    results = (_apart if shape.apart else _by_token)(shape, q, ragged, work, kv_heads, blocks)
     run = compat.kernel(
         body(shape, joint),
-        out=(
-            jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows, shape.values), jnp.float32),
-            jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows), jnp.float32),
-        ),
+        out=results.shapes,
         scratch=shape.scratch(),
         # Heads are the last, fastest axis, so blocks that read adjacent bytes of the same pages run side by side.
         grid=(("worker", work.workers), ("block", blocks), ("head", kv_heads)),
         threads=("role", shape.consumers + 1),
         interpret=shape.interpret,
     )
-    planned = work.table, work.row, work.first, work.tiles, work.cuts, ragged.lengths, ragged.contexts
-    mixed, weight = run(_pack(q, ragged, shape, kv_heads, blocks), *pools, *planned, *(scales or ()))
-    out, lse = combine(
-        mixed.reshape(parts, kv_heads * blocks, shape.rows, shape.values),
-        weight.reshape(parts, kv_heads * blocks, shape.rows),
-        work.begins * shape.partials,
-        work.splits * shape.partials,
-        used=shape.block * shape.group,
-        dtype=q.dtype,
-        interpret=shape.interpret,
-    )
+    planned = work.table, work.row, work.first, work.tiles, work.cuts, work.part
+    made = run(results.q, *pools, *planned, ragged.starts, ragged.lengths, ragged.contexts, *(scales or ()))
+    out, lse = results.combine(made)
+    out = out.reshape(len(q), q.shape[1], shape.values)
     if shape.parted:
         out = in_order(out, shape.width)
-    return _unpack(out, lse, ragged, work, shape, kv_heads)
+    return out, _unpack(lse, ragged, work, shape)
+
+
+class _Results(NamedTuple):
+    """The queries and results of a decode kernel in its layout."""
+
+    q: jax.Array
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    combine: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, jax.Array]]  # to out [T, H * R] and lse
+
+
+def _by_token(
+    shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int
+) -> _Results:
+    (tokens, heads, dim), parts, rows = q.shape, work.most_parts, len(ragged.starts)
+    by_group = (kv_heads, shape.group, dim)
+    sums = (kv_heads, blocks, shape.rows)
+    shapes = (
+        jax.ShapeDtypeStruct((parts, blocks * shape.block, *by_group), jnp.float32),
+        jax.ShapeDtypeStruct((parts, *sums), jnp.float32),
+        jax.ShapeDtypeStruct((tokens, *by_group), q.dtype),
+        jax.ShapeDtypeStruct((rows, *sums), jnp.float32),
+    )
+
+    def combine(made: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        mixed, weight, out, lse = made
+        counts = jnp.where(work.splits > 1, work.splits, 0)
+        partials = Partials(mixed, weight, work.worker, counts, ragged.starts, ragged.lengths, work.tokens)
+        each = Combine(heads, shape.group, shape.block, dim, by_token=True, interpret=shape.interpret)
+        return fill(each, partials, out.reshape(tokens, heads * dim), lse)
+
+    return _Results(q.reshape(tokens, *by_group), shapes, combine)
+
+
+def _apart(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int) -> _Results:
+    parts = work.row.shape[0] * shape.partials
+    shapes = (
+        jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows, shape.values), jnp.float32),
+        jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows), jnp.float32),
+    )
+
+    def combine(made: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        begins, counts = work.begins * shape.partials, work.splits * shape.partials
+        partials = Partials(made[0], made[1], begins, counts, ragged.starts, ragged.lengths, work.tokens)
+        each = Combine(q.shape[1], shape.group, shape.block, shape.values, by_token=False, interpret=shape.interpret)
+        return make(each, partials, len(q), q.dtype)
+
+    return _Results(_pack(q, ragged, shape, kv_heads, blocks), shapes, combine)
 
 
 def _pack(q: jax.Array, ragged: Ragged, shape: DecodeShape, kv_heads: int, blocks: int) -> jax.Array:
@@ -242,23 +298,16 @@ def _pack(q: jax.Array, ragged: Ragged, shape: DecodeShape, kv_heads: int, block
     token = ragged.starts[:, None] + jnp.arange(blocks * shape.block)[None]
     got = jnp.take(q, token, axis=0, mode="clip").astype(shape.dtype)  # [S, blocks * block, H, D]
     split = got.reshape(-1, blocks, shape.block, kv_heads, shape.group, shape.dim)
-    split = split.transpose(0, 3, 1, 2, 4, 5).reshape(-1, kv_heads, blocks, shape.block * shape.group, shape.dim)
-    return jnp.pad(split, ((0, 0), (0, 0), (0, 0), (0, shape.packed - split.shape[3]), (0, 0)))
+    split = split.transpose(0, 3, 1, 2, 4, 5).reshape(-1, kv_heads, blocks, shape.used, shape.dim)
+    return jnp.pad(split, ((0, 0), (0, 0), (0, 0), (0, shape.packed - shape.used), (0, 0)))
 
 
-def _unpack(
-    out: jax.Array, lse: jax.Array, ragged: Ragged, work: DecodeWork, shape: DecodeShape, kv_heads: int
-) -> tuple[jax.Array, jax.Array]:
-    """Scatter out [S, K * blocks, U, D] to [T, H, D] and lse to [T, H]; zeros and MASKED for tokens not in `work`."""
-    rows = out.shape[0]
+def _unpack(lse: jax.Array, ragged: Ragged, work: DecodeWork, shape: DecodeShape) -> jax.Array:
+    """Gather lse [S, K, blocks, M] to [T, H]; MASKED for tokens not in `work`."""
+    rows, kv_heads = lse.shape[:2]
     row = jnp.minimum(ragged.rows, rows - 1)  # [T]
     mine = (ragged.rows < rows) & (work.splits[row] > 0)
     token = jnp.where(mine, jnp.arange(len(row)) - ragged.starts[row], 0)
-
-    def take(x: jax.Array) -> jax.Array:
-        used = x[:, :, : shape.block * shape.group].reshape(rows, kv_heads, -1, shape.block, shape.group, *x.shape[3:])
-        return jnp.moveaxis(used, 1, 3)[row, token // shape.block, token % shape.block].reshape(
-            len(row), -1, *x.shape[3:]
-        )
-
-    return jnp.where(mine[:, None, None], take(out), 0), jnp.where(mine[:, None], take(lse), MASKED)
+    used = lse[..., : shape.used].reshape(rows, kv_heads, -1, shape.block, shape.group)
+    taken = jnp.moveaxis(used, 1, 3)[row, token // shape.block, token % shape.block]
+    return jnp.where(mine[:, None], taken.reshape(len(row), -1), MASKED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,12 +16,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.layout import MASKED
-from pallas_kernels.mosaic import fragments
+from pallas_kernels.mosaic import compat, fragments
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret, cast, fence
 from pallas_kernels.ops.paged_attention.hopper.softmax import capped
 
 MEETING = 64  # columns that warps with their own keys sum at a time
+WIDE = 64  # columns of queries and results that are copied together
+MOST = 128  # columns of mixed values that leave a consumer registers for `WIDE` more
+
+
+def spills(dim: int) -> bool:
+    """Return whether warpgroup products leave too few registers to exchange tokens with the layers' layout."""
+    return dim > MOST or compat.VERSION < (0, 11)
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,6 @@ class DecodeShape:
     """The static parameters of a block, and what follows from them."""
 
     rows: int  # M
-    packed: int  # rows of q that are copied; the others keep old data and their results are not used
     group: int  # G
     block: int  # query tokens of a block
     dim: int
@@ -38,6 +44,7 @@ class DecodeShape:
     stages: int
     consumers: int
     dtype: Any  # of the products
+    outer_dtype: Any  # of queries and results
     kv_dtype: Any  # of the pools
     warps: bool  # warp-level products (mma) instead of warpgroup products (wgmma)
     p_in_smem: bool
@@ -91,13 +98,30 @@ class DecodeShape:
         return self.tile // self.slots
 
     @property
+    def used(self) -> int:
+        """Rows of the product in use; the others are computed from old data, and not stored."""
+        return self.block * self.group
+
+    @property
+    def packed(self) -> int:
+        """Rows of packed queries, a multiple of the 8 rows of a tile in shared memory."""
+        return -(-self.used // 8) * 8
+
+    @property
+    def apart(self) -> bool:
+        """Whether queries are packed for the kernel, and each consumer's results combined by another."""
+        if self.latent:
+            return True
+        return self.dim > MOST or self.softcap is not None if self.parted else not self.warps and spills(self.dim)
+
+    @property
     def partials(self) -> int:
         """Partial results per item."""
-        return 1 if self.joint else self.consumers
+        return self.consumers if self.apart and not self.joint else 1
 
     @property
     def queues(self) -> int:
-        """Items whose queries are in shared memory at a time."""
+        """Items whose packed queries are in shared memory at a time."""
         return 1 if self.joint and not self.parted else 2
 
     @property
@@ -129,11 +153,7 @@ class DecodeShape:
         """Return the shared memory and barriers of a block."""
         ring = (self.stages, self.slot, self.dim)
         sides = ("k",) if self.latent else ("k", "v")
-        memory = {"q": _tiled((self.queues, self.rows, self.dim), self.dtype)}
-        barriers = {
-            "q_full": plgpu.Barrier(num_arrivals=1, num_barriers=self.queues),
-            "q_free": plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.queues),
-        }
+        memory, barriers = self._packed_queries() if self.apart else self._tokens()
         for side in sides:
             most = fragments.KEY_SWIZZLE if self.parted and side == "k" else 128
             memory[side] = _tiled(ring, self.kv_dtype, most)
@@ -142,8 +162,8 @@ class DecodeShape:
                 num_arrivals=self.consumers if self.joint else 1, num_barriers=self.stages
             )
         if self.parted:
-            memory["told"] = plgpu.SMEM((self.consumers, 128), jnp.float32)
-            memory["met"] = _meeting(self.consumers)
+            memory["among"] = plgpu.SMEM((self.consumers, 128), jnp.float32)
+            memory["summed"] = plgpu.SMEM((self.consumers, 64, MEETING + 8), jnp.float32)  # padded: no bank conflicts
         elif self.joint:
             memory["told"] = plgpu.SMEM((self.consumers, self.rows), jnp.float32)
             barriers["met"] = plgpu.Barrier(num_arrivals=self.consumers, num_barriers=2)
@@ -153,10 +173,25 @@ class DecodeShape:
             memory["wide"] = _tiled((self.consumers, self.tile, self.dim), self.dtype)
         return memory | barriers
 
+    def _packed_queries(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the memory and barriers of queries that the producer copies."""
+        return {"q": _tiled((self.queues, self.rows, self.dim), self.dtype)}, {
+            "q_full": plgpu.Barrier(num_arrivals=1, num_barriers=self.queues),
+            "q_free": plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.queues),
+        }
 
-def _meeting(consumers: int) -> Any:
-    """Return the buffer in which warps sum; padded rows avoid bank conflicts."""
-    return plgpu.SMEM((consumers, 64, MEETING + 8), jnp.float32)
+    def _tokens(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the memory and barriers of queries and results that consumers copy (decode_tokens.py)."""
+        chunks, lanes = self.dim // WIDE, 64 if self.parted else self.rows
+        memory = {"stage": plgpu.SMEM((chunks, self.rows, WIDE), self.outer_dtype)}
+        memory["added"] = plgpu.SMEM((chunks if self.consumers > 1 else 1, self.rows, WIDE), jnp.float32)
+        memory["told"] = plgpu.SMEM((self.consumers, 2, lanes), jnp.float32)
+        if not self.warps:
+            memory["q"] = _tiled((1, self.rows, self.dim), self.dtype)
+        return memory, {
+            "q_full": plgpu.Barrier(num_arrivals=self.block * chunks, num_barriers=1),
+            "met": plgpu.Barrier(num_arrivals=self.consumers, num_barriers=2),
+        }
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any, most: int = 128) -> Any:
@@ -167,24 +202,27 @@ def _tiled(shape: tuple[int, ...], dtype: Any, most: int = 128) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-@dataclass(frozen=True)
-class Refs:
+class Refs(NamedTuple):
     """What a block reads and writes in global memory, and its scratch by name."""
 
-    q: Any  # [S, K, blocks, packed, D]
+    q: Any  # [T, K, G, D], or if `apart` [S, K, blocks, packed, D]
     k: Any  # [N, B, K, D]
     v: Any  # likewise; for a latent, the same ref as k
-    table: Any  # [S, P']
+    table: Any  # [S, P']; this and the next six are those of DecodeWork
     row: Any  # [I]
     first: Any  # [I]
     tiles: Any  # [I]
     cuts: Any  # [workers + 1]
+    part: Any  # [I]
+    starts: Any  # [S]
     lengths: Any  # [S]
     contexts: Any  # [S]
     k_scale: Any  # [K] or None
     v_scale: Any
-    mixed: Any  # [I * partials, K, blocks, M, R] float32
-    weight: Any  # [I * partials, K, blocks, M] float32
+    mixed: Any  # [parts, tokens of a row, K, G, D] float32, or if `apart` [I * partials, K, blocks, M, R]
+    weight: Any  # [parts or I * partials, K, blocks, M] float32, log2 of the sum of weights
+    out: Any  # [T, K, G, D], or None if `apart`
+    lse: Any  # [S, K, blocks, M] float32, natural log, or None if `apart`
     s: dict[str, Any]
 
 
@@ -263,19 +301,13 @@ def _seen(shape: DecodeShape, score: jax.Array, ahead: jax.Array, last: Any) -> 
 
 
 def produce(shape: DecodeShape, refs: Refs) -> None:
-    """Copy the queries, keys and values of all items of this worker into the rings."""
-    s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
+    """Copy the keys and values of all items of this worker into the rings, and packed queries."""
+    s = refs.s
 
     def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
         first = refs.first[item]
-        place = lax.rem(number, shape.queues)
-
-        @pl.when(number >= shape.queues)
-        def _() -> None:
-            plgpu.barrier_wait(s["q_free"].at[place])
-
-        target = s["q"].at[place] if shape.packed == shape.rows else s["q"].at[place, pl.ds(0, shape.packed)]
-        plgpu.copy_gmem_to_smem(refs.q.at[row, head, block], target, s["q_full"].at[place])
+        if shape.apart:
+            _copy_queries(shape, refs, number, row)
 
         def step(i: Any, pages: list[Any]) -> list[Any]:
             ahead = _ids(shape, refs, row, first, tiles, i + 1)  # loads in flight while this tile waits for its slot
@@ -288,7 +320,7 @@ def produce(shape: DecodeShape, refs: Refs) -> None:
 
     total, items = each_item(shape, refs, one)
     # A block must not end before every arrival was waited for: here, each barrier's last round.
-    for place in range(shape.queues):
+    for place in range(shape.queues if shape.apart else 0):
 
         @pl.when(items > place)
         def _(place: int = place) -> None:
@@ -301,6 +333,18 @@ def produce(shape: DecodeShape, refs: Refs) -> None:
             plgpu.barrier_wait(s["k_free"].at[slot])
             if not shape.latent:
                 plgpu.barrier_wait(s["v_free"].at[slot])
+
+
+def _copy_queries(shape: DecodeShape, refs: Refs, number: Any, row: Any) -> None:
+    s, place = refs.s, lax.rem(number, shape.queues)
+
+    @pl.when(number >= shape.queues)
+    def _() -> None:
+        plgpu.barrier_wait(s["q_free"].at[place])
+
+    target = s["q"].at[place] if shape.packed == shape.rows else s["q"].at[place, pl.ds(0, shape.packed)]
+    source = refs.q.at[row, lax.axis_index("head"), lax.axis_index("block")]
+    plgpu.copy_gmem_to_smem(source, target, s["q_full"].at[place])
 
 
 def _ids(shape: DecodeShape, refs: Refs, row: Any, first: Any, tiles: Any, tile: Any) -> list[Any]:

@@ -5,9 +5,10 @@ rows). Its producer walks through the worker's items and copies their tiles, pag
 ring of `stages` slots, without a pause between items. There are three kinds of consumers:
 
 * `_consume`: consumer c takes every tile g with g % consumers == c, counted over all items, so a
-  slot always belongs to the same consumer. Each consumer writes its own partial result of each
-  item: the mixed values, already divided by their weight, and the log2 of that weight. `combine.py`
-  combines the partials.
+  slot always belongs to the same consumer. At the end of an item the consumers add up their mixed
+  values, divided by the weight of both, and store the row's tokens (decode_tokens.py); `combine.py`
+  combines the items of rows that are split. If `apart`, each consumer writes its own partial result
+  of each item, and the log2 of its weight.
 * `consume_bytes`, for 8-bit pools and few rows: nothing is widened in shared memory. Each of a
   consumer's four warps takes 16 of every 64 keys of a tile, for all 16 query rows, with its own
   softmax over the tiles of an item (fragments.py); row 16 w + r is warp w's. In the loop, warps
@@ -28,7 +29,7 @@ dim, R columns of the values, W value columns of a product, B page size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -44,6 +45,7 @@ from pallas_kernels.mosaic.interpret import cast, is_interpreting, mma, wgmma
 from pallas_kernels.mosaic.widen import tiled, widened
 from pallas_kernels.ops.paged_attention.hopper.decode_block import (
     MEETING,
+    WIDE,
     DecodeShape,
     Refs,
     each_item,
@@ -53,11 +55,13 @@ from pallas_kernels.ops.paged_attention.hopper.decode_block import (
     release,
     soften,
 )
+from pallas_kernels.ops.paged_attention.hopper.decode_tokens import fetch, load, meet, queries, store, weigh
 from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E
 
 Consume = Callable[[DecodeShape, Refs, Any], None]
 PART = 128  # columns widened at a time; more would need registers that wide heads lack
-CHUNK = 64  # dimensions of a latent's scores held in registers at a time
+CHUNK = 64  # dimensions of queries held in registers as one array
+PLANNED = 9  # arrays of the plan and of the step, `Refs.table` to `Refs.contexts`
 
 
 def body(shape: DecodeShape, joint: Consume | None = None) -> Callable[..., None]:
@@ -67,10 +71,10 @@ def body(shape: DecodeShape, joint: Consume | None = None) -> Callable[..., None
     """
 
     def run(*arrays: Any, **scratch: Any) -> None:
-        pools = (arrays[1],) * 2 if shape.latent else arrays[1:3]
-        planned, scales = arrays[3 - bool(shape.latent) :][:7], arrays[10:-2] if shape.scaled else (None, None)
-        fields: list[Any] = [arrays[0], *pools, *planned, *scales, *arrays[-2:], scratch]
-        refs = Refs(*fields)
+        pools, rest = ((arrays[1],) * 2, arrays[2:]) if shape.latent else (arrays[1:3], arrays[3:])
+        planned, rest = rest[:PLANNED], rest[PLANNED:]
+        scales, made = (rest[:2], rest[2:]) if shape.scaled else ((None, None), rest)
+        refs = Refs._make([arrays[0], *pools, *planned, *scales, *(*made, None, None)[:4], scratch])
         role = lax.axis_index("role")
 
         @pl.when(role < shape.consumers)
@@ -111,12 +115,13 @@ def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
     unit = LOG2E if shape.softcap else raw * LOG2E
 
     def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
-        first = refs.first[item]
-        half = lax.rem(number, shape.queues)
-        plgpu.barrier_wait(s["q_full"].at[half])
-        q = s["q"].at[half]
-        if shape.warps and not shape.latent:
-            q = compat.load(q, shape.layout("LHS"), optimized=False)
+        first, half = refs.first[item], lax.rem(number, shape.queues)
+        if shape.apart:
+            plgpu.barrier_wait(s["q_full"].at[half])
+            q = s["q"].at[half]
+        else:
+            fetch(shape, refs, me, row)
+            q = queries(shape, refs, me, row, shape.layout("LHS"))
         # Position of the block's first query token; its token t sees up to t keys more.
         position = refs.contexts[row] - refs.lengths[row] + block * shape.block
 
@@ -149,16 +154,41 @@ def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
         )
         acc, peak, total = lax.fori_loop(0, count, step, start)
         total = jnp.sum(total, axis=1) if shape.warps else total
-        release(shape, s["q_free"].at[half])
-        safe = jnp.maximum(total, 1e-30)
-        factor = (refs.v_scale[head] if shape.scaled else 1.0) / safe
-        part = item * shape.consumers + me
-        for n, mixed in enumerate(acc):
-            columns = (slice(None), pl.ds(n * shape.width, shape.width)) if len(acc) > 1 else ()
-            refs.mixed[(part, head, block, *columns)] = mixed * lax.broadcast_in_dim(factor, mixed.shape, (0,))
-        refs.weight[part, head, block] = jnp.where(total > 0, peak + jnp.log(safe) * LOG2E, MASKED)
+        if shape.apart:
+            release(shape, s["q_free"].at[half])
+            _store_apart(shape, refs, (item * shape.consumers + me, head, block), (acc, peak, total))
+            return
+        top, total = meet(shape, refs, me, peak, total, acc_layout.reduce(1))
+        factor = jnp.exp2(peak - top) * ((refs.v_scale[head] if shape.scaled else 1.0) / jnp.maximum(total, 1e-30))
+        store(shape, refs, me, item, row, _chunks(acc[0], factor), acc_layout)
+
+        @pl.when(me == 0)
+        def _() -> None:
+            weigh(shape, refs, item, row, top, total, _put)
 
     each_item(shape, refs, one)
+
+
+def _chunks(mixed: jax.Array, factor: jax.Array) -> list[jax.Array]:
+    """Return mixed [M, D] times factor [M], in chunks of 64 columns."""
+    parts = [mixed[:, at : at + WIDE] for at in range(0, mixed.shape[1], WIDE)]
+    return [part * lax.broadcast_in_dim(factor, part.shape, (0,)) for part in parts]
+
+
+def _put(value: jax.Array, target: Any) -> None:
+    target[...] = value
+
+
+def _store_apart(
+    shape: DecodeShape, refs: Refs, place: tuple[Any, ...], state: tuple[list[jax.Array], jax.Array, jax.Array]
+) -> None:
+    acc, peak, total = state
+    safe = jnp.maximum(total, 1e-30)
+    factor = (refs.v_scale[place[1]] if shape.scaled else 1.0) / safe
+    for n, mixed in enumerate(acc):
+        columns = (slice(None), pl.ds(n * shape.width, shape.width)) if len(acc) > 1 else ()
+        refs.mixed[(*place, *columns)] = mixed * lax.broadcast_in_dim(factor, mixed.shape, (0,))
+    refs.weight[place] = jnp.where(total > 0, peak + jnp.log(safe) * LOG2E, MASKED)
 
 
 def _scores(shape: DecodeShape, s: dict[str, Any], q: Any, slot: Any, me: Any) -> jax.Array:
@@ -170,10 +200,10 @@ def _scores(shape: DecodeShape, s: dict[str, Any], q: Any, slot: Any, me: Any) -
         score = cast(
             jnp.zeros((shape.rows, shape.tile), jnp.float32), shape.layout("ACC", jnp.float32), shape.interpret
         )
-        for begin in range(0, shape.dim, CHUNK) if shape.latent else (None,):
-            every = () if begin is None else (slice(None), pl.ds(begin, CHUNK))
-            left = q if begin is None else compat.load(q.at[every], shape.layout("LHS"), optimized=False)
-            here = keys if begin is None else keys.at[every]
+        for n, begin in enumerate(range(0, shape.dim, CHUNK)):
+            every = (slice(None), pl.ds(begin, CHUNK))
+            left = compat.load(q.at[every], shape.layout("LHS"), optimized=False) if shape.latent else q[n]
+            here = keys.at[every]
             if is_interpreting(shape.interpret):
                 score = mma(score, left, here[...].T, shape.interpret)
             else:
@@ -234,8 +264,15 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
 
     def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
         first, half = refs.first[item], lax.rem(number, shape.queues)
-        plgpu.barrier_wait(s["q_full"].at[half])
-        q = None if shape.latent else _load(shape, s["q"].at[half], fragments.queries(), optimized=False)
+        q = None
+        if shape.apart:
+            plgpu.barrier_wait(s["q_full"].at[half])
+            if not shape.latent:
+                every = [s["q"].at[half, :, pl.ds(begin, CHUNK)] for begin in range(0, shape.dim, CHUNK)]
+                q = [load(shape, ref, fragments.queries(), optimized=False) for ref in every]
+        else:
+            fetch(shape, refs, me, row)
+            q = queries(shape, refs, me, row, fragments.queries())
         position = refs.contexts[row] - refs.lengths[row] + block * shape.block
         begin, count = (jnp.int32(0), tiles) if shape.joint else mine(shape, me, tiles, done)
 
@@ -261,9 +298,20 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
         start = nothing, full(LEAST, (WARPS * ROWS,), layout.reduce(1))
         sums = full(0.0, (WARPS * ROWS, _kept(shape)), layout)
         mixed, peak, total = lax.fori_loop(0, count, step, (*start, sums))
-        release(shape, s["q_free"].at[half])
-        part = item if shape.joint else item * shape.consumers + me
-        _meet(shape, refs, me, (part, head, block), (mixed, peak, jnp.sum(total, axis=1)))
+        top, total = _among_warps(shape, refs, me, peak, jnp.sum(total, axis=1))
+        put = partial(_put_rows, refs, me)
+        if shape.apart:
+            release(shape, s["q_free"].at[half])
+            place = (item if shape.joint else item * shape.consumers + me, head, block)
+            _store_summed(shape, refs, me, place, (mixed, jnp.exp2(peak - top), total))
+            weight = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)) * LOG2E, MASKED)
+            pl.when((me == 0) if shape.joint else me >= 0)(lambda: put(weight, refs.weight.at[place]))
+            return
+        top, total = meet(shape, refs, me, top, total, layout.reduce(1))
+        factor = jnp.exp2(peak - top) * ((refs.v_scale[head] if shape.scaled else 1.0) / jnp.maximum(total, 1e-30))
+        chunks = [_sum_warps(shape, refs, me, chunk) for chunk in _chunks(mixed[0], factor)]
+        store(shape, refs, me, item, row, chunks, _summed())
+        pl.when(me == 0)(lambda: weigh(shape, refs, item, row, top, total, put))
 
     each_item(shape, refs, one)
 
@@ -273,20 +321,22 @@ def _kept(shape: DecodeShape) -> int:
     return 8 if shape.latent else shape.tile // WARPS
 
 
-def _byte_scores(shape: DecodeShape, s: dict[str, Any], q: jax.Array | None, half: Any, slot: Any) -> jax.Array:
+def _byte_scores(shape: DecodeShape, s: dict[str, Any], q: list[jax.Array] | None, half: Any, slot: Any) -> jax.Array:
     """Compute scores [64, C / 4], and release the slot of keys, except for a latent.
 
     A latent's queries (`q` None) do not fit registers and are read in chunks.
     """
-    if q is not None:
-        keys = _load(shape, s["k"].at[slot], fragments.keys())
+    every = [pl.ds(begin, fragments.CHUNK) for begin in range(0, shape.dim, fragments.CHUNK)]
+    score, keys = None, []
+    if q is not None:  # all keys are in registers before the first product, so that their slot is free early
+        keys = [load(shape, s["k"].at[slot, :, columns], fragments.keys()) for columns in every]
         release(shape, s["k_free"].at[slot])
-        return fragments.scores(q, keys, shape.interpret)
-    score = None
-    for begin in range(0, shape.dim, fragments.CHUNK):
-        columns = pl.ds(begin, fragments.CHUNK)
-        left = _load(shape, s["q"].at[half, :, columns], fragments.queries(), optimized=False)
-        right = _load(shape, s["k"].at[slot, :, columns], fragments.keys())
+    for n, columns in enumerate(every):
+        if q is not None:
+            left, right = q[n], keys[n]
+        else:
+            left = load(shape, s["q"].at[half, :, columns], fragments.queries(), optimized=False)
+            right = load(shape, s["k"].at[slot, :, columns], fragments.keys())
         score = fragments.scores(left, right, shape.interpret, score)
     assert score is not None
     return score
@@ -298,58 +348,24 @@ def _byte_mix(
     """Add weight v to each of mixed [64, W], and release the slot of values."""
     if not shape.latent:
         plgpu.barrier_wait(s["v_full"].at[slot])
-        values = _load(shape, s["v"].at[slot], fragments.values(shape.dim))
+        values = load(shape, s["v"].at[slot], fragments.values(shape.dim))
         release(shape, s["v_free"].at[slot])
         return [fragments.mix(mixed[0], weight.astype(shape.dtype), values, shape.interpret)]
     weight = weight.astype(shape.dtype)
     made = []
     for n, part in enumerate(mixed):
         columns = pl.ds(me * shape.mixed + n * shape.width, shape.width)
-        values = _load(shape, s["k"].at[slot, :, columns], fragments.values(shape.width))
+        values = load(shape, s["k"].at[slot, :, columns], fragments.values(shape.width))
         made.append(fragments.mix(part, weight, values, shape.interpret))
     release(shape, s["k_free"].at[slot])
     return made
 
 
-def _load(shape: DecodeShape, ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
-    if is_interpreting(shape.interpret):
-        plain: jax.Array = ref[...]
-        return plain
-    return compat.load(ref, layout, optimized=optimized)
-
-
-def _meet(
-    shape: DecodeShape, refs: Refs, me: Any, place: tuple[Any, ...], state: tuple[list[jax.Array], jax.Array, jax.Array]
-) -> None:
-    """Combine the results of the four warps for an item, and write them to its `place`."""
-    mixed, peak, total = state
-    told = refs.s["told"].at[me]
-    top = _among(shape, told, peak, lax.max)
-    fade = jnp.exp2(peak - top)
-    total = _among(shape, told, total * fade, lax.add)
-    safe = jnp.maximum(total, 1e-30)
-    factor = fade * ((refs.v_scale[place[1]] if shape.scaled else 1.0) / safe)
-    mixed = [part * lax.broadcast_in_dim(factor, part.shape, (0,)) for part in mixed]
-    weight = jnp.where(total > 0, top + jnp.log(safe) * LOG2E, MASKED)
-    told[pl.ds(0, 64)] = weight
-    plgpu.commit_smem()
-    if shape.joint:
-
-        @pl.when(me == 0)
-        def _() -> None:
-            plgpu.copy_smem_to_gmem(told.at[pl.ds(0, ROWS)], refs.weight.at[place])
-    else:
-        plgpu.copy_smem_to_gmem(told.at[pl.ds(0, ROWS)], refs.weight.at[place])
-    for column in range(0, shape.mixed, MEETING):
-        met = refs.s["met"].at[me, :, pl.ds(0, MEETING)]
-        part, begin = divmod(column, shape.width)
-        met[...] = mixed[part][:, begin : begin + MEETING]
-        plgpu.commit_smem()
-        parts = [_load(shape, met.at[pl.ds(ROWS * w, ROWS)], _summed(), optimized=False) for w in range(WARPS)]
-        first = me * shape.mixed + column if shape.joint else column
-        refs.mixed[(*place, slice(None), pl.ds(first, MEETING))] = reduce(jnp.add, parts)
-        plgpu.commit_smem()  # all warps have read it
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+def _among_warps(shape: DecodeShape, refs: Refs, me: Any, peak: jax.Array, total: jax.Array) -> tuple[Any, Any]:
+    """Return the maximum and the sum of weights [64] over the four warps, which have the same rows."""
+    among = refs.s["among"].at[me]
+    top = _among(shape, among, peak, lax.max)
+    return top, _among(shape, among, total * jnp.exp2(peak - top), lax.add)
 
 
 def _among(shape: DecodeShape, told: Any, x: jax.Array, join: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
@@ -359,11 +375,43 @@ def _among(shape: DecodeShape, told: Any, x: jax.Array, join: Callable[[jax.Arra
     plgpu.commit_smem()
     layout = plgpu.Layout.WGMMA.reduce(1)
     turned = [told.at[pl.ds(ROWS * w, WARPS * ROWS)] for w in range(1, WARPS)]
-    joined = reduce(join, [_load(shape, ref, layout, optimized=False) for ref in turned], x)
+    joined = reduce(join, [load(shape, ref, layout, optimized=False) for ref in turned], x)
     plgpu.commit_smem()  # all warps have read it
     return joined
+
+
+def _put_rows(refs: Refs, me: Any, value: jax.Array, target: Any) -> None:
+    """Store value [64], the same in each warp, to target [16]."""
+    among = refs.s["among"].at[me]
+    among[pl.ds(0, WARPS * ROWS)] = value
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(among.at[pl.ds(0, ROWS)], target)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _sum_warps(shape: DecodeShape, refs: Refs, me: Any, chunk: jax.Array) -> jax.Array:
+    """Return the sum [16, MEETING] of the four warps' rows of chunk [64, MEETING]."""
+    summed = refs.s["summed"].at[me, :, pl.ds(0, MEETING)]
+    summed[...] = chunk
+    plgpu.commit_smem()
+    parts = [load(shape, summed.at[pl.ds(ROWS * w, ROWS)], _summed(), optimized=False) for w in range(WARPS)]
+    plgpu.commit_smem()  # all warps have read it
+    return reduce(jnp.add, parts)
 
 
 def _summed() -> Any:
     """Return the register layout of the warps' sums [16, MEETING], with rows contiguous in global memory."""
     return tiled((16, 64), (4, 64), (2, 64), (4,), warps=(-7,), lanes=(-3, -2))
+
+
+def _store_summed(
+    shape: DecodeShape, refs: Refs, me: Any, place: tuple[Any, ...], state: tuple[list[jax.Array], jax.Array, jax.Array]
+) -> None:
+    """Store a consumer's mixed values, of a latent those of its own columns, summed over the warps."""
+    mixed, fade, total = state
+    factor = fade * ((refs.v_scale[place[1]] if shape.scaled else 1.0) / jnp.maximum(total, 1e-30))
+    first = me * shape.mixed if shape.joint else 0
+    for n, part in enumerate(mixed):
+        for at, chunk in enumerate(_chunks(part, factor)):
+            column = first + n * shape.width + at * MEETING
+            refs.mixed[(*place, slice(None), pl.ds(column, MEETING))] = _sum_warps(shape, refs, me, chunk)

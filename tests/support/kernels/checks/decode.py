@@ -101,3 +101,48 @@ def check(problem: Problem, config: Config) -> None:
 
 
 EDGES = ((1, 1), (1, 63), (1, 64), (0, 0), (1, 65), (1, 200))  # around a page and a tile, and several tiles
+
+
+class Mixed:
+    """Steps of one program, of rows of any lengths, in which pages of no row hold NaN."""
+
+    ROWS, TOKENS, PAGE, MOST = 4, 12, 16, 96  # MOST: tokens of a context
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.width = -(-self.MOST // self.PAGE)
+
+        @partial(jax.jit, compiler_options=haste(), static_argnames="interpret")
+        def step(q: jax.Array, k: jax.Array, v: jax.Array, ragged: Ragged, *, interpret: Any) -> Any:
+            work = config.plan(ragged, page=self.PAGE)
+            return paged_decode(q, k, v, ragged, work, config=config, interpret=interpret, scale=SCALE, clean=False)
+
+        self.step = step
+
+    def check(self, rows: list[tuple[int, int]]) -> None:
+        """Check rows of (tokens, context), and that the tokens after them are blank."""
+        pool = 1 + self.ROWS * self.width
+        tables = deal(rows, page=self.PAGE, pool=pool)
+        ragged = make(
+            rows, tables, page=self.PAGE, pool=pool, tokens=self.TOKENS, padded_rows=self.ROWS, width=self.width
+        )
+        for row, pages in enumerate(tables):
+            ragged.block_tables[row, len(pages) :] = pages[-1]
+        random = np.random.default_rng(seed(11))
+        q = jnp.asarray(random.standard_normal((self.TOKENS, 4, 64)), jnp.bfloat16)
+        k, v = random.standard_normal((2, pool, self.PAGE, 2, 64)).astype(np.float32)
+        own = [page for pages in tables for page in pages]
+        foreign = np.setdiff1d(np.arange(pool), own)
+        worse, worst = k.copy(), v.copy()
+        worse[foreign], worst[foreign] = np.nan, np.nan
+        pools = [jnp.asarray(x, jnp.bfloat16) for x in (worse, worst)]
+        with without_races() as interpret:
+            out, lse = jax.block_until_ready(self.step(q, *pools, ragged, interpret=interpret))
+        want, sums = attention(
+            q, *(jnp.asarray(x, jnp.bfloat16) for x in (k, v)), ragged,
+            scale=SCALE, window=None, softcap=None, scales=None,
+        )  # fmt: skip
+        tokens = sum(length for length, _ in rows)
+        assert error(out[:tokens], want[:tokens]) < LARGEST_ERROR["bfloat16"]
+        np.testing.assert_allclose(lse[:tokens], sums[:tokens], atol=1e-4, rtol=1e-6)
+        assert not np.any(np.asarray(out)[tokens:]) and np.all(np.asarray(lse)[tokens:] == np.float32(MASKED))

@@ -1,0 +1,185 @@
+"""Queries into a decode block, and its results out, both in the layers' layout [T, H, D].
+
+Rows of [G, 64] of one token are copied by TMA to and from `stage`, which is not tiled, so that a
+row of the product may belong to any token. Chunk c of 64 columns belongs to consumer c %
+consumers: it fetches the queries of its chunks, adds what the other consumer mixed in them, and
+stores them, so that `stage` needs no barrier between items.
+
+The sum goes to `out` if the item is its row's only one, else to the item's partial result, which
+combine.py adds to the others of the row. Only rows of the row's own tokens are stored.
+
+Letters: M rows of the product, G query heads of a kv head, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.layout import MASKED
+from pallas_kernels.mosaic import compat
+from pallas_kernels.mosaic.compat import plgpu
+from pallas_kernels.mosaic.interpret import is_interpreting
+from pallas_kernels.ops.paged_attention.hopper.decode_block import WIDE, DecodeShape, Refs
+from pallas_kernels.ops.paged_attention.hopper.softmax import LOG2E
+
+PEAKS, TOTALS = range(2)  # rows of `told`
+
+
+def fetch(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
+    """Start copying this consumer's chunks of the queries of a row to `stage`."""
+    s, head, first = refs.s, lax.axis_index("head"), lax.axis_index("block") * shape.block
+
+    def chunk(c: int) -> None:
+        def one(t: Any, _: Any) -> Any:
+            # Copies are as many as the barrier expects, so tokens that the row lacks repeat its last one.
+            token = refs.starts[row] + jnp.minimum(first + t, refs.lengths[row] - 1)
+            source = refs.q.at[token, head, :, pl.ds(c * WIDE, WIDE)]
+            target = s["stage"].at[c, pl.ds(t * shape.group, shape.group)]
+            plgpu.copy_gmem_to_smem(source, target, s["q_full"].at[0])
+            return _
+
+        lax.fori_loop(0, shape.block, one, jnp.int32(0))
+
+    for c in range(shape.dim // WIDE):
+        _if_mine(shape, me, c, partial(chunk, c))
+
+
+def _if_mine(shape: DecodeShape, me: Any, c: int, do: Callable[[], None]) -> None:
+    """Call `do` if chunk c belongs to this consumer."""
+    if shape.consumers == 1:
+        do()
+    else:
+        pl.when(me == c % shape.consumers)(do)
+
+
+def _unknown(number: Any) -> Any:
+    """Return 0, computed from a number of the item that is never negative.
+
+    Otherwise the addresses of queries and results are computed once, before the loop over items,
+    and held in registers that the loop over tiles lacks. Queries and results take different
+    numbers, so that neither holds the other's addresses.
+    """
+    return jnp.minimum(number, 0)
+
+
+def queries(shape: DecodeShape, refs: Refs, me: Any, row: Any, layout: Any) -> Any:
+    """Return the queries: a ref in shared memory for warpgroup products, else a chunk of registers each 64 columns."""
+    s, zero = refs.s, _unknown(row)
+    plgpu.barrier_wait(s["q_full"].at[0])
+
+    def chunk(c: int) -> jax.Array:
+        return load(shape, s["stage"].at[c + zero], layout, optimized=False).astype(shape.dtype)
+
+    def tile(c: int) -> None:
+        s["q"][zero, :, pl.ds(c * WIDE, WIDE)] = chunk(c)
+
+    chunks = range(shape.dim // WIDE)
+    if shape.warps:
+        loaded = [chunk(c) for c in chunks]
+        plgpu.commit_smem()  # ordinary loads have read `stage`, and TMA writes the next item's queries to it
+        return loaded
+    for c in chunks:
+        _if_mine(shape, me, c, partial(tile, c))
+    plgpu.commit_smem()
+    _wait_for_others(shape, refs, 1)
+    return s["q"].at[0]
+
+
+def load(shape: DecodeShape, ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
+    """Read shared memory into registers of `layout`, which the interpreter does without."""
+    if is_interpreting(shape.interpret):
+        plain: jax.Array = ref[...]
+        return plain
+    return compat.load(ref, layout, optimized=optimized)
+
+
+def meet(shape: DecodeShape, refs: Refs, me: Any, peak: jax.Array, total: jax.Array, layout: Any) -> tuple[Any, Any]:
+    """Return the maximum and the sum of weights over all consumers of rows of which this one has `peak` and `total`."""
+    if shape.consumers == 1:
+        return peak, total
+    told = refs.s["told"]
+    told[me, PEAKS], told[me, TOTALS] = peak, total
+    _wait_for_others(shape, refs, 0)
+    # All consumers compute in the same order, so that they scale their chunks by the same number.
+    read = partial(load, shape, layout=layout, optimized=False)
+    peaks, totals = ([read(told.at[n, each]) for n in range(shape.consumers)] for each in (PEAKS, TOTALS))
+    top = reduce(jnp.maximum, peaks)
+    shares = [jnp.exp2(one - top) * part for one, part in zip(peaks, totals, strict=True)]
+    return top, reduce(jnp.add, shares)
+
+
+def _wait_for_others(shape: DecodeShape, refs: Refs, which: int) -> None:
+    if shape.consumers > 1:
+        plgpu.barrier_arrive(refs.s["met"].at[which])
+        plgpu.barrier_wait(refs.s["met"].at[which])
+
+
+def store(
+    shape: DecodeShape, refs: Refs, me: Any, item: Any, row: Any, chunks: Sequence[jax.Array], layout: Any
+) -> None:
+    """Add up the consumers' `chunks` [M, 64], already scaled, and store the row's tokens."""
+    added, zero = refs.s["added"], _unknown(refs.starts[row])
+
+    def give(c: int) -> None:
+        added[c + zero] = chunks[c]
+
+    def take(c: int) -> None:
+        if shape.consumers == 1:
+            _store(shape, refs, item, row, c, chunks[c], added.at[zero])
+        else:
+            whole = chunks[c] + load(shape, added.at[c + zero], layout, optimized=False)
+            _store(shape, refs, item, row, c, whole, added.at[c + zero])
+
+    if shape.consumers > 1:
+        for c in range(len(chunks)):
+            pl.when(me != c % shape.consumers)(partial(give, c))
+    _wait_for_others(shape, refs, 1)
+    for c in range(len(chunks)):
+        _if_mine(shape, me, c, partial(take, c))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _store(shape: DecodeShape, refs: Refs, item: Any, row: Any, c: int, whole: jax.Array, added: Any) -> None:
+    """Store chunk c of an item to `out`, or to its partial result by way of `added`."""
+    head, first, part = lax.axis_index("head"), lax.axis_index("block") * shape.block, refs.part[item]
+    tokens = jnp.clip(refs.lengths[row] - first, 0, shape.block)
+
+    def copy(source: Any, target: Callable[[Any], Any]) -> None:
+        def one(t: Any, _: Any) -> Any:
+            rows = source.at[pl.ds(t * shape.group, shape.group)]
+            plgpu.copy_smem_to_gmem(rows, target(first + t).at[head, :, pl.ds(c * WIDE, WIDE)])
+            return _
+
+        lax.fori_loop(0, tokens, one, jnp.int32(0))
+
+    @pl.when(part < 0)
+    def _() -> None:
+        stage = refs.s["stage"].at[c + _unknown(refs.starts[row])]
+        stage[...] = whole.astype(shape.outer_dtype)
+        plgpu.commit_smem()
+        copy(stage, lambda t: refs.out.at[refs.starts[row] + t])
+
+    @pl.when(part >= 0)
+    def _() -> None:
+        added[...] = whole
+        plgpu.commit_smem()
+        copy(added, lambda t: refs.mixed.at[part, t])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def weigh(
+    shape: DecodeShape, refs: Refs, item: Any, row: Any, top: Any, total: Any, put: Callable[[Any, Any], None]
+) -> None:
+    """Store an item's sum of weights by `put(value [M], ref)`: its natural log to `lse`, or its log2 to its part."""
+    place, part = (lax.axis_index("head"), lax.axis_index("block")), refs.part[item]
+    binary = top + jnp.log(jnp.maximum(total, 1e-30)) * LOG2E
+    pl.when(part < 0)(lambda: put(jnp.where(total > 0, binary * math.log(2.0), MASKED), refs.lse.at[(row, *place)]))
+    pl.when(part >= 0)(lambda: put(jnp.where(total > 0, binary, MASKED), refs.weight.at[(part, *place)]))
