@@ -10,6 +10,7 @@ MODES = {
     "skip profiled": UPDATE + "SKIP_PROFILED",
     "skip temporaries": UPDATE + "SKIP_TEMP",
     "no command buffers": "--xla_gpu_enable_command_buffer=",
+    "whole products": "--xla_gpu_experimental_force_split_k=1",  # not an update mode, but compared in the same way
 }
 DRY = ("default", "skip profiled")
 
