@@ -346,10 +346,14 @@ def test_steps_keep_the_addresses_of_what_they_update(executor: JaxExecutor) -> 
         held = jax.tree.leaves((state.weights, state.pools, state.carry.tokens, state.counts))
         return [shard.data.unsafe_buffer_pointer() for leaf in held for shard in leaf.addressable_shards]
 
-    before = addresses()
-    for params in (GREEDY, SamplingParams(top_k=9, repetition_penalty=1.1, max_tokens=None)):
+    def serve(params: SamplingParams) -> None:
         jobs = [Job(prompt, params, slot=i) for i, prompt in enumerate(PROMPTS[:4])]
         run(generate(executor, jobs, 4, chunk=lambda: 4))
+
+    serve(GREEDY)  # creates a pool that a failed step of another test has lost
+    before = addresses()
+    for params in (GREEDY, SamplingParams(top_k=9, repetition_penalty=1.1, max_tokens=None)):
+        serve(params)
         assert addresses() == before
 
 
