@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -336,25 +335,6 @@ def test_a_released_slot_keeps_no_state_of_its_request(executor: JaxExecutor) ->
     for name, value in vars(fresh).items():
         if name != "tables":  # its used columns are counted in `pages`
             np.testing.assert_equal(getattr(slots, name), value, name)
-
-
-def test_steps_keep_the_addresses_of_what_they_update(executor: JaxExecutor) -> None:
-    """CUDA graphs need no update for arguments that do not move: weights, pools, carry and counts."""
-    state = executor.state
-
-    def addresses() -> list[int]:
-        held = jax.tree.leaves((state.weights, state.pools, state.carry.tokens, state.counts))
-        return [shard.data.unsafe_buffer_pointer() for leaf in held for shard in leaf.addressable_shards]
-
-    def serve(params: SamplingParams) -> None:
-        jobs = [Job(prompt, params, slot=i) for i, prompt in enumerate(PROMPTS[:4])]
-        run(generate(executor, jobs, 4, chunk=lambda: 4))
-
-    serve(GREEDY)  # creates a pool that a failed step of another test has lost
-    before = addresses()
-    for params in (GREEDY, SamplingParams(top_k=9, repetition_penalty=1.1, max_tokens=None)):
-        serve(params)
-        assert addresses() == before
 
 
 def test_nothing_compiles_after_warm_up(pair: list[JaxExecutor]) -> None:
