@@ -27,7 +27,7 @@ from typing import Any
 from common import add_output, clustered, save
 
 from jaxserve.config import ServeConfig, load_yaml, preset
-from jaxserve.engine.programs.inputs import LADDER
+from jaxserve.engine.programs.inputs import LADDER, prompt_sizes
 from jaxserve.engine.startup.assemble import Machine, assemble
 from jaxserve.report import progress
 from jaxserve.report.table import print_table
@@ -56,14 +56,9 @@ CHUNK, LENGTH = 2048, 2048  # served: tokens of the largest step and of the long
 STREAMS = (1, 4)
 
 
-def sizes(ladder: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return the sizes of the programs of an engine whose steps have at most `most` tokens."""
-    return *(size for size in ladder if size < most), most
-
-
 def useful(prompts: Sequence[int], ladder: Sequence[int], most: int) -> float:
     """Return the share of computed tokens that prompts need, each alone in chunks of `most` tokens."""
-    made = sizes(ladder, most)
+    made = prompt_sizes(ladder, most)
     padded = sum(next(size for size in made if size >= chunk) for prompt in prompts for chunk in chunks(prompt, most))
     return sum(prompts) / padded
 
@@ -78,7 +73,7 @@ def simulated(load: Sequence[Arrival], policy: str) -> dict[str, float]:
     latency = load_yaml(preset("latency", "llama3-8b-a800"), Latency)
     found = {}
     for name, (ladder, fill) in SERVED.items():
-        padded = replace(latency, buckets=Buckets(DECODES, sizes(ladder, 8192)))
+        padded = replace(latency, buckets=Buckets(DECODES, prompt_sizes(ladder, 8192)))
         (best,) = goodput_search(
             load, [policy], "1x1", padded, options=Options(fill=fill, perf="general"), tolerance=0.01, start=1.0
         ).values()

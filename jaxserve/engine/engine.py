@@ -64,7 +64,7 @@ class Engine:
         self._seed = config.seed
         self._ids = itertools.count()
         self._entering = 0  # submitted, not yet routed; guarded by _lock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a listener that is told while a request is routed may submit another
         self._draining = False
         self._ended = False  # no new requests are accepted; guarded by _lock, like _error
         self._error: str | None = None
@@ -308,12 +308,13 @@ class Engine:
         return least_slack((max(now, one.ends), one) for one in schedulers)
 
     def _enter(self, request: Request) -> None:
-        with self._lock:
+        with self._lock:  # in one piece, so that `_admit` counts the request once: as entering or as waiting
             self._entering -= 1
             on_delta = self._listeners.get(request.id)
-        if on_delta is None:
-            return  # the engine has ended, and so has the request
+            if on_delta is not None:  # otherwise the engine has ended, and so has the request
+                self._route(request, on_delta)
 
+    def _route(self, request: Request, on_delta: Callable[[Delta], None]) -> None:
         def tell(delta: Delta) -> None:
             if delta.finish_reason is not None:
                 self._listeners.pop(request.id, None)

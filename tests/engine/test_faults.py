@@ -143,7 +143,7 @@ def test_the_queue_is_bounded_by_default(machine: Machine, start: Starter) -> No
     engine = start()
     stuck = HangingDevice(machine, 0)
     many = []
-    with pytest.raises(QueueFull, match=r"1[2-5]\d requests are waiting; the limit is max_num_queued_reqs=128") as full:
+    with pytest.raises(QueueFull, match=r"128 requests are waiting; the limit is max_num_queued_reqs=128") as full:
         for _ in range(1000):
             many.append(Submitted(engine))
             time.sleep(0.0002)

@@ -108,7 +108,7 @@ class Limits:
         rows = (1, *_ladder(4, self.slots, 2)) if self.slots > 4 else _ladder(1, self.slots, 2)
         decode = [Bucket(n, n, self.width(n), True) for n in rows]
         most = max(self.tokens, self.slots)
-        mixed = *(n for n in self.ladder if n < most), most
+        mixed = prompt_sizes(self.ladder, most)
         verify = [
             Bucket(n * (1 + depth), n, self.width(n), False, True)
             for depth in self.depths
@@ -119,6 +119,11 @@ class Limits:
 
     def width(self, rows: int) -> int:
         return next(width for width in self.widths if width >= rows)
+
+
+def prompt_sizes(ladder: Sequence[int], most: int) -> tuple[int, ...]:
+    """Return the sizes of the programs that compute prompt tokens, in steps of at most `most` tokens."""
+    return *(size for size in ladder if size < most), most
 
 
 def _ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
