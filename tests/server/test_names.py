@@ -242,6 +242,12 @@ def test_build_settings_of_executors_are_unchanged(machine: Any) -> None:
         machine.serving(replace(machine.config, policy="vllm", max_num_seqs=9))
 
 
+def test_schedulers_may_have_tighter_limits_than_executors(machine: Any) -> None:
+    limits = replace(machine.limits, rows=2, stairs=())
+    cluster = machine.serving(machine.config, limits).cluster(lambda request: None)
+    assert {core.scheduler.limits for core in cluster.cores} == {limits} != {machine.limits}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in MATRIX if case not in SAMPLE], ids=",".join)
 def test_every_name_is_served_with_every_other(
