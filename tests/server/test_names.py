@@ -144,6 +144,15 @@ def assembled(mesh: str) -> Any:
     return assemble(ServeConfig.load(mesh=mesh, **SMALL))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """Keep objects frozen from one engine to the next: each would scan all of them when it begins to serve."""
+    from jaxserve.engine.runtime.gc_control import uncollected
+
+    with uncollected():
+        yield
+
+
 @pytest.fixture(scope="module")
 def machine() -> Any:
     return assembled("2x1")
