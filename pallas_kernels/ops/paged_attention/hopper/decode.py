@@ -49,6 +49,7 @@ class Config:
     consumers: int = 2  # warpgroups that compute
     workers: int = CORES // 8  # blocks per kv head and block of query tokens
     p_in_smem: bool = True  # pass weights to the second product through shared memory
+    merge: bool = True  # split rows are merged by the last of their workers, where it can, not by a second kernel
 
     def plan(self, ragged: Ragged, *, page: int, window: int | None = None) -> DecodeWork:
         """Plan a step; all layers of one window share it."""
@@ -207,6 +208,7 @@ def _shape(
         softcap=softcap,
         scaled=spec.quantized,
         interpret=interpret,
+        merge=config.merge,
     )
 
 
@@ -227,7 +229,8 @@ def attend(
     Padding gives zeros and MASKED, other tokens of rows not in `work` arbitrary values and MASKED.
     `joint`: see `body`.
     """
-    results = (_apart if shape.apart else _by_token)(shape, q, ragged, work, kv_heads, blocks)
+    made_by = _apart if shape.apart else _merged if shape.merged else _by_token
+    results = made_by(shape, q, ragged, work, kv_heads, blocks)
     run = compat.kernel(
         body(shape, joint),
         out=results.shapes,
@@ -238,7 +241,8 @@ def attend(
         interpret=shape.interpret,
     )
     planned = work.table, work.row, work.first, work.tiles, work.cuts, work.part
-    made = run(results.q, *pools, *planned, ragged.starts, ragged.lengths, ragged.contexts, *(scales or ()))
+    step = ragged.starts, ragged.lengths, ragged.contexts
+    made = run(results.q, *pools, *planned, *step, *results.merging, *(scales or ()))
     out, lse = results.combine(made)
     out = out.reshape(len(q), q.shape[1], shape.values)
     if shape.parted:
@@ -252,6 +256,7 @@ class _Results(NamedTuple):
     q: jax.Array
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     combine: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, jax.Array]]  # to out [T, H * R] and lse
+    merging: tuple[jax.Array, ...] = ()  # what the kernel also reads to merge split rows
 
 
 def _by_token(
@@ -275,6 +280,24 @@ def _by_token(
         return fill(each, partials, out.reshape(tokens, heads * dim), lse)
 
     return _Results(q.reshape(tokens, *by_group), shapes, combine)
+
+
+def _merged(
+    shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int
+) -> _Results:
+    (tokens, _, dim), parts, rows = q.shape, work.most_parts, len(ragged.starts)
+    by_group, sums = (kv_heads, shape.group, dim), (kv_heads, blocks, shape.rows)
+    shapes = (
+        jax.ShapeDtypeStruct((parts, kv_heads, blocks, dim // WIDE, shape.kept, WIDE), jnp.float32),
+        jax.ShapeDtypeStruct((parts * shape.consumers, *sums), jnp.float32),
+        jax.ShapeDtypeStruct((tokens, *by_group), q.dtype),
+        jax.ShapeDtypeStruct((rows, *sums), jnp.float32),
+    )
+    # The kernel counts down in this array, and restores it, so XLA makes it once for all layers. Zeros would be a
+    # constant that the layers of another plan may share, and thus kernels that run at the same time.
+    left = jnp.broadcast_to(work.splits[:, None, None, None] - 1, (rows, kv_heads, blocks, shape.consumers))
+    merging = work.worker, work.splits, work.tokens, left
+    return _Results(q.reshape(tokens, *by_group), shapes, lambda made: (made[2], made[3]), merging)
 
 
 def _apart(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int) -> _Results:
