@@ -24,7 +24,8 @@ def is_last(counter: Any, most: jax.Array, interpret: Interpret = None) -> jax.A
         counter[...] = jnp.where(old == 0, most, old - 1)
         return jnp.equal(old, 0)
     make = plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=None)
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=None),
     )
     return jnp.equal(make(_count)(counter, most), 1)
 

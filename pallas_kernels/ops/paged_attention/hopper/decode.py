@@ -282,9 +282,7 @@ def _by_token(
     return _Results(q.reshape(tokens, *by_group), shapes, combine)
 
 
-def _merged(
-    shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int
-) -> _Results:
+def _merged(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int) -> _Results:
     (tokens, _, dim), parts, rows = q.shape, work.most_parts, len(ragged.starts)
     by_group, sums = (kv_heads, shape.group, dim), (kv_heads, blocks, shape.rows)
     shapes = (

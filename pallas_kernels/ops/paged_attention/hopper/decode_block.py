@@ -117,8 +117,11 @@ class DecodeShape:
 
     @property
     def merged(self) -> bool:
-        """Whether the last worker of a split row merges its partial results (decode_merge.py)."""
-        return self.merge and not self.apart
+        """Whether the last worker of a split row merges its partial results (decode_merge.py).
+
+        Warpgroup products leave too few registers to count the workers.
+        """
+        return self.merge and self.warps and not self.apart
 
     @property
     def kept(self) -> int:
@@ -234,7 +237,9 @@ class Refs(NamedTuple):
     left: Any  # [S, K, blocks, consumers] int32, the items of a row that are not stored yet, less one
     k_scale: Any  # [K] or None
     v_scale: Any
-    mixed: Any  # float32 [parts, tokens of a row, K, G, D], if `apart` [I * partials, K, blocks, M, R], if `merged` as in
+    mixed: (
+        Any  # float32 [parts, tokens of a row, K, G, D], if `apart` [I * partials, K, blocks, M, R], if `merged` as in
+    )
     # decode_merge.py
     weight: Any  # [parts or I * partials, K, blocks, M] float32, log2 of the sum of weights
     out: Any  # [T, K, G, D], or None if `apart`

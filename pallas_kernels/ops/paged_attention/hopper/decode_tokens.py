@@ -174,9 +174,7 @@ def copy_out(shape: DecodeShape, refs: Refs, row: Any, c: Any, source: Any) -> N
     _copy_tokens(shape, refs, row, c, source, lambda t: refs.out.at[refs.starts[row] + t])
 
 
-def _copy_tokens(
-    shape: DecodeShape, refs: Refs, row: Any, c: Any, source: Any, target: Callable[[Any], Any]
-) -> None:
+def _copy_tokens(shape: DecodeShape, refs: Refs, row: Any, c: Any, source: Any, target: Callable[[Any], Any]) -> None:
     head, first = lax.axis_index("head"), lax.axis_index("block") * shape.block
 
     def one(t: Any, _: Any) -> Any:
