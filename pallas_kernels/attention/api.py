@@ -141,9 +141,9 @@ class _Sharded:
         def layer(
             q: jax.Array, k: jax.Array, v: jax.Array | None, qkv: jax.Array | None, *rest: Any
         ) -> tuple[jax.Array, Pool]:
-            *others, norms, by_head = rest
+            turn, pool, work, norms, by_head = rest
             alike: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "norms": norms}
-            return self.local(q, k, v, *others, qkv=qkv, **alike, **by_head)
+            return self.local(q, k, v, turn, pool, work, qkv=qkv, **alike, **by_head)
 
         # shard_map cannot infer replication through the loops over pages, whose trip counts depend on
         # replicated arrays only.

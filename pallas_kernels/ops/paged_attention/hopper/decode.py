@@ -4,9 +4,10 @@
 
 The G query heads of a kv head, times the row's query tokens, are packed into the M rows of one
 product, so every key is read once. The plan splits rows over the keys (plan.py). A row of one item
-is stored as it is computed; the items of others are float32 partial results, which combine.py
-combines. Queries and results keep the layers' layout. Floor: bytes of K and V over the bandwidth;
-arithmetic stays below it up to M = 64.
+is stored as it is computed; the items of others are float32 partial results, which the last of their
+workers merges (decode_merge.py) or a second kernel combines (combine.py). Queries and results keep
+the layers' layout. Floor: bytes of K and V over the bandwidth; arithmetic stays below it up to M =
+64.
 
 Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv
 heads, G = H / K, D head dim, Q maximum query tokens of a row, M rows of the product, the first U of
@@ -29,7 +30,7 @@ from pallas_kernels.mosaic.fragments import ROWS, in_order
 from pallas_kernels.mosaic.interpret import Interpret
 from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed
 from pallas_kernels.ops.paged_attention.hopper.combine import LANES, Combine, Partials, fill, make
-from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, WIDE, DecodeShape, spills
+from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, MOST, WIDE, DecodeShape, spills
 from pallas_kernels.ops.paged_attention.hopper.decode_body import Consume, body
 from pallas_kernels.ops.paged_attention.plan import DecodeWork, plan_decode
 
@@ -49,7 +50,7 @@ class Config:
     consumers: int = 2  # warpgroups that compute
     workers: int = CORES // 8  # blocks per kv head and block of query tokens
     p_in_smem: bool = True  # pass weights to the second product through shared memory
-    merge: bool = True  # split rows are merged by the last of their workers, where it can, not by a second kernel
+    merge: bool = True  # the last worker of a split row merges it, up to M = 16, instead of a second kernel
 
     def plan(self, ragged: Ragged, *, page: int, window: int | None = None) -> DecodeWork:
         """Plan a step; all layers of one window share it."""
@@ -105,7 +106,7 @@ class Config:
         wide, rows = 2, self.rows(spec)  # bytes of an operand's element
         ring = 2 * self.stages * self.tile * spec.dim * (1 if spec.quantized else wide)
         added = rows * (spec.dim if self.consumers > 1 else WIDE) * 4
-        rest = rows * spec.dim * wide + added + 2048
+        rest = rows * spec.dim * wide + added + 4096
         if spec.quantized and self.warps:
             # Packed queries or tokens: which of them also depends on the soft cap, which is not in the spec.
             rest = max(rest, 2 * rows * spec.dim * wide + 4096)
@@ -121,7 +122,7 @@ def heuristic(spec: AttentionShape, *, warps: bool | None = None) -> Config:
     """Return a config expected to be good for the spec; `warps` None chooses by the rows of the product."""
     packed = spec.queries * spec.group
     if warps is None:
-        warps = packed <= ROWS if spec.quantized else compat.HAS_MMA and packed <= 32
+        warps = packed <= (ROWS if spec.quantized or spec.dim > WIDE else 2 * ROWS) and (spec.quantized or compat.HAS_MMA)
     # For D = 256 the mixed values take 128 registers per thread, too many with three warpgroups per block.
     consumers = 1 if spec.dim > 128 else 2
     config = Config(warps=warps, queries=spec.queries, consumers=consumers)
@@ -138,6 +139,8 @@ def candidates(spec: AttentionShape) -> Iterator[Config]:
     """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     best = heuristic(spec)
     yield best
+    if best.warps and spec.dim <= MOST:
+        yield replace(best, merge=False)
     bodies = (True, False) if compat.HAS_MMA or spec.quantized else (False,)
     for share in (1, 2):  # blocks per core at a time
         some = (

@@ -119,9 +119,9 @@ class DecodeShape:
     def merged(self) -> bool:
         """Whether the last worker of a split row merges its partial results (decode_merge.py).
 
-        Warpgroup products leave too few registers to count the workers.
+        Products of more than 16 rows leave too few registers to count the workers.
         """
-        return self.merge and self.warps and not self.apart
+        return self.merge and self.rows <= fragments.ROWS and not self.apart
 
     @property
     def kept(self) -> int:

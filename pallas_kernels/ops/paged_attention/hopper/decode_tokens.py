@@ -6,7 +6,8 @@ consumers: it fetches the queries of its chunks, adds what the other consumer mi
 stores them, so that `stage` needs no barrier between items.
 
 The sum goes to `out` if the item is its row's only one, else to the item's partial result, which
-combine.py adds to the others of the row. Only rows of the row's own tokens are stored.
+decode_merge.py or combine.py adds to the others of the row. Only rows of the row's own tokens reach
+`out`.
 
 Letters: M rows of the product, G query heads of a kv head, D head dim.
 """
