@@ -1,4 +1,4 @@
-"""Split rows that the last of their workers merges in the decode kernel: numbers, order, and what orders the workers."""
+"""Split rows that the last of their workers merges in the decode kernel: numbers, and the order of the workers."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from pallas_kernels.mosaic.fragments import ROWS, in_order
 from pallas_kernels.mosaic.interpret import Interpret
 from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed
 from pallas_kernels.ops.paged_attention.hopper.combine import LANES, Combine, Partials, fill, make
-from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, MOST, WIDE, DecodeShape, spills
+from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, WIDE, DecodeShape, spills
 from pallas_kernels.ops.paged_attention.hopper.decode_body import Consume, body
 from pallas_kernels.ops.paged_attention.plan import DecodeWork, plan_decode
 
@@ -122,7 +122,8 @@ def heuristic(spec: AttentionShape, *, warps: bool | None = None) -> Config:
     """Return a config expected to be good for the spec; `warps` None chooses by the rows of the product."""
     packed = spec.queries * spec.group
     if warps is None:
-        warps = packed <= (ROWS if spec.quantized or spec.dim > WIDE else 2 * ROWS) and (spec.quantized or compat.HAS_MMA)
+        most = ROWS if spec.quantized or spec.dim > WIDE else 2 * ROWS  # more spill registers
+        warps = packed <= most and (spec.quantized or compat.HAS_MMA)
     # For D = 256 the mixed values take 128 registers per thread, too many with three warpgroups per block.
     consumers = 1 if spec.dim > 128 else 2
     config = Config(warps=warps, queries=spec.queries, consumers=consumers)
@@ -139,7 +140,7 @@ def candidates(spec: AttentionShape) -> Iterator[Config]:
     """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     best = heuristic(spec)
     yield best
-    if best.warps and spec.dim <= MOST:
+    if best.warps and best.rows(spec) <= ROWS:
         yield replace(best, merge=False)
     bodies = (True, False) if compat.HAS_MMA or spec.quantized else (False,)
     for share in (1, 2):  # blocks per core at a time

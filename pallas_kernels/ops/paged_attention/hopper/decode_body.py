@@ -7,8 +7,8 @@ ring of `stages` slots, without a pause between items. There are three kinds of 
 * `_consume`: consumer c takes every tile g with g % consumers == c, counted over all items, so a
   slot always belongs to the same consumer. At the end of an item the consumers add up their mixed
   values, divided by the weight of both, and store the row's tokens (decode_tokens.py). The last
-  worker of a split row merges its items (decode_merge.py), or combine.py does. If `apart`, each consumer writes its own partial result
-  of each item, and the log2 of its weight.
+  worker of a split row merges its items (decode_merge.py), or combine.py does. If `apart`, each
+  consumer writes its own partial result of each item, and the log2 of its weight.
 * `consume_bytes`, for 8-bit pools and few rows: nothing is widened in shared memory. Each of a
   consumer's four warps takes 16 of every 64 keys of a tile, for all 16 query rows, with its own
   softmax over the tiles of an item (fragments.py); row 16 w + r is warp w's. In the loop, warps
