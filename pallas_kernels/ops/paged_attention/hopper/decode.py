@@ -181,7 +181,7 @@ def paged_decode(
     spec.check_scales(scales)
     if work.workers != config.workers or work.row.shape[0] != config.workers + rows:
         raise ValueError(f"the work has {work.workers} workers but {config.workers=}; plan with this config")
-    shape = _shape(spec, config, scale, window, softcap, interpret)
+    shape = shape_of(spec, config, scale, window, softcap, interpret)
     out, lse = attend(shape, q, (k_pool, v_pool), ragged, work, scales, kv_heads=kv_heads, blocks=config.blocks(spec))
     if clean:
         row = jnp.minimum(ragged.rows, rows - 1)
@@ -189,9 +189,10 @@ def paged_decode(
     return out, lse
 
 
-def _shape(
+def shape_of(
     spec: AttentionShape, config: Config, scale: float, window: int | None, softcap: float | None, interpret: Interpret
 ) -> DecodeShape:
+    """Return the static parameters of the blocks that compute `spec`."""
     rows, block = config.rows(spec), config.block(spec)
     return DecodeShape(
         rows=rows,
