@@ -83,6 +83,7 @@ def test_rows_of_any_contexts_and_any_number_of_workers() -> None:
 
 
 @needs_interpreter
+@pytest.mark.full
 @pytest.mark.skipif(on_gpu(), reason="a device chooses the order of the blocks")
 def test_bits_do_not_depend_on_which_worker_is_last(monkeypatch: pytest.MonkeyPatch) -> None:
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
