@@ -19,6 +19,7 @@ from pallas_kernels.attention import mosaic_gpu, tpu, xla
 from pallas_kernels.choice import Choice, Unsupported
 from pallas_kernels.choice import resolve as choose
 from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.norms import HeadNorms
 from pallas_kernels.ops.grouped_matmul.api import Experts, XlaExperts
 from pallas_kernels.ops.paged_attention.api import Attention as Local
 from pallas_kernels.ops.paged_attention.api import AttentionSpec, Backend, Pool
@@ -130,26 +131,28 @@ class _Sharded:
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
         qkv: jax.Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[jax.Array, Pool]:
         if self.mesh is None or self.mesh.shape["tp"] == 1:
-            rest: dict[str, Any] = {"sinks": sinks, "scales": scales, "qkv": qkv}
+            rest: dict[str, Any] = {"sinks": sinks, "scales": scales, "qkv": qkv, "norms": norms}
             return self.local(q, k, v, turn, pool, work, scale=scale, window=window, softcap=softcap, **rest)
         heads, pages = P(None, "tp"), self.pages
 
         def layer(
             q: jax.Array, k: jax.Array, v: jax.Array | None, qkv: jax.Array | None, *rest: Any
         ) -> tuple[jax.Array, Pool]:
-            *others, by_head = rest
-            return self.local(q, k, v, *others, scale=scale, window=window, softcap=softcap, qkv=qkv, **by_head)
+            turn, pool, work, norms, by_head = rest
+            alike: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "norms": norms}
+            return self.local(q, k, v, turn, pool, work, qkv=qkv, **alike, **by_head)
 
         # shard_map cannot infer replication through the loops over pages, whose trip counts depend on
         # replicated arrays only.
         run = jax.shard_map(
             layer,
             mesh=self.mesh,
-            in_specs=(heads, heads, heads, heads, P(), pages, P(), P("tp")),
+            in_specs=(heads, heads, heads, heads, P(), pages, P(), P(), P("tp")),
             out_specs=(heads, pages),
             check_vma=False,
         )
-        mixed, pool = run(q, k, v, qkv, turn, pool, work, {"sinks": sinks, "scales": scales})
+        mixed, pool = run(q, k, v, qkv, turn, pool, work, norms, {"sinks": sinks, "scales": scales})
         return mixed, pool

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from pallas_kernels import tuned
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.mosaic.support import unfit
+from pallas_kernels.norms import HeadNorms
 from pallas_kernels.ops.mla import api as mla
 from pallas_kernels.ops.paged_attention import xla
 from pallas_kernels.ops.paged_attention.api import Attention, AttentionSpec, Pool
@@ -172,13 +173,15 @@ class MosaicAttention:
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
         qkv: jax.Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.ops.kv_write.hopper import packed
         from pallas_kernels.ops.paged_attention.hopper.decode import paged_decode
 
         assert v is not None, "MlaAttention handles latents"
-        qkv = packed(q, k, v) if qkv is None else qkv
-        q, k_pool, v_pool = self._write(qkv, turn, pool, work.ragged, scales)
+        if qkv is None:  # all of the norms are applied
+            qkv, norms = packed(q, k, v), None
+        q, k_pool, v_pool = self._write(qkv, turn, pool, work.ragged, scales, norms)
         rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "scales": scales}
         rest["interpret"] = self._interpret
         if self._by_xla:
@@ -202,9 +205,16 @@ class MosaicAttention:
         return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)
 
     def _write(
-        self, qkv: jax.Array, turn: Turn | None, pool: Pool, ragged: Ragged, scales: Scales | None
+        self,
+        qkv: jax.Array,
+        turn: Turn | None,
+        pool: Pool,
+        ragged: Ragged,
+        scales: Scales | None,
+        norms: HeadNorms | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         from pallas_kernels.ops.kv_write.hopper import rope_and_write
 
         k_pool, v_pool = pool
-        return rope_and_write(qkv, turn, k_pool, v_pool, ragged, scales=scales, interpret=self._interpret)
+        rest: dict[str, Any] = {"scales": scales, "norms": norms, "interpret": self._interpret}
+        return rope_and_write(qkv, turn, k_pool, v_pool, ragged, **rest)

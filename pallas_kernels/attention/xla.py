@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.norms import HeadNorms
 from pallas_kernels.ops.kv_write.xla import rope_and_write_xla, write_latent
 from pallas_kernels.ops.paged_attention import cascade
 from pallas_kernels.ops.paged_attention.api import AttentionSpec, Pool
@@ -71,6 +72,7 @@ class XlaAttention:
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
         qkv: jax.Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[jax.Array, Pool]:
         q, pool = _written(q, k, v, turn, pool, work.ragged, scales, self.heads_first)
         options: Options = {

@@ -55,19 +55,21 @@ def decode_cases() -> list[Case]:
 def _decode_both(name: str, spec: AttentionShape, *, usual: bool = True, **options: Any) -> Iterator[Case]:
     """Yield one spec with warp-level and with warpgroup products."""
     for warps in (False, True):
-        if warps and spec.queries * spec.group > (ROWS if spec.quantized else 32):
+        if warps and spec.queries * spec.group > (ROWS if spec.quantized or spec.dim > 64 else 2 * ROWS):
             continue
         yield _decode_case(name, spec, warps, usual=usual, **options)
 
 
 def _decode_case(name: str, spec: AttentionShape, warps: bool, *, usual: bool = True, **options: Any) -> Case:
     stored = "" if spec.kv_dtype == spec.dtype else f" {jnp.dtype(spec.kv_dtype).name}"
+    config = decode.heuristic(spec, warps=warps)
+    shape = decode.shape_of(spec, config, spec.dim**-0.5, options.get("window"), options.get("softcap"), None)
     return Case(
         name=f"decode {name} {'mma' if warps else 'wgmma'} {jnp.dtype(spec.dtype).name}{stored}"
         f" page{spec.page} q{spec.queries}",
-        program=partial(_decode_step, spec=spec, config=decode.heuristic(spec, warps=warps), **options),
+        program=partial(_decode_step, spec=spec, config=config, **options),
         arguments=_decode_arguments(spec),
-        needs=frozenset({"mma" if warps else "wgmma", "tma"}),
+        needs=frozenset({"mma" if warps else "wgmma", "tma"} | ({"atom"} if shape.merged else set())),
         least_jax=(0, 11) if warps and not spec.quantized else (0, 10),
         usual=usual,
     )

@@ -54,6 +54,7 @@ class DecodeShape:
     scaled: bool
     interpret: Interpret
     latent: int = 0  # R, if the values are the first columns of the keys; 0: values have their own pool
+    merge: bool = False  # whether the kernel may merge split rows itself
 
     @property
     def values(self) -> int:
@@ -113,6 +114,19 @@ class DecodeShape:
         if self.latent:
             return True
         return self.dim > MOST or self.softcap is not None if self.parted else not self.warps and spills(self.dim)
+
+    @property
+    def merged(self) -> bool:
+        """Whether the last worker of a split row merges its partial results (decode_merge.py).
+
+        Products of more than 16 rows leave too few registers to count the workers.
+        """
+        return self.merge and self.rows <= fragments.ROWS and not self.apart
+
+    @property
+    def kept(self) -> int:
+        """Rows of a partial result that is merged: those in use, in fours, so that each warp has its own."""
+        return -(-self.used // 4) * 4
 
     @property
     def partials(self) -> int:
@@ -217,9 +231,16 @@ class Refs(NamedTuple):
     starts: Any  # [S]
     lengths: Any  # [S]
     contexts: Any  # [S]
+    worker: Any  # [S]; this and the next two are those of DecodeWork, or None if not `merged`
+    splits: Any  # [S]
+    tokens: Any  # [1]
+    left: Any  # [S, K, blocks, consumers] int32, the items of a row that are not stored yet, less one
     k_scale: Any  # [K] or None
     v_scale: Any
-    mixed: Any  # [parts, tokens of a row, K, G, D] float32, or if `apart` [I * partials, K, blocks, M, R]
+    mixed: (
+        Any  # float32 [parts, tokens of a row, K, G, D], if `apart` [I * partials, K, blocks, M, R], if `merged` as in
+    )
+    # decode_merge.py
     weight: Any  # [parts or I * partials, K, blocks, M] float32, log2 of the sum of weights
     out: Any  # [T, K, G, D], or None if `apart`
     lse: Any  # [S, K, blocks, M] float32, natural log, or None if `apart`
