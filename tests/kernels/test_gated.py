@@ -107,7 +107,9 @@ def test_the_kernel_is_used_on_request_only() -> None:
         ({"activation": "relu"}, "the activation is relu; it takes silu, gelu_pytorch_tanh"),
         ({"ff_dim": 14336 + 32}, "with a gate"),
     ):
-        with pytest.raises(Unsupported, match=r"mlp backend 'mosaic_gpu' cannot run here: .*; allowed: auto, xla") as no:
+        with pytest.raises(
+            Unsupported, match=r"mlp backend 'mosaic_gpu' cannot run here: .*; allowed: auto, xla"
+        ) as no:
             resolve_gated_matmul(replace(H200, **changes), "mosaic_gpu")  # type: ignore[arg-type]
         assert reason in str(no.value)
 
