@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu_day.part import Run
+from pallas_kernels.mosaic.spec import CORES
 from pallas_kernels.ops.gated_matmul.api import GATES
 from pallas_kernels.ops.gated_matmul.cases import MODELS
 from pallas_kernels.ops.gated_matmul.hopper import gated_matmul, heuristic, spec_of
-from pallas_kernels.ops.grouped_matmul.hopper.matmul import CORES
 from tests.support.kernels.checks.gated_matmul import formula
 from tests.support.kernels.reference import error
 

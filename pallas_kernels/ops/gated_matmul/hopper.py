@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic.interpret import Interpret
-from pallas_kernels.mosaic.spec import refusal
+from pallas_kernels.mosaic.spec import CORES, refusal
 from pallas_kernels.ops.grouped_matmul.hopper import matmul
 from pallas_kernels.ops.grouped_matmul.hopper.body import Dense, Gate
-from pallas_kernels.ops.grouped_matmul.hopper.matmul import CORES, Config, GroupedSpec
+from pallas_kernels.ops.grouped_matmul.hopper.matmul import Config, GroupedSpec
 
 LEAST = 8  # tokens: the rows of the smallest copy; fewer would be padded by a launch of their own
 MOST = 2048  # tokens: their activations stay in the level-2 cache (16 MB of 4,096 numbers) while all weights pass

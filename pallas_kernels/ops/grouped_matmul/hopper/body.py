@@ -256,7 +256,8 @@ class Dense:
         return -(-self.rows // tile)
 
     def items(self, shape: GroupedShape, refs: Refs) -> jax.Array:
-        return jnp.int32(self.count(shape.rows) * shape.strips)
+        count: jax.Array = jnp.int32(self.count(shape.rows) * shape.strips)
+        return count
 
     def item(self, shape: GroupedShape, refs: Refs, index: jax.Array) -> Item:
         tiles = jnp.int32(self.count(shape.rows))
