@@ -51,6 +51,7 @@ CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("experts_backend", ("auto", "mosaic_gpu", "xla")),
     ("products_backend", ("auto", "mosaic_gpu", "xla")),
     ("sampling_backend", ("auto", "mosaic_gpu", "xla")),
+    ("mlp_backend", ("auto", "mosaic_gpu", "xla")),
     ("first_token", ("prefill", "decode")),
     ("log_level", ("debug", "info", "warning", "error")),
     ("quantization", (None, "int8", "fp8", "fp8_per_block")),
@@ -144,6 +145,10 @@ class ServeConfig(HttpSettings):
     sampling_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
         "auto", "devices", "Kernels that find thresholds of top-k, top-p and min-p; chosen like --attention-backend."
     )
+    mlp_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
+        "auto", "devices", "Kernels of gate, up and SwiGLU of dense feed-forwards. mosaic_gpu: one launch in steps of "
+        "8 to 2048 tokens. auto: xla, as no GPU has compared them.",
+    )  # fmt: skip
     command_buffer_update: str | None = flag(
         None, "devices", "How XLA updates the addresses in CUDA graphs: ALWAYS_UPDATE, SKIP_TEMP or SKIP_PROFILED with "
         "jax 0.11. Modes that skip updates need --kv-cache-memory. Default: XLA's.", metavar="MODE",

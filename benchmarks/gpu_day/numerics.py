@@ -23,6 +23,7 @@ FAMILIES = (
     "mla",
     "grouped_matmul",
     "quantized_matmul",
+    "gated_matmul",
     "kv_write",
     "kv_pages",
     "sampling",

@@ -274,11 +274,15 @@ class Mlp(nnx.Module):
         self.down_bias = vector(prefix + "down_proj.bias", e, fill=0.0) if spec.mlp_bias else None
 
     def __call__(self, x: jax.Array, kernel: Kernel | None = None) -> jax.Array:  # [T, E] -> [T, E]
+        hidden = None if kernel is None or kernel.mlp is None else kernel.mlp(x, self.gate_up[...])
+        out: jax.Array = (self._gated(x) if hidden is None else hidden) @ self.down[...]
+        return out if self.down_bias is None else out + like(self.down_bias[...], out)
+
+    def _gated(self, x: jax.Array) -> jax.Array:  # [T, E] -> [T, F]
         gate_up = einsum("te,epf->tpf", x, self.gate_up[...])  # [T, 2, F]
         if self.gate_up_bias is not None:
             gate_up = gate_up + like(self.gate_up_bias[...], gate_up)
-        out: jax.Array = (ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]) @ self.down[...]
-        return out if self.down_bias is None else out + like(self.down_bias[...], out)
+        return ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
 
 
 class Part(Enum):

@@ -20,6 +20,7 @@ from pallas_kernels.choice import Choice, Unsupported
 from pallas_kernels.choice import resolve as choose
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.norms import HeadNorms
+from pallas_kernels.ops.gated_matmul.api import GatedMatmul
 from pallas_kernels.ops.grouped_matmul.api import Experts, XlaExperts
 from pallas_kernels.ops.paged_attention.api import Attention as Local
 from pallas_kernels.ops.paged_attention.api import AttentionSpec, Backend, Pool
@@ -82,6 +83,10 @@ class Attention(Local, Protocol):
     def products(self) -> QuantizedMatmul:
         """Return the products with 8-bit weights."""
 
+    @property
+    def mlp(self) -> GatedMatmul | None:
+        """Return the gated product of dense feed-forwards; None: XLA's."""
+
 
 def attention(
     mesh: Mesh | AbstractMesh | None = None,
@@ -91,16 +96,17 @@ def attention(
     few: bool = False,
     experts: Experts | None = None,
     products: QuantizedMatmul | None = None,
+    mlp: GatedMatmul | None = None,
 ) -> Attention:
     """Build the attention of one bucket's program.
 
     `mesh`: heads are split over its axis `tp`, and every shard attends to its own pool; None for
-    one device. `choice`, `experts`, `products`: None for XLA. `decode`: every program row is
+    one device. `choice`, `experts`, `products`, `mlp`: None for XLA. `decode`: every program row is
     exactly one token, so T = S and lengths are 0 or 1. `few`: no row has more than 16 tokens.
     """
     local = xla.make(None, decode) if choice is None else BACKENDS[choice.backend].make(choice.spec, decode, few)
     pages = P(None, "tp") if heads_first(choice) else P(None, None, "tp")
-    return _Sharded(local, mesh, pages, experts or XlaExperts(), products or XlaQuantizedMatmul())
+    return _Sharded(local, mesh, pages, experts or XlaExperts(), products or XlaQuantizedMatmul(), mlp)
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,7 @@ class _Sharded:
     pages: P  # partition of a pool's arrays
     experts: Experts
     products: QuantizedMatmul
+    mlp: GatedMatmul | None
 
     def plan(self, ragged: Ragged) -> Any:
         return self.local.plan(ragged)

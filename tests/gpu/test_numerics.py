@@ -26,6 +26,7 @@ from pallas_kernels.ops.sampling_threshold import hopper as borders
 from tests.support.kernels.checks import (
     decode,
     foreign,
+    gated_matmul,
     grouped_matmul,
     kv_pages,
     kv_write,
@@ -247,6 +248,13 @@ QUANTIZED_MATMUL: Cases = {
 }
 
 
+GATED_MATMUL: Cases = {
+    "one tile": partial(gated_matmul.check, 8, 128, 128),
+    **{f"{tokens} tokens": partial(gated_matmul.check, tokens, 512, 384) for tokens in (20, 33, 130, 256)},
+    "GELU": partial(gated_matmul.check, 64, 256, 256, "gelu_pytorch_tanh"),
+    "float16": partial(gated_matmul.check, 40, 256, 256, dtype=jnp.float16),
+    **{f"served {tokens}": partial(gated_matmul.check, tokens, 4096, 14336) for tokens in (8, 64, 256, 2048)},
+}
 KV_WRITE: Cases = {
     f"{shape} of {name_of(dtype)} as {name_of(stored or dtype)}{'' if turned else ' unturned'}": partial(
         lambda *given, turned: kv_write.check(kv_write.step(*given), turned=turned), *shape, dtype, stored,
@@ -310,6 +318,11 @@ def test_grouped_matmul(name: str) -> None:
 @pytest.mark.parametrize("name", QUANTIZED_MATMUL)
 def test_quantized_matmul(name: str) -> None:
     QUANTIZED_MATMUL[name]()
+
+
+@pytest.mark.parametrize("name", GATED_MATMUL)
+def test_gated_matmul(name: str) -> None:
+    GATED_MATMUL[name]()
 
 
 @pytest.mark.parametrize("name", KV_WRITE)

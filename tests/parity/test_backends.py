@@ -164,6 +164,17 @@ def test_tokens_equal_those_of_xla_with_8_bit_weights() -> None:
     check("mosaic_gpu", "1x1", model, products_backend="mosaic_gpu")
 
 
+# As wide as the gated product needs on two devices.
+GATED = replace(WIDE, ff_dim=128)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["1x1", "1x2"])
+@needs_interpreter
+def test_tokens_equal_those_of_xla_with_gated_products(mesh: str, several: None) -> None:
+    check("mosaic_gpu", mesh, replace(MODELS["mosaic_gpu"], spec=GATED), "mlp")
+
+
 @pytest.mark.parametrize("mesh", ["1x1", pytest.param("1x2", marks=pytest.mark.full)])
 @needs_interpreter
 def test_tokens_equal_those_of_xla_with_experts(mesh: str, several: None) -> None:

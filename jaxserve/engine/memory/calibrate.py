@@ -32,6 +32,7 @@ from jaxserve.models.spec import ModelSpec
 from pallas_kernels.attention.api import Pool
 from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.norms import HeadNorms
+from pallas_kernels.ops.gated_matmul.api import GatedMatmul
 from pallas_kernels.ops.grouped_matmul.api import Experts, XlaExperts
 from pallas_kernels.ops.kv_write.xla import LARGEST
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
@@ -61,6 +62,7 @@ class Observer:
     mesh: Mesh
     experts: Experts = field(default_factory=XlaExperts)
     products: QuantizedMatmul = field(default_factory=XlaQuantizedMatmul)
+    mlp: GatedMatmul | None = None
 
     def plan(self, ragged: Ragged) -> Ragged:
         return ragged

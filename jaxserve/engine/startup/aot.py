@@ -57,11 +57,14 @@ class Served(NamedTuple):
     wanted: tuple[str, ...] = ()  # steps to compile; (): all
     layers: int | None = None  # only the first layers, if all of them would take CI too long
     graphed: bool = False  # include collectives in CUDA graphs
+    gated: bool = False  # gate, up and SwiGLU in one kernel, which is not the default
 
 
 SERVED = (
     Served("llama3-8b", 1, ("decode", "prefill", "draw", "segment layer"), segments=True),
     Served("llama3-8b", 1, ("verify", "judge"), draft=4),
+    Served("llama3-8b", 1, ("decode",), wanted=("decode",), gated=True),
+    Served("llama3-8b", 1, draft=4, wanted=("verify",), gated=True),
     Served("llama3-8b", 1, ("decode",), quantization="fp8_per_block"),
     Served("qwen2.5-7b", 1, ("decode",)),
     Served("qwen3-0.6b", 1, ("decode",)),
@@ -78,6 +81,7 @@ SERVED = (
     Served("qwen3-30b-a3b", 4, layers=4),
     Served("llama3-8b", 4),
     Served("llama3-8b", 4, ("decode",), wanted=("decode",), graphed=True),
+    Served("llama3-8b", 4, wanted=("decode",), gated=True),
     Served("llama3-70b", 4),
     Served("qwen2.5-0.5b", 1),
     Served("qwen3-32b", 1),
@@ -142,6 +146,7 @@ def served_steps(served: Served) -> Iterator[Step]:
     named = f"{served.model} tp{served.tp}" + (f" draft{served.draft}" if served.draft else "")
     named += f" {served.layers} layers" if served.layers else ""
     named += f" {served.quantization}" if served.quantization else ""
+    named += " gated" if served.gated else ""
     config = partial(_config, served)
     named += " graphed" if served.graphed else ""
     wanted = served.wanted or (DRAFTING if served.draft else PLAIN)
@@ -179,6 +184,7 @@ def _config(served: Served, backend: str) -> ExecutorConfig:
         experts_backend=EXPERTS[backend],
         sampling_backend=EXPERTS[backend],
         products_backend=EXPERTS[backend] if served.quantization == "fp8_per_block" else "auto",
+        mlp_backend=EXPERTS[backend] if served.gated else "auto",
     )
 
 
