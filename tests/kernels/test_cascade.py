@@ -66,7 +66,8 @@ def attend(q: Any, k: Any, v: Any, ragged: Ragged, *, window: int | None, decode
     if options.get("heads_first"):
         k, v = (jnp.swapaxes(pool, 1, 2) for pool in (k, v))
     options |= {"scale": SCALE, "window": window, "decode": decode}
-    work = cascade.plan(ragged, decode=decode, window=window)
+    size = cascade.queries(len(q), decode=decode)
+    work = cascade.plan(ragged, queries=size, window=window)
     with jax.default_matmul_precision("highest"):
         plain = paged_attention(q, k, v, ragged, return_lse=True, **options)
         return cascade.cascade_attention(q, k, v, work, **options), plain
