@@ -116,7 +116,7 @@ def shared_cases() -> Iterator[Case]:
     yield _shared_case("group 1", replace(spec, heads=32, kv_heads=32), usual=False)
     yield _shared_case("d64", replace(spec, heads=16, kv_heads=4, dim=64), usual=False)
     yield _shared_case("d256", replace(spec, heads=16, kv_heads=4, dim=256), usual=False)
-    yield _shared_case("softcap", replace(spec, heads=16), usual=False, softcap=50.0)
+    yield _shared_case("group 2 softcap", replace(spec, heads=16), usual=False, softcap=50.0)
 
 
 def _shared_case(name: str, spec: AttentionShape, *, usual: bool = True, **options: Any) -> Case:

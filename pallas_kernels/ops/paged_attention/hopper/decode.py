@@ -104,13 +104,14 @@ class Config:
         wide, rows = 2, self.rows(spec)  # bytes of an operand's element
         ring = 2 * self.stages * self.tile * spec.dim * (1 if spec.quantized else wide)
         added = rows * (spec.dim if self.consumers > 1 else WIDE) * 4
-        rest = rows * spec.dim * wide + added + 2048
+        told = self.consumers * 2 * rows * 4
+        rest = rows * spec.dim * wide + added + told + 3072
         if spec.quantized and self.warps:
             # Packed queries or tokens: which of them also depends on the soft cap, which is not in the spec.
             rest = max(rest, 2 * rows * spec.dim * wide + 4096)
             return ring + rest + self.consumers * (64 * (MEETING + 8) + 128 + 128) * 4
         if not self.warps:
-            rest = 2 * rows * spec.dim * wide + (4096 if spills(spec.dim) else added + 2048)
+            rest = 2 * rows * spec.dim * wide + (4096 if spills(spec.dim) else added + told + 3072)
         weights = self.consumers * rows * self.tile * wide if self.warps or self.p_in_smem else 0
         widened = self.consumers * self.tile * spec.dim * wide if spec.quantized else 0
         return ring + rest + weights + widened
