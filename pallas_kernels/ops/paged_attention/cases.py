@@ -55,7 +55,7 @@ def decode_cases() -> list[Case]:
 def _decode_both(name: str, spec: AttentionShape, *, usual: bool = True, **options: Any) -> Iterator[Case]:
     """Yield one spec with warp-level and with warpgroup products."""
     for warps in (False, True):
-        if warps and spec.queries * spec.group > (ROWS if spec.quantized else 32):
+        if warps and spec.queries * spec.group > ROWS:
             continue
         yield _decode_case(name, spec, warps, usual=usual, **options)
 

@@ -121,7 +121,7 @@ def heuristic(spec: AttentionShape, *, warps: bool | None = None) -> Config:
     """Return a config expected to be good for the spec; `warps` None chooses by the rows of the product."""
     packed = spec.queries * spec.group
     if warps is None:
-        warps = packed <= ROWS if spec.quantized else compat.HAS_MMA and packed <= 32
+        warps = packed <= ROWS and (spec.quantized or compat.HAS_MMA)  # more rows spill
     # For D = 256 the mixed values take 128 registers per thread, too many with three warpgroups per block.
     consumers = 1 if spec.dim > 128 else 2
     config = Config(warps=warps, queries=spec.queries, consumers=consumers)
