@@ -8,15 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from tests.support.kernels.checks.cascade import Problem, check, check_shared
+from tests.support.kernels.checks.cascade import CHUNKS, DECODES, DRAFTS, PREFIXES, Problem, check, check_shared
 from tests.support.kernels.checks.decode import SMALL
 from tests.support.kernels.interpreted import needs_interpreter
 
-# Rows (group, tokens, context) of two groups of 4 and 2 pages, and of none.
-DECODES = ((1, 1, 70), (1, 1, 66), (2, 1, 40), (0, 1, 33), (1, 1, 81), (2, 1, 33), (1, 1, 90))
-DRAFTS = ((1, 1, 70), (1, 5, 69), (2, 16, 48), (0, 3, 33), (1, 2, 81), (2, 1, 33), (1, 16, 90))
-CHUNKS = (*DRAFTS, (1, 30, 94), (0, 20, 20), (2, 17, 60))
-PREFIXES = (4, 2)
 BODIES = [False, pytest.param(True, marks=needs_interpreter)]
 
 

@@ -22,6 +22,12 @@ from tests.support.kernels.reference import attention, error, quantized
 
 ROUNDED = 1.5  # the two parts of a result are rounded before they are merged
 
+# Rows (group, tokens, context) of two groups of 4 and 2 pages, and of none.
+DECODES = ((1, 1, 70), (1, 1, 66), (2, 1, 40), (0, 1, 33), (1, 1, 81), (2, 1, 33), (1, 1, 90))
+DRAFTS = ((1, 1, 70), (1, 5, 69), (2, 16, 48), (0, 3, 33), (1, 2, 81), (2, 1, 33), (1, 16, 90))
+CHUNKS = (*DRAFTS, (1, 30, 94), (0, 20, 20), (2, 17, 60))
+PREFIXES = (4, 2)
+
 
 @dataclass(frozen=True)
 class Problem:
