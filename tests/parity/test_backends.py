@@ -18,7 +18,7 @@ from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.instance import prefix_groups
 from pallas_kernels.mosaic import compat
-from tests.support.parity.law import LENGTH, PAGE, SPEC, Ask, Model, Setup, compare
+from tests.support.parity.law import LENGTH, PAGE, ROWS, SPEC, Ask, Model, Setup, compare
 
 pytestmark = pytest.mark.timeout(1800)  # interpreted kernels take minutes, many on a busy machine
 PAGES, TOKENS = 40, 4
@@ -189,13 +189,13 @@ def test_tokens_equal_those_of_xla_with_8_bit_experts(quantization: str, mesh: s
 @pytest.mark.full
 @needs_interpreter
 def test_tokens_equal_those_of_xla_where_a_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check requests of which five begin with two pages that the kernels read once, and one does not."""
+    """Check requests of which all but one begin with the same two pages; one is admitted per step."""
     monkeypatch.setattr(prefix_groups, "LEAST_TOKENS", 2 * PAGE)
     model, draw, plans = MODELS["mosaic_gpu"], random.Random(6), list[StepPlan]()
     shared, other = (tuple(draw.randrange(8, SPEC.vocab) for _ in range(2 * PAGE)) for _ in range(2))
     requests = [
-        Ask((*(other if n == 3 else shared), 8 + n), SamplingParams(max_tokens=4, seed=n, ignore_eos=True), 0.0)
-        for n in range(6)
+        Ask((*(other if n == 3 else shared), 8 + n), SamplingParams(max_tokens=8, seed=n, ignore_eos=True))
+        for n in range(ROWS)
     ]
     options: Any = {"attention_backend": "mosaic_gpu", "cascade_attention": "on"}
     setup = Setup("1x1", 32, PAGES, model=model, interpret=True, **options)
