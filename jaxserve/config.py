@@ -134,7 +134,8 @@ class ServeConfig(HttpSettings):
     cascade_attention: Literal["auto", "on", "off"] = flag(
         "off", "devices", "Read the KV of a prefix that 4 or more requests of a step share (at least 256 tokens in the "
         "prefix cache) once, not once per request. Rounding then depends on which requests share a step, so tokens may "
-        "differ between runs where two are nearly equally likely. auto: where the attention kernels can (xla).",
+        "differ between runs where two are nearly equally likely. auto: where the attention kernels can (xla, and "
+        "mosaic_gpu without MLA).",
     )  # fmt: skip
     experts_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
         "auto", "devices", "Kernels of the mixture of experts; chosen like --attention-backend."

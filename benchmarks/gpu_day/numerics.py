@@ -20,6 +20,7 @@ FAMILIES = (
     "prefill",
     "decode_8bit",
     "prefill_8bit",
+    "shared_prefixes",
     "mla",
     "grouped_matmul",
     "quantized_matmul",

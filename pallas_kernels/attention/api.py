@@ -60,7 +60,9 @@ def refuses_cascade(choice: Choice | None) -> str | None:
     """Return None, or the reason why the kernels of `choice` read a shared prefix once per row."""
     if choice is None or choice.backend == "xla":
         return None
-    return f"the attention backend {choice} reads a shared prefix once per row"
+    if choice.backend != "mosaic_gpu":
+        return f"the attention backend {choice} reads a shared prefix once per row"
+    return f"{choice} reads a shared prefix of a latent KV cache (MLA) once per row" if choice.spec.latent else None
 
 
 def heads_first(choice: Choice | None) -> bool:

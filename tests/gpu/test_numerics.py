@@ -24,6 +24,7 @@ from pallas_kernels.ops.quantized_matmul import hopper as narrow
 from pallas_kernels.ops.quantized_matmul.hopper import QuantizedSpec
 from pallas_kernels.ops.sampling_threshold import hopper as borders
 from tests.support.kernels.checks import (
+    cascade,
     decode,
     foreign,
     gated_matmul,
@@ -159,6 +160,23 @@ PREFILL_8BIT: Cases = {
     },
     **{f"foreign {name_of(stored)}": partial(foreign.prefill, stored) for stored in BYTES},
 }  # fmt: skip
+
+
+def sharing(rows: Any = cascade.CHUNKS, prefixes: Any = cascade.PREFIXES, **problem: Any) -> Callable[[], None]:
+    """Return a check of a layer with the config that an engine chooses."""
+    return partial(cascade.check, cascade.Problem(prefixes, rows, **problem))
+
+
+SERVED = tuple((1 + row % 3 // 2, 1, 1600 + 37 * row) for row in range(48))
+SHARED_PREFIXES: Cases = {
+    "decodes": sharing(cascade.DECODES, decode=True),
+    "drafts": sharing(cascade.DRAFTS, few=True),
+    **{f"prompts, dim {dim}": sharing(dim=dim, heads=8) for dim in DIMS},
+    "one query head each": sharing(heads=2),
+    "a window, a soft cap and sinks": sharing(window=75, softcap=3.0, sinks=True),
+    **{f"{name_of(stored)}, dim {dim}": sharing(dim=dim, stored=stored) for stored in BYTES for dim in DIMS},
+    "served": sharing(SERVED, (24, 16), heads=32, kv_heads=8, dim=128, page=64, pool=2000, decode=True),
+}
 
 
 def of_latents(
@@ -303,6 +321,11 @@ def test_decode_8bit(name: str) -> None:
 @pytest.mark.parametrize("name", PREFILL_8BIT)
 def test_prefill_8bit(name: str) -> None:
     PREFILL_8BIT[name]()
+
+
+@pytest.mark.parametrize("name", SHARED_PREFIXES)
+def test_shared_prefixes(name: str) -> None:
+    SHARED_PREFIXES[name]()
 
 
 @pytest.mark.parametrize("name", MLA)

@@ -112,7 +112,7 @@ class Config:
             rest = max(rest, 2 * rows * spec.dim * wide + 4096)
             return ring + rest + self.consumers * (64 * (MEETING + 8) + 128 + 128) * 4
         if not self.warps:
-            rest = 2 * rows * spec.dim * wide + (4096 if spills(spec.dim) else added + 2048)
+            rest = 2 * rows * spec.dim * wide + (4096 if spills(spec.dim) else added + told + 3072)
         weights = self.consumers * rows * self.tile * wide if self.warps or self.p_in_smem else 0
         widened = self.consumers * self.tile * spec.dim * wide if spec.quantized else 0
         return ring + rest + weights + widened
@@ -167,13 +167,15 @@ def paged_decode(
     config: Config,
     interpret: Interpret = None,
     clean: bool = True,
+    causal: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Return mixed values [T, H, D] in the dtype of q and lse [T, H]; zeros and MASKED for tokens not in `work`.
 
     `work` is `config.plan(ragged, page=B, window=window)`. Pools must hold finite numbers
     everywhere, even where nothing was written, because masked keys are multiplied by zero.
     `clean=False` leaves arbitrary values for tokens of rows not in `work`, which saves a pass if
-    there are none or the caller overwrites them; padding is zeros.
+    there are none or the caller overwrites them; padding is zeros. `causal=False` shows each query all
+    keys of its row, and allows no window.
     """
     rows, (_, page, kv_heads, dim) = ragged.lengths.shape[0], k_pool.shape
     spec = AttentionShape(rows, q.shape[1], kv_heads, dim, page, config.queries, q.dtype, k_pool.dtype)
@@ -181,7 +183,9 @@ def paged_decode(
     spec.check_scales(scales)
     if work.workers != config.workers or work.row.shape[0] != config.workers + rows:
         raise ValueError(f"the work has {work.workers} workers but {config.workers=}; plan with this config")
-    shape = shape_of(spec, config, scale, window, softcap, interpret)
+    if window is not None and not causal:
+        raise ValueError(f"{window=} needs causal=True: positions of queries are unknown")
+    shape = replace(shape_of(spec, config, scale, window, softcap, interpret), causal=causal)
     out, lse = attend(shape, q, (k_pool, v_pool), ragged, work, scales, kv_heads=kv_heads, blocks=config.blocks(spec))
     if clean:
         row = jnp.minimum(ragged.rows, rows - 1)

@@ -49,6 +49,7 @@ from pallas_kernels.ops.paged_attention.hopper.decode_block import (
     DecodeShape,
     Refs,
     each_item,
+    last_key,
     mask,
     mine,
     produce,
@@ -127,8 +128,7 @@ def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
         else:
             fetch(shape, refs, me, row)
             q = queries(shape, refs, me, row, shape.layout("LHS"))
-        # Position of the block's first query token; its token t sees up to t keys more.
-        position = refs.contexts[row] - refs.lengths[row] + block * shape.block
+        position = last_key(shape, refs, row)
 
         def step(j: Any, carry: Any) -> Any:
             acc, peak, total = carry
@@ -278,7 +278,7 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
         else:
             fetch(shape, refs, me, row)
             q = queries(shape, refs, me, row, fragments.queries())
-        position = refs.contexts[row] - refs.lengths[row] + block * shape.block
+        position = last_key(shape, refs, row)
         begin, count = (jnp.int32(0), tiles) if shape.joint else mine(shape, me, tiles, done)
 
         def step(j: Any, carry: Any) -> Any:
