@@ -112,6 +112,7 @@ class Config:
             rest = max(rest, 2 * rows * spec.dim * wide + 4096)
             return ring + rest + self.consumers * (64 * (MEETING + 8) + 128 + 128) * 4
         if not self.warps:
+            told = self.consumers * 2 * rows * 4  # maxima and sums
             rest = 2 * rows * spec.dim * wide + (4096 if spills(spec.dim) else added + told + 3072)
         weights = self.consumers * rows * self.tile * wide if self.warps or self.p_in_smem else 0
         widened = self.consumers * self.tile * spec.dim * wide if spec.quantized else 0
