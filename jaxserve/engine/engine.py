@@ -183,6 +183,11 @@ class Engine:
         """Raise InvalidValue if the queue can never hold `n` outputs of each of `prompts` prompts."""
         self._queue.check_outputs(prompts, n, sum(role is not Role.DECODE for role in self.roles))
 
+    @property
+    def queue_bound(self) -> int | None:
+        """The number of requests that may wait for each instance that takes prompts; None: unbounded."""
+        return self._queue.bound
+
     def cancel(self, request: int, reason: str = "abort") -> None:
         """End a request early; no effect if it has ended."""
         with suppress(RuntimeError):  # the loop is closed: every request has ended
@@ -194,6 +199,10 @@ class Engine:
         None if the request is unknown, was returned before, or ended too long ago.
         """
         return self._over.pop(request, None)
+
+    def refusal(self, request: int) -> JaxserveError | None:
+        """Return None: `submit` raises at once what an engine in another process answers later."""
+        return None
 
     def _seed_of(self, params: SamplingParams, id: int) -> int:
         """Return the request's seed, or derive one from the engine's seed and the request id.
@@ -238,10 +247,10 @@ class Engine:
             self._cluster.set_roles(roles)
             return self.roles
 
-        return self._ask(turned)
+        return self.run(turned)
 
-    def _ask(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
-        """Run `work` in the engine's thread and return its result.
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
+        """Run `work` on the engine's loop, from another thread, and return its result.
 
         Raises TimeoutError, or JaxserveError if the engine ends first.
         """
@@ -392,11 +401,14 @@ class Engine:
             hung_steps=self._cluster.hung_steps,
         )
 
+    async def refresh(self) -> None:
+        """Do nothing: `stats` is always of now. An engine in another process fetches its own here."""
+
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait for the others to end; return False if some did not."""
         self._draining = True
         try:
-            self._ask(self._cluster.drained, timeout)
+            self.run(self._cluster.drained, timeout)
         except TimeoutError:
             return False
         return True
@@ -411,7 +423,7 @@ class Engine:
         async def checked() -> None:
             self._cluster.check()
 
-        self._ask(checked)
+        self.run(checked)
 
     def close(self) -> bool:
         """Close the engine and abort running requests.

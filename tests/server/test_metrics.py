@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.engine.runtime.info import Promise
 from jaxserve.sched.api.slo import SLO
-from jaxserve.server.main import promise_line
+from jaxserve.server.serving import promise_line
 from jaxserve.server.metrics import StatsLine
 from tests.support.server.double import Double
 

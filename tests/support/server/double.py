@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Stats
-from jaxserve.errors import InvalidValue, QueueFull
+from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
@@ -133,6 +133,12 @@ class Double:
     def record(self, request: int) -> RequestMetrics | None:
         found = self._over.get(request)
         return None if found is None else RequestMetrics.of(found)
+
+    def refusal(self, request: int) -> JaxserveError | None:
+        return None
+
+    async def refresh(self) -> None:
+        """Do nothing: `stats` is of now."""
 
     def stats(self) -> Stats:
         running = len(self._running)

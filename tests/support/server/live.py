@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 
-from jaxserve.server.main import Ending, listen_on, serve
+from jaxserve.server.serving import Ending, listen_on, serve
 from jaxserve.server.service import Service
 
 MODEL = "jaxserve-demo"
