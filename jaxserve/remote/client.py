@@ -7,6 +7,7 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from jaxserve.engine.runtime.info import EngineInfo, Stats
@@ -40,6 +41,7 @@ from jaxserve.version import __version__
 T = TypeVar("T")
 
 GREETING = 20.0  # seconds until an engine that listens must have said hello
+SEEDS = (1 << 64) - 1
 SILENT = 30.0  # seconds without a State after which the engine counts as hung
 REMEMBERED = 4096  # ended requests with times that `record` has not returned yet
 
@@ -118,8 +120,10 @@ class RemoteEngine:
         if self._gone is not None:
             raise Unavailable(f"{self.name} has ended: {self._gone}")
         id = next(self._ids)
-        self._listeners[id] = on_delta
+        if params.seed is not None:
+            params = replace(params, seed=params.seed & SEEDS)  # what the engine uses, and what a message can hold
         self._send(Submit(id, tuple(prompt), params, slo, priority, tier, key, salt, waited))
+        self._listeners[id] = on_delta
         return id
 
     def check_outputs(self, prompts: int, n: int) -> None:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -65,10 +66,8 @@ class EngineProcess:
 
     def close(self) -> bool:
         """Close the engine and end its process; return False if it had to be killed."""
-        try:
+        with suppress(OSError):  # it has ended
             self._control.send(CLOSE)
-        except OSError:
-            pass  # it has ended
         self._process.join(CLOSING)
         killed = self._process.is_alive()
         if killed:
@@ -93,7 +92,8 @@ def _serve(config: ServeConfig, address: Address, key: bytes, control: Connectio
     try:
         with bar("warming up") as progress:
             engine = Engine.start(config, progress=progress)
-        EngineServer(engine, key).start(address)
+        server = EngineServer(engine, key)
+        server.start(address)
     except JaxserveError as error:
         control.send(Failure.of(error))
         over.wait()
@@ -101,6 +101,8 @@ def _serve(config: ServeConfig, address: Address, key: bytes, control: Connectio
     ready.set()
     control.send(None)
     over.wait()
+    with suppress(JaxserveError):  # the engine has failed
+        server.close()
     _leave(0 if engine.close() else 1)
 
 

@@ -59,6 +59,20 @@ class EngineServer:
         self._sharing = asyncio.ensure_future(self._share())
         return bound
 
+    def close(self) -> None:
+        """Stop to listen, and disconnect the fronts. Called from another thread."""
+
+        async def closed() -> None:
+            if self._listening is not None:
+                self._listening.close()
+            if self._sharing is not None:
+                self._sharing.cancel()
+            for front in tuple(self._fronts):
+                front.connection.close()
+            await asyncio.sleep(0)  # lets the cancelled task end
+
+        self.engine.run(closed)
+
     def _accept(self) -> Connection:
         front = _Front(self)
         front.connection = Connection(

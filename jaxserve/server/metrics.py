@@ -28,7 +28,9 @@ from jaxserve.sched.instance.stats import BLOCKING, SIZES
 Values = Iterable[tuple[Sequence[str], float]]  # (label values, value)
 
 PREFIX = "jaxserve:"
-SHARED = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client shares values among processes if this is set when it is imported
+SHARED = (
+    "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client shares values among processes if this is set when it is imported
+)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # vLLM's buckets, so that its dashboards work.

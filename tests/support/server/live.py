@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -28,9 +28,12 @@ ADMIN = "boss"  # the admin key of `live`
 class Live:
     """A server in a thread of this process."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
-        self.engine: Any = service.engine
+    def __init__(self, service: Service | Callable[[], Awaitable[Service]], engine: Any = None) -> None:
+        """Serve a service, or one to make on the server's loop, as a service of a remote `engine` must be."""
+        self._made = service
+        if isinstance(service, Service):
+            self.service = service
+        self.engine: Any = service.engine if isinstance(service, Service) else engine
         self._sock = listen_on("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
         self._ready = threading.Event()
@@ -41,7 +44,12 @@ class Live:
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0)
 
     def _main(self) -> None:
-        asyncio.run(serve(self.service, self._sock, self._started))
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        if not isinstance(self._made, Service):
+            self.service = await self._made()
+        await serve(self.service, self._sock, self._started)
 
     def _started(self, ending: Ending) -> None:
         self.ending, self._loop = ending, asyncio.get_running_loop()
