@@ -27,7 +27,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # from the front
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     """The arguments of `Engine.submit`."""
 
     id: int
@@ -41,27 +41,27 @@ class Submit(Message):
     waited: float
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """End a request early."""
 
     id: int
     reason: str
 
 
-class GetStats(Message):
+class GetStats(Message, frozen=True):
     """Ask for a State of now."""
 
     call: int
 
 
-class SetRoles(Message):
+class SetRoles(Message, frozen=True):
     """Ask to set the roles of instances."""
 
     call: int
     roles: dict[int, Role]
 
 
-class ResetPrefixCache(Message):
+class ResetPrefixCache(Message, frozen=True):
     """Ask to empty the prefix cache."""
 
     call: int
@@ -88,7 +88,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         kind: Any = KINDS[self.kind]
         if kind is InvalidValue:
             return InvalidValue(self.message, self.param)
-        return kind(self.message) if self.retry_after is None else kind(self.message, self.retry_after)
+        error: JaxserveError = kind(*(one for one in (self.message, self.retry_after) if one is not None))
+        return error
 
 
 KINDS: dict[str, type[JaxserveError]] = {
@@ -96,7 +97,7 @@ KINDS: dict[str, type[JaxserveError]] = {
 }
 
 
-class State(Message):
+class State(Message, frozen=True):
     """What changes while an engine runs; sent every SHARING seconds, and in answer to GetStats."""
 
     stats: Stats
@@ -104,7 +105,7 @@ class State(Message):
     call: int | None = None  # of the GetStats that asked
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """The first message of an engine."""
 
     version: str
@@ -113,21 +114,21 @@ class Hello(Message):
     state: State
 
 
-class Outputs(Message):
+class Outputs(Message, frozen=True):
     """What a step, or an end, gave to requests of this front, and the times of those that ended."""
 
     deltas: tuple[Delta, ...]
     ended: dict[int, RequestMetrics]
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """A request that the engine did not accept."""
 
     id: int
     failure: Failure
 
 
-class Answer(Message):
+class Answer(Message, frozen=True):
     """The result of SetRoles or ResetPrefixCache."""
 
     call: int
