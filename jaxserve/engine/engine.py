@@ -27,13 +27,13 @@ from jaxserve.engine.runtime.heartbeat import Heartbeat
 from jaxserve.engine.runtime.info import EngineInfo, InstanceStats, Stats
 from jaxserve.engine.runtime.queue import ROWS, Queue
 from jaxserve.engine.startup.assemble import CLOSING, Machine, assemble
-from jaxserve.engine.startup.warmup import Progress
+from jaxserve.engine.startup.warmup import Progress as OnProgress
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.request import STANDARD, Request
+from jaxserve.sched.api.request import STANDARD, Progress, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
 from jaxserve.sched.instance.stats import Counters
@@ -82,7 +82,7 @@ class Engine:
         self._thread = threading.Thread(target=self._main, name="jaxserve-engine", daemon=True)
 
     @classmethod
-    def start(cls, config: ServeConfig, *, progress: Progress | None = None) -> Engine:
+    def start(cls, config: ServeConfig, *, progress: OnProgress | None = None) -> Engine:
         """Load the model, compile every program and start to serve.
 
         Blocks until ready. Raises JaxserveError.
@@ -144,12 +144,15 @@ class Engine:
         key: str = "",
         salt: bytes = b"",
         waited: float = 0.0,
+        progress: Progress | None = None,
         on_delta: Callable[[Delta], None],
     ) -> int:
         """Submit a request and return its id at once.
 
         `on_delta` is called in the engine's thread. The prefix cache only matches pages of requests
-        with the same `salt`. The request counts as having arrived `waited` seconds ago.
+        with the same `salt`. The request counts as having arrived `waited` seconds ago. `progress`: what
+        another engine has done for it; only further tokens are delivered, and they are the ones that the
+        other engine would have generated if `params` has a seed or is greedy.
 
         Raises InvalidValue if the request cannot be served, QueueFull if too many requests wait,
         Unavailable if no instance responds, and JaxserveError if the engine is shutting down.
@@ -172,6 +175,8 @@ class Engine:
             salt=salt,
             class_=self._classes.of(tier, slo),
         )
+        if progress is not None:
+            request.resume(progress, self._machine.now())
         with self._lock:
             self._admit()
             self._entering += 1

@@ -21,7 +21,7 @@ from jaxserve.generation.stops import Automaton
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
-from jaxserve.sched.api.request import STANDARD, check_prompt_length
+from jaxserve.sched.api.request import STANDARD, Progress, check_prompt_length
 from jaxserve.sched.api.slo import SLO
 from jaxserve.tokenizer import Tokenizer
 
@@ -42,6 +42,7 @@ class EngineLike(Protocol):
         key: str = "",
         salt: bytes = b"",
         waited: float = 0.0,
+        progress: Progress | None = None,
         on_delta: Callable[[Delta], None],
     ) -> int: ...
     def check_outputs(self, prompts: int, n: int) -> None: ...

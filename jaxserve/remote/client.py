@@ -34,7 +34,7 @@ from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.request import STANDARD
+from jaxserve.sched.api.request import STANDARD, Progress
 from jaxserve.sched.api.slo import SLO
 from jaxserve.version import __version__
 
@@ -111,6 +111,7 @@ class RemoteEngine:
         key: str = "",
         salt: bytes = b"",
         waited: float = 0.0,
+        progress: Progress | None = None,
         on_delta: Callable[[Delta], None],
     ) -> int:
         """Submit a request and return its id. `on_delta` is called on this loop.
@@ -122,7 +123,7 @@ class RemoteEngine:
         id = next(self._ids)
         if params.seed is not None:
             params = replace(params, seed=params.seed & SEEDS)  # what the engine uses, and what a message can hold
-        self._send(Submit(id, tuple(prompt), params, slo, priority, tier, key, salt, waited))
+        self._send(Submit(id, tuple(prompt), params, slo, priority, tier, key, salt, waited, progress))
         self._listeners[id] = on_delta
         return id
 

@@ -16,6 +16,7 @@ from jaxserve.sched.api.errors import InvalidValue, JaxserveError, QueueFull, Un
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.request import Progress
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.stats import Sizes
 
@@ -39,6 +40,7 @@ class Submit(Message, frozen=True):
     key: str
     salt: bytes
     waited: float
+    progress: Progress | None = None
 
 
 class Cancel(Message, frozen=True):

@@ -163,6 +163,7 @@ class _Front:
                 key=message.key,
                 salt=message.salt,
                 waited=message.waited,
+                progress=message.progress,
                 on_delta=partial(self._told, message.id),
             )
         except JaxserveError as error:

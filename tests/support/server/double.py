@@ -13,7 +13,7 @@ from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
-from jaxserve.sched.api.request import STANDARD, Request
+from jaxserve.sched.api.request import STANDARD, Progress, Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.sched.instance.stats import Counters
@@ -61,6 +61,7 @@ class Double:
         key: str = "",
         salt: bytes = b"",
         waited: float = 0.0,
+        progress: Progress | None = None,
         on_delta: Callable[[Delta], None],
     ) -> int:
         with self._lock:
