@@ -60,6 +60,7 @@ class RemoteEngine:
         self._stats: Stats
         self._ailment: str | None = None
         self._heard = time.monotonic()
+        self._since = 0  # requests submitted after the last State
         self._queue: Queue
         self._loop = asyncio.get_running_loop()
         self._greeted: asyncio.Future[None] = self._loop.create_future()
@@ -125,6 +126,7 @@ class RemoteEngine:
             params = replace(params, seed=params.seed & SEEDS)  # what the engine uses, and what a message can hold
         self._send(Submit(id, tuple(prompt), params, slo, priority, tier, key, salt, waited, progress))
         self._listeners[id] = on_delta
+        self._since += 1
         return id
 
     def check_outputs(self, prompts: int, n: int) -> None:
@@ -150,6 +152,11 @@ class RemoteEngine:
     def roles(self) -> tuple[Role, ...]:
         """The role of each instance, as of the last State."""
         return tuple(Role(one.role) for one in self._stats.instances)
+
+    @property
+    def load(self) -> int:
+        """The number of requests there, by the last State, and those sent from here since."""
+        return self._stats.running + self._stats.waiting + self._since
 
     @property
     def healthy(self) -> bool:
@@ -245,7 +252,7 @@ class RemoteEngine:
             self._greeted.set_result(None)
 
     def _see(self, state: State) -> None:
-        self._stats, self._ailment, self._heard = state.stats, state.ailment, time.monotonic()
+        self._stats, self._ailment, self._heard, self._since = state.stats, state.ailment, time.monotonic(), 0
         waiting = self._calls.get(-1 if state.call is None else state.call)
         if waiting is not None and not waiting.done():
             waiting.set_result(True)

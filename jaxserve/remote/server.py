@@ -45,6 +45,7 @@ class EngineServer:
 
     def __init__(self, engine: Engine, key: bytes) -> None:
         self.engine = engine
+        self.address: Address  # set by `start`
         self._key = key
         self._fronts = set[_Front]()
         self._sharing: asyncio.Task[None] | None = None
@@ -52,7 +53,8 @@ class EngineServer:
 
     def start(self, address: Address) -> Address:
         """Listen, and return the address with its port. Called from another thread. Raises InvalidValue."""
-        return self.engine.run(lambda: self._start(address))
+        self.address = self.engine.run(lambda: self._start(address))
+        return self.address
 
     async def _start(self, address: Address) -> Address:
         self._listening, bound = await address.listen(self._accept)

@@ -29,8 +29,8 @@ class HttpSettings:
     )
     port: int = flag(8000, "server", "Port to listen on; 0 picks a free one.")
     api_server_count: int = flag(
-        1, "server", "Processes for HTTP, tokenizing and detokenizing, beside the engine's own. 0: one process for all.",
-        metavar="N",
+        1, "server", "Processes for HTTP, tokenizing and detokenizing, beside the engine's own. 0: one process for "
+        "all.", metavar="N",
     )  # fmt: skip
     api_key: tuple[str, ...] = flag(
         (), "server", "Keys that requests must send as `Authorization: Bearer KEY`, called key-1, key-2, ... in "

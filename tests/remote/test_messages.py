@@ -90,7 +90,8 @@ STATS = st.builds(
 STATE = st.builds(State, STATS, st.none() | st.text(), st.none() | IDS)
 INFO = EngineInfo(
     "model", 256, 4096, "float32", (InstanceInfo("p0", "prefill", ("cpu:0",), 8, 16),), "unified", "deflect",
-    frozenset({1, 2}), ThinkingMarkers((), ((5, 6),)), 1.0, promise=Promise(NO_SLO, frozenset({"ttft"}), {"tpot": "slow"}),
+    frozenset({1, 2}), ThinkingMarkers((), ((5, 6),)), 1.0,
+    promise=Promise(NO_SLO, frozenset({"ttft"}), {"tpot": "slow"}),
 )  # fmt: skip
 FAILURE = st.builds(Failure, st.just("InvalidValue"), st.text(), st.none() | st.text())
 ENGINE = (

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import openai
 
-from jaxserve.server.serving import Ending, listen_on, serve
 from jaxserve.server.service import Service
+from jaxserve.server.serving import Ending, listen_on, serve
 
 MODEL = "jaxserve-demo"
 SMALL = {
