@@ -40,6 +40,7 @@ RANGES: tuple[tuple[str, float, float | None], ...] = (
     ("profile_time", 0.01, None),
     ("port", 0, 65535),
     ("api_server_count", 0, 64),
+    ("replicas", 1, None),
     ("gpu_memory_utilization", 0.01, 1),
 )
 

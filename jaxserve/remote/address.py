@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from jaxserve.errors import InvalidValue, short
@@ -35,6 +36,12 @@ class Address(NamedTuple):
             return UNIX + self.path
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
+    def vacate(self) -> None:
+        """Remove the socket that a killed process has left in the file system."""
+        if self.path:
+            with suppress(FileNotFoundError):
+                os.unlink(self.path)
+
     async def listen(self, accept: Factory) -> tuple[asyncio.Server, Address]:
         """Listen, and return the bound address too. Raises InvalidValue with the reason."""
         loop = asyncio.get_running_loop()
@@ -60,3 +67,11 @@ class Address(NamedTuple):
                 await loop.create_connection(made, self.host, self.port)
         except OSError as error:
             raise InvalidValue(f"no engine answers at {self} ({error.strerror or error})", "address") from error
+
+
+class Place(NamedTuple):
+    """Where an engine listens, the key that fronts need, and what messages call it."""
+
+    address: Address
+    key: bytes
+    name: str = "the engine process"

@@ -1,4 +1,4 @@
-"""An engine in a process of its own on this machine."""
+"""Engines in processes of their own on this machine, which are started again if they end unexpectedly."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import JaxserveError
-from jaxserve.remote.address import Address
+from jaxserve.remote.address import Address, Place
 from jaxserve.remote.messages import Failure
 from jaxserve.report.logs import log_to_stderr
 from jaxserve.report.progress import bar
@@ -26,24 +28,23 @@ log = logging.getLogger(__name__)
 
 CLOSE = "close"
 CLOSING = 15.0  # seconds in which an engine must close; then its process is killed
+PAUSES = (0.0, 1.0, 10.0, 60.0)  # seconds before an engine is started again, after so many failures in a row
+LASTING = 60.0  # seconds of service after which an end does not count as a failure in a row
 
 
 class EngineProcess:
-    """A child process with an engine that serves at `address`. Writer: the thread that made it."""
+    """A child process with an engine. Writer: one thread at a time."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, place: Place) -> None:
         """Start the process; `wait` waits until the engine is ready."""
-        self._folder = tempfile.mkdtemp(prefix="jaxserve-")  # only this user may enter it
-        self.address = Address(path=os.path.join(self._folder, "engine"))
-        self.key = secrets.token_bytes(32)
         spawn = multiprocessing.get_context("spawn")  # a fork would copy threads' locks
         self._control, theirs = spawn.Pipe()
-        settings = replace(config, api_key=(), admin_key=())  # the keys stay with the front
-        self._process: Any = spawn.Process(
-            target=_serve, args=(settings, self.address, self.key, theirs), name="jaxserve-engine", daemon=True
-        )
-        self._process.start()
+        process: Any = spawn.Process(target=_serve, args=(config, place, theirs), name=f"jaxserve-{place.name}")
+        process.daemon = True
+        self._process = process
+        process.start()
         theirs.close()
+        self.sentinel: int = process.sentinel  # readable once the process has ended
 
     def wait(self) -> None:
         """Wait until the engine is ready. Raises what kept it from starting."""
@@ -69,16 +70,93 @@ class EngineProcess:
         with suppress(OSError):  # it has ended
             self._control.send(CLOSE)
         self._process.join(CLOSING)
-        killed = self._process.is_alive()
+        killed = bool(self._process.is_alive())
         if killed:
             log.error("the engine's process did not end within %g s and is killed", CLOSING)
             self._process.kill()
             self._process.join()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._control.close()
         return not killed
 
 
-def _serve(config: ServeConfig, address: Address, key: bytes, control: Connection[Any, Any]) -> None:
+class EngineProcesses:
+    """The engines of a server, one per replica. An engine that ends is started again at the same place."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Start the processes; `wait` waits until all engines are ready."""
+        self._folder = tempfile.mkdtemp(prefix="jaxserve-")  # only this user may enter it
+        several = config.replicas > 1
+        self.places = tuple(
+            Place(
+                Address(path=os.path.join(self._folder, str(at))),
+                secrets.token_bytes(32),
+                f"replica {at}" if several else "the engine process",
+            )
+            for at in range(config.replicas)
+        )
+        self._configs = [_own(config, at) for at in range(config.replicas)]
+        self._processes = [EngineProcess(*pair) for pair in zip(self._configs, self.places, strict=True)]
+        self._failures = [0] * config.replicas
+        self._begun = [0.0] * config.replicas
+        self._closing = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="jaxserve-keeper", daemon=True)
+
+    def wait(self) -> None:
+        """Wait until all engines are ready. Raises what kept one from starting."""
+        for process in self._processes:
+            process.wait()
+        self._begun = [time.monotonic()] * len(self._processes)
+        self._keeper.start()
+
+    def close(self) -> bool:
+        """Close all engines; return False if one had to be killed."""
+        self._closing.set()
+        if self._keeper.is_alive():
+            self._keeper.join(CLOSING)
+        closed = [process.close() for process in self._processes]
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return all(closed)
+
+    def _keep(self) -> None:
+        """Start engines again that have ended."""
+        while not self._closing.is_set():
+            ended = wait([process.sentinel for process in self._processes], timeout=0.2)
+            for at, process in enumerate(self._processes):
+                if process.sentinel in ended and not self._closing.is_set():
+                    self._restart(at, process)
+
+    def _restart(self, at: int, process: EngineProcess) -> None:
+        lasted = time.monotonic() - self._begun[at] > LASTING
+        self._failures[at] = 1 if lasted else self._failures[at] + 1
+        pause = PAUSES[min(self._failures[at], len(PAUSES)) - 1]
+        process.close()
+        log.error("%s ended (%s); it starts again in %g s", self.places[at].name, process.end, pause)
+        if self._closing.wait(pause):
+            return
+        self.places[at].address.vacate()
+        self._processes[at] = again = EngineProcess(self._configs[at], self.places[at])
+        self._begun[at] = time.monotonic()
+        threading.Thread(target=self._await, args=(at, again), daemon=True).start()
+
+    def _await(self, at: int, process: EngineProcess) -> None:
+        try:
+            process.wait()
+        except JaxserveError as error:
+            log.error("%s did not start: %s", self.places[at].name, error)
+        else:
+            log.info("%s serves again", self.places[at].name)
+
+
+def _own(config: ServeConfig, at: int) -> ServeConfig:
+    """Return the settings of one engine: the keys stay with the fronts, and a journal is written for each."""
+    journal = config.journal
+    if journal is not None and config.replicas > 1:
+        path = Path(journal)
+        journal = str(path.with_name(f"{path.stem}-{at}{path.suffix}"))
+    return replace(config, api_key=(), admin_key=(), journal=journal)
+
+
+def _serve(config: ServeConfig, place: Place, control: Connection[Any, Any]) -> None:
     """Start an engine, serve it until the parent says so or ends, and end this process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent drains, then says when to close
         signal.signal(number, signal.SIG_IGN)
@@ -92,8 +170,8 @@ def _serve(config: ServeConfig, address: Address, key: bytes, control: Connectio
     try:
         with bar("warming up") as progress:
             engine = Engine.start(config, progress=progress)
-        server = EngineServer(engine, key)
-        server.start(address)
+        server = EngineServer(engine, place.key)
+        server.start(place.address)
     except JaxserveError as error:
         control.send(Failure.of(error))
         over.wait()

@@ -20,6 +20,7 @@ from functools import partial
 from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.engine.runtime.merged import merged_info, merged_stats
 from jaxserve.outputs import RequestMetrics
+from jaxserve.remote.address import Place
 from jaxserve.remote.client import REMEMBERED, RemoteEngine
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, QueueFull, Unavailable
 from jaxserve.sched.api.params import SamplingParams
@@ -30,6 +31,7 @@ from jaxserve.sched.api.slo import SLO
 
 log = logging.getLogger(__name__)
 
+RETRY = 0.25  # seconds between attempts to connect to an engine that was lost
 MOVES = 8  # replicas that a request may try before it ends with an error: it may be what ends them
 
 
@@ -80,7 +82,43 @@ class Replicas:
         self._asks: dict[int, _Ask] = {}  # unfinished
         self._over: OrderedDict[int, _Ask] = OrderedDict()  # ended, and not read with `record` or `refusal` yet
         self._draining = set[int]()
-        self.continued = 0  # requests that went on after the loss of their engine
+        self._returning = set[asyncio.Task[None]]()  # connections to engines that were lost
+        self._closed = False
+        self.on_continued: Callable[[], None] = lambda: None  # told when a request goes on after a loss
+
+    @classmethod
+    async def connect(cls, places: Sequence[Place], seed: int = 0) -> Replicas:
+        """Connect to engines that are ready, and again to each that comes back after it was lost.
+
+        Raises InvalidValue if one does not answer, or differs from the others.
+        """
+        replicas = cls([await RemoteEngine.connect(*place) for place in places], seed)
+        for at, place in enumerate(places):
+            replicas._watch(at, place)
+        return replicas
+
+    def _watch(self, at: int, place: Place) -> None:
+        def lost(why: str) -> None:
+            if not self._closed:
+                log.error("%s is lost: %s", place.name, why)
+                task = asyncio.ensure_future(self._reconnect(at, place))
+                self._returning.add(task)
+                task.add_done_callback(self._returning.discard)
+
+        self._engines[at].on_lost = lost
+
+    async def _reconnect(self, at: int, place: Place) -> None:
+        while True:
+            await asyncio.sleep(RETRY)
+            try:
+                engine = await RemoteEngine.connect(*place)
+                self.rejoin(at, engine)
+            except InvalidValue as error:
+                log.debug("%s is not back: %s", place.name, error)
+            else:
+                self._watch(at, place)
+                log.info("%s is back", place.name)
+                return
 
     # requests
 
@@ -192,7 +230,8 @@ class Replicas:
         found = self._choose(ask.tried)
         if found is None or len(ask.tried) > MOVES:
             return False
-        self.continued += lost
+        if lost:
+            self.on_continued()
         log.info("request %s continues on %s after %d tokens: %s", ask.key, found.name, len(ask.output), delta.error)
         self._send(ask, found)
         return True
@@ -219,7 +258,8 @@ class Replicas:
 
     def stats(self) -> Stats:
         """Return the sum of the engines' last snapshots."""
-        return merged_stats([engine.stats() for engine in self._engines])
+        ready = sum(engine.healthy for engine in self._engines)
+        return replace(merged_stats([engine.stats() for engine in self._engines]), replicas=ready)
 
     async def refresh(self) -> None:
         """Fetch snapshots of now."""
@@ -252,6 +292,9 @@ class Replicas:
 
     def close(self) -> bool:
         """Disconnect from all engines."""
+        self._closed = True
+        for task in self._returning:
+            task.cancel()
         closed = [engine.close() for engine in self._engines]
         return all(closed)
 

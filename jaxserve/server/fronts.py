@@ -16,7 +16,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from types import FrameType
 from typing import Any
@@ -25,9 +25,8 @@ import prometheus_client
 
 from jaxserve.config import ServeConfig
 from jaxserve.models.source import find_tokenizer
-from jaxserve.remote.address import Address
-from jaxserve.remote.client import RemoteEngine
-from jaxserve.remote.process import EngineProcess
+from jaxserve.remote.address import Place
+from jaxserve.remote.replicas import Replicas
 from jaxserve.report.logs import log_to_stderr
 from jaxserve.server.metrics import SHARED
 from jaxserve.server.service import Service
@@ -48,11 +47,12 @@ def begin_process(config: ServeConfig) -> None:
 
 
 async def serve_remote(
-    config: ServeConfig, tokenizer: Tokenizer, address: Address, key: bytes, sock: socket.socket, signals: Signals
+    config: ServeConfig, tokenizer: Tokenizer, places: Sequence[Place], sock: socket.socket, signals: Signals
 ) -> None:
-    """Serve HTTP for the engine at `address` until shutdown."""
-    engine = await RemoteEngine.connect(address, key)
+    """Serve HTTP for the engines at `places` until shutdown."""
+    engine = await Replicas.connect(places, config.seed)
     service = Service(engine, tokenizer, config)
+    engine.on_continued = service.metrics.continued
     try:
         await serve(service, sock, signals=signals)
     finally:
@@ -63,8 +63,8 @@ async def serve_remote(
 class Fronts:
     """Several front processes. Writer: the main thread."""
 
-    def __init__(self, config: ServeConfig, engine: EngineProcess, sock: socket.socket) -> None:
-        self._config, self._engine, self._sock = config, engine, sock
+    def __init__(self, config: ServeConfig, places: Sequence[Place], sock: socket.socket) -> None:
+        self._config, self._places, self._sock = config, places, sock
         self._spawn = multiprocessing.get_context("spawn")
         self._alive: dict[int, tuple[Any, float]] = {}  # index -> (process, when it started)
         self._ending = False
@@ -86,8 +86,7 @@ class Fronts:
         return 0 if self._ending else 1
 
     def _start(self, index: int) -> None:
-        engine = self._engine
-        args = (index, self._config, engine.address, engine.key, self._sock)
+        args = (index, self._config, self._places, self._sock)
         process: Any = self._spawn.Process(target=_front, args=args, name=f"jaxserve-front-{index}", daemon=True)
         process.start()
         self._alive[index] = process, time.monotonic()
@@ -111,14 +110,14 @@ class Fronts:
                 self._start(index)
 
 
-def _front(index: int, config: ServeConfig, address: Address, key: bytes, sock: socket.socket) -> None:
+def _front(index: int, config: ServeConfig, places: Sequence[Place], sock: socket.socket) -> None:
     """Serve HTTP in this process until a signal says otherwise or the parent ends."""
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     begin_process(config)
     tokenizer, signals = find_tokenizer(config), Signals()
     with signals.handled():
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(serve_remote(config, tokenizer, address, key, sock, signals))
+            runner.run(serve_remote(config, tokenizer, places, sock, signals))
         signals.served()
     end_process(0)
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
 from jaxserve.models.source import find_tokenizer
-from jaxserve.remote.process import EngineProcess
+from jaxserve.remote.process import EngineProcesses
 from jaxserve.report.progress import bar
 from jaxserve.server.fronts import Fronts, begin_process, serve_remote
 from jaxserve.server.keys import Keys, warn_if_open
@@ -28,6 +28,10 @@ def run(config: ServeConfig) -> int:
     keys = Keys.of(config)  # report unreadable files and a port in use before minutes of loading
     warn_if_open(config, keys)
     load_limits(config, keys.names)
+    if config.replicas > 1 and config.api_server_count == 0:
+        raise InvalidValue(
+            f"replicas={config.replicas} are processes of their own: use --api-server-count 1 or more", "replicas"
+        )
     if config.api_server_count > 1 and len(keys.names) > 1:
         raise InvalidValue(
             f"api_server_count={config.api_server_count} with {len(keys.names)} API keys: limits and fairness among "
@@ -59,23 +63,23 @@ def _run_alone(config: ServeConfig, sock: socket.socket) -> int:
 
 
 def _run_beside(config: ServeConfig, sock: socket.socket) -> int:
-    """Serve with the engine in a process of its own."""
-    engine = EngineProcess(config)
+    """Serve with every engine in a process of its own."""
+    engines = EngineProcesses(config)
     try:
         if config.api_server_count > 1:
-            engine.wait()
-            return Fronts(config, engine, sock).run()
+            engines.wait()
+            return Fronts(config, engines.places, sock).run()
         tokenizer = find_tokenizer(config)
-        engine.wait()
+        engines.wait()
         signals = Signals()
         with signals.handled():
             try:
                 with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                    runner.run(serve_remote(config, tokenizer, engine.address, engine.key, sock, signals))
+                    runner.run(serve_remote(config, tokenizer, engines.places, sock, signals))
             finally:
                 signals.served()
     finally:
-        if not engine.close():
+        if not engines.close():
             end_process(1)
     return 0
 

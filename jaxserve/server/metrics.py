@@ -99,6 +99,8 @@ class Metrics:
         text = "Time for which pacing held computed tokens back. All other metrics use the time of computation."
         self._held = self._make(Histogram, "token_pacing_delay_seconds", text, buckets=_HELD).labels(model_name)
         self._prompt_tokens = self._make(Counter, "prompt_tokens", "Prompt tokens.").labels(model_name)
+        text = "Requests that continued on another replica after theirs was lost."
+        self._continued = self._make(Counter, "continued_requests", text).labels(model_name)
         self._tokens = self._make(Counter, "generation_tokens", "Generated tokens.").labels(model_name)
 
     def _make(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
@@ -119,6 +121,10 @@ class Metrics:
             self._tokens.inc(len(piece.tokens))
         if piece.metrics is not None and piece.finish_reason in ("stop", "length"):
             self._finished(job, piece.metrics)
+
+    def continued(self) -> None:
+        """Count a request that goes on after the loss of its engine."""
+        self._continued.inc()
 
     def held(self, seconds: float) -> None:
         """Record the seconds for which pacing held back a piece."""
@@ -191,6 +197,8 @@ class EngineCollector(Collector):
         for name, text, value in levels:
             values = [((one.name,), float(value(one))) for one in stats.instances]
             yield self._family(GaugeMetricFamily, name, text, values, "engine")
+        text = "Engines that take requests."
+        yield self._family(GaugeMetricFamily, "replicas_ready", text, [((), float(stats.replicas))])
         text = "Share of ended requests that attained their objectives."
         yield self._family(GaugeMetricFamily, "slo_attainment", text, [((), attainment(stats))])
         yield from self._promise()

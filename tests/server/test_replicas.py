@@ -105,7 +105,8 @@ def test_a_lost_engine_changes_no_token(several: Any) -> None:
     async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
         calm = await all_of(replicas, asked(8))
         await asyncio.gather(*(one.ended.wait() for one in calm))
-        told = await all_of(replicas, asked(8))
+        told, continued = await all_of(replicas, asked(8)), list[None]()
+        replicas.on_continued = lambda: continued.append(None)
         for server in servers[:2]:
             await asyncio.to_thread(server.close)  # every front loses its connection
             await asyncio.sleep(0.02)
@@ -113,7 +114,7 @@ def test_a_lost_engine_changes_no_token(several: Any) -> None:
         for one, whole in zip(told, calm, strict=True):
             assert one.tokens == whole.tokens and len(one.tokens) == 24
             assert one.scores == whole.scores and one.deltas[-1].finish_reason == "length"
-        assert replicas.continued > 0 and replicas.healthy
+        assert continued and replicas.healthy and replicas.stats().replicas == 1
 
     several(work)
 
@@ -134,13 +135,14 @@ def test_without_any_engine_requests_end_with_an_error(several: Any) -> None:
 
 def test_a_request_that_was_cancelled_does_not_continue(several: Any) -> None:
     async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
-        one = Told()
+        one, continued = Told(), list[None]()
+        replicas.on_continued = lambda: continued.append(None)
         id = replicas.submit(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), slo=SLO(), on_delta=one)
         await one.begun.wait()
         replicas.cancel(id, "stop")
         replicas._asks[id].engine._connection.close("killed")
         await one.ended.wait()
-        assert one.deltas[-1].finish_reason == "stop" and replicas.continued == 0
+        assert one.deltas[-1].finish_reason == "stop" and not continued
 
     several(work)
 
