@@ -115,9 +115,8 @@ def served(prompts: Sequence[int], rounds: int) -> dict[int, dict[str, list[floa
         for name, (ladder, fill) in sorted(SERVED.items(), reverse=number % 2 == 1):
             one = built[ladder]
             limits = one.limits if fill else replace(one.limits, stairs=())
-            machine = Machine(config, one._mesh, one.executors, limits, one.recipe, one.info, lent=True)
             for streams in STREAMS:
-                found[streams][name].append(asyncio.run(serve(machine, prompts, streams)))
+                found[streams][name].append(asyncio.run(serve(one.serving(config, limits), prompts, streams)))
     return found
 
 

@@ -105,14 +105,10 @@ class Bench:
         """Serve every arrival at its time."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "journal"
-            config = replace(
-                self._config, policy=system.policy, routing=system.routing, journal=str(path),
-                preempt_boundary="layer" if system.preempts else "chunk",
-            )  # fmt: skip
-            one = self._machine
-            limits = replace(one.limits, preemptible=system.preempts and one.limits.preemptible)
-            machine = Machine(config, one._mesh, one.executors, limits, one.recipe, one.info, lent=True)
-            found = asyncio.run(_serve(machine, arrivals))
+            config = replace(self._config, policy=system.policy, routing=system.routing, journal=str(path))
+            limits = self._machine.limits
+            limits = replace(limits, preemptible=system.preempts and limits.preemptible)
+            found = asyncio.run(_serve(self._machine.serving(config, limits), arrivals))
             outcome = replay(path.read_text(encoding="utf-8").splitlines(), perf_of)
         assert not outcome.differences, "replaying the journal gives other plans"
         return replace(found, steps=outcome.timed, move=min(outcome.moves, default=0.0))

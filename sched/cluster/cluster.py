@@ -14,9 +14,9 @@ from ..api.executor import Executor
 from ..api.plan import UNAVAILABLE, Delta
 from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request, State
-from ..instance.in_flight import Settled
 from ..instance.loop import Core
 from ..instance.scheduler import Scheduler
+from ..instance.step_settler import Settled
 from ..instance.watchdog import PATIENT, Patience
 from ..metrics import FINISHED
 from ..routing.base import Router

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from ..api.perf import Load
-from ..api.plan import Delta, StepPlan, StepResult, Suspended
+from ..api.plan import StepPlan, StepResult, Suspended
 from ..api.policy import Task
 from ..api.request import Request, State
-
-
-class Settled(NamedTuple):
-    """The changes that a finished step made."""
-
-    deltas: tuple[Delta, ...]
-    advanced: tuple[tuple[Request, int], ...]  # if it prefills: requests, and tokens with KV now
 
 
 class Submitted:

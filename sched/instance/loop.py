@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from ..api.errors import StepFailed
 from ..api.executor import Executor, Step
 from ..api.plan import Delta, Suspended
-from .in_flight import Settled
 from .scheduler import Scheduler
+from .step_settler import Settled
 from .watchdog import PATIENT, Patience, Watchdog
 
 FEW = 15  # times of failed steps kept, besides the last

@@ -126,21 +126,9 @@ class RequestQueue:
         self._data[:, row + 1 : n + 1] = self._data[:, row:n]
         self._requests.insert(row, request)
         self._keys.insert(row, place)
-        slo, tpot = request.slo, request.slo.tpot_of(request.stage)
-        self._data[:, row] = (
-            request.arrival,
-            slo.ttft,
-            inf if slo.tbt is None else slo.tbt,
-            tpot,
-            tightest(request, tpot),
-            request.deadline,
-            request.remaining,
-            request.computed,
-            request.prompt_length,
-            request.state is State.RUNNING,
-            request.hit if request.state is State.WAITING else 0,
-            request.tier == BEST_EFFORT,
-        )
+        slo = request.slo
+        tbt = inf if slo.tbt is None else slo.tbt
+        self._data[:, row] = request.arrival, slo.ttft, tbt, *_changing(request), request.tier == BEST_EFFORT
 
     def remove(self, request: Request) -> None:
         row = self._row(request)
@@ -154,18 +142,9 @@ class RequestQueue:
 
     def refresh(self, request: Request) -> None:
         """Update the columns that change while a request runs."""
-        row, tpot = self._row(request), request.slo.tpot_of(request.stage)
+        row = self._row(request)
         self.version += 1
-        self._data[TPOT : HIT + 1, row] = (
-            tpot,
-            tightest(request, tpot),
-            request.deadline,
-            request.remaining,
-            request.computed,
-            request.prompt_length,
-            request.state is State.RUNNING,
-            request.hit if request.state is State.WAITING else 0,
-        )
+        self._data[TPOT : HIT + 1, row] = _changing(request)
 
     def step(self, requests: Sequence[Request]) -> None:
         """Update the columns that a decode step changes. A cheaper `refresh` for many rows at every step."""
@@ -198,6 +177,21 @@ class RequestQueue:
             raise KeyError(f"{request} is not in this queue")
         request.row = row
         return row
+
+
+def _changing(request: Request) -> tuple[float, ...]:
+    """Return the columns TPOT to HIT, which change while a request runs."""
+    tpot = request.slo.tpot_of(request.stage)
+    return (
+        tpot,
+        tightest(request, tpot),
+        request.deadline,
+        request.remaining,
+        request.computed,
+        request.prompt_length,
+        request.state is State.RUNNING,
+        request.hit if request.state is State.WAITING else 0,
+    )
 
 
 SHOWN = 4  # waiting best-effort requests shown to the policy, per row of the instance

@@ -12,17 +12,18 @@ from math import inf
 from ..api.acceptance import Acceptance
 from ..api.log import Log, no_log
 from ..api.perf import PerfModel
-from ..api.plan import Delta, Span, StepPlan, StepResult, Suspended, token_delta
+from ..api.plan import Delta, StepPlan, StepResult, Suspended
 from ..api.policy import Decision, Limits, Policy, Role, Task, View
 from ..api.request import Request, State
 from .block_pool import BlockPool
-from .in_flight import InFlightSteps, Settled, Submitted, task
+from .in_flight import InFlightSteps, Submitted, task
 from .kv_manager import KVManager, Reservation, WriteBack
 from .prefix_groups import PrefixGroups
 from .prefix_hits import PrefixHits
 from .request_queues import RequestQueues, shown
 from .stats import Counters, Drift
 from .step_builder import StepBuilder, reserve
+from .step_settler import Settled, StepSettler, finish
 from .trials import Trials
 
 WAITED = 0.25  # most seconds of a wait for the host that are counted
@@ -180,7 +181,7 @@ class Scheduler:
         if request is None or request.state is State.FINISHED:
             return None
         self._log("cancel", id=id, reason=reason, error=error)
-        return self._finish(request, reason, error)
+        return finish(request, self._queues, self._kv, reason, error)
 
     # Inputs: transfers and role changes.
 
@@ -398,44 +399,13 @@ class Scheduler:
         self.counters.step(submitted.load, submitted.seconds, seconds)
         if not self.hung:  # a hung step says nothing about normal step times
             self._drift.count(submitted.seconds, seconds)
-        prefills, requests = self.role is Role.PREFILL, self._queues.requests
-        deltas: list[Delta] = []
-        advanced: list[tuple[Request, int]] = []
-        for index, span in enumerate(submitted.plan.spans):
-            request = requests[span.request]
-            request.inflight -= 1
-            if request.failures:
-                self._trials.passed(request, span.start + span.length)
-            if request.state is State.FINISHED:
-                self.counters.surplus_tokens += span.length
-                self._forget(request)
-                continue
-            if index in result.failed:
-                deltas += self._condemn(request, result.failed[index])
-                continue
-            if prefills and span.samples and not (request.decodes_in_place or request.inflight):
-                request.state = State.TRANSFERRING
-            end = span.start + span.length
-            if span.draft:
-                end = self._verify(request, span, len(result.tokens[index]))
-            elif self._prefix_caching:
-                self._kv.register(request, span.start, end)
-            delta = self._gain(request, result, index, span.start)
-            if delta is not None:
-                deltas.append(delta)
-            if span.draft:
-                finished = request.state is State.FINISHED
-                self._drafts.count(request.tier, request.drafted, span.draft, end - span.start - 1, cut=finished)
-                if request.state is not State.FINISHED:
-                    self._kv.register(request, span.start, end)
-                    self._queues.file(request)
-            if prefills and request.state is not State.FINISHED:
-                advanced.append((request, end))
+        settler = StepSettler(self._queues, self._kv, self.counters, self._drafts, self._trials)
+        settled = settler.settle(submitted.plan, result)
         self._queues.refresh_hits()
         gap = self._gap(result)
         if not self.hung:
             self.perf.observe(submitted.load, seconds + gap)
-        return Settled(tuple(deltas), tuple(advanced))
+        return settled
 
     def _gap(self, result: StepResult) -> float:
         """Return the seconds that the device waited for the host before this step, if requests may draft.
@@ -471,7 +441,8 @@ class Scheduler:
             if request.id in blamed:
                 self._trials.add(request, blamed[request.id])
             if request.failures > 1 and len(blamed) == 1:
-                deltas.append(self._finish(request, "error", "the step that computed this request failed twice"))
+                why = "the step that computed this request failed twice"
+                deltas.append(finish(request, self._queues, self._kv, "error", why))
             else:
                 self._queues.file(request)
         return deltas
@@ -480,59 +451,3 @@ class Scheduler:
         """Assert that no page, slot or request is lost."""
         self._kv.check(self, self._reservations.values(), self.limits.rows)
         self._queues.check()
-
-    # Application of results.
-
-    def _verify(self, request: Request, span: Span, gained: int) -> int:
-        """Move the cursor back over rejected draft tokens. Returns where valid KV ends."""
-        wrong = span.length - gained
-        request.drafting = 0
-        request.computed -= wrong
-        request.take_back(wrong)
-        self.counters.verified(span.draft, gained - 1)
-        return span.start + gained
-
-    def _gain(self, request: Request, result: StepResult, index: int, start: int) -> Delta | None:
-        """Append the sampled tokens, up to one that ends the request."""
-        tokens = result.tokens[index]
-        logprobs = result.logprobs.get(index, ()) if result.logprobs else ()
-        prompt_logprobs = result.prompt_logprobs.get(index, ()) if result.prompt_logprobs else ()
-        if prompt_logprobs:  # do not repeat what was reported before its KV was dropped
-            prompt_logprobs = prompt_logprobs[max(0, request.scored - start) :]
-            request.scored = max(request.scored, start + len(result.prompt_logprobs[index]))
-        if not tokens:
-            return Delta(request.id, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
-        reason = stop_token = None
-        stage = request.stage
-        for count, token in enumerate(tokens, 1):
-            reason = request.gain(token, result.finished)
-            if reason is not None:
-                tokens, logprobs = tokens[:count], logprobs[:count]
-                stop_token = token if reason == "stop" else None
-                break
-        self.counters.generated_tokens += len(tokens)
-        if reason is not None:
-            self._finish(request, reason)
-        elif len(request.output) == 1 or request.stage is not stage:
-            self._queues.file(request)  # its deadline has a new anchor or rate
-        if reason is None and not logprobs and not prompt_logprobs:
-            return token_delta(request.id, tokens)
-        return Delta(request.id, tokens, logprobs, prompt_logprobs, reason, None, stop_token)
-
-    def _condemn(self, request: Request, why: str) -> list[Delta]:
-        """End a request whose row failed, and all requests that share pages it computed."""
-        own = self._kv.condemn(request)
-        sharers = [one for one in self if one is not request and not own.isdisjoint(one.pages)]
-        return [self._finish(one, "error", why) for one in (request, *sharers) if one.state is not State.FINISHED]
-
-    def _finish(self, request: Request, reason: str, error: str | None = None) -> Delta:
-        request.state, request.finish_reason, request.error = State.FINISHED, reason, error
-        self._queues.unfile(request)
-        self._forget(request)
-        return Delta(request.id, finish_reason=reason, error=error)
-
-    def _forget(self, request: Request) -> None:
-        """Release the pages of a finished request, once no submitted step uses them."""
-        if request.inflight == 0:
-            self._kv.vacate(request)
-            self._queues.requests.pop(request.id, None)

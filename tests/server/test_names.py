@@ -144,6 +144,15 @@ def assembled(mesh: str) -> Any:
     return assemble(ServeConfig.load(mesh=mesh, **SMALL))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """Keep objects frozen from one engine to the next: each would scan all of them when it begins to serve."""
+    from jaxserve.engine.runtime.gc_control import uncollected
+
+    with uncollected():
+        yield
+
+
 @pytest.fixture(scope="module")
 def machine() -> Any:
     return assembled("2x1")
@@ -240,6 +249,12 @@ def test_every_name_is_served(case: Case, machine: Any, tokenizer: Tokenizer, re
 def test_build_settings_of_executors_are_unchanged(machine: Any) -> None:
     with pytest.raises(InvalidValue, match="max_num_seqs=9 must be 8, as built into these executors"):
         machine.serving(replace(machine.config, policy="vllm", max_num_seqs=9))
+
+
+def test_schedulers_may_have_tighter_limits_than_executors(machine: Any) -> None:
+    limits = replace(machine.limits, rows=2, stairs=())
+    cluster = machine.serving(machine.config, limits).cluster(lambda request: None)
+    assert {core.scheduler.limits for core in cluster.cores} == {limits} != {machine.limits}
 
 
 @pytest.mark.full

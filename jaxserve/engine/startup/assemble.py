@@ -137,7 +137,7 @@ class Machine:
             "routing": policies.routing(self.config.policy, self.config.routing),
             "admission": self.config.admission,
             "first_token": self.config.first_token,
-            "boundary": self.config.preempt_boundary,
+            "boundary": self.config.preempt_boundary if self.limits.preemptible else "chunk",
             "segments": self.executors[0].pieces,
             "depth": self.config.preempt_depth,
             "cascade": self.limits.cascade,
@@ -152,12 +152,14 @@ class Machine:
         points = profile.measured(self.executors[0], self.limits, self.info.max_model_len, self.recipe.buckets, seconds)
         self.recipe = replace(self.recipe, points=tuple(points))
 
-    def serving(self, config: ServeConfig) -> Machine:
+    def serving(self, config: ServeConfig, limits: Limits | None = None) -> Machine:
         """Return a machine with the same executors and other scheduling settings (SCHEDULING).
 
         Nothing is compiled or measured again. Only one of the two may serve at a time; this one stays the
         owner of the executors and closes them. Raises InvalidValue for a setting that the executors were
         built with.
+
+        limits: of the schedulers, tighter than those of the executors. None: the same.
         """
         for one in fields(config):
             mine, given = getattr(self.config, one.name), getattr(config, one.name)
@@ -166,7 +168,7 @@ class Machine:
         mesh = plan_of(config)
         places = tuple(replace(one, role=role.value) for one, role in zip(self.info.instances, mesh.roles, strict=True))
         info = replace(self.info, instances=places, policy=config.policy, routing=config.routing)
-        return Machine(config, mesh, self.executors, self.limits, self.recipe, info, lent=True)
+        return Machine(config, mesh, self.executors, limits or self.limits, self.recipe, info, lent=True)
 
     async def close(self) -> bool:
         """Close the executors; return False if one did not end within CLOSING seconds."""

@@ -15,10 +15,14 @@ VOCABULARIES = {"llama3": 128256, "qwen3": 151936, "opt": 50272}
 
 
 def cases() -> Iterator[Case]:
-    """Yield the configs in use: vocabularies of served models, and few rows."""
+    """Yield the configs in use: vocabularies of served models, and few rows.
+
+    The vocabularies have one config, and a kernel takes 20 s to compile. The largest is usual; programs that draw,
+    also usual, contain the kernel for that of Llama 3.
+    """
     for name, vocab in VOCABULARIES.items():
         for rows in (1, 256):
-            yield _case(name, rows, vocab, usual=rows == 256)
+            yield _case(name, rows, vocab, usual=(name, rows) == ("qwen3", 256))
     yield _case("small", 32, 4096)
 
 

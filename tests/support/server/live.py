@@ -40,8 +40,12 @@ class Live:
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
         assert self._ready.wait(30), "the server did not start"
-        self.http = httpx.Client(base_url=self.url, timeout=120)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0)
+        # verify: loading the certificates, which plain HTTP does not need, takes longer than an answer.
+        self.http = httpx.Client(base_url=self.url, timeout=120, verify=False)
+        self.client = openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0,
+            http_client=openai.DefaultHttpxClient(verify=False),
+        )  # fmt: skip
 
     def _main(self) -> None:
         asyncio.run(self._serve())
