@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config import ServeConfig
+from jaxserve.engine.startup.environment import gpus_here
 from jaxserve.errors import JaxserveError
 from jaxserve.remote.address import Address, Place
+from jaxserve.remote.devices import visible
 from jaxserve.remote.messages import Failure
 from jaxserve.report.logs import log_to_stderr
 from jaxserve.report.progress import bar
 
 log = logging.getLogger(__name__)
 
+CUDA = "CUDA_VISIBLE_DEVICES"
 CLOSE = "close"
 CLOSING = 15.0  # seconds in which an engine must close; then its process is killed
 PAUSES = (0.0, 1.0, 10.0, 60.0)  # seconds before an engine is started again, after so many failures in a row
@@ -35,11 +38,11 @@ LASTING = 60.0  # seconds of service after which an end does not count as a fail
 class EngineProcess:
     """A child process with an engine. Writer: one thread at a time."""
 
-    def __init__(self, config: ServeConfig, place: Place) -> None:
-        """Start the process; `wait` waits until the engine is ready."""
+    def __init__(self, config: ServeConfig, place: Place, gpus: str | None = None) -> None:
+        """Start the process; `wait` waits until the engine is ready. gpus: see devices.py."""
         spawn = multiprocessing.get_context("spawn")  # a fork would copy threads' locks
         self._control, theirs = spawn.Pipe()
-        process: Any = spawn.Process(target=_serve, args=(config, place, theirs), name=f"jaxserve-{place.name}")
+        process: Any = spawn.Process(target=_serve, args=(config, place, gpus, theirs), name=f"jaxserve-{place.name}")
         process.daemon = True
         self._process = process
         process.start()
@@ -83,7 +86,11 @@ class EngineProcesses:
     """The engines of a server, one per replica. An engine that ends is started again at the same place."""
 
     def __init__(self, config: ServeConfig) -> None:
-        """Start the processes; `wait` waits until all engines are ready."""
+        """Start the processes; `wait` waits until all engines are ready.
+
+        Raises InvalidValue if there are too few GPUs.
+        """
+        gpus = visible(config, gpus_here(), os.environ.get(CUDA))
         self._folder = tempfile.mkdtemp(prefix="jaxserve-")  # only this user may enter it
         several = config.replicas > 1
         self.places = tuple(
@@ -94,8 +101,9 @@ class EngineProcesses:
             )
             for at in range(config.replicas)
         )
-        self._configs = [_own(config, at) for at in range(config.replicas)]
-        self._processes = [EngineProcess(*pair) for pair in zip(self._configs, self.places, strict=True)]
+        configs = [_own(config, at) for at in range(config.replicas)]
+        self._own = list(zip(configs, self.places, gpus, strict=True))  # arguments of each EngineProcess
+        self._processes = [EngineProcess(*own) for own in self._own]
         self._failures = [0] * config.replicas
         self._begun = [0.0] * config.replicas
         self._closing = threading.Event()
@@ -134,7 +142,7 @@ class EngineProcesses:
         if self._closing.wait(pause):
             return
         self.places[at].address.vacate()
-        self._processes[at] = again = EngineProcess(self._configs[at], self.places[at])
+        self._processes[at] = again = EngineProcess(*self._own[at])
         self._begun[at] = time.monotonic()
         threading.Thread(target=self._await, args=(at, again), daemon=True).start()
 
@@ -156,8 +164,10 @@ def _own(config: ServeConfig, at: int) -> ServeConfig:
     return replace(config, api_key=(), admin_key=(), journal=journal)
 
 
-def _serve(config: ServeConfig, place: Place, control: Connection[Any, Any]) -> None:
+def _serve(config: ServeConfig, place: Place, gpus: str | None, control: Connection[Any, Any]) -> None:
     """Start an engine, serve it until the parent says so or ends, and end this process."""
+    if gpus is not None:
+        os.environ[CUDA] = gpus  # before jax is imported
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent drains, then says when to close
         signal.signal(number, signal.SIG_IGN)
     log_to_stderr(config.log_level)
