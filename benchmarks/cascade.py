@@ -6,7 +6,7 @@ of the three alternate, so that other load slows all alike; ratios to the first 
 
 By bytes: what a decode step of Llama 3 8B in bfloat16 reads, weights included, as a ratio. Simulated:
 the mean time per output token of requests that share a prefix on four H200, by a latency preset.
-Neither has run on a GPU, whose kernels do not yet read a prefix once.
+Neither has run on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from jaxserve.engine.startup.build import ExecutorConfig, random_init
 from jaxserve.models import registry
 from jaxserve.models.published import published_spec
 from jaxserve.report.table import print_table
-from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.plan import SharedPrefix, Span, StepPlan, StepResult
 from jaxserve.sched.api.policy import Limits
 from jaxserve.sched.instance.prefix_groups import PrefixGroups
@@ -40,6 +39,7 @@ from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.sim.options import Options
 from jaxserve.sched.sim.simulate import simulate
 from jaxserve.yamlio import load_yaml
+from pallas_kernels.ops.paged_attention.cascade import DECODE_QUERIES
 
 OWN = 64  # tokens of each row after the prefix
 PAGE = 16  # tokens, of the scheduler's pages in `grouping` and `read`
@@ -98,10 +98,9 @@ def ratio(seconds: Sequence[float], plain: Sequence[float]) -> float:
 
 
 def read(rows: int, prefix: int) -> float:
-    """Return what a decode step of MODEL reads with the prefix read once, relative to once per row."""
-    load = Load(decode=rows, longest=prefix + OWN, context=rows * (prefix + OWN))
-    shared = load.share([SharedPrefix(tuple(range(rows)), prefix // PAGE, rows)], PAGE)
-    return (WEIGHTS + PER_TOKEN * shared.context) / (WEIGHTS + PER_TOKEN * load.context)
+    """Return what a decode step of MODEL reads with the prefix read once per tile of rows, relative to once per row."""
+    tiles = -(-rows // DECODE_QUERIES)
+    return (WEIGHTS + PER_TOKEN * (tiles * prefix + rows * OWN)) / (WEIGHTS + PER_TOKEN * rows * (prefix + OWN))
 
 
 def simulated(rows: int, prefix: int) -> dict[str, Any]:

@@ -53,6 +53,7 @@ CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("experts_backend", ("auto", "mosaic_gpu", "xla")),
     ("products_backend", ("auto", "mosaic_gpu", "xla")),
     ("sampling_backend", ("auto", "mosaic_gpu", "xla")),
+    ("mlp_backend", ("auto", "mosaic_gpu", "xla")),
     ("first_token", ("prefill", "decode")),
     ("log_level", ("debug", "info", "warning", "error")),
     ("quantization", (None, "int8", "fp8", "fp8_per_block")),
@@ -135,7 +136,8 @@ class ServeConfig(HttpSettings):
     cascade_attention: Literal["auto", "on", "off"] = flag(
         "off", "devices", "Read the KV of a prefix that 4 or more requests of a step share (at least 256 tokens in the "
         "prefix cache) once, not once per request. Rounding then depends on which requests share a step, so tokens may "
-        "differ between runs where two are nearly equally likely. auto: where the attention kernels can (xla).",
+        "differ between runs where two are nearly equally likely. auto: where the attention kernels can (xla, and "
+        "mosaic_gpu without MLA).",
     )  # fmt: skip
     experts_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
         "auto", "devices", "Kernels of the mixture of experts; chosen like --attention-backend."
@@ -146,6 +148,10 @@ class ServeConfig(HttpSettings):
     sampling_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
         "auto", "devices", "Kernels that find thresholds of top-k, top-p and min-p; chosen like --attention-backend."
     )
+    mlp_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
+        "auto", "devices", "Kernels of gate, up and SwiGLU of dense feed-forwards. mosaic_gpu: one launch in steps of "
+        "8 to 2048 tokens. auto: xla, as no GPU has compared them.",
+    )  # fmt: skip
     command_buffer_update: str | None = flag(
         None, "devices", "How XLA updates the addresses in CUDA graphs: ALWAYS_UPDATE, SKIP_TEMP or SKIP_PROFILED with "
         "jax 0.11. Modes that skip updates need --kv-cache-memory. Default: XLA's.", metavar="MODE",

@@ -125,8 +125,10 @@ def _parts(executor: JaxExecutor, spans: Spans, count: int) -> dict[str, float]:
     return {name: median(found) for name, found in zip(names, zip(*times, strict=True), strict=True)}
 
 
-def update_mode(run: Run, flags: str) -> None:
+def update_mode(run: Run, flags: str, mlp: str = "auto") -> None:
     """Fill a row of `update mode`: one decode step with these XLA flags, which a process reads once.
+
+    mlp: backend of gate, up and SwiGLU, which is compared in the same way.
 
     The pool has a given size, because the allocator of modes that skip updates does not report its memory.
     """
@@ -139,7 +141,7 @@ def update_mode(run: Run, flags: str) -> None:
     context = 16 if run.dry else CONTEXTS[0]
     pool = engine.pool_of(run, max(2 * count * context, sizes(run)["length"]))
     # A folder of its own: programs keep the flags that they were compiled with.
-    executor = engine.executor_of(run, **sizes(run), folder=kept, pool=pool)
+    executor = engine.executor_of(run, **sizes(run), folder=kept, pool=pool, mlp_backend=mlp)
     engine.compile_first(run, executor.state, engine.buckets(executor, (count,)))
     found = asyncio.run(host(executor, count, context, steps(run)))
-    run.row("update mode", flags=flags or "default", rows=count, context=context, **found)
+    run.row("update mode", flags=flags or "default", mlp=mlp, rows=count, context=context, **found)

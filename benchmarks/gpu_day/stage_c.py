@@ -13,6 +13,7 @@ MODES = {
     "whole products": "--xla_gpu_experimental_force_split_k=1",  # not an update mode, but compared in the same way
 }
 DRY = ("default", "skip profiled")
+GATED = Part("engine gated products", "C", 150, "decode:update_mode", {"flags": "", "mlp": "mosaic_gpu"})
 
 
 def parts(dry: bool) -> list[Part]:
@@ -27,4 +28,5 @@ def parts(dry: bool) -> list[Part]:
             for name, flags in MODES.items()
             if name in DRY or not dry
         ),
+        *([] if dry else [GATED]),  # against the default mode; needs a GPU
     ]

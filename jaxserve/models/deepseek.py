@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models import layers
-from jaxserve.models.layers import Array, Info, Source, Turns, angles, library, like, matrix, rms_norm, vector
+from jaxserve.models.layers import Array, Info, Source, Turns, angles, library, matrix, vector
 from jaxserve.models.moe import Moe
 from jaxserve.models.quantized import einsum
 from jaxserve.models.spec import (
@@ -39,6 +39,7 @@ from jaxserve.models.spec import (
 from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels.attention.api import Attention as Kernel
 from pallas_kernels.attention.api import Pool
+from pallas_kernels.norms import like, rms_norm
 from pallas_kernels.rope import Turn, rotate
 
 EPS = 1e-6  # of the latents' norms; independent of the config's `rms_norm_eps`

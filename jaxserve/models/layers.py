@@ -31,6 +31,7 @@ from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels.attention.api import Attention as Kernel
 from pallas_kernels.attention.api import Pool
 from pallas_kernels.layout import Scales
+from pallas_kernels.norms import HeadNorms, like, rms_norm
 from pallas_kernels.rope import Turn
 
 M = TypeVar("M", bound=nnx.Module)
@@ -159,23 +160,6 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def rms_norm(
-    x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, axes: tuple[int, ...] = (-1,)
-) -> jax.Array:
-    """Apply a root-mean-square norm over `axes` in float32, and return the dtype of `x`.
-
-    offset: added to the weights in float32, because bfloat16 rounds the sum with weights near zero.
-    """
-    wide, gain = x.astype(jnp.float32), like(weight, x).astype(jnp.float32)
-    mean = jnp.mean(wide * wide, axis=axes, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean + eps) * (gain + offset if offset else gain)).astype(x.dtype)
-
-
-def like(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """Reshape `weight` to the rank of `x` by leading axes of size 1."""
-    return weight.reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
-
-
 def angles(rope: Rope, dim: int, positions: jax.Array) -> Turn:
     """Return cos and sin of RoPE's angles, each [T, 1, D / 2] float32; computed once for all layers."""
     turn = positions.astype(jnp.float32)[:, None, None] * rope.frequencies(dim)[None, None, :]  # [T, 1, D/2]
@@ -255,18 +239,21 @@ class Attention(nnx.Module):
         if self.qkv_bias is not None:
             qkv = qkv + like(self.qkv_bias[...], qkv)
         q, k, v = jnp.split(qkv, [spec.group * d, (spec.group + 1) * d], axis=-1)
-        q = q.reshape(tokens, spec.heads, d)
+        q, norms, whole = q.reshape(tokens, spec.heads, d), None, True
         if self.q_norm is not None and self.k_norm is not None:
-            axes = (-1,) if spec.qk_norm == "head" else (-2, -1)
-            q = rms_norm(q, self.q_norm[...], spec.norm_eps, spec.norm_offset, axes)
-            k = rms_norm(k, self.k_norm[...], spec.norm_eps, spec.norm_offset, axes)
+            weights, rest = (self.q_norm[...], self.k_norm[...]), (spec.norm_eps, spec.norm_offset)
+            if whole := spec.qk_norm == "head":
+                norms = HeadNorms(*weights, *rest)
+                q, k = norms.apply(q, k)
+            else:
+                q, k = (rms_norm(x, weight, *rest, (-2, -1)) for x, weight in zip((q, k), weights, strict=True))
         scales = None
         if self.k_scale is not None and self.v_scale is not None:
             scales = Scales(self.k_scale[...], self.v_scale[...])
         cap, sinks = spec.softcap or None, None if self.sinks is None else self.sinks[...]
         mixed, pool = kernel(
             q, k, v, turn, pool, work, scale=spec.scale, window=self.window, softcap=cap, sinks=sinks, scales=scales,
-            qkv=qkv if self.q_norm is None else None,
+            qkv=qkv if whole else None, norms=norms,
         )  # fmt: skip  # [T, H, D]
         out = mixed.reshape(tokens, spec.heads * d) @ self.out[...]
         return (out if self.out_bias is None else out + like(self.out_bias[...], out)), pool
@@ -287,11 +274,15 @@ class Mlp(nnx.Module):
         self.down_bias = vector(prefix + "down_proj.bias", e, fill=0.0) if spec.mlp_bias else None
 
     def __call__(self, x: jax.Array, kernel: Kernel | None = None) -> jax.Array:  # [T, E] -> [T, E]
+        hidden = None if kernel is None or kernel.mlp is None else kernel.mlp(x, self.gate_up[...])
+        out: jax.Array = (self._gated(x) if hidden is None else hidden) @ self.down[...]
+        return out if self.down_bias is None else out + like(self.down_bias[...], out)
+
+    def _gated(self, x: jax.Array) -> jax.Array:  # [T, E] -> [T, F]
         gate_up = einsum("te,epf->tpf", x, self.gate_up[...])  # [T, 2, F]
         if self.gate_up_bias is not None:
             gate_up = gate_up + like(self.gate_up_bias[...], gate_up)
-        out: jax.Array = (ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]) @ self.down[...]
-        return out if self.down_bias is None else out + like(self.down_bias[...], out)
+        return ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
 
 
 class Part(Enum):

@@ -21,10 +21,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.models.layers import ACTIVATIONS, Array, Info, Mlp, Source, library, like, matrix, same, vector
+from jaxserve.models.layers import ACTIVATIONS, Array, Info, Mlp, Source, library, matrix, same, vector
 from jaxserve.models.quantized import Weight, multiplied
 from jaxserve.models.spec import ModelSpec
 from pallas_kernels.attention.api import Attention as Kernel
+from pallas_kernels.norms import like
 from pallas_kernels.ops.grouped_matmul.api import Experts
 
 

@@ -12,6 +12,7 @@ from jaxserve.models import layers
 from jaxserve.models.layers import ACTIVATIONS, Info, Source, Tree, Turns, bind, matrix, same, vector
 from jaxserve.models.spec import Config, ModelSpec, common, need
 from jaxserve.sched.api.errors import InvalidValue
+from pallas_kernels.norms import like
 
 FIRST = 2  # row of position 0 in the table; OPT reserves the rows before it for padding
 EPS = 1e-5
@@ -47,7 +48,7 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
         unit = centered * jax.lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + EPS)
-        weight, bias = (layers.like(part[...], x).astype(jnp.float32) for part in (self.weight, self.bias))
+        weight, bias = (like(part[...], x).astype(jnp.float32) for part in (self.weight, self.bias))
         return (unit * weight + bias).astype(x.dtype)
 
 
@@ -63,9 +64,9 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array, kernel: Any = None) -> jax.Array:  # x [T, E] -> [T, E]
         up = x @ self.up[...]
-        up = ACTIVATIONS[self.activation](up + layers.like(self.up_bias[...], up))
+        up = ACTIVATIONS[self.activation](up + like(self.up_bias[...], up))
         out: jax.Array = up @ self.down[...]
-        return out + layers.like(self.down_bias[...], out)
+        return out + like(self.down_bias[...], out)
 
 
 class Block(layers.Block):

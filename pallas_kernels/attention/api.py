@@ -19,6 +19,8 @@ from pallas_kernels.attention import mosaic_gpu, tpu, xla
 from pallas_kernels.choice import Choice, Unsupported
 from pallas_kernels.choice import resolve as choose
 from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.norms import HeadNorms
+from pallas_kernels.ops.gated_matmul.api import GatedMatmul
 from pallas_kernels.ops.grouped_matmul.api import Experts, XlaExperts
 from pallas_kernels.ops.paged_attention.api import Attention as Local
 from pallas_kernels.ops.paged_attention.api import AttentionSpec, Backend, Pool
@@ -58,7 +60,9 @@ def refuses_cascade(choice: Choice | None) -> str | None:
     """Return None, or the reason why the kernels of `choice` read a shared prefix once per row."""
     if choice is None or choice.backend == "xla":
         return None
-    return f"the attention backend {choice} reads a shared prefix once per row"
+    if choice.backend != "mosaic_gpu":
+        return f"the attention backend {choice} reads a shared prefix once per row"
+    return f"{choice} reads a shared prefix of a latent KV cache (MLA) once per row" if choice.spec.latent else None
 
 
 def heads_first(choice: Choice | None) -> bool:
@@ -81,6 +85,10 @@ class Attention(Local, Protocol):
     def products(self) -> QuantizedMatmul:
         """Return the products with 8-bit weights."""
 
+    @property
+    def mlp(self) -> GatedMatmul | None:
+        """Return the gated product of dense feed-forwards; None: XLA's."""
+
 
 def attention(
     mesh: Mesh | AbstractMesh | None = None,
@@ -90,16 +98,17 @@ def attention(
     few: bool = False,
     experts: Experts | None = None,
     products: QuantizedMatmul | None = None,
+    mlp: GatedMatmul | None = None,
 ) -> Attention:
     """Build the attention of one bucket's program.
 
     `mesh`: heads are split over its axis `tp`, and every shard attends to its own pool; None for
-    one device. `choice`, `experts`, `products`: None for XLA. `decode`: every program row is
+    one device. `choice`, `experts`, `products`, `mlp`: None for XLA. `decode`: every program row is
     exactly one token, so T = S and lengths are 0 or 1. `few`: no row has more than 16 tokens.
     """
     local = xla.make(None, decode) if choice is None else BACKENDS[choice.backend].make(choice.spec, decode, few)
     pages = P(None, "tp") if heads_first(choice) else P(None, None, "tp")
-    return _Sharded(local, mesh, pages, experts or XlaExperts(), products or XlaQuantizedMatmul())
+    return _Sharded(local, mesh, pages, experts or XlaExperts(), products or XlaQuantizedMatmul(), mlp)
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,7 @@ class _Sharded:
     pages: P  # partition of a pool's arrays
     experts: Experts
     products: QuantizedMatmul
+    mlp: GatedMatmul | None
 
     def plan(self, ragged: Ragged) -> Any:
         return self.local.plan(ragged)
@@ -130,26 +140,28 @@ class _Sharded:
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
         qkv: jax.Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[jax.Array, Pool]:
         if self.mesh is None or self.mesh.shape["tp"] == 1:
-            rest: dict[str, Any] = {"sinks": sinks, "scales": scales, "qkv": qkv}
+            rest: dict[str, Any] = {"sinks": sinks, "scales": scales, "qkv": qkv, "norms": norms}
             return self.local(q, k, v, turn, pool, work, scale=scale, window=window, softcap=softcap, **rest)
         heads, pages = P(None, "tp"), self.pages
 
         def layer(
             q: jax.Array, k: jax.Array, v: jax.Array | None, qkv: jax.Array | None, *rest: Any
         ) -> tuple[jax.Array, Pool]:
-            *others, by_head = rest
-            return self.local(q, k, v, *others, scale=scale, window=window, softcap=softcap, qkv=qkv, **by_head)
+            turn, pool, work, norms, by_head = rest
+            alike: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "norms": norms}
+            return self.local(q, k, v, turn, pool, work, qkv=qkv, **alike, **by_head)
 
         # shard_map cannot infer replication through the loops over pages, whose trip counts depend on
         # replicated arrays only.
         run = jax.shard_map(
             layer,
             mesh=self.mesh,
-            in_specs=(heads, heads, heads, heads, P(), pages, P(), P("tp")),
+            in_specs=(heads, heads, heads, heads, P(), pages, P(), P(), P("tp")),
             out_specs=(heads, pages),
             check_vma=False,
         )
-        mixed, pool = run(q, k, v, qkv, turn, pool, work, {"sinks": sinks, "scales": scales})
+        mixed, pool = run(q, k, v, qkv, turn, pool, work, norms, {"sinks": sinks, "scales": scales})
         return mixed, pool

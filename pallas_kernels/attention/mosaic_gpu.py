@@ -4,6 +4,9 @@ A step with prompts computes rows of one token by the decode kernel and longer r
 kernel; each row is in exactly one of the two plans. A step without prompts has rows of up to
 QUERIES tokens, all in the decode kernel. The prefill kernel does not support 8-bit pools of head
 dim 256: steps with prompts run in XLA.
+
+If a step names groups of rows with a common prefix, another launch reads the pages that each group
+shares, and both kernels read the rest (ops/paged_attention/cascade.py).
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
+from pallas_kernels.attention.xla import XlaAttention, XlaWork
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.mosaic.support import unfit
+from pallas_kernels.norms import HeadNorms
 from pallas_kernels.ops.mla import api as mla
-from pallas_kernels.ops.paged_attention import xla
 from pallas_kernels.ops.paged_attention.api import Attention, AttentionSpec, Pool
+from pallas_kernels.ops.paged_attention.cascade import merge
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
 from pallas_kernels.rope import Turn
 
@@ -36,6 +41,8 @@ class GpuAttentionWork(NamedTuple):
     ragged: Ragged
     decode: tuple[Any, ...]  # one DecodeWork per window
     prefill: tuple[Any, ...]  # one PrefillWork per window; empty in a step without prompts
+    xla: XlaWork | None = None  # instead, if the step runs in XLA
+    groups: tuple[Any, ...] = ()  # one Groups per window; empty if the step has no `Ragged.shared`
 
 
 def supports(spec: AttentionSpec) -> str | None:
@@ -138,6 +145,10 @@ class MosaicAttention:
         return self._prefills and _left_to_xla(self.spec)
 
     @property
+    def _xla(self) -> XlaAttention:
+        return XlaAttention(self.decode, windows=self.spec.windows)
+
+    @property
     def _prefills(self) -> bool:
         """Whether rows may be prompts."""
         return not (self.decode or self.few)
@@ -149,13 +160,21 @@ class MosaicAttention:
     def plan(self, ragged: Ragged) -> GpuAttentionWork:
         """Plan the step once per distinct window; layers with the same window share a plan."""
         if self._by_xla:
-            return GpuAttentionWork(ragged, (), ())
+            return GpuAttentionWork(ragged, (), (), self._xla.plan(ragged))
+        windows, page = self.spec.windows, self.spec.page
+        groups = tuple(self._groups(ragged, window) for window in windows if ragged.shared is not None)
+        steps = [one.cascade.rest for one in groups] or [ragged] * len(windows)
 
         def each(config: Any) -> tuple[Any, ...]:
-            return tuple(config.plan(ragged, page=self.spec.page, window=window) for window in self.spec.windows)
+            return tuple(config.plan(step, page=page, window=one) for step, one in zip(steps, windows, strict=True))
 
         prefill = each(_prefill(self.spec)[0]) if self._prefills else ()
-        return GpuAttentionWork(ragged, each(_decode(self.spec, self._queries)[0]), prefill)
+        return GpuAttentionWork(ragged, each(_decode(self.spec, self._queries)[0]), prefill, groups=groups)
+
+    def _groups(self, ragged: Ragged, window: int | None) -> Any:
+        from pallas_kernels.ops.paged_attention.hopper import cascade
+
+        return cascade.plan(ragged, _decode(self.spec, QUERIES)[0], page=self.spec.page, window=window)
 
     def __call__(
         self,
@@ -172,39 +191,50 @@ class MosaicAttention:
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
         qkv: jax.Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.ops.kv_write.hopper import packed
         from pallas_kernels.ops.paged_attention.hopper.decode import paged_decode
 
         assert v is not None, "MlaAttention handles latents"
-        qkv = packed(q, k, v) if qkv is None else qkv
-        q, k_pool, v_pool = self._write(qkv, turn, pool, work.ragged, scales)
+        if qkv is None:  # all of the norms are applied
+            qkv, norms = packed(q, k, v), None
+        q, k_pool, v_pool = self._write(qkv, turn, pool, work.ragged, scales, norms)
         rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "scales": scales}
-        rest["interpret"] = self._interpret
-        if self._by_xla:
-            mixed, lse = xla.paged_attention(
-                q, k_pool, v_pool, work.ragged, return_lse=True, scale=scale, window=window, softcap=softcap,
-                scales=scales,
-            )  # fmt: skip
-            return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)
-        at = self.spec.windows.index(window)
+        if work.xla is not None:
+            return self._xla.attend(q, (k_pool, v_pool), work.xla, sinks, **rest), (k_pool, v_pool)
+        at, rest["interpret"] = self.spec.windows.index(window), self._interpret
+        groups = work.groups[at] if work.groups else None
+        ragged = work.ragged if groups is None else groups.cascade.rest
         config, _ = _decode(self.spec, self._queries)
         # Every row is in one of the plans, so what decode leaves out is overwritten.
-        mixed, lse = paged_decode(q, k_pool, v_pool, work.ragged, work.decode[at], config=config, clean=False, **rest)
+        mixed, lse = paged_decode(q, k_pool, v_pool, ragged, work.decode[at], config=config, clean=False, **rest)
         if self._prefills:
             from pallas_kernels.ops.paged_attention.hopper.prefill import paged_prefill
 
             config, _ = _prefill(self.spec)
-            longer = paged_prefill(q, k_pool, v_pool, work.ragged, work.prefill[at], config=config, clean=False, **rest)
+            longer = paged_prefill(q, k_pool, v_pool, ragged, work.prefill[at], config=config, clean=False, **rest)
             mine = work.prefill[at].place >= 0
             mixed = jnp.where(mine[:, None, None], longer[0], mixed)
             lse = jnp.where(mine[:, None], longer[1], lse)
+        if groups is not None:
+            from pallas_kernels.ops.paged_attention.hopper.cascade import attend_shared
+
+            config, _ = _decode(self.spec, QUERIES)
+            mixed, lse = merge(*attend_shared(q, k_pool, v_pool, groups, config=config, **rest), mixed, lse)
         return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)
 
     def _write(
-        self, qkv: jax.Array, turn: Turn | None, pool: Pool, ragged: Ragged, scales: Scales | None
+        self,
+        qkv: jax.Array,
+        turn: Turn | None,
+        pool: Pool,
+        ragged: Ragged,
+        scales: Scales | None,
+        norms: HeadNorms | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         from pallas_kernels.ops.kv_write.hopper import rope_and_write
 
         k_pool, v_pool = pool
-        return rope_and_write(qkv, turn, k_pool, v_pool, ragged, scales=scales, interpret=self._interpret)
+        rest: dict[str, Any] = {"scales": scales, "norms": norms, "interpret": self._interpret}
+        return rope_and_write(qkv, turn, k_pool, v_pool, ragged, **rest)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.norms import HeadNorms
 from pallas_kernels.ops.kv_write.xla import quantized
 from pallas_kernels.ops.paged_attention.api import AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
@@ -89,6 +90,7 @@ class TpuAttention:
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
         qkv: jax.Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.ops.kv_write.tpu import write_kv
         from pallas_kernels.ops.paged_attention.tpu.kernel import paged_attention

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 
 from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.norms import HeadNorms
 from pallas_kernels.ops.kv_write.xla import rope_and_write_xla, write_latent
 from pallas_kernels.ops.paged_attention import cascade
 from pallas_kernels.ops.paged_attention.api import AttentionSpec, Pool
@@ -54,7 +55,8 @@ class XlaAttention:
         """Plan what rows read together, once per distinct window; the loops over pages need no plan."""
         if ragged.shared is None:
             return XlaWork(ragged, ())
-        return XlaWork(ragged, tuple(cascade.plan(ragged, decode=self.decode, window=each) for each in self.windows))
+        size = cascade.queries(len(ragged.rows), decode=self.decode)
+        return XlaWork(ragged, tuple(cascade.plan(ragged, queries=size, window=each) for each in self.windows))
 
     def __call__(
         self,
@@ -71,20 +73,24 @@ class XlaAttention:
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
         qkv: jax.Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[jax.Array, Pool]:
         q, pool = _written(q, k, v, turn, pool, work.ragged, scales, self.heads_first)
-        options: Options = {
-            "scale": scale, "decode": self.decode, "window": window, "softcap": softcap, "scales": scales,
-            "heads_first": self.heads_first,
-        }  # fmt: skip
+        return self.attend(q, pool, work, sinks, scale=scale, window=window, softcap=softcap, scales=scales), pool
+
+    def attend(
+        self, q: jax.Array, pool: Pool, work: XlaWork, sinks: jax.Array | None, **options: Unpack[Options]
+    ) -> jax.Array:
+        """Return the mixed values of rotated queries; the pool holds the step's keys and values."""
+        options = {**options, "decode": self.decode, "heads_first": self.heads_first}
         if work.cascades:
-            shared = work.cascades[self.windows.index(window)]
+            shared = work.cascades[self.windows.index(options["window"])]
             mixed, lse = cascade.cascade_attention(q, pool[0], pool[-1], shared, **options)
         elif sinks is None:
-            return paged_attention(q, pool[0], pool[-1], work.ragged, **options), pool
+            return paged_attention(q, pool[0], pool[-1], work.ragged, **options)
         else:
             mixed, lse = paged_attention(q, pool[0], pool[-1], work.ragged, return_lse=True, **options)
-        return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), pool
+        return mixed if sinks is None else with_sinks(mixed, lse, sinks)
 
 
 def _written(

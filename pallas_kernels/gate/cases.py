@@ -20,6 +20,7 @@ GPU = (
     "pallas_kernels.ops.mla.cases",
     "pallas_kernels.ops.kv_write.cases",
     "pallas_kernels.ops.grouped_matmul.cases",
+    "pallas_kernels.ops.gated_matmul.cases",
     "pallas_kernels.ops.quantized_matmul.cases",
     "pallas_kernels.ops.sampling_threshold.cases",
     "pallas_kernels.ops.kv_pages.cases",

@@ -10,6 +10,7 @@ INSTRUCTIONS = {
     "wgmma": re.compile(r"wgmma\.mma_async"),
     "mma": re.compile(r"\bmma\.sync"),
     "tma": re.compile(r"cp\.async\.bulk\.tensor"),
+    "atom": re.compile(r"atom\.acq_rel\.gpu"),
 }
 SHARED = re.compile(r"\b(?:ld\.shared|st\.shared|ldmatrix|stmatrix|shfl)\.")
 NARROW = re.compile(r"\bld\.shared[\w.:]*\.[bsu](?:8|16)\b")

@@ -153,25 +153,38 @@ def interpreter_params(detect_races: bool) -> Any:
 
 
 @contextmanager
-def watched_kernels() -> Iterator[list[Any]]:
+def watched_kernels(*, in_order: bool = False) -> Iterator[list[Any]]:
     """Collect the interpreter's race-detection state of every kernel run inside.
 
     jax itself keeps only the last kernel's state, and most operations here run two kernels or more.
+    `in_order`: a block's accesses come after those of the blocks that ran before it. Otherwise the
+    interpreter starts their clocks anew, and any two blocks may race.
     """
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
     callbacks: Any = gpu_callbacks  # as Any: its types differ between versions
-    original, notes = callbacks.GPURaceDetectionState, []
+    memory: Any = shared_memory.GPUSharedMemory
+    original, notes, reset = callbacks.GPURaceDetectionState, [], memory.reset_per_cluster_state
+
+    def later(self: Any) -> None:
+        before = getattr(self, "clocks", {}).values()
+        reset(self)
+        for clock in self.clocks.values():
+            for one in before:
+                clock.update(one)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         notes.append(original(*args, **kwargs))
         return notes[-1]
 
     callbacks.GPURaceDetectionState = noted
+    if in_order:
+        memory.reset_per_cluster_state = later
     try:
         yield notes
     finally:
         callbacks.GPURaceDetectionState = original
+        memory.reset_per_cluster_state = reset
 
 
 def reset_interpreter() -> None:

@@ -13,11 +13,13 @@ import jaxlib.mlir.dialects.llvm as _llvm
 import jaxlib.mlir.dialects.vector as _vector
 import jaxlib.mlir.ir as _ir
 from jax.experimental.mosaic.gpu import FragmentedArray as _FragmentedArray
+from jax.experimental.mosaic.gpu import utils as _utils
 
 ir: Any = _ir
 llvm: Any = _llvm
 vector: Any = _vector
 FragmentedArray: Any = _FragmentedArray
+utils: Any = _utils
 
 # e4m3 has a conversion instruction. For int8, x + 128 is the low byte of the float16 number 1024 + 128 + x.
 HALVES = {
@@ -26,6 +28,17 @@ HALVES = {
         prmt.b32 y, x, 0x64646464, 0x4140; sub.f16x2 $0, y, m;
         prmt.b32 z, x, 0x64646464, 0x4342; sub.f16x2 $1, z, m;""",
 }
+# Barrier 0 is that of the whole block, and the others those of its warpgroups, in order. One thread counts for all,
+# between two barriers, and the second tells the others. atom.dec takes 0 to the largest count.
+COUNT_DOWN = """{ .reg .pred first, last; .reg .b32 thread, group, old;
+    mov.u32 thread, %tid.x; shr.u32 group, thread, 7; add.u32 group, group, 1; and.b32 thread, thread, 127;
+    setp.eq.u32 first, thread, 0; setp.ne.u32 last, thread, thread;
+    bar.sync group, 128;
+    @first fence.acq_rel.gpu;
+    @first atom.acq_rel.gpu.dec.u32 old, [$1], $2;
+    @first setp.eq.u32 last, old, 0;
+    bar.red.or.pred last, group, 128, last;
+    selp.b32 $0, 1, 0, last; }"""
 TURNS = 0x5140, 0x7362  # bytes 0, 4, 1, 5 and 2, 6, 3, 7 of two words
 
 
@@ -96,3 +109,13 @@ def pair(values: Sequence[Any]) -> Any:
 def singles(register: Any) -> list[Any]:
     """Split a register into its float32 elements."""
     return [vector.extract(register, [], [i]) for i in range(ir.VectorType(register.type).shape[0])]
+
+
+def count_down(counter: Any, most: Any) -> Any:
+    """Take one from `counter`, a rank-0 ref in global memory, or 0 to `most`; return whether it was 0, as a word.
+
+    Every thread of a warpgroup calls it. Their stores come before the count, and the loads after it
+    see the stores that came before the earlier counts.
+    """
+    operands = [utils.memref_ptr(counter), most]
+    return llvm.inline_asm(_word(), operands, COUNT_DOWN, "=r,l,r,~{memory}", has_side_effects=True)

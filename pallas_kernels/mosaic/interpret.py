@@ -51,10 +51,14 @@ class Races:
 
 
 @contextmanager
-def watch_races() -> Iterator[Races]:
-    """Collect the races of all kernels run inside; query them when the results are ready (`block_until_ready`)."""
+def watch_races(*, in_order: bool = False) -> Iterator[Races]:
+    """Collect the races of all kernels run inside; query them when the results are ready (`block_until_ready`).
+
+    `in_order`: blocks of a kernel do not race with each other, as if each began after the one before;
+    for kernels whose blocks order themselves by counters (countdown.py).
+    """
     races = Races()
-    with compat.watched_kernels() as kernels:
+    with compat.watched_kernels(in_order=in_order) as kernels:
         races.kernels = kernels
         yield races
 

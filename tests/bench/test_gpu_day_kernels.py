@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu_day import probe, questions, stage_b
 from benchmarks.gpu_day.child import function_of
-from benchmarks.gpu_day.kernels import cases, experts, mla, quantized, sweep, timing
+from benchmarks.gpu_day.kernels import cases, experts, gated, mla, quantized, sweep, timing
 from benchmarks.gpu_day.part import Part, Run
 from benchmarks.gpu_day.report import rows_of
 from benchmarks.gpu_day.stages import all_parts
@@ -43,6 +43,8 @@ def test_parts_can_be_called(dry: bool) -> None:
         assert set(asked) <= known, part.name
         if "containing" in part.arguments:
             assert any(part.arguments["containing"] in name for name in quantized.specs(dry)), part.name
+        if part.call.endswith("gated:measure"):
+            assert gated.cases(dry, part.arguments["model"]), part.name
 
 
 def test_products_are_representative() -> None:

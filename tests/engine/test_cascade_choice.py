@@ -16,15 +16,25 @@ LIMITS = Limits(slots=8, tokens=64, pages=32, page_size=16, row_pages=4, vocab=1
 SPEC = AttentionSpec("float32", 4, 2, 64, 16, platform="cpu")
 
 
-@pytest.mark.parametrize("backend", ["mosaic_gpu", "tpu", "xla"])
-def test_only_xla_reads_a_shared_prefix_once(backend: str) -> None:
-    backends = Backends(attention=Choice(backend, SPEC))
-    assert not backends.cascade("off")
-    assert backends.cascade("auto") == (backend == "xla")
-    if backend == "xla":
-        assert backends.cascade("on")
-        return
-    with pytest.raises(InvalidValue, match=backend) as caught:
+LATENT = replace(SPEC, kv_heads=1, head_dim=576, latent=512)
+
+
+@pytest.mark.parametrize(
+    "choice", [None, Choice("xla", SPEC), Choice("xla", LATENT), Choice("mosaic_gpu", SPEC)], ids=str
+)
+def test_these_kernels_read_a_shared_prefix_once(choice: Choice | None) -> None:
+    backends = Backends(attention=choice)
+    assert backends.cascade("on") and backends.cascade("auto") and not backends.cascade("off")
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [(Choice("tpu", SPEC), "backend tpu"), (Choice("mosaic_gpu", LATENT), r"latent KV cache \(MLA\)")],
+)
+def test_other_kernels_say_why_not(choice: Choice, why: str) -> None:
+    backends = Backends(attention=choice)
+    assert not backends.cascade("auto") and not backends.cascade("off")
+    with pytest.raises(InvalidValue, match=why) as caught:
         backends.cascade("on")
     assert caught.value.param == "cascade_attention"
 

@@ -24,8 +24,10 @@ from pallas_kernels.ops.quantized_matmul import hopper as narrow
 from pallas_kernels.ops.quantized_matmul.hopper import QuantizedSpec
 from pallas_kernels.ops.sampling_threshold import hopper as borders
 from tests.support.kernels.checks import (
+    cascade,
     decode,
     foreign,
+    gated_matmul,
     grouped_matmul,
     kv_pages,
     kv_write,
@@ -160,6 +162,23 @@ PREFILL_8BIT: Cases = {
 }  # fmt: skip
 
 
+def sharing(rows: Any = cascade.CHUNKS, prefixes: Any = cascade.PREFIXES, **problem: Any) -> Callable[[], None]:
+    """Return a check of a layer with the config that an engine chooses."""
+    return partial(cascade.check, cascade.Problem(prefixes, rows, **problem))
+
+
+SERVED = tuple((1 + row % 3 // 2, 1, 1600 + 37 * row) for row in range(48))
+SHARED_PREFIXES: Cases = {
+    "decodes": sharing(cascade.DECODES, decode=True),
+    "drafts": sharing(cascade.DRAFTS, few=True),
+    **{f"prompts, dim {dim}": sharing(dim=dim, heads=8) for dim in DIMS},
+    "one query head each": sharing(heads=2),
+    "a window, a soft cap and sinks": sharing(window=75, softcap=3.0, sinks=True),
+    **{f"{name_of(stored)}, dim {dim}": sharing(dim=dim, stored=stored) for stored in BYTES for dim in DIMS},
+    "served": sharing(SERVED, (24, 16), heads=32, kv_heads=8, dim=128, page=64, pool=2000, decode=True),
+}
+
+
 def of_latents(
     rows: Any = mla.EDGES, queries: int = 1, warps: bool | None = None, **problem: Any
 ) -> Callable[[], None]:
@@ -247,6 +266,13 @@ QUANTIZED_MATMUL: Cases = {
 }
 
 
+GATED_MATMUL: Cases = {
+    "one tile": partial(gated_matmul.check, 8, 128, 128),
+    **{f"{tokens} tokens": partial(gated_matmul.check, tokens, 512, 384) for tokens in (20, 33, 130, 256)},
+    "GELU": partial(gated_matmul.check, 64, 256, 256, "gelu_pytorch_tanh"),
+    "float16": partial(gated_matmul.check, 40, 256, 256, dtype=jnp.float16),
+    **{f"served {tokens}": partial(gated_matmul.check, tokens, 4096, 14336) for tokens in (8, 64, 256, 2048)},
+}
 KV_WRITE: Cases = {
     f"{shape} of {name_of(dtype)} as {name_of(stored or dtype)}{'' if turned else ' unturned'}": partial(
         lambda *given, turned: kv_write.check(kv_write.step(*given), turned=turned), *shape, dtype, stored,
@@ -297,6 +323,11 @@ def test_prefill_8bit(name: str) -> None:
     PREFILL_8BIT[name]()
 
 
+@pytest.mark.parametrize("name", SHARED_PREFIXES)
+def test_shared_prefixes(name: str) -> None:
+    SHARED_PREFIXES[name]()
+
+
 @pytest.mark.parametrize("name", MLA)
 def test_mla(name: str) -> None:
     MLA[name]()
@@ -310,6 +341,11 @@ def test_grouped_matmul(name: str) -> None:
 @pytest.mark.parametrize("name", QUANTIZED_MATMUL)
 def test_quantized_matmul(name: str) -> None:
     QUANTIZED_MATMUL[name]()
+
+
+@pytest.mark.parametrize("name", GATED_MATMUL)
+def test_gated_matmul(name: str) -> None:
+    GATED_MATMUL[name]()
 
 
 @pytest.mark.parametrize("name", KV_WRITE)

@@ -60,13 +60,44 @@ def steps(draw: st.DrawFn, decode: bool) -> Case:
     return Case(ragged._replace(shared=shared), tuple(groups))
 
 
+planned = jax.jit(cascade.plan, static_argnames=("queries", "longest", "window"))
+
+
+@pytest.mark.parametrize(("queries", "longest", "window"), [(16, None, 9), (3, 2, None), (1, 1, 40)])
+@settings(max_examples=examples(60))
+@given(data=st.data())
+def test_each_query_of_a_group_is_in_one_tile_of_it(
+    data: st.DataObject, queries: int, longest: int | None, window: int | None
+) -> None:
+    ragged, groups = data.draw(steps(False))
+    work = jax.tree.map(np.asarray, planned(ragged, queries=queries, longest=longest, window=window))
+    assert ragged.shared is not None
+    fits = (ragged.contexts <= (window or np.inf)) & (ragged.lengths <= (longest or np.inf))
+    mine = np.append(np.where(fits, ragged.shared.group, 0), 0)[ragged.rows]
+    found: dict[int, tuple[int, int]] = {}
+    assert work.used == np.count_nonzero(work.tiles.lengths) and np.all(work.tiles.lengths[: work.used])
+    for tile in range(work.used):
+        start, length = work.tiles.starts[tile], work.tiles.lengths[tile]
+        assert 0 < length <= queries and np.all(work.tiles.rows[start : start + length] == tile)
+        leader = next(row for row in range(len(groups)) if mine[ragged.starts[row]] == mine[work.order[start]])
+        pages = ragged.shared.pages[mine[work.order[start]] - 1]
+        np.testing.assert_array_equal(work.tiles.block_tables[tile, :pages], ragged.block_tables[leader, :pages])
+        assert work.tiles.contexts[tile] == pages * PAGE
+        found |= {token: (start + at, mine[token]) for at, token in enumerate(work.order[start : start + length])}
+        assert len({mine[token] for token in work.order[start : start + length]}) == 1
+    assert {token: (work.place[token], mine[token]) for token in np.flatnonzero(mine)} == found
+    assert np.all(work.place[mine == 0] == len(work.order))
+    assert len(found) == np.count_nonzero(work.tiles.rows < len(work.tiles.lengths))
+
+
 @partial(jax.jit, static_argnames=("decode", "window", "softcap", "heads_first"))
 def attend(q: Any, k: Any, v: Any, ragged: Ragged, *, window: int | None, decode: bool, **options: Any) -> Any:
     """Return cascade attention and plain attention."""
     if options.get("heads_first"):
         k, v = (jnp.swapaxes(pool, 1, 2) for pool in (k, v))
     options |= {"scale": SCALE, "window": window, "decode": decode}
-    work = cascade.plan(ragged, decode=decode, window=window)
+    size = cascade.queries(len(q), decode=decode)
+    work = cascade.plan(ragged, queries=size, window=window)
     with jax.default_matmul_precision("highest"):
         plain = paged_attention(q, k, v, ragged, return_lse=True, **options)
         return cascade.cascade_attention(q, k, v, work, **options), plain

@@ -43,6 +43,12 @@ def test_the_twin_quantizes_what_it_writes(stored: Any) -> None:
     assert np.all(np.isfinite(np.asarray(k_pool, np.float32))), "values out of range are clipped"
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda x: jnp.dtype(x).name)
+def test_the_twin_norms_heads_as_float64_does(dtype: Any) -> None:
+    case = step(4, 2, 8, dtype, normed=True)
+    right(case, jax.jit(rope_and_write_xla)(*case.arguments, norms=case.norms))
+
+
 def test_the_twin_writes_in_place() -> None:
     pool = jax.ShapeDtypeStruct((4096, PAGE, 2, 8), jnp.float32)
     case = step(4, 2, 8, jnp.float32)
@@ -72,6 +78,21 @@ def test_the_kernel_writes_what_the_twin_writes_in_every_shape(
     shape: tuple[int, int, int], dtype: Any, turned: bool, tokens: int
 ) -> None:
     check(step(*shape, dtype), turned=turned, config=Config(tokens))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("shape", BARE, ids=str)
+def test_the_kernel_norms_heads_as_float64_does(shape: tuple[int, int, int], turned: bool) -> None:
+    check(step(*shape, normed=True), turned=turned, config=Config(2))
+
+
+@needs_interpreter
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda x: jnp.dtype(x).name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernel_norms_heads_of_every_shape(shape: tuple[int, int, int], dtype: Any) -> None:
+    check(step(*shape, dtype, normed=True))
 
 
 @needs_interpreter

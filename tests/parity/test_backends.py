@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,9 @@ from jaxserve.models import registry
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.request import Request
+from jaxserve.sched.instance import prefix_groups
 from pallas_kernels.mosaic import compat
-from tests.support.parity.law import LENGTH, SPEC, Ask, Model, Setup, compare
+from tests.support.parity.law import LENGTH, PAGE, ROWS, SPEC, Ask, Model, Setup, compare
 
 pytestmark = pytest.mark.timeout(1800)  # interpreted kernels take minutes, many on a busy machine
 PAGES, TOKENS = 40, 4
@@ -164,6 +166,17 @@ def test_tokens_equal_those_of_xla_with_8_bit_weights() -> None:
     check("mosaic_gpu", "1x1", model, products_backend="mosaic_gpu")
 
 
+# As wide as the gated product needs on two devices.
+GATED = replace(WIDE, ff_dim=128)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["1x1", "1x2"])
+@needs_interpreter
+def test_tokens_equal_those_of_xla_with_gated_products(mesh: str, several: None) -> None:
+    check("mosaic_gpu", mesh, replace(MODELS["mosaic_gpu"], spec=GATED), "mlp")
+
+
 @pytest.mark.parametrize("mesh", ["1x1", pytest.param("1x2", marks=pytest.mark.full)])
 @needs_interpreter
 def test_tokens_equal_those_of_xla_with_experts(mesh: str, several: None) -> None:
@@ -182,6 +195,25 @@ NARROW_EXPERTS = replace(EXPERTS, dim=256, moe=replace(EXPERTS.moe, ff_dim=64))
 def test_tokens_equal_those_of_xla_with_8_bit_experts(quantization: str, mesh: str, several: None) -> None:
     model = replace(MODELS["mosaic_gpu"], spec=NARROW_EXPERTS.quantized_as(quantization))
     check("mosaic_gpu", mesh, model, "experts")
+
+
+@pytest.mark.full
+@needs_interpreter
+def test_tokens_equal_those_of_xla_where_a_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check requests of which all but one begin with the same two pages; one is admitted per step."""
+    monkeypatch.setattr(prefix_groups, "LEAST_TOKENS", 2 * PAGE)
+    model, draw, plans = MODELS["mosaic_gpu"], random.Random(6), list[StepPlan]()
+    shared, other = (tuple(draw.randrange(8, SPEC.vocab) for _ in range(2 * PAGE)) for _ in range(2))
+    requests = [
+        Ask((*(other if n == 3 else shared), 8 + n), SamplingParams(max_tokens=8, seed=n, ignore_eos=True))
+        for n in range(ROWS)
+    ]
+    options: Any = {"attention_backend": "mosaic_gpu", "cascade_attention": "on"}
+    setup = Setup("1x1", 32, PAGES, model=model, interpret=True, **options)
+    served, _ = setup.run(requests, "sarathi", plans.append)
+    assert any(len(group.spans) > 3 for plan in plans for group in plan.shared)
+    alone = Setup("1x1", 32, PAGES, model=model)
+    assert compare(requests, served, [alone.run([ask])[0][0] for ask in requests], model) <= 1
 
 
 def check(backend: str, mesh: str, model: Model, what: str = "attention", **options: str) -> None:

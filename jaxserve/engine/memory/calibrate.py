@@ -31,6 +31,8 @@ from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from pallas_kernels.attention.api import Pool
 from pallas_kernels.layout import MASKED, Ragged, Scales
+from pallas_kernels.norms import HeadNorms
+from pallas_kernels.ops.gated_matmul.api import GatedMatmul
 from pallas_kernels.ops.grouped_matmul.api import Experts, XlaExperts
 from pallas_kernels.ops.kv_write.xla import LARGEST
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
@@ -60,6 +62,7 @@ class Observer:
     mesh: Mesh
     experts: Experts = field(default_factory=XlaExperts)
     products: QuantizedMatmul = field(default_factory=XlaQuantizedMatmul)
+    mlp: GatedMatmul | None = None
 
     def plan(self, ragged: Ragged) -> Ragged:
         return ragged
@@ -79,6 +82,7 @@ class Observer:
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
         qkv: jax.Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[jax.Array, Pool]:
         """Attend over one row that starts at position 0: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
         tokens, kv_heads, dim = k.shape

@@ -19,6 +19,7 @@ from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels.attention import api as dispatch
 from pallas_kernels.attention.api import Attention, Choice, attention
+from pallas_kernels.ops.gated_matmul import api as mlps
 from pallas_kernels.ops.grouped_matmul import api as experts
 from pallas_kernels.ops.grouped_matmul.api import experts as made
 from pallas_kernels.ops.quantized_matmul import api as products
@@ -34,9 +35,10 @@ class Backends(NamedTuple):
     experts: Choice | None = None
     products: Choice | None = None
     sampling: Choice | None = None
+    mlp: Choice | None = None
 
     def kernel(self, mesh: AbstractMesh, *, decode: bool = False, few: bool = False) -> Attention:
-        """Return the attention of a bucket's programs, with its grouped and quantized matmuls."""
+        """Return the attention of a bucket's programs, with its grouped, quantized and gated matmuls."""
         return attention(
             mesh,
             self.attention,
@@ -44,6 +46,7 @@ class Backends(NamedTuple):
             few=few,
             experts=made(self.experts),
             products=products.products(self.products),
+            mlp=mlps.gated(self.mlp, mesh),
         )
 
     def pooled(self, spec: ModelSpec) -> ModelSpec:
@@ -90,6 +93,8 @@ class BackendOptions(Protocol):
     @property
     def sampling_backend(self) -> str: ...
     @property
+    def mlp_backend(self) -> str: ...
+    @property
     def interpret(self) -> bool: ...
 
 
@@ -120,6 +125,7 @@ def resolve_backends(config: BackendOptions, spec: ModelSpec, dtype: Any, mesh: 
             config.sampling_backend,
             "sampling",
         ),
+        _resolved(mlps.resolve_gated_matmul, _mlp(config, spec, dtype, here), config.mlp_backend, "mlp"),
     )
 
 
@@ -171,6 +177,25 @@ def _products(
     blocks = spec.quantized.block is not None
     weights = spec.quantized.dtype
     return products.MatmulSpec(**here, dtype=str(dtype), weights=weights, blocks=blocks, shards=config.mesh.tp)
+
+
+def _mlp(config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> mlps.GatedSpec | None:
+    """Describe the dense gated feed-forwards for the selection of their product; None: the model has none."""
+    layers = [layer["mlp"] for layer in registry.abstract_weights(spec, dtype)["layers"]]
+    dense = [mlp["gate_up"] for mlp in layers if "gate_up" in mlp and "router" not in mlp]
+    if not dense:
+        return None
+    narrow = spec.quantized is not None and any(isinstance(weight, Quantized) for weight in dense)
+    return mlps.GatedSpec(
+        **here,
+        dtype=str(dtype),
+        dim=spec.dim,
+        ff_dim=spec.ff_dim // config.mesh.tp,
+        activation=spec.activation,
+        weights=spec.quantized.dtype if spec.quantized is not None and narrow else "",
+        biased=spec.mlp_bias,
+        shards=config.mesh.tp,
+    )
 
 
 A = TypeVar("A")

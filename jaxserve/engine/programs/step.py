@@ -69,7 +69,7 @@ class Programs:
         self.spec = spec
         self.limits = limits
         backends = backends or Backends()
-        self.attention, self.experts, self.products, self.sampling = (
+        self.attention, self.experts, self.products, self.sampling, self.mlp = (
             "xla" if one is None else str(one) for one in backends
         )
         shape = mesh.abstract_mesh  # without devices, so that one trace serves every instance

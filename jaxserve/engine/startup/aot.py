@@ -57,11 +57,17 @@ class Served(NamedTuple):
     wanted: tuple[str, ...] = ()  # steps to compile; (): all
     layers: int | None = None  # only the first layers, if all of them would take CI too long
     graphed: bool = False  # include collectives in CUDA graphs
+    gated: bool = False  # gate, up and SwiGLU in one kernel, which is not the default
+    cascade: bool = False  # read shared prefixes once
 
 
 SERVED = (
     Served("llama3-8b", 1, ("decode", "prefill", "draw", "segment layer"), segments=True),
     Served("llama3-8b", 1, ("verify", "judge"), draft=4),
+    Served("llama3-8b", 1, ("decode",), wanted=("decode",), gated=True),
+    Served("llama3-8b", 1, draft=4, wanted=("verify",), gated=True),
+    Served("llama3-8b", 1, ("decode",), wanted=("decode", "prefill"), cascade=True),
+    Served("llama3-8b", 1, draft=4, wanted=("verify",), cascade=True),
     Served("llama3-8b", 1, ("decode",), quantization="fp8_per_block"),
     Served("qwen2.5-7b", 1, ("decode",)),
     Served("qwen3-0.6b", 1, ("decode",)),
@@ -78,6 +84,7 @@ SERVED = (
     Served("qwen3-30b-a3b", 4, layers=4),
     Served("llama3-8b", 4),
     Served("llama3-8b", 4, ("decode",), wanted=("decode",), graphed=True),
+    Served("llama3-8b", 4, wanted=("decode",), gated=True),
     Served("llama3-70b", 4),
     Served("qwen2.5-0.5b", 1),
     Served("qwen3-32b", 1),
@@ -142,8 +149,10 @@ def served_steps(served: Served) -> Iterator[Step]:
     named = f"{served.model} tp{served.tp}" + (f" draft{served.draft}" if served.draft else "")
     named += f" {served.layers} layers" if served.layers else ""
     named += f" {served.quantization}" if served.quantization else ""
+    named += " gated" if served.gated else ""
     config = partial(_config, served)
     named += " graphed" if served.graphed else ""
+    named += " cascade" if served.cascade else ""
     wanted = served.wanted or (DRAFTING if served.draft else PLAIN)
     layers = served.layers or published_spec(served.model).layers
     yield from steps(named, config, served.tp, served.usual, wanted, (COLLECTIVES,) if served.graphed else (), layers)
@@ -175,10 +184,12 @@ def _config(served: Served, backend: str) -> ExecutorConfig:
         min(LENGTH, spec.max_positions),
         page_size=PAGE,
         attention_backend=backend,
+        cascade_attention="on" if served.cascade else "off",
         speculative=Speculative("ngram", served.draft) if served.draft else None,
         experts_backend=EXPERTS[backend],
         sampling_backend=EXPERTS[backend],
         products_backend=EXPERTS[backend] if served.quantization == "fp8_per_block" else "auto",
+        mlp_backend=EXPERTS[backend] if served.gated else "auto",
     )
 
 
@@ -306,7 +317,10 @@ def described(config: ExecutorConfig, mesh: Mesh) -> Instance:
     pages = kv.fit_pages(spec, page, stored, pool_bytes=room, max_model_len=config.max_model_len)
     row_pages = -(-config.max_model_len // page)
     draft = 0 if config.speculative is None else config.speculative.num_speculative_tokens
-    limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, pages, page, row_pages, spec.vocab, draft)
+    limits = Limits(
+        config.max_num_seqs, config.max_num_batched_tokens, pages, page, row_pages, spec.vocab, draft,
+        cascade=backends.cascade(config.cascade_attention),
+    )  # fmt: skip
     part = jax.ShapeDtypeStruct(
         spec.cache.shape(pages, page), stored, sharding=NamedSharding(mesh, spec.cache.partition)
     )

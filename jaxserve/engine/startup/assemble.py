@@ -243,6 +243,7 @@ def build(config: ServeConfig, progress: Progress | None = None, ladder: tuple[i
         experts_backend=config.experts_backend,
         products_backend=config.products_backend,
         sampling_backend=config.sampling_backend,
+        mlp_backend=config.mlp_backend,
         cascade_attention=config.cascade_attention,
         preempt_boundary=config.preempt_boundary,
         preempt_depth=config.preempt_depth,

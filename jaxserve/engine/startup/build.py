@@ -60,6 +60,7 @@ class ExecutorConfig:
     experts_backend: str = "auto"  # the same for the mixture of experts
     products_backend: str = "auto"  # the same for matmuls with 8-bit weights
     sampling_backend: str = "auto"  # the same for thresholds of top-k, top-p and min-p
+    mlp_backend: str = "auto"  # the same for the first product of dense feed-forwards
     cascade_attention: str = "off"  # see `Backends.cascade`
     preempt_boundary: str = "chunk"  # see `Boundary`
     preempt_depth: int = DEPTH  # segments dispatched ahead of the devices
@@ -134,12 +135,8 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
         use_persistent_cache(config.cache_folder)
     meshes = sub_meshes(config.mesh, share_devices=config.share_devices)
     platform = meshes[0].devices.flat[0].platform
-    spec = replace(
-        config.spec.for_tp(config.mesh.tp),
-        kv_scales=kv.scaled(config.kv_cache_dtype),
-        transposed=platform == "cpu",
-        whole=platform == "cpu" and config.mesh.tp == 1,
-    )
+    spec = _laid_out(config, config.spec.for_tp(config.mesh.tp), platform)
+    spec = replace(spec, kv_scales=kv.scaled(config.kv_cache_dtype))
     auto = "float32" if platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if config.dtype == "auto" else config.dtype)
     trees = config.load(spec, dtype, meshes)
@@ -165,6 +162,12 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
     ]
 
 
+def _laid_out(config: ExecutorConfig, spec: ModelSpec, platform: str) -> ModelSpec:
+    """Return the spec with weights laid out for the platform; interpreted kernels read them as on an accelerator."""
+    cpu = platform == "cpu" and not config.interpret
+    return replace(spec, transposed=cpu, whole=cpu and config.mesh.tp == 1)
+
+
 def _segments(
     config: ExecutorConfig, spec: ModelSpec, mesh: Mesh, limits: Limits, backends: Backends
 ) -> Segments | None:
@@ -187,8 +190,7 @@ def _drafters(config: ExecutorConfig, dtype: Any, meshes: Sequence[Mesh], limits
         return [None] * len(meshes)
     if draft is not None:
         assert config.load_draft is not None
-        cpu = meshes[0].devices.flat[0].platform == "cpu"
-        draft = replace(draft, transposed=cpu, whole=cpu and config.mesh.tp == 1)
+        draft = _laid_out(config, draft, meshes[0].devices.flat[0].platform)
         plain = replace(config, kv_cache_dtype="auto")  # its pools use the model's dtype: there are no scales for them
         backends = resolve_backends(plain, draft, dtype, meshes[0])
         programs = DraftPrograms(backends.pooled(draft), meshes[0], limits, backends)

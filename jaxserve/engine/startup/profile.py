@@ -64,7 +64,7 @@ def facts(config: ExecutorConfig, executor: JaxExecutor, model: str) -> dict[str
         "dtype": str(state.weights["embed"].dtype),
         "kv_dtype": str(state.pools[0][0].dtype),
         "attention": state.programs.attention,
-        "backends": [config.experts_backend, config.products_backend, config.sampling_backend],
+        "backends": [config.experts_backend, config.products_backend, config.sampling_backend, config.mlp_backend],
         "limits": asdict(limits),
         "preempt": [config.preempt_boundary, config.preempt_depth],
         "draft": repr(config.speculative),

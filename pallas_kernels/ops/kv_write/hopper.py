@@ -1,6 +1,7 @@
-"""Rotate queries and keys, and write keys and values to their pages in place, in one kernel.
+"""Norm and rotate queries and keys, and write keys and values to their pages in place, in one kernel.
 
     q, k, v = parts of qkv[t]
+    q, k = norm(q), norm(k)                                each head's, if the model has such norms
     q[t] = rotate(q)
     k_pool[write[t]] = rotate(k),  v_pool[write[t]] = v      each / its scale[k] if pools are quantized
 
@@ -11,8 +12,8 @@ A block takes `tokens` tokens. Its 128 threads load whole rows of heads straight
 bytes each if the shape allows, rotate them and store them. Nothing is shared, so there is no shared
 memory, and several blocks per multiprocessor hide each other's latency. Padding tokens (`write` out
 of range) rotate their queries and write nothing. The numbers are those of `rope_and_write_xla`
-(xla.py): rotated in float32, rounded to the dtype of k, then divided, clipped to the largest value
-and rounded. Both pools alias the results if they are donated.
+(xla.py): normed in float32, rounded to the dtype of k, rotated in float32, rounded again, then
+divided, clipped to the largest value and rounded. Both pools alias the results if they are donated.
 
 Head dims other than 64, 128 and 256 and dtypes other than bfloat16 and float16 are refused.
 
@@ -27,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
@@ -39,6 +39,8 @@ from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.interpret import Interpret, cast
 from pallas_kernels.mosaic.spec import AttentionShape
+from pallas_kernels.mosaic.spread import spread
+from pallas_kernels.norms import HeadNorms
 from pallas_kernels.ops.kv_write.xla import LARGEST
 from pallas_kernels.rope import Turn
 
@@ -92,6 +94,7 @@ def rope_and_write(
     ragged: Ragged,
     *,
     scales: Scales | None = None,
+    norms: HeadNorms | None = None,
     config: Config | None = None,
     interpret: Interpret = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -104,11 +107,12 @@ def rope_and_write(
     if (scales is None) != (k_pool.dtype == qkv.dtype):
         raise ValueError(f"pools of {k_pool.dtype} and keys of {qkv.dtype} need {'no ' * (scales is not None)}scales")
     several = next(n for n in range(config.tokens, 0, -1) if tokens % n == 0)
-    body = partial(
-        _body, several=several, end=pages * page, turned=turn is not None, quantized=scales is not None, told=interpret
-    )
+    facts = {"turned": turn is not None, "quantized": scales is not None}
+    rule = None if norms is None else (norms.eps, norms.offset)
+    body = partial(_body, several=several, end=pages * page, rule=rule, told=interpret, **facts)
+    weights = () if norms is None else (norms.q, norms.k)
     # cos and sin are passed twice: the compiler merges two loads of one address, which cannot have both layouts.
-    read = (qkv, ragged.write, *(turn or ()), *(turn or ()), *(scales or ()))
+    read = (qkv, ragged.write, *weights, *(turn or ()), *(turn or ()), *(scales or ()))
     q, *pools = compat.in_place(
         body,
         made=(jax.ShapeDtypeStruct((tokens, kv_heads, group, dim), qkv.dtype),),
@@ -127,15 +131,19 @@ def _body(
     v_pool: Any,  # [N, B, K, D]
     qkv: Any,  # [T, K, G + 2, D]
     write: Any,  # [T] int32
-    *rest: Any,  # cos, sin of queries, then of keys, [T, 1, D / 2] float32; scales of keys, values, [K] float32
+    # Weights of the norms of queries and keys, [D]; cos, sin of queries, then of keys, [T, 1, D / 2] float32; scales of
+    # keys, values, [K] float32; each if there are any.
+    *rest: Any,
     several: int,
     end: int,
+    rule: tuple[float, float] | None,  # of the norms: eps, and what is added to the weights
     turned: bool,
     quantized: bool,
     told: Interpret,
 ) -> None:
     (kv_heads, group, dim), page = q.shape[1:], k_pool.shape[1]
     scales = rest[-2:] if quantized else (None, None)
+    weights, rest = (rest[:2], rest[2:]) if rule else ((None, None), rest)
     # An axis of one head is indexed, because jax 0.10 cannot load half of a row that is the whole matrix.
     row: tuple[Any, ...] = (slice(None),) if kv_heads > 1 else (0,)
     every = (*row, pl.ds(0, group) if group > 1 else 0)
@@ -148,6 +156,9 @@ def _body(
         # All loads come before the first store, because a store is a barrier to later loads.
         queries = _halves(qkv.at[(t, *every)], wide)
         keys = _halves(qkv.at[(t, *row, group)], narrow)
+        if rule:
+            queries = _normed(queries, weights[0], rule, wide, told)
+            keys = _normed(keys, weights[1], rule, narrow, told)
         if turned:
             queries = _turned(queries, [part.at[t, 0] for part in rest[:2]], wide, told)
             keys = _turned(keys, [part.at[t, 0] for part in rest[2:4]], narrow, told)
@@ -176,17 +187,36 @@ def _halves(x: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
     return left, right
 
 
+def _row(x: Any, shape: tuple[int, ...], layout: Any, told: Interpret) -> jax.Array:
+    """Load x [D / 2] for all heads of `shape`."""
+    if len(shape) == 1:
+        return compat.load(x, layout, optimized=False)
+    heads = tuple(range(len(shape) - 1))
+    loaded = compat.load(x, layout.reduce(heads), optimized=False)
+    return cast(lax.broadcast_in_dim(loaded, shape, [len(heads)]), layout, told)
+
+
+def _normed(
+    halves: tuple[jax.Array, jax.Array], weight: Any, rule: tuple[float, float], layout: Any, told: Interpret
+) -> tuple[jax.Array, jax.Array]:
+    """Norm each head, of which `halves` [..., D / 2] are the halves, with weight [D]; see `norms.rms_norm`."""
+    (eps, offset), shape, dtype = rule, halves[0].shape, halves[0].dtype
+    left, right = (part.astype(jnp.float32) for part in halves)
+    mean = jnp.sum(left * left + right * right, axis=-1) * (1 / (2 * shape[-1]))
+    factor = lax.rsqrt(mean + eps)
+    if len(shape) > 1:
+        factor = lax.broadcast_in_dim(factor, shape, tuple(range(len(shape) - 1)))
+    gains = (_row(weight.at[half], shape, layout, told).astype(jnp.float32) + offset for half in _both(weight.shape[0]))
+    made = [part * factor * gain for part, gain in zip((left, right), gains, strict=True)]
+    return cast(made[0].astype(dtype), layout, told), cast(made[1].astype(dtype), layout, told)
+
+
 def _turned(
     halves: tuple[jax.Array, jax.Array], turn: list[Any], layout: Any, told: Interpret
 ) -> tuple[jax.Array, jax.Array]:
     """Rotate two halves [..., D / 2] by cos and sin [D / 2]."""
-    shape, dtype = halves[0].shape, halves[0].dtype
-    if len(shape) == 1:
-        cos, sin = (compat.load(part, layout, optimized=False) for part in turn)
-    else:
-        heads = tuple(range(len(shape) - 1))
-        loaded = (compat.load(part, layout.reduce(heads), optimized=False) for part in turn)
-        cos, sin = (cast(lax.broadcast_in_dim(part, shape, [len(heads)]), layout, told) for part in loaded)
+    dtype = halves[0].dtype
+    cos, sin = (_row(part, halves[0].shape, layout, told) for part in turn)
     left, right = (part.astype(jnp.float32) for part in halves)
     done = (left * cos - right * sin), (right * cos + left * sin)
     return cast(done[0].astype(dtype), layout, told), cast(done[1].astype(dtype), layout, told)
@@ -205,50 +235,3 @@ def _stored(x: jax.Array, scale: Any, layout: Any, dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.integer):
         small = lax.round(small, lax.RoundingMethod.TO_NEAREST_EVEN)
     return small.astype(dtype)
-
-
-def spread(heads: tuple[int, ...], columns: int, longest: int = 8) -> Any:
-    """Return a layout of [*heads, columns] over the 128 threads of a warpgroup, in vectors of adjacent columns.
-
-    Prefers layouts in which all four warps have their own heads, then long vectors (`longest`
-    elements: 16 bytes of bfloat16). With few heads, several warps hold the same data and store it
-    twice.
-    """
-    from jax.experimental.mosaic.gpu import fragmented_array
-
-    found: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = []
-    vector = max(1, columns // 32)  # or a head would be longer than a warp
-    while vector <= longest and columns % vector == 0 and (32 * vector) % columns == 0:
-        for lanes in _factors(heads, 32 * vector // columns):  # heads of a warp
-            left = tuple(size // each for size, each in zip(heads, lanes, strict=True))
-            warps = next(split for count in (4, 2, 1) for split in _factors(left, count))
-            found.append((prod(warps), vector, warps, lanes))
-        vector *= 2
-    if not found:
-        raise ValueError(f"no layout for {heads=} of {columns=} over 128 threads")
-    count, vector, warps, lanes = max(found)
-    rank = len(heads)
-    inner = (*lanes, columns)
-    outer = tuple(a * b for a, b in zip(warps, lanes, strict=True))
-    replicas = () if count == 4 else (fragmented_array.Replicated(4 // count),)
-    made: Any = fragmented_array.TiledLayout(
-        fragmented_array.Tiling(((*outer, columns), inner, (vector,))),
-        warp_dims=(*(-2 * rank - 3 + at for at in range(rank) if warps[at] > 1), *replicas),
-        lane_dims=tuple(range(-rank - 2, -1)),
-        vector_dim=-1,
-        _check_canonical=False,
-    ).canonicalize()
-    return compat.plgpu.Layout.TILED(
-        made.tiling, warp_dims=made.warp_dims, lane_dims=made.lane_dims, vector_dim=made.vector_dim
-    )
-
-
-def _factors(sizes: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to write `count` as a product of divisors of `sizes`, one each."""
-    if not sizes:
-        if count == 1:
-            yield ()
-        return
-    for each in range(1, min(sizes[0], count) + 1):
-        if sizes[0] % each == 0 and count % each == 0:
-            yield from ((each, *rest) for rest in _factors(sizes[1:], count // each))

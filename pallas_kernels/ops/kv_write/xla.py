@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.norms import HeadNorms
 from pallas_kernels.rope import Turn, rotate
 from pallas_kernels.words import narrow, wide
 
@@ -32,9 +33,15 @@ def rope_and_write_xla(
     ragged: Ragged,
     *,
     scales: Scales | None = None,
+    norms: HeadNorms | None = None,
     heads_first: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the rotated queries, and the pools with this step's keys and values; padding tokens are dropped."""
+    """Return the rotated queries, and the pools with this step's keys and values; padding tokens are dropped.
+
+    `norms`: those to apply to q and k first.
+    """
+    if norms is not None:
+        q, k = norms.apply(q, k)
     return rotate(q, turn), *write_kv(k_pool, v_pool, rotate(k, turn), v, ragged, scales, heads_first)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import tuned
 from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.norms import HeadNorms
 from pallas_kernels.ops.kv_write.xla import write_latent
 from pallas_kernels.ops.paged_attention.api import AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
@@ -85,6 +86,7 @@ class MlaAttention:
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
         qkv: jax.Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.mosaic.interpret import interpreter
         from pallas_kernels.ops.mla.hopper import paged_mla

@@ -47,7 +47,15 @@ from pallas_kernels.mosaic.interpret import Interpret, cast, wgmma, wgmmas
 from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed
 from pallas_kernels.ops.mla.plan import sliced
 from pallas_kernels.ops.paged_attention.hopper.decode import attend
-from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, DecodeShape, Refs, each_item, mask, release
+from pallas_kernels.ops.paged_attention.hopper.decode_block import (
+    MEETING,
+    DecodeShape,
+    Refs,
+    each_item,
+    last_key,
+    mask,
+    release,
+)
 from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E
 from pallas_kernels.ops.paged_attention.plan import DecodeWork, plan_decode
 
@@ -231,7 +239,7 @@ def consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
 
     def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
         plgpu.barrier_wait(s["q_full"].at[0])
-        position = refs.contexts[row] - refs.lengths[row] + block * shape.block
+        position = last_key(shape, refs, row)
 
         def step(i: Any, state: State) -> State:
             key = (refs.first[item] + i) * shape.tile + me * shape.slot

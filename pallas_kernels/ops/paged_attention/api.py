@@ -12,6 +12,7 @@ import jax
 
 from pallas_kernels.choice import Here
 from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.norms import HeadNorms
 from pallas_kernels.rope import Turn
 
 # Keys and values of one layer, or only a latent: each [N, B, K, D], or [N, K, B, D] for XLA on a CPU.
@@ -59,6 +60,7 @@ class Attention(Protocol):
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
         qkv: jax.Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[jax.Array, Pool]:
         """Rotate q [T, H, D] and k [T, K, D] by `turn`, write k and v [T, K, D] to the pool, and attend.
 
@@ -70,8 +72,8 @@ class Attention(Protocol):
         values too, and the pool is one array. `scales`: scales of the kv heads of 8-bit pools.
         Latents have none: k is stored in an 8-bit pool as it is, so the caller divides k by its
         scales, and multiplies q and the mixed values by them. `qkv`: q, k and v as the projection
-        returns them, [T, K, (G + 2) * D], if nothing was applied to them since; a backend that reads
-        it saves splitting it.
+        returns them, [T, K, (G + 2) * D], if nothing but `norms` was applied to them since; a backend
+        that reads it saves splitting it, and the norms.
         """
 
 

@@ -1,4 +1,4 @@
-"""Paged attention in XLA that reads a prefix shared by several rows once (cascade inference).
+"""Paged attention that reads a prefix shared by several rows once (cascade inference): its plan, and its XLA form.
 
 The keys of a row in a group are split at the end of the shared pages. All queries of the group
 attend to these pages together, without a causal mask, since every one of them comes later; then
@@ -13,7 +13,7 @@ A layer with a window hides the beginning of the prefix from contexts longer tha
 rows belong to no group in this layer; for the others the window hides nothing.
 
 Letters: T tokens, S rows, P pages per row, H query heads, K kv heads, D head dim, G groups (in
-shapes of queries: H / K), J tiles of Q queries.
+shapes of queries: H / K), C tokens that groups may have, J tiles of up to Q queries.
 """
 
 from __future__ import annotations
@@ -27,46 +27,74 @@ from jax import lax
 from pallas_kernels.layout import MASKED, Ragged
 from pallas_kernels.ops.paged_attention.xla import Options, Pages, Rule, attend_block, paged_attention, scaled
 
-DECODE_QUERIES, QUERIES = 16, 64  # Q: at most that many queries of one group attend together
-KEYS = 256  # keys that a tile reads at a time
+DECODE_QUERIES, QUERIES = 16, 64  # Q in XLA
+KEYS = 256  # keys that a tile reads at a time in XLA
 
 
 class Cascade(NamedTuple):
     """The work of one step, for the layers with the same window."""
 
-    queries: jax.Array  # [J, Q] int32, tokens of the tile's queries; T for padding
-    row: jax.Array  # [J] int32, row whose block table the tile reads
-    keys: jax.Array  # [J] int32, keys that it reads
-    used: jax.Array  # [] int32, tiles in use, which come first
-    tables: jax.Array  # [S, P] int32, the step's block tables
+    order: jax.Array  # [C] int32, the tokens of groups, group by group; T for padding
+    place: jax.Array  # [T] int32, place of each token in `order`; C for tokens of no group
+    # C tokens as rows of Q tokens: those of one group that read its pages together. Used rows come first, others have
+    # length 0. Tokens have no position and are not written.
+    tiles: Ragged
+    used: jax.Array  # [] int32, tiles in use
     rest: Ragged  # the step without the shared pages
 
 
-def plan(ragged: Ragged, *, decode: bool, window: int | None = None) -> Cascade:
-    """Arrange the queries of each group in tiles. `ragged` must have `shared`."""
+def queries(tokens: int, *, decode: bool) -> int:
+    """Return Q in XLA."""
+    return min(tokens, DECODE_QUERIES if decode else QUERIES)
+
+
+def plan(ragged: Ragged, *, queries: int, longest: int | None = None, window: int | None = None) -> Cascade:
+    """Arrange the queries of each group in tiles of Q = `queries`. `ragged` must have `shared`.
+
+    `longest`: rows of more tokens are in no group.
+    """
     shared = ragged.shared
     assert shared is not None, "plain attention needs no plan"
-    tokens, groups = ragged.rows.shape[0], shared.row.shape[0]
-    size = min(tokens, DECODE_QUERIES if decode else QUERIES)
+    tokens, rows, groups = ragged.rows.shape[0], ragged.lengths.shape[0], shared.row.shape[0]
     group = shared.group - 1  # [S], -1: none
     if window is not None:
         group = jnp.where(ragged.contexts <= window, group, -1)
+    if longest is not None:
+        group = jnp.where(ragged.lengths <= longest, group, -1)
     owner = jnp.append(group, -1)[ragged.rows]  # [T]
     # Sums instead of a sort, which takes longer to compile; a step has few groups.
     mine = owner[:, None] == jnp.arange(groups)[None, :]  # [T, G]
     counts = jnp.cumsum(mine, axis=0, dtype=jnp.int32)
-    ends = jnp.cumsum((counts[-1] + size - 1) // size)  # [G] tiles
-    begins = jnp.append(0, ends[:-1]) * size
-    most = tokens // size + groups  # J
+    ends, tile_ends = jnp.cumsum(counts[-1]), jnp.cumsum((counts[-1] + queries - 1) // queries)  # [G]
+    begins, tile_begins = jnp.append(0, ends[:-1]), jnp.append(0, tile_ends[:-1])
+
+    most = tokens if longest is None else min(tokens, longest * rows)  # C
     place = jnp.sum(jnp.where(mine, begins[None, :] + counts - 1, 0), axis=1)
-    place = jnp.where(owner < 0, most * size, place)
-    queries = jnp.full(most * size, tokens, jnp.int32).at[place].set(jnp.arange(tokens, dtype=jnp.int32), mode="drop")
-    tile = jnp.sum(ends[None, :] <= jnp.arange(most)[:, None], axis=1)  # [J] group
-    tile = jnp.minimum(tile, groups - 1)
-    rest = _without(ragged, group)
-    return Cascade(
-        queries.reshape(most, size), shared.row[tile], shared.tokens[tile], ends[-1], ragged.block_tables, rest
+    place = jnp.where(owner < 0, most, place)
+    numbers = jnp.arange(tokens, dtype=jnp.int32)
+    order = jnp.full(most, tokens, jnp.int32).at[place].set(numbers, mode="drop")
+
+    tile = jnp.arange(most // queries + groups, dtype=jnp.int32)  # [J]
+    theirs = _group_of(tile_ends, tile)
+    within = (tile - tile_begins[theirs]) * queries
+    left = jnp.where(tile < tile_ends[-1], counts[-1][theirs] - within, 0)
+    at = numbers[:most]
+    here = _group_of(ends, at)
+    tiles = Ragged(
+        positions=jnp.zeros_like(at),
+        rows=jnp.where(at < ends[-1], tile_begins[here] + (at - begins[here]) // queries, len(tile)),
+        write=jnp.zeros_like(at),
+        starts=begins[theirs] + within,
+        lengths=jnp.clip(left, 0, queries),
+        contexts=shared.tokens[theirs],
+        block_tables=ragged.block_tables[shared.row[theirs]],
     )
+    return Cascade(order, place, tiles, tile_ends[-1], _without(ragged, group))
+
+
+def _group_of(ends: jax.Array, at: jax.Array) -> jax.Array:
+    """Return the group in which `at` is, of groups that end before `ends` [G]; the last one if in none."""
+    return jnp.minimum(jnp.sum(ends[None, :] <= at[:, None], axis=1), len(ends) - 1)
 
 
 def _without(ragged: Ragged, group: jax.Array) -> Ragged:
@@ -93,13 +121,17 @@ def cascade_attention(
     grouped = scaled(q, pages.heads, options["scale"], scales)  # [T, K, G, D]
     rule = Rule(None, options.get("softcap"), None if scales is None else scales.v, lse=True)
 
+    size = queries(len(q), decode=options.get("decode", False))
+    order = jnp.pad(work.order, (0, size), constant_values=len(q))
+
     def tile(j: jax.Array, parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        queries, keys = work.queries[j], work.keys[j]
-        here = jnp.take(grouped, queries, axis=0, mode="clip")  # [Q, K, G, D]
-        table = work.tables[work.row[j]]
-        fresh = attend_block(here, pages, table, keys, keys, rule, KEYS)
+        here = lax.dynamic_slice(order, (work.tiles.starts[j],), (size,))
+        here = jnp.where(jnp.arange(size) < work.tiles.lengths[j], here, len(q))
+        keys = work.tiles.contexts[j]
+        asked = jnp.take(grouped, here, axis=0, mode="clip")  # [Q, K, G, D]
+        fresh = attend_block(asked, pages, work.tiles.block_tables[j], keys, keys, rule, KEYS)
         mixed, seen = parts
-        return mixed.at[queries].set(fresh[0], mode="drop"), seen.at[queries].set(fresh[1], mode="drop")
+        return mixed.at[here].set(fresh[0], mode="drop"), seen.at[here].set(fresh[1], mode="drop")
 
     none = jnp.zeros(grouped.shape, q.dtype), jnp.full(grouped.shape[:3], MASKED, jnp.float32)
     mixed, seen = lax.fori_loop(0, work.used, tile, none)

@@ -1,4 +1,4 @@
-"""Compile-gate cases of paged attention for Hopper: decode and prefill."""
+"""Compile-gate cases of paged attention for Hopper: decode, shared prefixes and prefill."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gate.cases import Case, shapes
-from pallas_kernels.layout import ARRAYS, Ragged, Scales
+from pallas_kernels.layout import ARRAYS, Ragged, Scales, SharedPrefixes
 from pallas_kernels.mosaic.fragments import ROWS
 from pallas_kernels.mosaic.spec import AttentionShape
-from pallas_kernels.ops.paged_attention.hopper import decode, prefill
+from pallas_kernels.ops.paged_attention.hopper import cascade, decode, prefill
 
 # H, K and D of a shard of Llama 3, and whether every run of the gate compiles it.
 DECODE_MODELS = {"8b": ((32, 8, 128), True), "8b-tp4": ((8, 2, 128), False), "70b-tp4": ((16, 2, 128), False)}
@@ -23,7 +23,7 @@ PREFILL_MODELS = {"8b": (32, 8, 128), "8b-tp4": (8, 2, 128), "70b-tp4": (16, 2, 
 
 def cases() -> list[Case]:
     """Return every config in use on Hopper."""
-    return [*decode_cases(), *prefill_cases()]
+    return [*decode_cases(), *shared_cases(), *prefill_cases()]
 
 
 def decode_cases() -> list[Case]:
@@ -55,19 +55,21 @@ def decode_cases() -> list[Case]:
 def _decode_both(name: str, spec: AttentionShape, *, usual: bool = True, **options: Any) -> Iterator[Case]:
     """Yield one spec with warp-level and with warpgroup products."""
     for warps in (False, True):
-        if warps and spec.queries * spec.group > (ROWS if spec.quantized else 32):
+        if warps and spec.queries * spec.group > (ROWS if spec.quantized or spec.dim > 64 else 2 * ROWS):
             continue
         yield _decode_case(name, spec, warps, usual=usual, **options)
 
 
 def _decode_case(name: str, spec: AttentionShape, warps: bool, *, usual: bool = True, **options: Any) -> Case:
     stored = "" if spec.kv_dtype == spec.dtype else f" {jnp.dtype(spec.kv_dtype).name}"
+    config = decode.heuristic(spec, warps=warps)
+    shape = decode.shape_of(spec, config, spec.dim**-0.5, options.get("window"), options.get("softcap"), None)
     return Case(
         name=f"decode {name} {'mma' if warps else 'wgmma'} {jnp.dtype(spec.dtype).name}{stored}"
         f" page{spec.page} q{spec.queries}",
-        program=partial(_decode_step, spec=spec, config=decode.heuristic(spec, warps=warps), **options),
+        program=partial(_decode_step, spec=spec, config=config, **options),
         arguments=_decode_arguments(spec),
-        needs=frozenset({"mma" if warps else "wgmma", "tma"}),
+        needs=frozenset({"mma" if warps else "wgmma", "tma"} | ({"atom"} if shape.merged else set())),
         least_jax=(0, 11) if warps and not spec.quantized else (0, 10),
         usual=usual,
     )
@@ -103,6 +105,51 @@ def _decode_step(
     work = config.plan(ragged, page=spec.page, window=options.get("window"))
     return decode.paged_decode(
         q, k_pool, v_pool, ragged, work, scale=spec.dim**-0.5, scales=scales, config=config, **options
+    )
+
+
+def shared_cases() -> Iterator[Case]:
+    """Yield the launch that reads shared prefixes: the products and pools of served models."""
+    spec = AttentionShape(256, 32, 8, 128, 64, 16)
+    yield _shared_case("8b", spec)
+    for stored in (jnp.float8_e4m3fn, jnp.int8):
+        yield _shared_case("8b", replace(spec, kv_dtype=stored), usual=False)
+    yield _shared_case("70b-tp4", replace(spec, heads=16, kv_heads=2), usual=False)
+    yield _shared_case("group 1", replace(spec, heads=32, kv_heads=32), usual=False)
+    yield _shared_case("d64", replace(spec, heads=16, kv_heads=4, dim=64), usual=False)
+    yield _shared_case("d256", replace(spec, heads=16, kv_heads=4, dim=256), usual=False)
+    yield _shared_case("group 2 softcap", replace(spec, heads=16), usual=False, softcap=50.0)
+
+
+def _shared_case(name: str, spec: AttentionShape, *, usual: bool = True, **options: Any) -> Case:
+    config = decode.heuristic(spec)
+    groups, rows = [((spec.rows // 4,), jnp.int32)] * 3, [((spec.rows,), jnp.int32)]
+    stored = "" if spec.kv_dtype == spec.dtype else f" {jnp.dtype(spec.kv_dtype).name}"
+    q, *rest = _decode_arguments(replace(spec, queries=1))
+    return Case(
+        name=f"shared prefixes {name} {jnp.dtype(spec.dtype).name}{stored} page{spec.page}",
+        program=partial(_shared_step, spec=spec, config=config, **options),
+        arguments=(q, *rest[: 2 + ARRAYS], *shapes(*rows, *groups), *rest[2 + ARRAYS :]),
+        needs=frozenset({"mma" if config.warps else "wgmma", "tma"}),
+        usual=usual,
+    )
+
+
+def _shared_step(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    *rest: jax.Array,
+    spec: AttentionShape,
+    config: decode.Config,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Plan and read the shared pages, as one layer of a decode step does."""
+    ends = ARRAYS + len(SharedPrefixes._fields)
+    ragged = Ragged.of(rest[:ARRAYS])._replace(shared=SharedPrefixes(*rest[ARRAYS:ends]))
+    groups, scales = cascade.plan(ragged, config, page=spec.page), Scales(*rest[ends:]) if spec.quantized else None
+    return cascade.attend_shared(
+        q, k_pool, v_pool, groups, scale=spec.dim**-0.5, scales=scales, config=config, **options
     )
 
 

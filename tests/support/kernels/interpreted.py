@@ -47,10 +47,10 @@ def seed(fixed: int) -> int:
 
 
 @contextmanager
-def without_races() -> Iterator[Interpret]:
+def without_races(*, in_order: bool = False) -> Iterator[Interpret]:
     """Yield the `interpret` argument of kernels, and check that none of them raced; wait for results inside.
 
-    On a GPU the kernels are compiled, and races are not watched.
+    On a GPU the kernels are compiled, and races are not watched. `in_order`: see `watch_races`.
     """
     if on_gpu():
         yield None
@@ -59,7 +59,7 @@ def without_races() -> Iterator[Interpret]:
         if not compat.DETECTS_RACES:
             yield interpreter()
             return
-        with watch_races() as races:
+        with watch_races(in_order=in_order) as races:
             yield interpreter(detect_races=True)
     except BaseException:
         compat.reset_interpreter()  # otherwise the next kernel finds the threads of this one

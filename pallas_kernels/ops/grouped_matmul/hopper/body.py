@@ -1,8 +1,8 @@
 """The kernel body of the grouped product: one warpgroup copies tiles of rows and weights, the others multiply.
 
-The kernel is persistent: a block runs every `blocks`-th item, which is one tile of rows of an
-expert (plan.py) times `columns` of its outputs. Tiles along I pass through a ring of `stages` slots
-by TMA.
+The kernel is persistent: a block runs every `blocks`-th item, which is one tile of rows times
+`columns` of their outputs. Tiles along I pass through a ring of `stages` slots by TMA. `Tiles` says
+where the tiles of rows are: those of a plan (`Routed`, plan.py), or all rows as one group (`Dense`).
 
 TMA copies have fixed sizes, but tiles have any number of rows. So the rows of a tile are loaded in
 pieces, skipping those beyond its last row, and stored as a sum of powers of two. Rows that were not
@@ -65,6 +65,7 @@ class GroupedShape:
     steps: int  # I / depth
     dtype: Any  # of the products
     out_dtype: Any
+    tiles: Tiles
     weights: Weights
     interpret: Interpret
     gate: Gate | None = None
@@ -110,15 +111,29 @@ class GroupedShape:
             tiled(out, self.out_dtype),
             plgpu.Barrier(num_arrivals=self.weights.copies + len(self.pieces), num_barriers=ring),
             plgpu.Barrier(num_arrivals=self.consumers, num_barriers=ring),
-            *self._passed(),
+            *self.passed(),
             *self.weights.scratch(self),
         ]
 
-    def _passed(self) -> list[Any]:
+    def passed(self) -> list[Any]:
         """Return the scratch of the values that a consumer passes, and the barriers that they are there and read."""
         if self.gate is None or not self.swapped:
             return []
         return [plgpu.SMEM(self.product, jnp.float32), *[plgpu.Barrier(num_arrivals=1, num_barriers=1)] * 2]
+
+
+class Tiles(Protocol):
+    """Where the tiles of rows are, and with whose weights they are multiplied."""
+
+    @property
+    def arrays(self) -> int:
+        """The number of kernel arguments."""
+
+    def items(self, shape: GroupedShape, refs: Refs) -> jax.Array:
+        """Return the number of items."""
+
+    def item(self, shape: GroupedShape, refs: Refs, index: jax.Array) -> Item:
+        """Return an item; blocks run items of neighboring indices at the same time."""
 
 
 class Weights(Protocol):
@@ -146,10 +161,7 @@ class Refs(NamedTuple):
     """The kernel's arguments, results and scratch, in the order it receives them."""
 
     x: Any  # [R, I]
-    expert: Any  # [I] and so on: the tiles of Groups
-    begin: Any
-    length: Any
-    used: Any  # [1]
+    tiles: tuple[Any, ...]
     weights: tuple[Any, ...]
     out: Any  # [R, O]
     x_s: Any  # [stages, rows, depth]
@@ -162,11 +174,11 @@ class Refs(NamedTuple):
     @classmethod
     def of(cls, arrays: tuple[Any, ...], shape: GroupedShape) -> Refs:
         """Split the kernel's arrays."""
-        (x, expert, begin, length, used, *rest), weights = arrays, shape.weights.arrays
-        out, x_s, out_s, full, free, *more = rest[weights:]
-        held, count = tuple(rest[:weights]), 3 if shape.gate is not None and shape.swapped else 0
-        passed, weights_s = tuple(more[:count]), tuple(more[count:])
-        return cls(x, expert, begin, length, used, held, out, x_s, out_s, full, free, passed, weights_s)
+        x, *rest = arrays
+        first, last = shape.tiles.arrays, shape.tiles.arrays + shape.weights.arrays
+        out, x_s, out_s, full, free, *more = rest[last:]
+        tiles, held, count = tuple(rest[:first]), tuple(rest[first:last]), len(shape.passed())
+        return cls(x, tiles, held, out, x_s, out_s, full, free, tuple(more[:count]), tuple(more[count:]))
 
 
 class Item(NamedTuple):
@@ -187,11 +199,11 @@ def body(shape: GroupedShape) -> Callable[..., None]:
 
         def each(one: Callable[[Item, jax.Array], None]) -> jax.Array:
             """Call one(item, ring steps before it) for each item of this block; return the number of steps."""
-            items = refs.used[0] * shape.strips
+            items = shape.tiles.items(shape, refs)
             turns = lax.div(jnp.maximum(items - block, 0) + (shape.blocks - 1), jnp.int32(shape.blocks))
 
             def turn(i: jax.Array, done: jax.Array) -> jax.Array:
-                one(_item(shape, refs, i * shape.blocks + block), done)
+                one(shape.tiles.item(shape, refs, i * shape.blocks + block), done)
                 return done + shape.steps
 
             steps: jax.Array = lax.fori_loop(0, turns, turn, jnp.int32(0))
@@ -214,11 +226,44 @@ def body(shape: GroupedShape) -> Callable[..., None]:
     return run
 
 
-def _item(shape: GroupedShape, refs: Refs, index: jax.Array) -> Item:
-    tile, strip = lax.div(index, jnp.int32(shape.strips)), lax.rem(index, jnp.int32(shape.strips))
-    # Divided and multiplied so that the compiler can prove the alignment, which copies to tiled memory require.
-    begin = lax.div(refs.begin[tile], jnp.int32(ALIGN)) * ALIGN
-    return Item(refs.expert[tile], begin, refs.length[tile], strip * (shape.columns // shape.parts))
+@dataclass(frozen=True)
+class Routed:
+    """The tiles of a plan, given as expert, begin and length [I] and used [1]; see `Groups`."""
+
+    arrays = 4
+
+    def items(self, shape: GroupedShape, refs: Refs) -> jax.Array:
+        used: jax.Array = refs.tiles[3][0]
+        return used * shape.strips
+
+    def item(self, shape: GroupedShape, refs: Refs, index: jax.Array) -> Item:
+        expert, begin, length, _ = refs.tiles
+        tile, strip = lax.div(index, jnp.int32(shape.strips)), lax.rem(index, jnp.int32(shape.strips))
+        # Divided and multiplied so that the compiler can prove the alignment, which copies to tiled memory require.
+        first = lax.div(begin[tile], jnp.int32(ALIGN)) * ALIGN
+        return Item(expert[tile], first, length[tile], strip * (shape.columns // shape.parts))
+
+
+@dataclass(frozen=True)
+class Dense:
+    """All rows as one group: nothing is planned or read. Tiles of a strip are neighbors, so they share its weights."""
+
+    rows: int  # that count; further ones are padding
+
+    arrays = 0
+
+    def count(self, tile: int) -> int:
+        return -(-self.rows // tile)
+
+    def items(self, shape: GroupedShape, refs: Refs) -> jax.Array:
+        count: jax.Array = jnp.int32(self.count(shape.rows) * shape.strips)
+        return count
+
+    def item(self, shape: GroupedShape, refs: Refs, index: jax.Array) -> Item:
+        tiles = jnp.int32(self.count(shape.rows))
+        strip, first = lax.div(index, tiles), lax.rem(index, tiles) * shape.rows
+        length = jnp.minimum(self.rows - first, shape.rows)
+        return Item(jnp.int32(0), first, length, strip * (shape.columns // shape.parts))
 
 
 def _produce(shape: GroupedShape, refs: Refs, item: Item, done: jax.Array) -> None:

@@ -25,7 +25,7 @@ outputs, n blocks of I with their own scales (1: per channel).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from math import gcd
@@ -47,6 +47,8 @@ from pallas_kernels.ops.grouped_matmul.hopper.body import (
     Gate,
     GroupedShape,
     QuantizedWeights,
+    Routed,
+    Tiles,
     Whole,
     body,
 )
@@ -169,18 +171,19 @@ def heuristic(spec: GroupedSpec) -> Config:
         # A tile twice as deep halves the number of waits, if there is room for several.
         depth = gcd(spec.width // spec.scales, 2 * DEPTH) if rows <= ROWS else DEPTH
         config = Config(rows, COLUMNS, 2, CONSUMERS, True, spec.cores, depth)
-        return _deepest(config, range(8, 2, -1), spec)
+        return deepest(config, spec)
     swapped = rows <= ROWS
     # With swapped operands, wide strips would leave some blocks idle: only experts with tokens have tiles.
     widths = (128,) if swapped else (256, 128) if spec.gated else (256, 192, 128)
     columns = next((width for width in widths if spec.outputs % width == 0), 64)
     consumers = 1 if swapped and columns == ROWS else 2
-    return _deepest(Config(rows, columns, 1, consumers, swapped, spec.cores), range(12 if swapped else 6, 1, -1), spec)
+    return deepest(Config(rows, columns, 1, consumers, swapped, spec.cores), spec)
 
 
-def _deepest(config: Config, stages: Iterable[int], spec: GroupedSpec) -> Config:
-    """Return the config with the first of `stages` that fits into shared memory."""
-    deep = (replace(config, stages=count) for count in stages)
+def deepest(config: Config, spec: GroupedSpec) -> Config:
+    """Return the config with the most stages that fit into shared memory, at least those that it has."""
+    most = 8 if spec.quantized else 12 if config.swapped else 6
+    deep = (replace(config, stages=count) for count in range(most, config.stages, -1))
     return next((one for one in deep if one.smem_bytes(spec) <= SMEM), config)
 
 
@@ -228,25 +231,45 @@ def grouped_matmul(
         raise ValueError(
             f"{x.dtype}{x.shape}, {weight.dtype}{weight.shape}{scales} and {len(work.source)} rows do not match"
         )
-    tiles = len(work.expert)
+    run = kernel_of(spec, config, Routed(), len(work.expert), rows, out_dtype=out_dtype, gate=gate, interpret=interpret)
+    held_by = (weight,) if scale is None else (weight, scale)
+    return run(x, work.expert, work.begin, work.length, work.used, *held_by)
+
+
+def kernel_of(
+    spec: GroupedSpec,
+    config: Config,
+    tiles: Tiles,
+    most: int,
+    rows: int,
+    *,
+    out_dtype: Any,
+    gate: Gate | None,
+    interpret: Interpret,
+) -> Callable[..., jax.Array]:
+    """Return the kernel of x [rows, I], the arrays of `tiles`, which are `most` at most, and the weights' arrays.
+
+    It returns [rows, O], or with a gate [rows, O / 2].
+    """
     shape = GroupedShape(
         rows=config.rows,
         columns=config.columns,
         stages=config.stages,
         consumers=config.consumers,
         swapped=config.swapped,
-        blocks=min(config.blocks, tiles * (outputs // config.columns)),
-        strips=outputs // config.columns,
-        outputs=outputs,
+        blocks=min(config.blocks, most * (spec.outputs // config.columns)),
+        strips=spec.outputs // config.columns,
+        outputs=spec.outputs,
         depth=config.depth,
-        steps=width // config.depth,
-        dtype=x.dtype,
+        steps=spec.width // config.depth,
+        dtype=spec.dtype,
         out_dtype=out_dtype,
+        tiles=tiles,
         weights=_weights(spec, config, interpret),
         interpret=interpret,
         gate=gate,
     )
-    run = compat.kernel(
+    return compat.kernel(
         body(shape),
         out=jax.ShapeDtypeStruct((rows, shape.apart), out_dtype),
         scratch=shape.scratch(),
@@ -254,9 +277,6 @@ def grouped_matmul(
         threads=(ROLE, config.consumers + 1),
         interpret=interpret,
     )
-    held_by = (weight,) if scale is None else (weight, scale)
-    out: jax.Array = run(x, work.expert, work.begin, work.length, work.used, *held_by)
-    return out
 
 
 def _weights(spec: GroupedSpec, config: Config, interpret: Interpret) -> Whole | QuantizedWeights:

@@ -4,9 +4,10 @@
 
 The G query heads of a kv head, times the row's query tokens, are packed into the M rows of one
 product, so every key is read once. The plan splits rows over the keys (plan.py). A row of one item
-is stored as it is computed; the items of others are float32 partial results, which combine.py
-combines. Queries and results keep the layers' layout. Floor: bytes of K and V over the bandwidth;
-arithmetic stays below it up to M = 64.
+is stored as it is computed; the items of others are float32 partial results, which the last of their
+workers merges (decode_merge.py) or a second kernel combines (combine.py). Queries and results keep
+the layers' layout. Floor: bytes of K and V over the bandwidth; arithmetic stays below it up to M =
+64.
 
 Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv
 heads, G = H / K, D head dim, Q maximum query tokens of a row, M rows of the product, the first U of
@@ -49,6 +50,7 @@ class Config:
     consumers: int = 2  # warpgroups that compute
     workers: int = CORES // 8  # blocks per kv head and block of query tokens
     p_in_smem: bool = True  # pass weights to the second product through shared memory
+    merge: bool = True  # the last worker of a split row merges it, up to M = 16, instead of a second kernel
 
     def plan(self, ragged: Ragged, *, page: int, window: int | None = None) -> DecodeWork:
         """Plan a step; all layers of one window share it."""
@@ -104,13 +106,14 @@ class Config:
         wide, rows = 2, self.rows(spec)  # bytes of an operand's element
         ring = 2 * self.stages * self.tile * spec.dim * (1 if spec.quantized else wide)
         added = rows * (spec.dim if self.consumers > 1 else WIDE) * 4
-        rest = rows * spec.dim * wide + added + 2048
+        rest = rows * spec.dim * wide + added + 4096
         if spec.quantized and self.warps:
             # Packed queries or tokens: which of them also depends on the soft cap, which is not in the spec.
             rest = max(rest, 2 * rows * spec.dim * wide + 4096)
             return ring + rest + self.consumers * (64 * (MEETING + 8) + 128 + 128) * 4
         if not self.warps:
-            rest = 2 * rows * spec.dim * wide + (4096 if spills(spec.dim) else added + 2048)
+            told = self.consumers * 2 * rows * 4  # maxima and sums
+            rest = 2 * rows * spec.dim * wide + (4096 if spills(spec.dim) else added + told + 3072)
         weights = self.consumers * rows * self.tile * wide if self.warps or self.p_in_smem else 0
         widened = self.consumers * self.tile * spec.dim * wide if spec.quantized else 0
         return ring + rest + weights + widened
@@ -120,7 +123,8 @@ def heuristic(spec: AttentionShape, *, warps: bool | None = None) -> Config:
     """Return a config expected to be good for the spec; `warps` None chooses by the rows of the product."""
     packed = spec.queries * spec.group
     if warps is None:
-        warps = packed <= ROWS if spec.quantized else compat.HAS_MMA and packed <= 32
+        most = ROWS if spec.quantized or spec.dim > WIDE else 2 * ROWS  # more spill registers
+        warps = packed <= most and (spec.quantized or compat.HAS_MMA)
     # For D = 256 the mixed values take 128 registers per thread, too many with three warpgroups per block.
     consumers = 1 if spec.dim > 128 else 2
     config = Config(warps=warps, queries=spec.queries, consumers=consumers)
@@ -137,6 +141,8 @@ def candidates(spec: AttentionShape) -> Iterator[Config]:
     """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     best = heuristic(spec)
     yield best
+    if best.warps and best.rows(spec) <= ROWS:
+        yield replace(best, merge=False)
     bodies = (True, False) if compat.HAS_MMA or spec.quantized else (False,)
     for share in (1, 2):  # blocks per core at a time
         some = (
@@ -162,13 +168,15 @@ def paged_decode(
     config: Config,
     interpret: Interpret = None,
     clean: bool = True,
+    causal: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Return mixed values [T, H, D] in the dtype of q and lse [T, H]; zeros and MASKED for tokens not in `work`.
 
     `work` is `config.plan(ragged, page=B, window=window)`. Pools must hold finite numbers
     everywhere, even where nothing was written, because masked keys are multiplied by zero.
     `clean=False` leaves arbitrary values for tokens of rows not in `work`, which saves a pass if
-    there are none or the caller overwrites them; padding is zeros.
+    there are none or the caller overwrites them; padding is zeros. `causal=False` shows each query all
+    keys of its row, and allows no window.
     """
     rows, (_, page, kv_heads, dim) = ragged.lengths.shape[0], k_pool.shape
     spec = AttentionShape(rows, q.shape[1], kv_heads, dim, page, config.queries, q.dtype, k_pool.dtype)
@@ -176,7 +184,9 @@ def paged_decode(
     spec.check_scales(scales)
     if work.workers != config.workers or work.row.shape[0] != config.workers + rows:
         raise ValueError(f"the work has {work.workers} workers but {config.workers=}; plan with this config")
-    shape = _shape(spec, config, scale, window, softcap, interpret)
+    if window is not None and not causal:
+        raise ValueError(f"{window=} needs causal=True: positions of queries are unknown")
+    shape = replace(shape_of(spec, config, scale, window, softcap, interpret), causal=causal)
     out, lse = attend(shape, q, (k_pool, v_pool), ragged, work, scales, kv_heads=kv_heads, blocks=config.blocks(spec))
     if clean:
         row = jnp.minimum(ragged.rows, rows - 1)
@@ -184,9 +194,10 @@ def paged_decode(
     return out, lse
 
 
-def _shape(
+def shape_of(
     spec: AttentionShape, config: Config, scale: float, window: int | None, softcap: float | None, interpret: Interpret
 ) -> DecodeShape:
+    """Return the static parameters of the blocks that compute `spec`."""
     rows, block = config.rows(spec), config.block(spec)
     return DecodeShape(
         rows=rows,
@@ -207,6 +218,7 @@ def _shape(
         softcap=softcap,
         scaled=spec.quantized,
         interpret=interpret,
+        merge=config.merge,
     )
 
 
@@ -227,7 +239,8 @@ def attend(
     Padding gives zeros and MASKED, other tokens of rows not in `work` arbitrary values and MASKED.
     `joint`: see `body`.
     """
-    results = (_apart if shape.apart else _by_token)(shape, q, ragged, work, kv_heads, blocks)
+    made_by = _apart if shape.apart else _merged if shape.merged else _by_token
+    results = made_by(shape, q, ragged, work, kv_heads, blocks)
     run = compat.kernel(
         body(shape, joint),
         out=results.shapes,
@@ -238,7 +251,8 @@ def attend(
         interpret=shape.interpret,
     )
     planned = work.table, work.row, work.first, work.tiles, work.cuts, work.part
-    made = run(results.q, *pools, *planned, ragged.starts, ragged.lengths, ragged.contexts, *(scales or ()))
+    step = ragged.starts, ragged.lengths, ragged.contexts
+    made = run(results.q, *pools, *planned, *step, *results.merging, *(scales or ()))
     out, lse = results.combine(made)
     out = out.reshape(len(q), q.shape[1], shape.values)
     if shape.parted:
@@ -252,6 +266,7 @@ class _Results(NamedTuple):
     q: jax.Array
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     combine: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, jax.Array]]  # to out [T, H * R] and lse
+    merging: tuple[jax.Array, ...] = ()  # what the kernel also reads to merge split rows
 
 
 def _by_token(
@@ -275,6 +290,22 @@ def _by_token(
         return fill(each, partials, out.reshape(tokens, heads * dim), lse)
 
     return _Results(q.reshape(tokens, *by_group), shapes, combine)
+
+
+def _merged(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int) -> _Results:
+    (tokens, _, dim), parts, rows = q.shape, work.most_parts, len(ragged.starts)
+    by_group, sums = (kv_heads, shape.group, dim), (kv_heads, blocks, shape.rows)
+    shapes = (
+        jax.ShapeDtypeStruct((parts, kv_heads, blocks, dim // WIDE, shape.kept, WIDE), jnp.float32),
+        jax.ShapeDtypeStruct((parts * shape.consumers, *sums), jnp.float32),
+        jax.ShapeDtypeStruct((tokens, *by_group), q.dtype),
+        jax.ShapeDtypeStruct((rows, *sums), jnp.float32),
+    )
+    # The kernel counts down in this array, and restores it, so XLA makes it once for all layers. Zeros would be a
+    # constant that the layers of another plan may share, and thus kernels that run at the same time.
+    left = jnp.broadcast_to(work.splits[:, None, None, None] - 1, (rows, kv_heads, blocks, shape.consumers))
+    merging = work.worker, work.splits, work.tokens, left
+    return _Results(q.reshape(tokens, *by_group), shapes, lambda made: (made[2], made[3]), merging)
 
 
 def _apart(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int) -> _Results:

@@ -54,6 +54,8 @@ class DecodeShape:
     scaled: bool
     interpret: Interpret
     latent: int = 0  # R, if the values are the first columns of the keys; 0: values have their own pool
+    merge: bool = False  # whether the kernel may merge split rows itself
+    causal: bool = True  # a query sees keys up to its own position; else all keys of its row
 
     @property
     def values(self) -> int:
@@ -113,6 +115,19 @@ class DecodeShape:
         if self.latent:
             return True
         return self.dim > MOST or self.softcap is not None if self.parted else not self.warps and spills(self.dim)
+
+    @property
+    def merged(self) -> bool:
+        """Whether the last worker of a split row merges its partial results (decode_merge.py).
+
+        Products of more than 16 rows leave too few registers to count the workers.
+        """
+        return self.merge and self.rows <= fragments.ROWS and not self.apart
+
+    @property
+    def kept(self) -> int:
+        """Rows of a partial result that is merged: those in use, in fours, so that each warp has its own."""
+        return -(-self.used // 4) * 4
 
     @property
     def partials(self) -> int:
@@ -217,9 +232,16 @@ class Refs(NamedTuple):
     starts: Any  # [S]
     lengths: Any  # [S]
     contexts: Any  # [S]
+    worker: Any  # [S]; this and the next two are those of DecodeWork, or None if not `merged`
+    splits: Any  # [S]
+    tokens: Any  # [1]
+    left: Any  # [S, K, blocks, consumers] int32, the items of a row that are not stored yet, less one
     k_scale: Any  # [K] or None
     v_scale: Any
-    mixed: Any  # [parts, tokens of a row, K, G, D] float32, or if `apart` [I * partials, K, blocks, M, R]
+    mixed: (
+        Any  # float32 [parts, tokens of a row, K, G, D], if `apart` [I * partials, K, blocks, M, R], if `merged` as in
+    )
+    # decode_merge.py
     weight: Any  # [parts or I * partials, K, blocks, M] float32, log2 of the sum of weights
     out: Any  # [T, K, G, D], or None if `apart`
     lse: Any  # [S, K, blocks, M] float32, natural log, or None if `apart`
@@ -267,8 +289,15 @@ def soften(score: jax.Array, peak: jax.Array, unit: Any) -> tuple[jax.Array, jax
     return weight, jnp.exp2(peak - top), top
 
 
+def last_key(shape: DecodeShape, refs: Refs, row: Any) -> Any:
+    """Return the last key that the block's first query token sees; if causal, its token t sees up to t keys more."""
+    if not shape.causal:
+        return refs.contexts[row] - 1
+    return refs.contexts[row] - refs.lengths[row] + lax.axis_index("block") * shape.block
+
+
 def mask(shape: DecodeShape, score: jax.Array, key: Any, position: Any, raw: Any) -> jax.Array:
-    """Apply the soft cap, then mask keys that row r, of query token position + r // G, may not see."""
+    """Apply the soft cap, then mask keys that row r, of query token r // G, may not see; position: `last_key`."""
     if shape.softcap:
         score = capped(score, raw, shape.softcap)
 
@@ -277,12 +306,13 @@ def mask(shape: DecodeShape, score: jax.Array, key: Any, position: Any, raw: Any
     def iota(axis: int) -> jax.Array:
         return cast(lax.broadcasted_iota(jnp.int32, score.shape, axis), layout, shape.interpret)
 
+    several = shape.block > 1 and shape.causal  # otherwise all query tokens see the same keys
     if shape.parted:
         # Row 16 w + r and column 16 c + n are query row r and key 64 c + 16 w + n (fragments.py).
         row, column = iota(0), iota(1)
-        token = lax.div(row & 15, jnp.int32(shape.group)) if shape.block > 1 else 0
+        token = lax.div(row & 15, jnp.int32(shape.group)) if several else 0
         return _seen(shape, score, (column & 15) + ((column & ~15) << 2) + (row & 48) + (key - position), token)
-    token = lax.div(iota(0), jnp.int32(shape.group)) if shape.block > 1 else 0
+    token = lax.div(iota(0), jnp.int32(shape.group)) if several else 0
     if shape.dim > 128:
         # A thread's columns are 8 i + 0, 1 plus its offset. Split so, the compiler turns 8 i into constants. Whole
         # column numbers would take a register each, and spill beside the others. Narrower heads are faster with them.

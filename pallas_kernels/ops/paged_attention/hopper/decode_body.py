@@ -6,9 +6,9 @@ ring of `stages` slots, without a pause between items. There are three kinds of 
 
 * `_consume`: consumer c takes every tile g with g % consumers == c, counted over all items, so a
   slot always belongs to the same consumer. At the end of an item the consumers add up their mixed
-  values, divided by the weight of both, and store the row's tokens (decode_tokens.py); `combine.py`
-  combines the items of rows that are split. If `apart`, each consumer writes its own partial result
-  of each item, and the log2 of its weight.
+  values, divided by the weight of both, and store the row's tokens (decode_tokens.py). The last
+  worker of a split row merges its items (decode_merge.py), or combine.py does. If `apart`, each
+  consumer writes its own partial result of each item, and the log2 of its weight.
 * `consume_bytes`, for 8-bit pools and few rows: nothing is widened in shared memory. Each of a
   consumer's four warps takes 16 of every 64 keys of a tile, for all 16 query rows, with its own
   softmax over the tiles of an item (fragments.py); row 16 w + r is warp w's. In the loop, warps
@@ -49,12 +49,14 @@ from pallas_kernels.ops.paged_attention.hopper.decode_block import (
     DecodeShape,
     Refs,
     each_item,
+    last_key,
     mask,
     mine,
     produce,
     release,
     soften,
 )
+from pallas_kernels.ops.paged_attention.hopper.decode_merge import blank, merge_if_last
 from pallas_kernels.ops.paged_attention.hopper.decode_tokens import fetch, load, meet, queries, store, weigh
 from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E
 
@@ -62,6 +64,7 @@ Consume = Callable[[DecodeShape, Refs, Any], None]
 PART = 128  # columns widened at a time; more would need registers that wide heads lack
 CHUNK = 64  # dimensions of queries held in registers as one array
 PLANNED = 9  # arrays of the plan and of the step, `Refs.table` to `Refs.contexts`
+MERGING = 4  # arrays of merging, `Refs.worker` to `Refs.left`
 
 
 def body(shape: DecodeShape, joint: Consume | None = None) -> Callable[..., None]:
@@ -73,8 +76,9 @@ def body(shape: DecodeShape, joint: Consume | None = None) -> Callable[..., None
     def run(*arrays: Any, **scratch: Any) -> None:
         pools, rest = ((arrays[1],) * 2, arrays[2:]) if shape.latent else (arrays[1:3], arrays[3:])
         planned, rest = rest[:PLANNED], rest[PLANNED:]
+        merging, rest = (rest[:MERGING], rest[MERGING:]) if shape.merged else ((None,) * MERGING, rest)
         scales, made = (rest[:2], rest[2:]) if shape.scaled else ((None, None), rest)
-        refs = Refs._make([arrays[0], *pools, *planned, *scales, *(*made, None, None)[:4], scratch])
+        refs = Refs._make([arrays[0], *pools, *planned, *merging, *scales, *(*made, None, None)[:4], scratch])
         role = lax.axis_index("role")
 
         @pl.when(role < shape.consumers)
@@ -82,6 +86,8 @@ def body(shape: DecodeShape, joint: Consume | None = None) -> Callable[..., None
             _registers(shape, consumer=True)
             consume = consume_bytes if shape.parted else joint if shape.joint else _consume
             assert consume is not None, "consumers that share tiles need `joint`"
+            if shape.merged:
+                blank(shape, refs, role)
             consume(shape, refs, role)
 
         @pl.when(role == shape.consumers)
@@ -122,8 +128,7 @@ def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
         else:
             fetch(shape, refs, me, row)
             q = queries(shape, refs, me, row, shape.layout("LHS"))
-        # Position of the block's first query token; its token t sees up to t keys more.
-        position = refs.contexts[row] - refs.lengths[row] + block * shape.block
+        position = last_key(shape, refs, row)
 
         def step(j: Any, carry: Any) -> Any:
             acc, peak, total = carry
@@ -162,9 +167,9 @@ def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
         factor = jnp.exp2(peak - top) * ((refs.v_scale[head] if shape.scaled else 1.0) / jnp.maximum(total, 1e-30))
         store(shape, refs, me, item, row, _chunks(acc[0], factor), acc_layout)
 
-        @pl.when(me == 0)
-        def _() -> None:
-            weigh(shape, refs, item, row, top, total, _put)
+        weigh(shape, refs, me, item, row, top, total, _put)
+        if shape.merged:
+            merge_if_last(shape, refs, me, item, row)
 
     each_item(shape, refs, one)
 
@@ -273,7 +278,7 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
         else:
             fetch(shape, refs, me, row)
             q = queries(shape, refs, me, row, fragments.queries())
-        position = refs.contexts[row] - refs.lengths[row] + block * shape.block
+        position = last_key(shape, refs, row)
         begin, count = (jnp.int32(0), tiles) if shape.joint else mine(shape, me, tiles, done)
 
         def step(j: Any, carry: Any) -> Any:
@@ -311,7 +316,9 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
         factor = jnp.exp2(peak - top) * ((refs.v_scale[head] if shape.scaled else 1.0) / jnp.maximum(total, 1e-30))
         chunks = [_sum_warps(shape, refs, me, chunk) for chunk in _chunks(mixed[0], factor)]
         store(shape, refs, me, item, row, chunks, _summed())
-        pl.when(me == 0)(lambda: weigh(shape, refs, item, row, top, total, put))
+        weigh(shape, refs, me, item, row, top, total, put)
+        if shape.merged:
+            merge_if_last(shape, refs, me, item, row)
 
     each_item(shape, refs, one)
 

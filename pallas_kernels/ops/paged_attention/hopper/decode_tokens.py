@@ -6,7 +6,8 @@ consumers: it fetches the queries of its chunks, adds what the other consumer mi
 stores them, so that `stage` needs no barrier between items.
 
 The sum goes to `out` if the item is its row's only one, else to the item's partial result, which
-combine.py adds to the others of the row. Only rows of the row's own tokens are stored.
+decode_merge.py or combine.py adds to the others of the row. Only rows of the row's own tokens reach
+`out`.
 
 Letters: M rows of the product, G query heads of a kv head, D head dim.
 """
@@ -149,37 +150,57 @@ def store(
 
 def _store(shape: DecodeShape, refs: Refs, item: Any, row: Any, c: int, whole: jax.Array, added: Any) -> None:
     """Store chunk c of an item to `out`, or to its partial result by way of `added`."""
-    head, first, part = lax.axis_index("head"), lax.axis_index("block") * shape.block, refs.part[item]
-    tokens = jnp.clip(refs.lengths[row] - first, 0, shape.block)
-
-    def copy(source: Any, target: Callable[[Any], Any]) -> None:
-        def one(t: Any, _: Any) -> Any:
-            rows = source.at[pl.ds(t * shape.group, shape.group)]
-            plgpu.copy_smem_to_gmem(rows, target(first + t).at[head, :, pl.ds(c * WIDE, WIDE)])
-            return _
-
-        lax.fori_loop(0, tokens, one, jnp.int32(0))
+    head, block, part = lax.axis_index("head"), lax.axis_index("block"), refs.part[item]
 
     @pl.when(part < 0)
     def _() -> None:
         stage = refs.s["stage"].at[c + _unknown(refs.starts[row])]
         stage[...] = whole.astype(shape.outer_dtype)
         plgpu.commit_smem()
-        copy(stage, lambda t: refs.out.at[refs.starts[row] + t])
+        copy_out(shape, refs, row, c, stage)
 
     @pl.when(part >= 0)
     def _() -> None:
         added[...] = whole
         plgpu.commit_smem()
-        copy(added, lambda t: refs.mixed.at[part, t])
+        if shape.merged:
+            plgpu.copy_smem_to_gmem(added.at[pl.ds(0, shape.kept)], refs.mixed.at[part, head, block, c])
+        else:
+            _copy_tokens(shape, refs, row, c, added, lambda t: refs.mixed.at[part, t])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
+def copy_out(shape: DecodeShape, refs: Refs, row: Any, c: Any, source: Any) -> None:
+    """Start copying chunk c of a row's tokens from `source` [M, 64] to `out`."""
+    _copy_tokens(shape, refs, row, c, source, lambda t: refs.out.at[refs.starts[row] + t])
+
+
+def _copy_tokens(shape: DecodeShape, refs: Refs, row: Any, c: Any, source: Any, target: Callable[[Any], Any]) -> None:
+    head, first = lax.axis_index("head"), lax.axis_index("block") * shape.block
+
+    def one(t: Any, _: Any) -> Any:
+        rows = source.at[pl.ds(t * shape.group, shape.group)]
+        plgpu.copy_smem_to_gmem(rows, target(first + t).at[head, :, pl.ds(c * WIDE, WIDE)])
+        return _
+
+    lax.fori_loop(0, jnp.clip(refs.lengths[row] - first, 0, shape.block), one, jnp.int32(0))
+
+
 def weigh(
-    shape: DecodeShape, refs: Refs, item: Any, row: Any, top: Any, total: Any, put: Callable[[Any, Any], None]
+    shape: DecodeShape, refs: Refs, me: Any, item: Any, row: Any, top: Any, total: Any, put: Callable[[Any, Any], None]
 ) -> None:
-    """Store an item's sum of weights by `put(value [M], ref)`: its natural log to `lse`, or its log2 to its part."""
+    """Store an item's sum of weights by `put(value [M], ref)`: its natural log to `lse`, or its log2 to its part.
+
+    If `merged`, each consumer stores its own copy of the latter, else the first one stores both.
+    """
     place, part = (lax.axis_index("head"), lax.axis_index("block")), refs.part[item]
     binary = top + jnp.log(jnp.maximum(total, 1e-30)) * LOG2E
-    pl.when(part < 0)(lambda: put(jnp.where(total > 0, binary * math.log(2.0), MASKED), refs.lse.at[(row, *place)]))
-    pl.when(part >= 0)(lambda: put(jnp.where(total > 0, binary, MASKED), refs.weight.at[(part, *place)]))
+    mine, copy = ((True, part * shape.consumers + me)) if shape.merged else (me == 0, part)
+
+    @pl.when((me == 0) & (part < 0))
+    def _() -> None:
+        put(jnp.where(total > 0, binary * math.log(2.0), MASKED), refs.lse.at[(row, *place)])
+
+    @pl.when(mine & (part >= 0))
+    def _() -> None:
+        put(jnp.where(total > 0, binary, MASKED), refs.weight.at[(copy, *place)])

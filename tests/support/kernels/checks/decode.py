@@ -88,7 +88,7 @@ def check(problem: Problem, config: Config) -> None:
         out, lse = paged_decode(q, k, v, ragged, work, config=config, interpret=interpret, **options)
         return out if sinks is None else with_sinks(out, lse, sinks), lse
 
-    with without_races() as interpret:
+    with without_races(in_order=config.merge) as interpret:
         out, lse = jax.block_until_ready(step(q, k, v, ragged))
     want, sums = attention(q, k, v, ragged, sinks=sinks, **options)
     lengths = np.append(ragged.lengths, 0)[ragged.rows]  # [T], length of each token's row
@@ -136,7 +136,7 @@ class Mixed:
         worse, worst = k.copy(), v.copy()
         worse[foreign], worst[foreign] = np.nan, np.nan
         pools = [jnp.asarray(x, jnp.bfloat16) for x in (worse, worst)]
-        with without_races() as interpret:
+        with without_races(in_order=self.config.merge) as interpret:
             out, lse = jax.block_until_ready(self.step(q, *pools, ragged, interpret=interpret))
         want, sums = attention(
             q, *(jnp.asarray(x, jnp.bfloat16) for x in (k, v)), ragged,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.norms import HeadNorms
 from pallas_kernels.ops.kv_write.hopper import Config, packed, rope_and_write
 from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
 from tests.support.kernels.interpreted import seed, without_races
@@ -34,13 +35,16 @@ class Step:
     pools: tuple[jax.Array, jax.Array]
     ragged: Ragged
     scales: Scales | None
+    norms: HeadNorms | None = None
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         return self.q, self.k, self.v, self.turn, *self.pools, self.ragged
 
 
-def step(heads: int, kv_heads: int, dim: int, dtype: Any = jnp.bfloat16, stored: Any = None) -> Step:
+def step(
+    heads: int, kv_heads: int, dim: int, dtype: Any = jnp.bfloat16, stored: Any = None, *, normed: bool = False
+) -> Step:
     random = np.random.default_rng(seed(heads))
 
     def normal(*shape: int) -> jax.Array:
@@ -58,6 +62,7 @@ def step(heads: int, kv_heads: int, dim: int, dtype: Any = jnp.bfloat16, stored:
         (pools[0], pools[1]),
         ragged,
         None if stored is None else Scales(scale, scale / 2),
+        HeadNorms(normal(dim), normal(dim), 1e-5, 1.0) if normed else None,
     )
 
 
@@ -67,9 +72,18 @@ SHAPES = [(4, 2, 64), (8, 1, 64), (8, 8, 64), (28, 4, 128), (4, 2, 256)]  # H, K
 LARGEST_ERROR = {4: 1e-6, 2: 4e-3, 1: 2e-2}  # by bytes of a number; 8 bits: a number close to a tie moves by a unit
 
 
+def normed(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return the norm of each head of x, computed in float64, with eps and offset as in `step`."""
+    wide = np.asarray(x, np.float64)
+    mean = np.mean(wide**2, axis=-1, keepdims=True)
+    return jnp.asarray(wide / np.sqrt(mean + 1e-5) * (np.asarray(weight, np.float64) + 1.0), x.dtype)
+
+
 def right(case: Step, got: Any, *, turned: bool = True) -> None:
     """Check the queries and pools that a step returned; slots that it did not write keep their bits."""
     q, *pools = got
+    if case.norms is not None:
+        case = replace(case, q=normed(case.q, case.norms.q), k=normed(case.k, case.norms.k))
     small = LARGEST_ERROR[jnp.dtype(case.q.dtype).itemsize]
     assert error(q, rotate(case.q, case.turn) if turned else case.q) < small
     keys = rotate(case.k, case.turn).astype(case.q.dtype) if turned else case.k
@@ -93,7 +107,8 @@ def same_as_the_twin(case: Step, *, turned: bool = True, config: Config | None =
     """Compare bits, and return what the kernel wrote; for rotated 16-bit heads allow one unit in the last place.
 
     A program may contract the product and the sum of a rotation into one rounding, and the twin,
-    which is not one program here, does not.
+    which is not one program here, does not. Normed heads are only compared with float64, because
+    a sum in another order may round a head the other way before it is rotated.
     """
     contracted = turned and case.scales is None
     arguments = list(case.arguments)
@@ -103,10 +118,13 @@ def same_as_the_twin(case: Step, *, turned: bool = True, config: Config | None =
         got = list(
             jax.block_until_ready(
                 rope_and_write(
-                    packed(*arguments[:3]), *arguments[3:], scales=case.scales, config=config, interpret=interpret
+                    packed(*arguments[:3]), *arguments[3:], scales=case.scales, norms=case.norms, config=config,
+                    interpret=interpret,
                 )
             )
-        )
+        )  # fmt: skip
+    if case.norms is not None:
+        return got
     want = rope_and_write_xla(*arguments, scales=case.scales)
     rtol, atol = (float(jnp.finfo(case.q.dtype).eps), 2.0**-22) if contracted else (0.0, 0.0)
     for one, other, turns in zip(got, want, (contracted, contracted, False), strict=True):
