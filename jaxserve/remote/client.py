@@ -129,9 +129,17 @@ class RemoteEngine:
         self._since += 1
         return id
 
-    def check_outputs(self, prompts: int, n: int) -> None:
-        """Raise InvalidValue if the queue can never hold `n` outputs of each of `prompts` prompts."""
-        self._queue.check_outputs(prompts, n, sum(role is not Role.DECODE for role in self.roles))
+    def check_outputs(self, prompts: int, n: int, instances: int | None = None) -> None:
+        """Raise InvalidValue if the queue can never hold `n` outputs of each of `prompts` prompts.
+
+        instances: those that take prompts; None: of this engine.
+        """
+        self._queue.check_outputs(prompts, n, self.entries if instances is None else instances)
+
+    @property
+    def entries(self) -> int:
+        """The number of instances that take prompts."""
+        return sum(role is not Role.DECODE for role in self.roles)
 
     def cancel(self, request: int, reason: str = "abort") -> None:
         """End a request early; no effect if it has ended."""

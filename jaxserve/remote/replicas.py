@@ -70,8 +70,8 @@ class _Ask:
 class Replicas:
     """Engines in other processes as one engine. All methods belong to one loop, as those of RemoteEngine."""
 
-    def __init__(self, engines: Sequence[RemoteEngine], seed: int = 0) -> None:
-        """Use connected engines; `seed` is that of requests without one.
+    def __init__(self, engines: Sequence[RemoteEngine], seed: str = "0") -> None:
+        """Use connected engines; the seeds of requests without one come from `seed`.
 
         Raises InvalidValue if they do not serve the same model in the same way.
         """
@@ -87,7 +87,7 @@ class Replicas:
         self.on_continued: Callable[[], None] = lambda: None  # told when a request goes on after a loss
 
     @classmethod
-    async def connect(cls, places: Sequence[Place], seed: int = 0) -> Replicas:
+    async def connect(cls, places: Sequence[Place], seed: str = "0") -> Replicas:
         """Connect to engines that are ready, and again to each that comes back after it was lost.
 
         Raises InvalidValue if one does not answer, or differs from the others.
@@ -156,8 +156,8 @@ class Replicas:
         return id
 
     def check_outputs(self, prompts: int, n: int) -> None:
-        """Raise InvalidValue if no queue can ever hold `n` outputs of each of `prompts` prompts."""
-        self._engines[0].check_outputs(prompts, n)
+        """Raise InvalidValue if the queues can never hold `n` outputs of each of `prompts` prompts."""
+        self._engines[0].check_outputs(prompts, n, sum(engine.entries for engine in self._engines))
 
     def cancel(self, request: int, reason: str = "abort") -> None:
         """End a request early; no effect if it has ended."""

@@ -113,6 +113,7 @@ class _Front:
     def __init__(self, server: EngineServer) -> None:
         self._server = server
         self._engine = server.engine
+        self._loop = asyncio.get_running_loop()
         self._running: dict[int, int] = {}  # requests of this front: its id -> the engine's
         self._deltas: list[Delta] = []  # to send
         self._ended: dict[int, RequestMetrics] = {}  # likewise
@@ -181,9 +182,9 @@ class _Front:
             if times is not None:
                 self._ended[id] = times
         self._deltas.append(delta._replace(request=id))
-        if not self._flushing:
+        if not self._flushing and not self._loop.is_closed():  # closed: the process ends, which fronts notice
             self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flushing = False

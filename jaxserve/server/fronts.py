@@ -47,10 +47,16 @@ def begin_process(config: ServeConfig) -> None:
 
 
 async def serve_remote(
-    config: ServeConfig, tokenizer: Tokenizer, places: Sequence[Place], sock: socket.socket, signals: Signals
+    config: ServeConfig,
+    tokenizer: Tokenizer,
+    places: Sequence[Place],
+    sock: socket.socket,
+    signals: Signals,
+    index: int = 0,
 ) -> None:
-    """Serve HTTP for the engines at `places` until shutdown."""
-    engine = await Replicas.connect(places, config.seed)
+    """Serve HTTP for the engines at `places` until shutdown; `index` is that of this front."""
+    # Requests of two fronts must not share seeds: equal prompts would get equal samples.
+    engine = await Replicas.connect(places, f"{config.seed}.{index}" if index else str(config.seed))
     service = Service(engine, tokenizer, config)
     engine.on_continued = service.metrics.continued
     try:
@@ -117,7 +123,7 @@ def _front(index: int, config: ServeConfig, places: Sequence[Place], sock: socke
     tokenizer, signals = find_tokenizer(config), Signals()
     with signals.handled():
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(serve_remote(config, tokenizer, places, sock, signals))
+            runner.run(serve_remote(config, tokenizer, places, sock, signals, index))
         signals.served()
     end_process(0)
 
