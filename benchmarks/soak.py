@@ -51,7 +51,9 @@ ADMIN = "soak"  # API key of the route that changes roles
 def child(flags: Sequence[str]) -> int:
     """Serve, and answer each line on stdin with the state of the engine as JSON, until an empty line."""
     from jaxserve.config import ServeConfig
-    from jaxserve.server.main import Ending, listen_on, log_to_stderr, serve, start_service
+    from jaxserve.report.logs import log_to_stderr
+    from jaxserve.server.main import start_service
+    from jaxserve.server.serving import Ending, listen_on, serve
 
     config = ServeConfig.load(**json.loads(flags[0]), admin_key=(ADMIN,))
     log_to_stderr("warning")

@@ -39,6 +39,8 @@ RANGES: tuple[tuple[str, float, float | None], ...] = (
     ("kv_cache_memory", 1, None),
     ("profile_time", 0.01, None),
     ("port", 0, 65535),
+    ("api_server_count", 0, 64),
+    ("replicas", 1, None),
     ("gpu_memory_utilization", 0.01, 1),
 )
 

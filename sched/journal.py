@@ -28,7 +28,7 @@ from .api.slo import SLO
 from .api.thinking import ThinkingEnd
 from .instance.scheduler import Scheduler
 
-VERSION = 3  # of the records; a journal of another version is refused
+VERSION = 4  # of the records; a journal of another version is refused
 REHEARSAL = "rehearsal"  # key of the requests that an engine runs before it is ready
 
 
@@ -122,6 +122,8 @@ def _request(request: Request) -> dict[str, Any]:
         "eos": sorted(request.eos),
         "thinking": request.thinking and [request.thinking.markers, request.thinking.seen],
         "limit": request.limit,
+        # what another engine has done for it; `thinking` is from after that
+        "resumed": [request.output, request.token_times, request.budget, request.scored] if request.output else None,
     }
 
 
@@ -214,7 +216,7 @@ class _Replayer:
         self._schedulers: dict[str, Scheduler] = {}
         self._last: dict[str, StepPlan | None] = {}
         self._moved: dict[str, list[Request]] = {}  # accepted since the instance last planned
-        self._thinking: dict[int, list[Any]] = {}  # as recorded, of requests that begin with thinking
+        self._thinking: dict[int, tuple[list[Any], int]] = {}  # as recorded, and after how many tokens
         self.outcome = Replay()
 
     def feed(self, line: int, record: dict[str, Any]) -> None:
@@ -275,6 +277,7 @@ class _Replayer:
     def _made(self, fields: dict[str, Any]) -> Request:
         made = dict(fields)
         params, slo, thinking = made.pop("params"), made.pop("slo"), made.pop("thinking")
+        resumed = made.pop("resumed")
         request = Request(
             made.pop("id"),
             range(made.pop("prompt_length")),
@@ -285,16 +288,20 @@ class _Replayer:
             thinking=thinking and ThinkingEnd(*thinking),
             **made,
         )
+        if resumed is not None:
+            request.output, request.token_times, request.budget, request.scored = resumed
+            request.first_token_at = request.token_times[0]
         request.digests = list(self._digests.get(request.id, ()))
         self.outcome.requests[request.id] = request
         if thinking:
-            self._thinking[request.id] = thinking
+            self._thinking[request.id] = thinking, len(request.output)
         return request
 
     def ended(self) -> Replay:
         """Return the result, after the last record."""
-        for id, thinking in self._thinking.items():
-            self.outcome.thoughts[id] = _thoughts(ThinkingEnd(*thinking), self.outcome.requests[id].output)
+        for id, (thinking, begun) in self._thinking.items():
+            later = self.outcome.requests[id].output[begun:]
+            self.outcome.thoughts[id] = begun + _thoughts(ThinkingEnd(*thinking), later)
         return self.outcome
 
     def _compare(self, line: int, at: str, recorded: Any) -> None:

@@ -145,7 +145,8 @@ def report(title: str, walks: dict[str, Walk], stays: bool) -> Iterator[str]:
 def http_walk(recorder: Recorder) -> None:
     """Record one POST /v1/completions to a server in this process."""
     from jaxserve.config import ServeConfig
-    from jaxserve.server.main import listen_on, serve, start_service
+    from jaxserve.server.main import start_service
+    from jaxserve.server.serving import listen_on, serve
 
     service = start_service(ServeConfig.load(disable_log_stats=True, **SETTINGS))
     sock, ready, loops, endings = listen_on("127.0.0.1", 0), threading.Event(), [], []

@@ -25,8 +25,8 @@ from jaxserve.engine.startup.assemble import assemble
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
 from jaxserve.sched.journal import Replay, replay
-from jaxserve.server.main import Ending, listen_on, serve
 from jaxserve.server.service import Service
+from jaxserve.server.serving import Ending, listen_on, serve
 from jaxserve.tokenizer import Tokenizer
 
 from .client import send

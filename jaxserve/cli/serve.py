@@ -20,6 +20,8 @@ examples
       three prefill, five decode
   python -m jaxserve.run --mesh 2x1 --mode colocated --policy sarathi
       each instance prefills and decodes
+  python -m jaxserve.run --replicas 2
+      two engines; a stream whose engine dies continues on the other one with the same tokens
   python -m jaxserve.run --config configs/serve/example.yaml --port 9000
       settings from a file; flags override it
 

@@ -27,13 +27,13 @@ from jaxserve.engine.runtime.heartbeat import Heartbeat
 from jaxserve.engine.runtime.info import EngineInfo, InstanceStats, Stats
 from jaxserve.engine.runtime.queue import ROWS, Queue
 from jaxserve.engine.startup.assemble import CLOSING, Machine, assemble
-from jaxserve.engine.startup.warmup import Progress
+from jaxserve.engine.startup.warmup import Progress as OnProgress
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.request import STANDARD, Request
+from jaxserve.sched.api.request import STANDARD, Progress, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
 from jaxserve.sched.instance.stats import Counters
@@ -82,7 +82,7 @@ class Engine:
         self._thread = threading.Thread(target=self._main, name="jaxserve-engine", daemon=True)
 
     @classmethod
-    def start(cls, config: ServeConfig, *, progress: Progress | None = None) -> Engine:
+    def start(cls, config: ServeConfig, *, progress: OnProgress | None = None) -> Engine:
         """Load the model, compile every program and start to serve.
 
         Blocks until ready. Raises JaxserveError.
@@ -144,12 +144,15 @@ class Engine:
         key: str = "",
         salt: bytes = b"",
         waited: float = 0.0,
+        progress: Progress | None = None,
         on_delta: Callable[[Delta], None],
     ) -> int:
         """Submit a request and return its id at once.
 
         `on_delta` is called in the engine's thread. The prefix cache only matches pages of requests
-        with the same `salt`. The request counts as having arrived `waited` seconds ago.
+        with the same `salt`. The request counts as having arrived `waited` seconds ago. `progress`: what
+        another engine has done for it; only further tokens are delivered, and they are the ones that the
+        other engine would have generated if `params` has a seed or is greedy.
 
         Raises InvalidValue if the request cannot be served, QueueFull if too many requests wait,
         Unavailable if no instance responds, and JaxserveError if the engine is shutting down.
@@ -172,6 +175,8 @@ class Engine:
             salt=salt,
             class_=self._classes.of(tier, slo),
         )
+        if progress is not None:
+            request.resume(progress, self._machine.now())
         with self._lock:
             self._admit()
             self._entering += 1
@@ -182,6 +187,11 @@ class Engine:
     def check_outputs(self, prompts: int, n: int) -> None:
         """Raise InvalidValue if the queue can never hold `n` outputs of each of `prompts` prompts."""
         self._queue.check_outputs(prompts, n, sum(role is not Role.DECODE for role in self.roles))
+
+    @property
+    def queue_bound(self) -> int | None:
+        """The number of requests that may wait for each instance that takes prompts; None: unbounded."""
+        return self._queue.bound
 
     def cancel(self, request: int, reason: str = "abort") -> None:
         """End a request early; no effect if it has ended."""
@@ -194,6 +204,10 @@ class Engine:
         None if the request is unknown, was returned before, or ended too long ago.
         """
         return self._over.pop(request, None)
+
+    def refusal(self, request: int) -> JaxserveError | None:
+        """Return None: `submit` raises at once what an engine in another process answers later."""
+        return None
 
     def _seed_of(self, params: SamplingParams, id: int) -> int:
         """Return the request's seed, or derive one from the engine's seed and the request id.
@@ -238,10 +252,10 @@ class Engine:
             self._cluster.set_roles(roles)
             return self.roles
 
-        return self._ask(turned)
+        return self.run(turned)
 
-    def _ask(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
-        """Run `work` in the engine's thread and return its result.
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
+        """Run `work` on the engine's loop, from another thread, and return its result.
 
         Raises TimeoutError, or JaxserveError if the engine ends first.
         """
@@ -392,11 +406,14 @@ class Engine:
             hung_steps=self._cluster.hung_steps,
         )
 
+    async def refresh(self) -> None:
+        """Do nothing: `stats` is always of now. An engine in another process fetches its own here."""
+
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait for the others to end; return False if some did not."""
         self._draining = True
         try:
-            self._ask(self._cluster.drained, timeout)
+            self.run(self._cluster.drained, timeout)
         except TimeoutError:
             return False
         return True
@@ -411,7 +428,7 @@ class Engine:
         async def checked() -> None:
             self._cluster.check()
 
-        self._ask(checked)
+        self.run(checked)
 
     def close(self) -> bool:
         """Close the engine and abort running requests.

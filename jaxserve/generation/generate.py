@@ -21,7 +21,7 @@ from jaxserve.generation.stops import Automaton
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
-from jaxserve.sched.api.request import STANDARD, check_prompt_length
+from jaxserve.sched.api.request import STANDARD, Progress, check_prompt_length
 from jaxserve.sched.api.slo import SLO
 from jaxserve.tokenizer import Tokenizer
 
@@ -42,11 +42,13 @@ class EngineLike(Protocol):
         key: str = "",
         salt: bytes = b"",
         waited: float = 0.0,
+        progress: Progress | None = None,
         on_delta: Callable[[Delta], None],
     ) -> int: ...
     def check_outputs(self, prompts: int, n: int) -> None: ...
     def cancel(self, request: int, reason: str = "abort") -> None: ...
     def record(self, request: int) -> RequestMetrics | None: ...
+    def refusal(self, request: int) -> JaxserveError | None: ...
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,10 @@ class Mailbox:
 async def pieces(
     engine: EngineLike, tokenizer: Tokenizer, job: Submission, mailbox: Mailbox
 ) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of a job's outputs. Closing the iterator or cancelling its task cancels the job."""
+    """Yield the pieces of a job's outputs. Closing the iterator or cancelling its task cancels the job.
+
+    Raises what the engine answers to a request that it does not accept.
+    """
     news: asyncio.Queue[tuple[Choice, Delta]] = asyncio.Queue()
     choices = submit(engine, tokenizer, job, lambda choice, delta: mailbox.post(news, (choice, delta)))
     try:
@@ -247,6 +252,8 @@ async def pieces(
             choice, delta = await news.get()
             if choice.finished:
                 continue
+            if delta.finish_reason == "rejected" and (error := engine.refusal(choice.request)) is not None:
+                raise error
             for one in _each_token(delta) if job.pace else (delta,):
                 piece = choice.feed(one)
                 open_ -= choice.finished

@@ -70,6 +70,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/v1/admin/roles")
     async def roles() -> dict[str, Any]:
+        await service.engine.refresh()
         return present_roles(service.engine)
 
     @app.post("/v1/admin/roles", openapi_extra=body_schema(RolesBody))
@@ -84,10 +85,12 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/load")
     async def load() -> dict[str, Any]:
+        await service.engine.refresh()
         return present_load(service.engine, service.active)
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        await service.engine.refresh()
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/version")

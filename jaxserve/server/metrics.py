@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,6 +15,7 @@ from prometheus_client.metrics_core import (
     Metric,
     SummaryMetricFamily,
 )
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from jaxserve.engine.runtime.classes import ERRORS, SLACK, ClassStats, Spread
@@ -26,6 +28,9 @@ from jaxserve.sched.instance.stats import BLOCKING, SIZES
 Values = Iterable[tuple[Sequence[str], float]]  # (label values, value)
 
 PREFIX = "jaxserve:"
+SHARED = (
+    "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client shares values among processes if this is set when it is imported
+)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # vLLM's buckets, so that its dashboards work.
@@ -76,7 +81,11 @@ class Metrics:
     def __init__(self, engine: Any, model_name: str) -> None:
         """Register all metrics. `engine.stats()` is read at each scrape."""
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
+        self._shared = SHARED in os.environ
+        if self._shared:
+            MultiProcessCollector(self.registry)  # type: ignore[no-untyped-call]
+        else:
+            ProcessCollector(registry=self.registry)
         self.registry.register(EngineCollector(engine, model_name))
         lengths = _steps_1_2_5(engine.info.max_model_len)
         self._histograms = {
@@ -90,10 +99,13 @@ class Metrics:
         text = "Time for which pacing held computed tokens back. All other metrics use the time of computation."
         self._held = self._make(Histogram, "token_pacing_delay_seconds", text, buckets=_HELD).labels(model_name)
         self._prompt_tokens = self._make(Counter, "prompt_tokens", "Prompt tokens.").labels(model_name)
+        text = "Requests that continued on another replica after theirs was lost."
+        self._continued = self._make(Counter, "continued_requests", text).labels(model_name)
         self._tokens = self._make(Counter, "generation_tokens", "Generated tokens.").labels(model_name)
 
     def _make(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
-        return kind(PREFIX + name, text, ["model_name", *labels], registry=self.registry, **more)
+        registry = None if self._shared else self.registry  # the shared files have it
+        return kind(PREFIX + name, text, ["model_name", *labels], registry=registry, **more)
 
     def register(self, collector: Collector) -> None:
         """Add the metrics of another part of the server."""
@@ -109,6 +121,10 @@ class Metrics:
             self._tokens.inc(len(piece.tokens))
         if piece.metrics is not None and piece.finish_reason in ("stop", "length"):
             self._finished(job, piece.metrics)
+
+    def continued(self) -> None:
+        """Count a request that goes on after the loss of its engine."""
+        self._continued.inc()
 
     def held(self, seconds: float) -> None:
         """Record the seconds for which pacing held back a piece."""
@@ -181,6 +197,8 @@ class EngineCollector(Collector):
         for name, text, value in levels:
             values = [((one.name,), float(value(one))) for one in stats.instances]
             yield self._family(GaugeMetricFamily, name, text, values, "engine")
+        text = "Engines that take requests."
+        yield self._family(GaugeMetricFamily, "replicas_ready", text, [((), float(stats.replicas))])
         text = "Share of ended requests that attained their objectives."
         yield self._family(GaugeMetricFamily, "slo_attainment", text, [((), attainment(stats))])
         yield from self._promise()

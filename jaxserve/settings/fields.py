@@ -28,6 +28,14 @@ class HttpSettings:
         "127.0.0.1", "server", "Address to listen on; 0.0.0.0 lets other machines connect (then set --api-key)."
     )
     port: int = flag(8000, "server", "Port to listen on; 0 picks a free one.")
+    api_server_count: int = flag(
+        1, "server", "Processes for HTTP, tokenizing and detokenizing, beside the engine's own. 0: one process for "
+        "all.", metavar="N",
+    )  # fmt: skip
+    replicas: int = flag(
+        1, "server", "Engines of the whole --mesh, each in a process of its own. A request whose engine is lost "
+        "continues on another one with the same tokens.", metavar="N",
+    )  # fmt: skip
     api_key: tuple[str, ...] = flag(
         (), "server", "Keys that requests must send as `Authorization: Bearer KEY`, called key-1, key-2, ... in "
         "metrics. Other users of the machine can see flags: prefer --api-key-file or the variable JAXSERVE_API_KEY.",

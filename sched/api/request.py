@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .acceptance import Drafts
 from .errors import InvalidValue
@@ -24,6 +24,15 @@ class State(Enum):
     RUNNING = "running"  # holds pages and a slot
     TRANSFERRING = "transferring"  # prompt computed, KV held until it is on another instance
     FINISHED = "finished"
+
+
+class Progress(NamedTuple):
+    """What another engine has done for a request before this one gets it, for example before it died."""
+
+    output: tuple[int, ...]  # tokens that it has generated
+    first: float = 0.0  # seconds since the first of them
+    last: float = 0.0  # seconds since the last of them
+    scored: int = 0  # prompt positions with reported log-probabilities
 
 
 class RequestView(Protocol):
@@ -278,6 +287,20 @@ class Request:
         if token in self.stops and len(output) >= self.params.min_tokens:
             return "stop"
         return "length" if len(output) >= self.limit else None
+
+    def resume(self, progress: Progress, now: float) -> None:
+        """Continue after what another engine has done; call it before the request is submitted.
+
+        The tokens count for limits, deadlines and stages as if they had been generated here. Raises
+        InvalidValue if they end the request.
+        """
+        output, gap = progress.output, (progress.first - progress.last) / max(1, len(progress.output) - 1)
+        self.scored = progress.scored
+        for number, token in enumerate(output):
+            self.pending += 1
+            self.budget += self.tpot
+            if self.gain(token, now - progress.first + number * gap) is not None:
+                raise InvalidValue(f"token {number + 1} of the output so far, {token}, ends the request", "output")
 
     def switch_stage(self, stage: str) -> None:
         """Switch to another stage, from the next token on, including tokens still on the device."""

@@ -159,8 +159,10 @@ class Cluster:
     def _predict_ttft(self, request: Request, core: Core, at: float | None) -> None:
         """Record the predicted time of the first token, for comparison with the actual one.
 
-        `at` is the router's own prediction, if it made one.
+        `at` is the router's own prediction, if it made one. A request with tokens has its first already.
         """
+        if request.output:
+            return
         fleet, role = self.kv_transfers.fleet(), core.scheduler.role
         later = fleet.transfer(request.prompt_length) if self._hold_first and role is not Role.DECODE else 0.0
         found = waits(request, core.scheduler, fleet.now) if at is None else Waits(own=at - fleet.now)

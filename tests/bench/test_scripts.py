@@ -21,10 +21,12 @@ SCRIPTS = [
     "compare",
     "compiles",
     "cpu_floor",
+    "failover",
     "fault_matrix",
     "floor_served",
     "full_load",
     "host_gap",
+    "http_cost",
     "latent_cache",
     "ladder",
     "learned_predictor",
@@ -204,6 +206,23 @@ def test_compare_refuses_an_unusable_server(repo: Path, flags: str, why: str) ->
     command = [sys.executable, "benchmarks/compare.py", *flags.split()]
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and why in done.stderr
+
+
+@pytest.mark.full
+def test_failover(repo: Path, tmp_path: Path) -> None:
+    """Kill an engine twice; the script exits with 1, and run() fails, if a stream differs."""
+    flags = "--kills 2 --streams 12 --tokens 100 --output"
+    run(repo, "failover", *flags.split(), str(tmp_path / "failover.json"), timeout=600)
+    found = json.loads((tmp_path / "failover.json").read_text())
+    assert [one["equal"] for one in found["rounds"]] == [12, 12] and sum(one["continued"] for one in found["rounds"])
+
+
+@pytest.mark.full
+def test_http_cost(repo: Path, tmp_path: Path) -> None:
+    flags = "--streams 4 --tokens 16 --repeats 1 --fronts 0 1 --output"
+    run(repo, "http_cost", *flags.split(), str(tmp_path / "cost.json"), timeout=600)
+    rounds = json.loads((tmp_path / "cost.json").read_text())["rounds"]
+    assert sorted(rounds) == ["0", "1", "offline"] and all(one["tokens_per_s"] > 0 for (one,) in rounds.values())
 
 
 @pytest.mark.full

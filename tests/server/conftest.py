@@ -9,6 +9,8 @@ import pytest
 
 import jaxserve.demo
 from jaxserve.config import ServeConfig
+from jaxserve.remote.address import Address
+from jaxserve.remote.client import RemoteEngine
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
 from tests.support.server.live import ADMIN, SMALL, Live
@@ -41,11 +43,22 @@ def engine() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def live(engine: Any, tokenizer: Tokenizer) -> Iterator[Live]:
-    """A server with the real engine."""
-    made = Live(Service(engine, tokenizer, ServeConfig.load(mesh="2x1", admin_key=(ADMIN,), **SMALL)))
+def live(engine: Any, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server with the real engine, connected as to one in another process."""
+    config = ServeConfig.load(mesh="2x1", admin_key=(ADMIN,), **SMALL)
+    from jaxserve.remote.server import EngineServer
+
+    key = b"secret"
+    server = EngineServer(engine, key)
+    address = server.start(Address(path=str(tmp_path_factory.mktemp("engine") / "socket")))
+
+    async def service() -> Service:
+        return Service(await RemoteEngine.connect(address, key), tokenizer, config)
+
+    made = Live(service, engine)
     yield made
     made.stop()
+    server.close()
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ tokenizer = Tokenizer.load(jaxserve.demo.model_path())
 server.start_service = lambda config: Service(Double(delay=0.1), tokenizer, config)
 parser = flags.TeachingParser()
 flags.add_arguments(parser)
-main(parser.parse_args(["--port", "0", "--drain-timeout", "0.3"]))
+main(parser.parse_args(["--port", "0", "--drain-timeout", "0.3", "--api-server-count", "0"]))
 """
 
 

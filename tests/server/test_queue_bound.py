@@ -46,7 +46,8 @@ def test_the_queue_holds_as_many_requests_as_its_bound(engine: Any, monkeypatch:
 def test_more_outputs_than_the_queue_bound_are_400(
     live: Any, monkeypatch: pytest.MonkeyPatch, prompts: list[str], n: int, outputs: int | None
 ) -> None:
-    monkeypatch.setattr(live.engine._queue, "bound", 4)
+    for one in (live.engine, live.service.engine):
+        monkeypatch.setattr(one._queue, "bound", 4)
     answer = live.http.post("/v1/completions", json={"prompt": prompts, "n": n, "max_tokens": 1})
     if outputs is None:
         assert answer.status_code == 200 and len(answer.json()["choices"]) == 4

@@ -88,7 +88,7 @@ def start(config):
     return Service(Hung(), Tokenizer.load(jaxserve.demo.model_path()), config)
 
 main.start_service = start
-sys.exit(main.run(ServeConfig.load(port=0, disable_log_stats=True)))
+sys.exit(main.run(ServeConfig.load(port=0, api_server_count=0, disable_log_stats=True)))
 """
 
 

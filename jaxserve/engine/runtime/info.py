@@ -86,6 +86,7 @@ class Stats:
     unkept_programs: int = 0  # compiled, but not stored because the cache folder is not writable
     journal_errors: int = 0  # 1 after the journal failed to be written and stopped
     hung_steps: int = 0  # steps that the watchdog gave up
+    replicas: int = 1  # engines that take requests
 
     @property
     def attained(self) -> int:

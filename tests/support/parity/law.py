@@ -35,7 +35,7 @@ from jaxserve.sched.api.log import Log, no_log
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin, Delta, StepPlan
 from jaxserve.sched.api.policy import Limits, Policy, Role
-from jaxserve.sched.api.request import STANDARD, Request
+from jaxserve.sched.api.request import STANDARD, Progress, Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.cluster.cluster import Cluster, Instance
 from jaxserve.sched.instance.scheduler import Scheduler
@@ -90,6 +90,7 @@ class Ask:
     after: float = 0.0  # seconds
     cancel: bool = False  # halfway through
     tier: str = STANDARD
+    progress: Progress | None = None  # what another engine has done for it
 
 
 class Setup:
@@ -204,6 +205,8 @@ class Setup:
                 tier=ask.tier, eos=frozenset(self.spec.eos),
                 limit=min(ask.params.max_tokens or LENGTH, LENGTH - len(ask.prompt)),
             )  # fmt: skip
+            if ask.progress is not None:
+                request.resume(ask.progress, self.executors[0].now())
             cluster.submit(request, _cancelling(cluster, id) if ask.cancel else _nothing)
         drained = asyncio.ensure_future(cluster.drained())
         await asyncio.wait([drained, machine], timeout=self.patience, return_when=asyncio.FIRST_COMPLETED)

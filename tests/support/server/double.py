@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Stats
-from jaxserve.errors import InvalidValue, QueueFull
+from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
-from jaxserve.sched.api.request import STANDARD, Request
+from jaxserve.sched.api.request import STANDARD, Progress, Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.sched.instance.stats import Counters
@@ -61,6 +61,7 @@ class Double:
         key: str = "",
         salt: bytes = b"",
         waited: float = 0.0,
+        progress: Progress | None = None,
         on_delta: Callable[[Delta], None],
     ) -> int:
         with self._lock:
@@ -133,6 +134,12 @@ class Double:
     def record(self, request: int) -> RequestMetrics | None:
         found = self._over.get(request)
         return None if found is None else RequestMetrics.of(found)
+
+    def refusal(self, request: int) -> JaxserveError | None:
+        return None
+
+    async def refresh(self) -> None:
+        """Do nothing: `stats` is of now."""
 
     def stats(self) -> Stats:
         running = len(self._running)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import openai
 
-from jaxserve.server.main import Ending, listen_on, serve
 from jaxserve.server.service import Service
+from jaxserve.server.serving import Ending, listen_on, serve
 
 MODEL = "jaxserve-demo"
 SMALL = {
@@ -28,9 +28,12 @@ ADMIN = "boss"  # the admin key of `live`
 class Live:
     """A server in a thread of this process."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
-        self.engine: Any = service.engine
+    def __init__(self, service: Service | Callable[[], Awaitable[Service]], engine: Any = None) -> None:
+        """Serve a service, or one to make on the server's loop, as a service of a remote `engine` must be."""
+        self._made = service
+        if isinstance(service, Service):
+            self.service = service
+        self.engine: Any = service.engine if isinstance(service, Service) else engine
         self._sock = listen_on("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
         self._ready = threading.Event()
@@ -45,7 +48,12 @@ class Live:
         )  # fmt: skip
 
     def _main(self) -> None:
-        asyncio.run(serve(self.service, self._sock, self._started))
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        if not isinstance(self._made, Service):
+            self.service = await self._made()
+        await serve(self.service, self._sock, self._started)
 
     def _started(self, ending: Ending) -> None:
         self.ending, self._loop = ending, asyncio.get_running_loop()

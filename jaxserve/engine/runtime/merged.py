@@ -1,0 +1,88 @@
+"""Facts and totals of several engines of one model, as of one engine. Their instances are called R/NAME."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import zip_longest
+from typing import Any
+
+from jaxserve.engine.runtime.classes import ClassStats, Spread
+from jaxserve.engine.runtime.info import EngineInfo, Stats
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.cluster.ttft_predictions import Accuracy
+from jaxserve.sched.instance.stats import Counters
+
+EQUAL = ("model", "max_model_len", "vocab_size", "dtype", "policy", "routing", "eos", "attention")
+
+
+def merged_info(several: Sequence[EngineInfo]) -> EngineInfo:
+    """Return the facts of all engines. Raises InvalidValue, naming the fact, if the engines differ in one of EQUAL."""
+    first = several[0]
+    for index, one in enumerate(several):
+        for name in EQUAL:
+            mine, theirs = getattr(first, name), getattr(one, name)
+            if mine != theirs:
+                raise InvalidValue(f"{name} differs between replicas: {mine!r} on 0, {theirs!r} on {index}", name)
+    if len(several) == 1:
+        return first
+    instances = [replace(x, name=f"{at}/{x.name}") for at, one in enumerate(several) for x in one.instances]
+    return replace(first, instances=tuple(instances), startup_seconds=max(one.startup_seconds for one in several))
+
+
+def merged_stats(several: Sequence[Stats]) -> Stats:
+    """Return the sums over engines."""
+    if len(several) == 1:
+        return several[0]
+    made: dict[str, Any] = {}
+    for each in fields(Stats):
+        values = [getattr(one, each.name) for one in several]
+        made[each.name] = sum(values) if isinstance(values[0], int | float) else None
+    made["instances"] = tuple(
+        replace(x, name=f"{at}/{x.name}") for at, one in enumerate(several) for x in one.instances
+    )
+    made["counters"] = Counters.total(one.counters for one in several)
+    made["stall_sizes"] = tuple(map(sum, zip_longest(*(one.stall_sizes for one in several), fillvalue=0)))
+    made["finished"] = _summed(one.finished for one in several)
+    made["collections"] = _summed(one.collections for one in several)
+    names = dict.fromkeys(name for one in several for name in one.classes)
+    made["classes"] = {name: _class([one.classes[name] for one in several if name in one.classes]) for name in names}
+    paths = dict.fromkeys(path for one in several for path in one.ttft_predictions)
+    made["ttft_predictions"] = {
+        path: _accuracy([one.ttft_predictions[path] for one in several if path in one.ttft_predictions])
+        for path in paths
+    }
+    return Stats(**made)
+
+
+def _summed(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for one in several:
+        total.update(one)
+    return dict(total)
+
+
+def _spread(several: Sequence[Spread]) -> Spread:
+    return Spread(tuple(map(sum, zip(*(one.sizes for one in several), strict=True))), sum(one.total for one in several))
+
+
+def _class(several: Sequence[ClassStats]) -> ClassStats:
+    return ClassStats(
+        _summed(one.ended for one in several),
+        _summed(one.attained for one in several),
+        {phase: _spread([one.slack[phase] for one in several]) for phase in several[0].slack},
+        _spread([one.errors for one in several]),
+    )
+
+
+def _accuracy(several: Sequence[Accuracy]) -> Accuracy:
+    """Return the sums; the median is that of the engine with the most predictions."""
+    most = max(several, key=lambda one: one.count)
+    return Accuracy(
+        sum(one.count for one in several),
+        sum(one.predicted for one in several),
+        sum(one.measured for one in several),
+        sum(one.errors for one in several),
+        most.median,
+    )

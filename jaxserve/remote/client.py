@@ -1,0 +1,305 @@
+"""A front's end of a connection: an engine in another process, used as if it were in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from jaxserve.engine.runtime.info import EngineInfo, Stats
+from jaxserve.engine.runtime.queue import Queue
+from jaxserve.outputs import RequestMetrics
+from jaxserve.remote.address import Address
+from jaxserve.remote.connection import Connection
+from jaxserve.remote.messages import (
+    Answer,
+    Cancel,
+    FromFront,
+    GetStats,
+    Hello,
+    Outputs,
+    Refused,
+    ResetPrefixCache,
+    SetRoles,
+    State,
+    Submit,
+    decode_from_engine,
+    encode,
+)
+from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import UNAVAILABLE, Delta
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.request import STANDARD, Progress
+from jaxserve.sched.api.slo import SLO
+from jaxserve.version import __version__
+
+T = TypeVar("T")
+
+GREETING = 20.0  # seconds until an engine that listens must have said hello
+SEEDS = (1 << 64) - 1
+SILENT = 30.0  # seconds without a State after which the engine counts as hung
+REMEMBERED = 4096  # ended requests with times that `record` has not returned yet
+
+
+class RemoteEngine:
+    """An engine in another process. All methods but `set_roles` and `reset_prefix_cache` belong to one loop.
+
+    It has the methods of `Engine` that a server uses. `submit` returns before the engine has seen the
+    request: one that it does not accept ends with reason "rejected", and `refusal` has the error.
+    """
+
+    def __init__(self, name: str = "the engine process") -> None:
+        """Use `connect` instead. name: what error messages call the engine."""
+        self.name = name
+        self.info: EngineInfo
+        self._stats: Stats
+        self._ailment: str | None = None
+        self._heard = time.monotonic()
+        self._since = 0  # requests submitted after the last State
+        self._queue: Queue
+        self._loop = asyncio.get_running_loop()
+        self._greeted: asyncio.Future[None] = self._loop.create_future()
+        self._over: OrderedDict[int, RequestMetrics] = OrderedDict()
+        self._refusals: OrderedDict[int, JaxserveError] = OrderedDict()  # like _over
+        self._ids = itertools.count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._listeners: dict[int, Callable[[Delta], None]] = {}
+        self._gone: str | None = None  # why the connection is lost
+        self.on_lost: Callable[[str], None] = lambda why: None
+        self._connection: Connection
+
+    @classmethod
+    async def connect(cls, address: Address, key: bytes, name: str = "the engine process") -> RemoteEngine:
+        """Connect to an engine that is ready.
+
+        Raises InvalidValue if none answers at the address, it has another key, or another version.
+        """
+        engine = cls(name)
+
+        def made() -> Connection:
+            engine._connection = Connection(
+                key, "front", opened=lambda connection: None, received=engine._received, lost=engine._lost
+            )
+            return engine._connection
+
+        await address.connect(made)
+        try:
+            async with asyncio.timeout(GREETING):
+                await engine._greeted
+        except TimeoutError:
+            engine.close()
+            raise InvalidValue(f"{name} at {address} said nothing within {GREETING:g} s", "address") from None
+        except JaxserveError as error:
+            engine.close()
+            raise InvalidValue(f"{name} at {address}: {error}", "address") from None
+        return engine
+
+    # requests
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        slo: SLO,
+        priority: int = 0,
+        tier: str = STANDARD,
+        key: str = "",
+        salt: bytes = b"",
+        waited: float = 0.0,
+        progress: Progress | None = None,
+        on_delta: Callable[[Delta], None],
+    ) -> int:
+        """Submit a request and return its id. `on_delta` is called on this loop.
+
+        Raises Unavailable if the connection is lost.
+        """
+        if self._gone is not None:
+            raise Unavailable(f"{self.name} has ended: {self._gone}")
+        id = next(self._ids)
+        if params.seed is not None:
+            params = replace(params, seed=params.seed & SEEDS)  # what the engine uses, and what a message can hold
+        self._send(Submit(id, tuple(prompt), params, slo, priority, tier, key, salt, waited, progress))
+        self._listeners[id] = on_delta
+        self._since += 1
+        return id
+
+    def check_outputs(self, prompts: int, n: int, instances: int | None = None) -> None:
+        """Raise InvalidValue if the queue can never hold `n` outputs of each of `prompts` prompts.
+
+        instances: those that take prompts; None: of this engine.
+        """
+        self._queue.check_outputs(prompts, n, self.entries if instances is None else instances)
+
+    @property
+    def entries(self) -> int:
+        """The number of instances that take prompts."""
+        return sum(role is not Role.DECODE for role in self.roles)
+
+    def cancel(self, request: int, reason: str = "abort") -> None:
+        """End a request early; no effect if it has ended."""
+        if request in self._listeners:
+            self._send(Cancel(request, reason))
+
+    def record(self, request: int) -> RequestMetrics | None:
+        """Return the times of a finished request, once."""
+        return self._over.pop(request, None)
+
+    def refusal(self, request: int) -> JaxserveError | None:
+        """Return why the engine did not accept a request, once; None if it did."""
+        return self._refusals.pop(request, None)
+
+    # the engine as a whole
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The role of each instance, as of the last State."""
+        return tuple(Role(one.role) for one in self._stats.instances)
+
+    @property
+    def load(self) -> int:
+        """The number of requests there, by the last State, and those sent from here since."""
+        return self._stats.running + self._stats.waiting + self._since
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests should be sent to this engine; `ailment` says why not."""
+        return self.ailment is None
+
+    @property
+    def ailment(self) -> str | None:
+        """Why requests should be sent elsewhere, or None."""
+        if self._gone is not None:
+            return f"{self.name} has ended: {self._gone}"
+        silent = time.monotonic() - self._heard
+        if silent > SILENT:
+            return f"{self.name} has not responded for {silent:.0f} s"
+        return self._ailment
+
+    def stats(self) -> Stats:
+        """Return the engine's last snapshot, see `refresh`."""
+        return self._stats
+
+    async def refresh(self) -> None:
+        """Fetch a snapshot of now; keeps the last one if the engine does not respond."""
+        if self._gone is None:
+            try:
+                async with asyncio.timeout(SILENT):
+                    await self._call(GetStats)
+            except (TimeoutError, JaxserveError):
+                return
+
+    def set_roles(self, roles: Mapping[int, Role]) -> tuple[Role, ...]:
+        """Set the roles of instances, as `Engine.set_roles`; called from another thread."""
+
+        async def turned() -> None:
+            await self._call(SetRoles, dict(roles))
+            await self._call(GetStats)
+
+        asyncio.run_coroutine_threadsafe(turned(), self._loop).result()
+        return self.roles
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache, as `Engine.reset_prefix_cache`; called from another thread."""
+        asked = asyncio.run_coroutine_threadsafe(self._call(ResetPrefixCache), self._loop)
+        return bool(asked.result())
+
+    def close(self) -> bool:
+        """Disconnect. The engine cancels what was submitted here."""
+        self._connection.close()
+        return True
+
+    # messages
+
+    def _send(self, message: FromFront) -> None:
+        self._connection.send(encode(message))
+
+    async def _call(self, kind: Any, *args: Any) -> Any:
+        if self._gone is not None:
+            raise Unavailable(f"{self.name} has ended: {self._gone}")
+        number = next(self._ids)
+        answer = self._calls[number] = self._loop.create_future()
+        try:
+            self._send(kind(number, *args))
+            return await answer
+        finally:
+            self._calls.pop(number, None)
+
+    def _received(self, frame: bytes) -> None:
+        try:
+            message = decode_from_engine(frame)
+        except ValueError as error:
+            self._connection.close(f"a message that cannot be decoded: {error}; is it another version?")
+            return
+        match message:
+            case Outputs():
+                self._told(message)
+            case State():
+                self._see(message)
+            case Refused():
+                _remember(self._refusals, message.id, message.failure.error())
+                self._tell(Delta(message.id, finish_reason="rejected", error=message.failure.message))
+            case Answer():
+                self._answered(message)
+            case Hello():
+                self._greet(message)
+
+    def _greet(self, message: Hello) -> None:
+        if message.version != __version__:
+            self._connection.close(f"it is jaxserve {message.version}, this is {__version__}: install one version")
+            return
+        self.info = message.info
+        self._queue = Queue(message.queue, 0.0, time.monotonic, lambda request, seconds: None)
+        self._see(message.state)
+        if not self._greeted.done():
+            self._greeted.set_result(None)
+
+    def _see(self, state: State) -> None:
+        self._stats, self._ailment, self._heard, self._since = state.stats, state.ailment, time.monotonic(), 0
+        waiting = self._calls.get(-1 if state.call is None else state.call)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(True)
+
+    def _answered(self, message: Answer) -> None:
+        waiting = self._calls.get(message.call)
+        if waiting is None or waiting.done():
+            return
+        if message.failure is not None:
+            waiting.set_exception(message.failure.error())
+        else:
+            waiting.set_result(message.value)
+
+    def _told(self, outputs: Outputs) -> None:
+        for id, times in outputs.ended.items():
+            _remember(self._over, id, times)
+        for delta in outputs.deltas:
+            self._tell(delta)
+
+    def _tell(self, delta: Delta) -> None:
+        ended = delta.finish_reason is not None
+        listener = self._listeners.pop(delta.request, None) if ended else self._listeners.get(delta.request)
+        if listener is not None:
+            listener(delta)
+
+    def _lost(self, why: str) -> None:
+        self._gone = why
+        gone = Unavailable(f"{self.name} has ended: {why}")
+        if not self._greeted.done():
+            self._greeted.set_exception(gone)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(gone)
+        self.on_lost(why)
+        for id in list(self._listeners):
+            self._tell(Delta(id, finish_reason=UNAVAILABLE, error=str(gone)))
+
+
+def _remember(ended: OrderedDict[int, T], request: int, what: T) -> None:
+    ended[request] = what
+    if len(ended) > REMEMBERED:
+        ended.popitem(last=False)

@@ -1,0 +1,153 @@
+"""The messages between a front (HTTP, tokenizing) and an engine in another process.
+
+Every message is a frozen value of a known type, encoded as msgpack: decoding runs no code, unlike
+pickle, and refuses values of other types. A request has the id that its front gave it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from jaxserve.engine.runtime.info import EngineInfo, Stats
+from jaxserve.outputs import RequestMetrics
+from jaxserve.sched.api.errors import InvalidValue, JaxserveError, QueueFull, Unavailable
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Delta
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.request import Progress
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.stats import Sizes
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages."""
+
+
+# from the front
+
+
+class Submit(Message, frozen=True):
+    """The arguments of `Engine.submit`."""
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    slo: SLO
+    priority: int
+    tier: str
+    key: str
+    salt: bytes
+    waited: float
+    progress: Progress | None = None
+
+
+class Cancel(Message, frozen=True):
+    """End a request early."""
+
+    id: int
+    reason: str
+
+
+class GetStats(Message, frozen=True):
+    """Ask for a State of now."""
+
+    call: int
+
+
+class SetRoles(Message, frozen=True):
+    """Ask to set the roles of instances."""
+
+    call: int
+    roles: dict[int, Role]
+
+
+class ResetPrefixCache(Message, frozen=True):
+    """Ask to empty the prefix cache."""
+
+    call: int
+
+
+# from the engine
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """A JaxserveError."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    retry_after: float | None = None
+
+    @classmethod
+    def of(cls, error: JaxserveError) -> Failure:
+        kind = next(one for one in type(error).__mro__ if one.__name__ in KINDS)
+        return cls(kind.__name__, str(error), getattr(error, "param", None), getattr(error, "retry_after", None))
+
+    def error(self) -> JaxserveError:
+        """Return an equal exception."""
+        kind: Any = KINDS[self.kind]
+        if kind is InvalidValue:
+            return InvalidValue(self.message, self.param)
+        error: JaxserveError = kind(*(one for one in (self.message, self.retry_after) if one is not None))
+        return error
+
+
+KINDS: dict[str, type[JaxserveError]] = {
+    one.__name__: one for one in (InvalidValue, QueueFull, Unavailable, JaxserveError)
+}
+
+
+class State(Message, frozen=True):
+    """What changes while an engine runs; sent every SHARING seconds, and in answer to GetStats."""
+
+    stats: Stats
+    ailment: str | None
+    call: int | None = None  # of the GetStats that asked
+
+
+class Hello(Message, frozen=True):
+    """The first message of an engine."""
+
+    version: str
+    info: EngineInfo
+    queue: int | None  # requests that may wait for each instance that takes prompts; None: unbounded
+    state: State
+
+
+class Outputs(Message, frozen=True):
+    """What a step, or an end, gave to requests of this front, and the times of those that ended."""
+
+    deltas: tuple[Delta, ...]
+    ended: dict[int, RequestMetrics]
+
+
+class Refused(Message, frozen=True):
+    """A request that the engine did not accept."""
+
+    id: int
+    failure: Failure
+
+
+class Answer(Message, frozen=True):
+    """The result of SetRoles or ResetPrefixCache."""
+
+    call: int
+    value: bool = True
+    failure: Failure | None = None
+
+
+FromFront = Submit | Cancel | GetStats | SetRoles | ResetPrefixCache
+FromEngine = Hello | State | Outputs | Refused | Answer
+
+
+def _own_types(kind: type, value: Any) -> Any:
+    if kind is Sizes:
+        return Sizes(value)
+    raise NotImplementedError(f"no decoder for {kind}")
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_from_front = msgspec.msgpack.Decoder(FromFront).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_own_types).decode

@@ -1,0 +1,210 @@
+"""Engines in processes of their own on this machine, which are started again if they end unexpectedly."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine.startup.environment import gpus_here
+from jaxserve.errors import JaxserveError
+from jaxserve.remote.address import Address, Place
+from jaxserve.remote.devices import visible
+from jaxserve.remote.messages import Failure
+from jaxserve.report.logs import log_to_stderr
+from jaxserve.report.progress import bar
+
+log = logging.getLogger(__name__)
+
+CUDA = "CUDA_VISIBLE_DEVICES"
+CLOSE = "close"
+CLOSING = 15.0  # seconds in which an engine must close; then its process is killed
+PAUSES = (0.0, 1.0, 10.0, 60.0)  # seconds before an engine is started again, after so many failures in a row
+LASTING = 60.0  # seconds of service after which an end does not count as a failure in a row
+
+
+class EngineProcess:
+    """A child process with an engine. Writer: one thread at a time."""
+
+    def __init__(self, config: ServeConfig, place: Place, gpus: str | None = None) -> None:
+        """Start the process; `wait` waits until the engine is ready. gpus: see devices.py."""
+        spawn = multiprocessing.get_context("spawn")  # a fork would copy threads' locks
+        self._control, theirs = spawn.Pipe()
+        process: Any = spawn.Process(target=_serve, args=(config, place, gpus, theirs), name=f"jaxserve-{place.name}")
+        process.daemon = True
+        self._process = process
+        process.start()
+        theirs.close()
+        self.sentinel: int = process.sentinel  # readable once the process has ended
+
+    def wait(self) -> None:
+        """Wait until the engine is ready. Raises what kept it from starting."""
+        try:
+            failure = self._control.recv()
+        except EOFError:
+            self._process.join(CLOSING)
+            raise JaxserveError(f"the engine's process ended while it started ({self.end})") from None
+        if failure is not None:
+            self.close()
+            raise failure.error()
+
+    @property
+    def end(self) -> str:
+        """How the process ended."""
+        code = self._process.exitcode
+        if code is None:
+            return "it still runs"
+        return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+    def close(self) -> bool:
+        """Close the engine and end its process; return False if it had to be killed."""
+        with suppress(OSError):  # it has ended
+            self._control.send(CLOSE)
+        self._process.join(CLOSING)
+        killed = bool(self._process.is_alive())
+        if killed:
+            log.error("the engine's process did not end within %g s and is killed", CLOSING)
+            self._process.kill()
+            self._process.join()
+        self._control.close()
+        return not killed
+
+
+class EngineProcesses:
+    """The engines of a server, one per replica. An engine that ends is started again at the same place."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Start the processes; `wait` waits until all engines are ready.
+
+        Raises InvalidValue if there are too few GPUs.
+        """
+        gpus = visible(config, gpus_here(), os.environ.get(CUDA))
+        self._folder = tempfile.mkdtemp(prefix="jaxserve-")  # only this user may enter it
+        several = config.replicas > 1
+        self.places = tuple(
+            Place(
+                Address(path=os.path.join(self._folder, str(at))),
+                secrets.token_bytes(32),
+                f"replica {at}" if several else "the engine process",
+            )
+            for at in range(config.replicas)
+        )
+        configs = [_own(config, at) for at in range(config.replicas)]
+        self._own = list(zip(configs, self.places, gpus, strict=True))  # arguments of each EngineProcess
+        self._processes = [EngineProcess(*own) for own in self._own]
+        self._failures = [0] * config.replicas
+        self._begun = [0.0] * config.replicas
+        self._closing = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="jaxserve-keeper", daemon=True)
+
+    def wait(self) -> None:
+        """Wait until all engines are ready. Raises what kept one from starting."""
+        for process in self._processes:
+            process.wait()
+        self._begun = [time.monotonic()] * len(self._processes)
+        self._keeper.start()
+
+    def close(self) -> bool:
+        """Close all engines; return False if one had to be killed."""
+        self._closing.set()
+        if self._keeper.is_alive():
+            self._keeper.join(CLOSING)
+        closed = [process.close() for process in self._processes]
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return all(closed)
+
+    def _keep(self) -> None:
+        """Start engines again that have ended."""
+        while not self._closing.is_set():
+            ended = wait([process.sentinel for process in self._processes], timeout=0.2)
+            for at, process in enumerate(self._processes):
+                if process.sentinel in ended and not self._closing.is_set():
+                    self._restart(at, process)
+
+    def _restart(self, at: int, process: EngineProcess) -> None:
+        lasted = time.monotonic() - self._begun[at] > LASTING
+        self._failures[at] = 1 if lasted else self._failures[at] + 1
+        pause = PAUSES[min(self._failures[at], len(PAUSES)) - 1]
+        process.close()
+        log.error("%s ended (%s); it starts again in %g s", self.places[at].name, process.end, pause)
+        if self._closing.wait(pause):
+            return
+        self.places[at].address.vacate()
+        self._processes[at] = again = EngineProcess(*self._own[at])
+        self._begun[at] = time.monotonic()
+        threading.Thread(target=self._await, args=(at, again), daemon=True).start()
+
+    def _await(self, at: int, process: EngineProcess) -> None:
+        try:
+            process.wait()
+        except JaxserveError as error:
+            log.error("%s did not start: %s", self.places[at].name, error)
+        else:
+            log.info("%s serves again", self.places[at].name)
+
+
+def _own(config: ServeConfig, at: int) -> ServeConfig:
+    """Return the settings of one engine: the keys stay with the fronts, and a journal is written for each."""
+    journal = config.journal
+    if journal is not None and config.replicas > 1:
+        path = Path(journal)
+        journal = str(path.with_name(f"{path.stem}-{at}{path.suffix}"))
+    return replace(config, api_key=(), admin_key=(), journal=journal)
+
+
+def _serve(config: ServeConfig, place: Place, gpus: str | None, control: Connection[Any, Any]) -> None:
+    """Start an engine, serve it until the parent says so or ends, and end this process."""
+    if gpus is not None:
+        os.environ[CUDA] = gpus  # before jax is imported
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent drains, then says when to close
+        signal.signal(number, signal.SIG_IGN)
+    log_to_stderr(config.log_level)
+    over = threading.Event()
+    ready = threading.Event()
+    threading.Thread(target=_watch, args=(control, ready, over), name="jaxserve-parent", daemon=True).start()
+    from jaxserve.engine.engine import Engine  # imports jax
+    from jaxserve.remote.server import EngineServer
+
+    try:
+        with bar("warming up") as progress:
+            engine = Engine.start(config, progress=progress)
+        server = EngineServer(engine, place.key)
+        server.start(place.address)
+    except JaxserveError as error:
+        control.send(Failure.of(error))
+        over.wait()
+        return
+    ready.set()
+    control.send(None)
+    over.wait()
+    with suppress(JaxserveError):  # the engine has failed
+        server.close()
+    _leave(0 if engine.close() else 1)
+
+
+def _watch(control: Connection[Any, Any], ready: threading.Event, over: threading.Event) -> None:
+    """Set `over` once the parent says so or ends; leave at once if the engine has not even started."""
+    try:
+        control.recv()
+    except (EOFError, OSError):
+        if not ready.is_set():
+            _leave(1)
+    over.set()
+
+
+def _leave(status: int) -> None:
+    """End the process at once: threads that wait for devices could keep the interpreter from exiting."""
+    logging.shutdown()
+    os._exit(status)

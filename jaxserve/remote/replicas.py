@@ -1,0 +1,309 @@
+"""Several engines of the same model, used as one: routing, and continuation of what a lost engine leaves behind.
+
+No schedule changes a request's tokens, so a request whose engine is lost continues on another one
+from its prompt and the tokens that have arrived, with the very tokens that it would have had. This
+needs its seed, which is therefore chosen here and not by an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from jaxserve.engine.runtime.info import EngineInfo, Stats
+from jaxserve.engine.runtime.merged import merged_info, merged_stats
+from jaxserve.outputs import RequestMetrics
+from jaxserve.remote.address import Place
+from jaxserve.remote.client import REMEMBERED, RemoteEngine
+from jaxserve.sched.api.errors import InvalidValue, JaxserveError, QueueFull, Unavailable
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import UNAVAILABLE, Delta
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.request import STANDARD, Progress
+from jaxserve.sched.api.slo import SLO
+
+log = logging.getLogger(__name__)
+
+RETRY = 0.25  # seconds between attempts to connect to an engine that was lost
+MOVES = 8  # replicas that a request may try before it ends with an error: it may be what ends them
+
+
+@dataclass(slots=True, eq=False)
+class _Ask:
+    """A request and what has arrived for it. Writer: its Replicas."""
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    slo: SLO
+    priority: int
+    tier: str
+    key: str
+    salt: bytes
+    arrival: float  # seconds, of time.monotonic
+    on_delta: Callable[[Delta], None]
+    output: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # when they arrived
+    scored: int = 0  # prompt positions with log-probabilities
+    engine: RemoteEngine | None = None
+    remote: int = -1  # its id there
+    tried: list[RemoteEngine] = field(default_factory=list)  # engines that were lost with it, or had no room
+    cancelled: str | None = None
+    metrics: RequestMetrics | None = None
+    refusal: JaxserveError | None = None
+
+    def progress(self, now: float) -> Progress | None:
+        """Return what the next engine must know; None for a request without a beginning."""
+        if not self.output and not self.scored:
+            return None
+        first, last = (now - self.times[0], now - self.times[-1]) if self.times else (0.0, 0.0)
+        return Progress(tuple(self.output), first, last, self.scored)
+
+
+class Replicas:
+    """Engines in other processes as one engine. All methods belong to one loop, as those of RemoteEngine."""
+
+    def __init__(self, engines: Sequence[RemoteEngine], seed: str = "0") -> None:
+        """Use connected engines; the seeds of requests without one come from `seed`.
+
+        Raises InvalidValue if they do not serve the same model in the same way.
+        """
+        self.info: EngineInfo = merged_info([engine.info for engine in engines])
+        self._engines = list(engines)
+        self._seed = seed
+        self._ids = itertools.count()
+        self._asks: dict[int, _Ask] = {}  # unfinished
+        self._over: OrderedDict[int, _Ask] = OrderedDict()  # ended, and not read with `record` or `refusal` yet
+        self._draining = set[int]()
+        self._returning = set[asyncio.Task[None]]()  # connections to engines that were lost
+        self._closed = False
+        self.on_continued: Callable[[], None] = lambda: None  # told when a request goes on after a loss
+
+    @classmethod
+    async def connect(cls, places: Sequence[Place], seed: str = "0") -> Replicas:
+        """Connect to engines that are ready, and again to each that comes back after it was lost.
+
+        Raises InvalidValue if one does not answer, or differs from the others.
+        """
+        replicas = cls([await RemoteEngine.connect(*place) for place in places], seed)
+        for at, place in enumerate(places):
+            replicas._watch(at, place)
+        return replicas
+
+    def _watch(self, at: int, place: Place) -> None:
+        def lost(why: str) -> None:
+            if not self._closed:
+                log.error("%s is lost: %s", place.name, why)
+                task = asyncio.ensure_future(self._reconnect(at, place))
+                self._returning.add(task)
+                task.add_done_callback(self._returning.discard)
+
+        self._engines[at].on_lost = lost
+
+    async def _reconnect(self, at: int, place: Place) -> None:
+        while True:
+            await asyncio.sleep(RETRY)
+            try:
+                engine = await RemoteEngine.connect(*place)
+                self.rejoin(at, engine)
+            except InvalidValue as error:
+                log.debug("%s is not back: %s", place.name, error)
+            else:
+                self._watch(at, place)
+                log.info("%s is back", place.name)
+                return
+
+    # requests
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        slo: SLO,
+        priority: int = 0,
+        tier: str = STANDARD,
+        key: str = "",
+        salt: bytes = b"",
+        waited: float = 0.0,
+        progress: Progress | None = None,
+        on_delta: Callable[[Delta], None],
+    ) -> int:
+        """Submit a request and return its id. `on_delta` is called on this loop.
+
+        Raises Unavailable if no engine can take it.
+        """
+        id = next(self._ids)
+        if params.seed is None:
+            params = replace(params, seed=zlib.crc32(f"{self._seed} {id}".encode()))
+        now = time.monotonic()
+        ask = _Ask(id, tuple(prompt), params, slo, priority, tier, key, salt, now - waited, on_delta)
+        if progress is not None:
+            ask.output, ask.scored = list(progress.output), progress.scored
+            ask.times = [now - progress.first, now - progress.last] if progress.output else []
+        found = self._choose(())
+        if found is None:
+            raise Unavailable(self.ailment or "no replica takes requests")
+        self._asks[id] = ask
+        self._send(ask, found)
+        return id
+
+    def check_outputs(self, prompts: int, n: int) -> None:
+        """Raise InvalidValue if the queues can never hold `n` outputs of each of `prompts` prompts."""
+        self._engines[0].check_outputs(prompts, n, sum(engine.entries for engine in self._engines))
+
+    def cancel(self, request: int, reason: str = "abort") -> None:
+        """End a request early; no effect if it has ended."""
+        ask = self._asks.get(request)
+        if ask is not None and ask.engine is not None:
+            ask.cancelled = reason
+            ask.engine.cancel(ask.remote, reason)
+
+    def record(self, request: int) -> RequestMetrics | None:
+        """Return the times of a finished request, once."""
+        ask = self._over.pop(request, None)
+        return None if ask is None else ask.metrics
+
+    def refusal(self, request: int) -> JaxserveError | None:
+        """Return why a request was not accepted; None if it was."""
+        ask = self._over.get(request)
+        return None if ask is None else ask.refusal
+
+    # routing
+
+    def _choose(self, without: Collection[RemoteEngine]) -> RemoteEngine | None:
+        """Return the engine with the fewest requests, by its last State and by what was sent from here since."""
+        able = [
+            engine
+            for at, engine in enumerate(self._engines)
+            if engine not in without and at not in self._draining and engine.healthy
+        ]
+        return min(able, key=lambda engine: engine.load, default=None)
+
+    def _send(self, ask: _Ask, engine: RemoteEngine) -> None:
+        now, ask.engine = time.monotonic(), engine
+        ask.remote = engine.submit(
+            ask.prompt,
+            ask.params,
+            slo=ask.slo,
+            priority=ask.priority,
+            tier=ask.tier,
+            key=ask.key,
+            salt=ask.salt,
+            waited=now - ask.arrival,
+            progress=ask.progress(now),
+            on_delta=partial(self._told, ask, engine),
+        )
+
+    def _told(self, ask: _Ask, engine: RemoteEngine, delta: Delta) -> None:
+        """Pass on what an engine says of a request, or continue it elsewhere if the engine is lost."""
+        if delta.tokens:
+            ask.output += delta.tokens
+            ask.times.append(time.monotonic())
+        ask.scored += len(delta.prompt_logprobs)
+        if delta.finish_reason is not None:
+            ask.metrics, ask.refusal = engine.record(ask.remote), engine.refusal(ask.remote)
+            if self._continues(ask, engine, delta):
+                return
+            if delta.finish_reason == UNAVAILABLE and ask.cancelled is not None:
+                delta = Delta(ask.id, finish_reason=ask.cancelled)
+            del self._asks[ask.id]
+            self._over[ask.id] = ask
+            if len(self._over) > REMEMBERED:
+                self._over.popitem(last=False)
+        ask.on_delta(delta._replace(request=ask.id))
+
+    def _continues(self, ask: _Ask, engine: RemoteEngine, delta: Delta) -> bool:
+        """Send a request to another engine if this one is lost, hangs, or has no room; return whether it was."""
+        lost = delta.finish_reason == UNAVAILABLE
+        full = isinstance(ask.refusal, QueueFull | Unavailable)
+        if ask.cancelled is not None or not (lost or full):
+            return False
+        ask.tried.append(engine)
+        found = self._choose(ask.tried)
+        if found is None or len(ask.tried) > MOVES:
+            return False
+        if lost:
+            self.on_continued()
+        log.info("request %s continues on %s after %d tokens: %s", ask.key, found.name, len(ask.output), delta.error)
+        self._send(ask, found)
+        return True
+
+    # the engines as a whole
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles of all instances."""
+        return tuple(role for engine in self._engines for role in engine.roles)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether at least one engine takes requests."""
+        return self.ailment is None
+
+    @property
+    def ailment(self) -> str | None:
+        """Why no engine takes requests; None if one does."""
+        found = [engine.ailment for at, engine in enumerate(self._engines) if at not in self._draining]
+        if found and None in found:
+            return None
+        return "; ".join(dict.fromkeys(filter(None, found))) or "all replicas are draining"
+
+    def stats(self) -> Stats:
+        """Return the sum of the engines' last snapshots."""
+        ready = sum(engine.healthy for engine in self._engines)
+        return replace(merged_stats([engine.stats() for engine in self._engines]), replicas=ready)
+
+    async def refresh(self) -> None:
+        """Fetch snapshots of now."""
+        await asyncio.gather(*(engine.refresh() for engine in self._engines))
+
+    def set_roles(self, roles: Mapping[int, Role]) -> tuple[Role, ...]:
+        """Set the roles of instances, as `Engine.set_roles`; called from another thread.
+
+        Instances are numbered over all replicas. Replicas before one that refuses keep their new roles.
+        """
+        begin, unknown = 0, set(roles)
+        for engine in self._engines:
+            own = range(begin, begin + len(engine.roles))
+            unknown -= set(own)
+            begin = own.stop
+        if unknown:
+            raise InvalidValue(f"instance={min(unknown)!r} must be 0 to {begin - 1}", "instance")
+        begin = 0
+        for engine in self._engines:
+            count = len(engine.roles)
+            if own_roles := {at - begin: role for at, role in roles.items() if begin <= at < begin + count}:
+                engine.set_roles(own_roles)
+            begin += count
+        return self.roles
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix caches of all engines; False if one could not."""
+        emptied = [engine.reset_prefix_cache() for engine in self._engines]
+        return all(emptied)
+
+    def close(self) -> bool:
+        """Disconnect from all engines."""
+        self._closed = True
+        for task in self._returning:
+            task.cancel()
+        closed = [engine.close() for engine in self._engines]
+        return all(closed)
+
+    def drain(self, replica: int) -> None:
+        """Send no more requests to a replica; running ones finish there."""
+        self._draining.add(replica)
+
+    def rejoin(self, replica: int, engine: RemoteEngine) -> None:
+        """Use another engine for a replica from now on. Raises InvalidValue if it differs from the others."""
+        merged_info([self.info, engine.info])
+        self._engines[replica] = engine
+        self._draining.discard(replica)

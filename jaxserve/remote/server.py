@@ -1,0 +1,205 @@
+"""The engine's end of connections: fronts submit requests, and get each step's tokens in one message.
+
+Everything runs on the engine's own event loop. No other thread competes for the interpreter with
+the scheduler, and the tokens of a step leave in one write, right after the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from jaxserve.engine.engine import Engine
+from jaxserve.outputs import RequestMetrics
+from jaxserve.remote.address import Address
+from jaxserve.remote.connection import Connection
+from jaxserve.remote.messages import (
+    Answer,
+    Cancel,
+    Failure,
+    FromEngine,
+    GetStats,
+    Hello,
+    Outputs,
+    Refused,
+    ResetPrefixCache,
+    SetRoles,
+    State,
+    Submit,
+    decode_from_front,
+    encode,
+)
+from jaxserve.sched.api.errors import JaxserveError
+from jaxserve.sched.api.plan import Delta
+from jaxserve.version import __version__
+
+log = logging.getLogger(__name__)
+
+SHARING = 1.0  # seconds between two States
+
+
+class EngineServer:
+    """Serves an engine to fronts. Writer: the engine's thread."""
+
+    def __init__(self, engine: Engine, key: bytes) -> None:
+        self.engine = engine
+        self.address: Address  # set by `start`
+        self._key = key
+        self._fronts = set[_Front]()
+        self._sharing: asyncio.Task[None] | None = None
+        self._listening: asyncio.Server | None = None
+
+    def start(self, address: Address) -> Address:
+        """Listen, and return the address with its port. Called from another thread. Raises InvalidValue."""
+        self.address = self.engine.run(lambda: self._start(address))
+        return self.address
+
+    async def _start(self, address: Address) -> Address:
+        self._listening, bound = await address.listen(self._accept)
+        self._sharing = asyncio.ensure_future(self._share())
+        return bound
+
+    def close(self) -> None:
+        """Stop to listen, and disconnect the fronts. Called from another thread."""
+
+        async def closed() -> None:
+            if self._listening is not None:
+                self._listening.close()
+            if self._sharing is not None:
+                self._sharing.cancel()
+            for front in tuple(self._fronts):
+                front.connection.close()
+            await asyncio.sleep(0)  # lets the cancelled task end
+
+        self.engine.run(closed)
+
+    def _accept(self) -> Connection:
+        front = _Front(self)
+        front.connection = Connection(
+            self._key, "engine", opened=front.opened, received=front.received, lost=front.lost
+        )
+        return front.connection
+
+    def state(self, call: int | None = None) -> State:
+        """Return the State of now."""
+        return State(self.engine.stats(), self.engine.ailment, call)
+
+    def hello(self) -> Hello:
+        """Return the first message to a front."""
+        return Hello(__version__, self.engine.info, self.engine.queue_bound, self.state())
+
+    def join(self, front: _Front) -> None:
+        self._fronts.add(front)
+
+    def leave(self, front: _Front) -> None:
+        self._fronts.discard(front)
+
+    async def _share(self) -> None:
+        while True:
+            await asyncio.sleep(SHARING)
+            if self._fronts:
+                state = encode(self.state())
+                for front in tuple(self._fronts):
+                    front.connection.send(state)
+
+
+class _Front:
+    """One connected front. Writer: the engine's thread."""
+
+    connection: Connection
+
+    def __init__(self, server: EngineServer) -> None:
+        self._server = server
+        self._engine = server.engine
+        self._loop = asyncio.get_running_loop()
+        self._running: dict[int, int] = {}  # requests of this front: its id -> the engine's
+        self._deltas: list[Delta] = []  # to send
+        self._ended: dict[int, RequestMetrics] = {}  # likewise
+        self._flushing = False
+        self._calls = set[asyncio.Task[None]]()
+
+    def opened(self, connection: Connection) -> None:
+        self._send(self._server.hello())
+        self._server.join(self)
+
+    def lost(self, why: str) -> None:
+        """Cancel what the front had submitted: its clients are gone with it."""
+        log.info("a front has left: %s", why)
+        self._server.leave(self)
+        for id in self._running.values():
+            self._engine.cancel(id)
+        self._running.clear()
+
+    def received(self, frame: bytes) -> None:
+        try:
+            message = decode_from_front(frame)
+        except ValueError as error:
+            self.connection.close(f"a message that cannot be decoded: {error}")
+            return
+        match message:
+            case Submit():
+                self._submit(message)
+            case Cancel():
+                id = self._running.get(message.id)
+                if id is not None:
+                    self._engine.cancel(id, message.reason)
+            case GetStats():
+                self._send(self._server.state(message.call))
+            case SetRoles():
+                self._call(message.call, lambda: bool(self._engine.set_roles(message.roles)))
+            case ResetPrefixCache():
+                self._call(message.call, self._engine.reset_prefix_cache)
+
+    def _send(self, message: FromEngine) -> None:
+        self.connection.send(encode(message))
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            id = self._engine.submit(
+                message.prompt,
+                message.params,
+                slo=message.slo,
+                priority=message.priority,
+                tier=message.tier,
+                key=message.key,
+                salt=message.salt,
+                waited=message.waited,
+                progress=message.progress,
+                on_delta=partial(self._told, message.id),
+            )
+        except JaxserveError as error:
+            self._send(Refused(message.id, Failure.of(error)))
+        else:
+            self._running[message.id] = id
+
+    def _told(self, id: int, delta: Delta) -> None:
+        """Keep a delta until the step has told all of its requests."""
+        if delta.finish_reason is not None:
+            self._running.pop(id, None)
+            times = self._engine.record(delta.request)
+            if times is not None:
+                self._ended[id] = times
+        self._deltas.append(delta._replace(request=id))
+        if not self._flushing and not self._loop.is_closed():  # closed: the process ends, which fronts notice
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        deltas, self._deltas = self._deltas, []
+        ended, self._ended = self._ended, {}
+        self._send(Outputs(tuple(deltas), ended))
+
+    def _call(self, number: int, work: Callable[[], bool]) -> None:
+        """Run `work`, which waits for the engine's thread, in another one."""
+        task = asyncio.ensure_future(self._answer(number, work))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _answer(self, number: int, work: Callable[[], bool]) -> None:
+        try:
+            self._send(Answer(number, await asyncio.to_thread(work)))
+        except JaxserveError as error:
+            self._send(Answer(number, failure=Failure.of(error)))

@@ -1,0 +1,146 @@
+"""Messages survive encoding, and values of other types do not."""
+
+from __future__ import annotations
+
+from math import inf
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Promise, Stats
+from jaxserve.outputs import RequestMetrics
+from jaxserve.remote.messages import (
+    Answer,
+    Cancel,
+    Failure,
+    FromEngine,
+    FromFront,
+    GetStats,
+    Hello,
+    Outputs,
+    Refused,
+    ResetPrefixCache,
+    SetRoles,
+    State,
+    Submit,
+    decode_from_engine,
+    decode_from_front,
+    encode,
+)
+from jaxserve.sched.api.errors import InvalidValue, JaxserveError, QueueFull, StepFailed, Unavailable
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Delta, TokenLogprobs
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.slo import NO_SLO, SLO
+from jaxserve.sched.api.thinking import ThinkingMarkers
+from jaxserve.sched.instance.stats import Counters
+
+IDS = st.integers(0, 2**62)
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
+SECONDS = st.floats(0.0, 1e9)
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.none() | st.integers(1, 9999),
+    temperature=st.floats(0.0, 2.0),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+    stop=st.lists(st.text(min_size=1, max_size=5), max_size=3),
+    stop_token_ids=TOKENS,
+    logit_bias=st.dictionaries(st.integers(0, 99), st.floats(-100, 100), max_size=4),
+    logprobs=st.none() | st.integers(0, 5),
+)
+SLOS = st.builds(
+    SLO,
+    ttft=st.floats(1e-3, 1e3) | st.just(inf),
+    tbt=st.none() | st.floats(1e-3, 1e3),
+    stages=st.just(()) | st.just((("thinking", 0.1),)),
+)
+LOGPROBS = st.builds(TokenLogprobs, IDS, st.floats(-99, 0), IDS, st.just(((1, -0.5), (2, -inf))))
+DELTAS = st.builds(
+    Delta,
+    IDS,
+    TOKENS,
+    st.lists(LOGPROBS, max_size=2).map(tuple),
+    st.just(()),
+    finish_reason=st.sampled_from((None, "stop", "unavailable")),
+    error=st.none() | st.text(),
+    stop_token=st.none() | IDS,
+)
+METRICS = st.builds(RequestMetrics, SECONDS, st.none() | SECONDS, SECONDS, SECONDS, st.lists(SECONDS).map(tuple), IDS)
+ROLES = st.dictionaries(st.integers(0, 9), st.sampled_from(Role))
+SUBMIT = st.builds(
+    Submit, IDS, TOKENS, PARAMS, SLOS, st.integers(-9, 9), st.text(), st.text(), st.binary(max_size=32), SECONDS
+)
+FRONT = (
+    SUBMIT
+    | st.builds(Cancel, IDS, st.text())
+    | st.builds(GetStats, IDS)
+    | st.builds(SetRoles, IDS, ROLES)
+    | st.builds(ResetPrefixCache, IDS)
+)
+STATS = st.builds(
+    Stats,
+    st.just((InstanceStats("p0", "prefill", 1, 2, 3, 4, 5),)),
+    st.builds(Counters, steps=IDS),
+    IDS,
+    IDS,
+    SECONDS,
+)
+STATE = st.builds(State, STATS, st.none() | st.text(), st.none() | IDS)
+INFO = EngineInfo(
+    "model", 256, 4096, "float32", (InstanceInfo("p0", "prefill", ("cpu:0",), 8, 16),), "unified", "deflect",
+    frozenset({1, 2}), ThinkingMarkers((), ((5, 6),)), 1.0,
+    promise=Promise(NO_SLO, frozenset({"ttft"}), {"tpot": "slow"}),
+)  # fmt: skip
+FAILURE = st.builds(Failure, st.just("InvalidValue"), st.text(), st.none() | st.text())
+ENGINE = (
+    st.builds(Hello, st.text(), st.just(INFO), st.none() | IDS, STATE)
+    | STATE
+    | st.builds(Outputs, st.lists(DELTAS, max_size=3).map(tuple), st.dictionaries(IDS, METRICS, max_size=2))
+    | st.builds(Refused, IDS, FAILURE)
+    | st.builds(Answer, IDS, st.booleans(), st.none() | FAILURE)
+)
+
+
+@given(FRONT)
+def test_a_message_of_a_front_survives(message: FromFront) -> None:
+    assert decode_from_front(encode(message)) == message
+
+
+@given(ENGINE)
+def test_a_message_of_an_engine_survives(message: FromEngine) -> None:
+    assert decode_from_engine(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"\xc1", encode([]), encode(["Unknown", 1]), encode(["Cancel", "1", "abort"]), encode(["Cancel", 1])],
+    ids=["empty", "no msgpack", "no type", "unknown type", "wrong field", "missing field"],
+)
+def test_other_values_are_refused(frame: bytes) -> None:
+    with pytest.raises((msgspec.ValidationError, msgspec.DecodeError)):
+        decode_from_front(frame)
+
+
+def test_values_are_checked_as_they_arrive() -> None:
+    frame = encode(Submit(1, (1,), SamplingParams(), SLO(), 0, "standard", "", b"", 0.0))
+    hostile = msgspec.msgpack.decode(frame)
+    hostile[3]["top_p"] = 7.0
+    with pytest.raises(msgspec.ValidationError, match=r"top_p=7.0 must be above 0 and at most 1"):
+        decode_from_front(encode(hostile))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [InvalidValue("n=0 must be 1", "n"), QueueFull("full", 3.0), Unavailable("hung", 7.0), JaxserveError("closed")],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_arrives_as_it_was_raised(error: JaxserveError) -> None:
+    (found,) = (decode_from_engine(encode(Refused(1, Failure.of(error)))).failure.error(),)
+    assert type(found) is type(error) and str(found) == str(error) and vars(found) == vars(error)
+
+
+def test_an_error_of_a_subclass_arrives_as_the_nearest_known_one() -> None:
+    found = Failure.of(StepFailed("a step failed")).error()
+    assert type(found) is JaxserveError and str(found) == "a step failed"

@@ -1,0 +1,192 @@
+"""An engine in another process: the same tokens, and nothing left behind by whichever end goes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
+from jaxserve.remote import client as under_test
+from jaxserve.remote.address import Address
+from jaxserve.remote.client import RemoteEngine
+from jaxserve.remote.messages import GetStats
+from jaxserve.remote.server import EngineServer
+from jaxserve.sched.api.errors import Unavailable
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Delta
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.slo import SLO
+
+PROMPT = list(range(20, 50))
+KEY = b"key"
+
+
+class Told:
+    """The deltas of one request."""
+
+    def __init__(self) -> None:
+        self.deltas = list[Delta]()
+        self.ended = asyncio.Event()
+        self.begun = asyncio.Event()
+
+    def __call__(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        if delta.tokens:
+            self.begun.set()
+        if delta.finish_reason is not None:
+            self.ended.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.tokens]
+
+
+@pytest.fixture
+def beside(engine: Any, tmp_path: Path) -> Iterator[Callable[[Callable[[RemoteEngine], Awaitable[None]]], None]]:
+    """Run a coroutine function with a RemoteEngine of the session's engine; the engine must be idle afterwards."""
+    server = EngineServer(engine, KEY)
+    address = server.start(Address(path=str(tmp_path / "socket")))
+
+    @asynccontextmanager
+    async def connected() -> AsyncIterator[RemoteEngine]:
+        remote = await RemoteEngine.connect(address, KEY)
+        try:
+            yield remote
+        finally:
+            remote.close()
+            await asyncio.sleep(0.01)
+
+    def run(work: Callable[[RemoteEngine], Awaitable[None]]) -> None:
+        async def limited() -> None:
+            async with asyncio.timeout(60), connected() as remote:
+                await work(remote)
+
+        asyncio.run(limited())
+        end = time.monotonic() + 30
+        while (stats := engine.stats()).running or stats.waiting:
+            assert time.monotonic() < end, stats
+            time.sleep(0.02)
+        engine.check()
+
+    yield run
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=24, temperature=1.0, seed=2**70 + 3, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+    ],
+    ids=["greedy", "sampled"],
+)
+def test_the_tokens_are_those_of_an_engine_in_this_process(engine: Any, beside: Any, params: SamplingParams) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        there, here, loop = Told(), Told(), asyncio.get_running_loop()
+        id = remote.submit(PROMPT, params, slo=SLO(), on_delta=there)
+        engine.submit(PROMPT, params, slo=SLO(), on_delta=lambda delta: loop.call_soon_threadsafe(here, delta))
+        await there.ended.wait()
+        await here.ended.wait()
+        assert there.tokens == here.tokens and len(there.tokens) == 24
+        for name in ("logprobs", "prompt_logprobs"):
+            mine, theirs = ([one for delta in told.deltas for one in getattr(delta, name)] for told in (there, here))
+            assert [one.token for one in mine] == [one.token for one in theirs]
+        times = remote.record(id)
+        assert times is not None and len(times.token_times) == 24 and (times.ttft or 0) > 0
+        assert remote.record(id) is None and engine.record(id) is None
+
+    beside(work)
+
+
+def test_a_front_that_leaves_takes_its_requests_along(beside: Any) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        told = [Told() for _ in range(4)]
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        for one in told:
+            remote.submit(PROMPT, params, slo=SLO(), on_delta=one)
+        await asyncio.gather(*(one.begun.wait() for one in told))
+
+    beside(work)
+
+
+def test_an_engine_that_ends_ends_its_requests(engine: Any, beside: Any) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        told, lost = Told(), list[str]()
+        remote.on_lost = lost.append
+        remote.submit(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), slo=SLO(), on_delta=told)
+        await told.begun.wait()
+        remote._connection.close("killed")  # what the loop calls when the other process has ended
+        await told.ended.wait()
+        assert told.deltas[-1].finish_reason == "unavailable"
+        assert told.deltas[-1].error == remote.ailment == "the engine process has ended: killed" and lost == ["killed"]
+        with pytest.raises(Unavailable, match="has ended: killed"):
+            remote.submit(PROMPT, SamplingParams(), slo=SLO(), on_delta=told)
+        with pytest.raises(Unavailable, match="has ended: killed"):
+            await remote._call(GetStats)
+        before = remote.stats()
+        await remote.refresh()
+        assert remote.stats() is before  # the last one stays
+
+    beside(work)
+
+
+def test_a_request_that_is_not_accepted_ends_with_the_error(
+    engine: Any, beside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(remote: RemoteEngine, prompt: list[int]) -> JaxserveError | None:
+        told = Told()
+        id = remote.submit(prompt, SamplingParams(), slo=SLO(), on_delta=told)
+        await told.ended.wait()
+        (delta,) = told.deltas
+        error = remote.refusal(id)
+        assert delta.finish_reason == "rejected" and delta.error == str(error) and remote.refusal(id) is None
+        return error
+
+    async def work(remote: RemoteEngine) -> None:
+        wrong = await refused(remote, [9_999_999])
+        assert isinstance(wrong, InvalidValue) and wrong.param == "prompt"
+        monkeypatch.setattr(engine._queue, "bound", 0)
+        assert isinstance(await refused(remote, PROMPT), QueueFull)
+
+    beside(work)
+
+
+def test_roles_and_the_prefix_cache(beside: Any) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        before = remote.roles
+        assert set(before) == {Role.PREFILL, Role.DECODE}
+        mixed = dict.fromkeys(range(2), Role.MIXED)
+        assert await asyncio.to_thread(remote.set_roles, mixed) == (Role.MIXED, Role.MIXED)
+        with pytest.raises(InvalidValue, match="instance=7 must be 0 to 1"):
+            await asyncio.to_thread(remote.set_roles, {7: Role.MIXED})
+        assert await asyncio.to_thread(remote.set_roles, dict(enumerate(before))) == before
+        assert await asyncio.to_thread(remote.reset_prefix_cache)
+
+    beside(work)
+
+
+def test_silence_is_an_ailment(beside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        assert remote.healthy
+        monkeypatch.setattr(under_test, "SILENT", -1.0)
+        assert "has not responded for" in (remote.ailment or "")
+
+    beside(work)
+
+
+@pytest.mark.parametrize("wrong", ["version", "key"])
+def test_another_version_or_key_is_named(engine: Any, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    server = EngineServer(engine, KEY)
+    address = server.start(Address(host="127.0.0.1"))
+    if wrong == "version":
+        monkeypatch.setattr("jaxserve.remote.server.__version__", "0.0.9")
+    why = "it is jaxserve 0.0.9, this is" if wrong == "version" else "another key"
+    with pytest.raises(InvalidValue, match=why):
+        asyncio.run(RemoteEngine.connect(address, KEY if wrong == "version" else b"other"))
+    server.close()

@@ -1,0 +1,204 @@
+"""Several engines used as one: whichever of them is lost, every request ends with the tokens that it would have had."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.errors import InvalidValue
+from jaxserve.remote.address import Address
+from jaxserve.remote.client import RemoteEngine
+from jaxserve.remote.replicas import Replicas
+from jaxserve.remote.server import EngineServer
+from jaxserve.sched.api.errors import Unavailable
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Delta
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.slo import SLO
+
+KEY = b"key"
+PROMPT = list(range(20, 50))
+STYLES: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 11},
+    {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5, "seed": 12, "logprobs": 1},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "prompt_logprobs": 1},
+)
+
+
+class Told:
+    """The deltas of one request."""
+
+    def __init__(self) -> None:
+        self.deltas = list[Delta]()
+        self.ended, self.begun = asyncio.Event(), asyncio.Event()
+
+    def __call__(self, delta: Delta) -> None:
+        assert not self.ended.is_set(), "a delta after the end"
+        self.deltas.append(delta)
+        if len(self.tokens) >= 3:
+            self.begun.set()
+        if delta.finish_reason is not None:
+            self.ended.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.tokens]
+
+    @property
+    def scores(self) -> tuple[int, int]:
+        """The number of log-probabilities of the output and of the prompt."""
+        return sum(len(one.logprobs) for one in self.deltas), sum(len(one.prompt_logprobs) for one in self.deltas)
+
+
+Work = Callable[[Replicas, list[EngineServer]], Awaitable[None]]
+
+
+@pytest.fixture
+def several(engine: Any, tmp_path: Path) -> Iterator[Callable[[Work], None]]:
+    """Run a coroutine function with three replicas, which are three ways to the session's engine."""
+    servers = [EngineServer(engine, KEY) for _ in range(3)]
+    addresses = [server.start(Address(path=str(tmp_path / f"socket{number}"))) for number, server in enumerate(servers)]
+
+    async def limited(work: Work) -> None:
+        async with asyncio.timeout(60):
+            replicas = Replicas([await RemoteEngine.connect(one, KEY, f"replica {one}") for one in addresses])
+            try:
+                await work(replicas, servers)
+            finally:
+                replicas.close()
+                await asyncio.sleep(0.01)
+
+    yield lambda work: asyncio.run(limited(work))
+    end = time.monotonic() + 30
+    while (stats := engine.stats()).running or stats.waiting:
+        assert time.monotonic() < end, stats
+        time.sleep(0.02)
+    engine.check()
+    for server in servers:
+        server.close()
+
+
+def asked(styles: int) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=24, ignore_eos=True, **STYLES[at % len(STYLES)]) for at in range(styles)]
+
+
+async def all_of(replicas: Replicas, params: list[SamplingParams]) -> list[Told]:
+    """Submit requests, and return them once all have begun."""
+    told = [Told() for _ in params]
+    for at, (one, how) in enumerate(zip(told, params, strict=True)):
+        replicas.submit([*PROMPT, at], how, slo=SLO(), on_delta=one)
+    await asyncio.gather(*(one.begun.wait() for one in told))
+    return told
+
+
+def test_a_lost_engine_changes_no_token(several: Any) -> None:
+    """Engines are lost one after the other; every stream continues, down to the last engine."""
+
+    async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
+        calm = await all_of(replicas, asked(8))
+        await asyncio.gather(*(one.ended.wait() for one in calm))
+        told, continued = await all_of(replicas, asked(8)), list[None]()
+        replicas.on_continued = lambda: continued.append(None)
+        for server in servers[:2]:
+            await asyncio.to_thread(server.close)  # every front loses its connection
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*(one.ended.wait() for one in told))
+        for one, whole in zip(told, calm, strict=True):
+            assert one.tokens == whole.tokens and len(one.tokens) == 24
+            assert one.scores == whole.scores and one.deltas[-1].finish_reason == "length"
+        assert continued and replicas.healthy and replicas.stats().replicas == 1
+
+    several(work)
+
+
+def test_without_any_engine_requests_end_with_an_error(several: Any) -> None:
+    async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
+        told = await all_of(replicas, [SamplingParams(max_tokens=200, ignore_eos=True)] * 3)
+        for server in servers:
+            await asyncio.to_thread(server.close)
+        await asyncio.gather(*(one.ended.wait() for one in told))
+        assert {one.deltas[-1].finish_reason for one in told} == {"unavailable"}
+        with pytest.raises(Unavailable, match="has ended"):
+            replicas.submit(PROMPT, SamplingParams(), slo=SLO(), on_delta=Told())
+        assert not replicas.healthy
+
+    several(work)
+
+
+def test_a_request_that_was_cancelled_does_not_continue(several: Any) -> None:
+    async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
+        one, continued = Told(), list[None]()
+        replicas.on_continued = lambda: continued.append(None)
+        id = replicas.submit(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), slo=SLO(), on_delta=one)
+        await one.begun.wait()
+        replicas.cancel(id, "stop")
+        replicas._asks[id].engine._connection.close("killed")
+        await one.ended.wait()
+        assert one.deltas[-1].finish_reason == "stop" and not continued
+
+    several(work)
+
+
+def test_requests_are_spread_and_a_draining_replica_gets_none(several: Any) -> None:
+    async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
+        params = [SamplingParams(max_tokens=4, ignore_eos=True)] * 6
+        told = [Told() for _ in params]
+        ids = [replicas.submit(PROMPT, how, slo=SLO(), on_delta=one) for one, how in zip(told, params, strict=True)]
+        assert Counter(replicas._asks[id].engine for id in ids) == dict.fromkeys(replicas._engines, 2)
+        replicas.drain(1)
+        more = [replicas.submit(PROMPT, params[0], slo=SLO(), on_delta=Told()) for _ in range(4)]
+        assert {replicas._asks[id].engine for id in more} == {replicas._engines[0], replicas._engines[2]}
+        await asyncio.gather(*(one.ended.wait() for one in told))
+
+    several(work)
+
+
+def test_roles_totals_and_caches(several: Any) -> None:
+    async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
+        assert len(replicas.info.instances) == len(replicas.roles) == 6
+        assert [one.name for one in replicas.info.instances][::2] == [f"{at}/{'prefill-0'}" for at in range(3)]
+        await replicas.refresh()
+        one = replicas._engines[0].stats()
+        assert replicas.stats().counters.steps == 3 * one.counters.steps
+        assert replicas.stats().finished == {reason: 3 * count for reason, count in one.finished.items()}
+        with pytest.raises(InvalidValue, match="instance=6 must be 0 to 5"):
+            await asyncio.to_thread(replicas.set_roles, {6: Role.MIXED})
+        before = replicas.roles
+        await asyncio.to_thread(replicas.set_roles, {4: Role.MIXED, 5: Role.MIXED})
+        await replicas.refresh()
+        assert set(replicas.roles) == {Role.MIXED}  # of the one engine behind all three
+        await asyncio.to_thread(replicas.set_roles, dict(enumerate(before)))
+        assert await asyncio.to_thread(replicas.reset_prefix_cache)
+
+    several(work)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_losses_change_no_token(several: Any, seed: int) -> None:
+    """Connections break at random times, and the engines come back."""
+
+    async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
+        calm = await all_of(replicas, asked(8))
+        await asyncio.gather(*(one.ended.wait() for one in calm))
+        draw, running = random.Random(seed), asyncio.ensure_future(all_of(replicas, asked(8)))
+        addresses = [server.address for server in servers]
+        for _ in range(4):
+            await asyncio.sleep(draw.random() * 0.05)
+            at = draw.randrange(3)
+            replicas._engines[at]._connection.close("killed")
+            await asyncio.sleep(0)
+            replicas.rejoin(at, await RemoteEngine.connect(addresses[at], KEY))
+        told = await running
+        await asyncio.gather(*(one.ended.wait() for one in told))
+        assert [one.tokens for one in told] == [one.tokens for one in calm]
+        assert [one.scores for one in told] == [one.scores for one in calm]
+
+    several(work)
