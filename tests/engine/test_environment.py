@@ -36,7 +36,8 @@ environment.prepare = stop
 """
 START = {
     "LLM": "import jaxserve; jaxserve.LLM(gpu_memory_utilization=0.5, tokenizer_object=object())",
-    "serve": "from jaxserve.run import main; main(['--port', '0', '--api-server-count', '0', '--gpu-memory-utilization', '0.5'])",
+    "serve": "from jaxserve.run import main; "
+    "main(['--port', '0', '--api-server-count', '0', '--gpu-memory-utilization', '0.5'])",
     "profile": "from jaxserve.cli.main import main; main(['profile', '--gpu-memory-utilization', '0.5'])",
 }
 
