@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
+
+from msgspec import structs
 
 from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.engine.runtime.queue import Queue
@@ -46,7 +49,37 @@ SILENT = 30.0  # seconds without a State after which the engine counts as hung
 REMEMBERED = 4096  # ended requests with times that `record` has not returned yet
 
 
-class RemoteEngine:
+class Submitting(ABC):
+    """Makes a message of the arguments of `Engine.submit`."""
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        slo: SLO,
+        priority: int = 0,
+        tier: str = STANDARD,
+        key: str = "",
+        salt: bytes = b"",
+        waited: float = 0.0,
+        progress: Progress | None = None,
+        on_delta: Callable[[Delta], None],
+    ) -> int:
+        """Submit a request and return its id. `on_delta` is called on this loop.
+
+        Raises Unavailable if no engine is connected that can take it.
+        """
+        if params.seed is not None:
+            params = replace(params, seed=params.seed & SEEDS)  # what the engine uses, and what a message can hold
+        return self.send(Submit(0, tuple(prompt), params, slo, priority, tier, key, salt, waited, progress), on_delta)
+
+    @abstractmethod
+    def send(self, request: Submit, on_delta: Callable[[Delta], None]) -> int:
+        """Submit a request under an id of its own, and return the id."""
+
+
+class RemoteEngine(Submitting):
     """An engine in another process. All methods but `set_roles` and `reset_prefix_cache` belong to one loop.
 
     It has the methods of `Engine` that a server uses. `submit` returns before the engine has seen the
@@ -101,30 +134,12 @@ class RemoteEngine:
 
     # requests
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        slo: SLO,
-        priority: int = 0,
-        tier: str = STANDARD,
-        key: str = "",
-        salt: bytes = b"",
-        waited: float = 0.0,
-        progress: Progress | None = None,
-        on_delta: Callable[[Delta], None],
-    ) -> int:
-        """Submit a request and return its id. `on_delta` is called on this loop.
-
-        Raises Unavailable if the connection is lost.
-        """
+    def send(self, request: Submit, on_delta: Callable[[Delta], None]) -> int:
+        """Submit a request under an id of its own, and return the id. Raises Unavailable if the connection is lost."""
         if self._gone is not None:
             raise Unavailable(f"{self.name} has ended: {self._gone}")
         id = next(self._ids)
-        if params.seed is not None:
-            params = replace(params, seed=params.seed & SEEDS)  # what the engine uses, and what a message can hold
-        self._send(Submit(id, tuple(prompt), params, slo, priority, tier, key, salt, waited, progress))
+        self._send(structs.replace(request, id=id))
         self._listeners[id] = on_delta
         self._since += 1
         return id

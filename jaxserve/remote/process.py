@@ -36,7 +36,7 @@ LASTING = 60.0  # seconds of service after which an end does not count as a fail
 
 
 class EngineProcess:
-    """A child process with an engine. Writer: one thread at a time."""
+    """A child process with an engine. `close` may be called while another thread waits."""
 
     def __init__(self, config: ServeConfig, place: Place, gpus: str | None = None) -> None:
         """Start the process; `wait` waits until the engine is ready. gpus: see devices.py."""
@@ -45,6 +45,7 @@ class EngineProcess:
         process: Any = spawn.Process(target=_serve, args=(config, place, gpus, theirs), name=f"jaxserve-{place.name}")
         process.daemon = True
         self._process = process
+        self._reaping = threading.Lock()  # the exit status can be collected once
         process.start()
         theirs.close()
         self.sentinel: int = process.sentinel  # readable once the process has ended
@@ -54,7 +55,7 @@ class EngineProcess:
         try:
             failure = self._control.recv()
         except EOFError:
-            self._process.join(CLOSING)
+            self._ended()
             raise JaxserveError(f"the engine's process ended while it started ({self.end})") from None
         if failure is not None:
             self.close()
@@ -63,7 +64,8 @@ class EngineProcess:
     @property
     def end(self) -> str:
         """How the process ended."""
-        code = self._process.exitcode
+        with self._reaping:
+            code = self._process.exitcode
         if code is None:
             return "it still runs"
         return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
@@ -72,14 +74,18 @@ class EngineProcess:
         """Close the engine and end its process; return False if it had to be killed."""
         with suppress(OSError):  # it has ended
             self._control.send(CLOSE)
-        self._process.join(CLOSING)
-        killed = bool(self._process.is_alive())
-        if killed:
+        ended = self._ended()
+        if not ended:
             log.error("the engine's process did not end within %g s and is killed", CLOSING)
             self._process.kill()
-            self._process.join()
-        self._control.close()
-        return not killed
+            self._ended()
+        return ended
+
+    def _ended(self) -> bool:
+        """Wait up to CLOSING seconds for the end of the process, and return whether it came."""
+        with self._reaping:
+            self._process.join(CLOSING)
+            return not self._process.is_alive()
 
 
 class EngineProcesses:
@@ -104,55 +110,49 @@ class EngineProcesses:
         configs = [_own(config, at) for at in range(config.replicas)]
         self._own = list(zip(configs, self.places, gpus, strict=True))  # arguments of each EngineProcess
         self._processes = [EngineProcess(*own) for own in self._own]
-        self._failures = [0] * config.replicas
-        self._begun = [0.0] * config.replicas
+        self._lock = threading.Lock()  # between the start of an engine and `close`
         self._closing = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="jaxserve-keeper", daemon=True)
 
     def wait(self) -> None:
         """Wait until all engines are ready. Raises what kept one from starting."""
         for process in self._processes:
             process.wait()
-        self._begun = [time.monotonic()] * len(self._processes)
-        self._keeper.start()
+        for at in range(len(self._processes)):
+            threading.Thread(target=self._keep, args=(at,), name=f"jaxserve-keeper-{at}", daemon=True).start()
 
     def close(self) -> bool:
         """Close all engines; return False if one had to be killed."""
-        self._closing.set()
-        if self._keeper.is_alive():
-            self._keeper.join(CLOSING)
+        with self._lock:
+            self._closing.set()
         closed = [process.close() for process in self._processes]
         shutil.rmtree(self._folder, ignore_errors=True)
         return all(closed)
 
-    def _keep(self) -> None:
-        """Start engines again that have ended."""
-        while not self._closing.is_set():
-            ended = wait([process.sentinel for process in self._processes], timeout=0.2)
-            for at, process in enumerate(self._processes):
-                if process.sentinel in ended and not self._closing.is_set():
-                    self._restart(at, process)
-
-    def _restart(self, at: int, process: EngineProcess) -> None:
-        lasted = time.monotonic() - self._begun[at] > LASTING
-        self._failures[at] = 1 if lasted else self._failures[at] + 1
-        pause = PAUSES[min(self._failures[at], len(PAUSES)) - 1]
-        process.close()
-        log.error("%s ended (%s); it starts again in %g s", self.places[at].name, process.end, pause)
-        if self._closing.wait(pause):
-            return
-        self.places[at].address.vacate()
-        self._processes[at] = again = EngineProcess(*self._own[at])
-        self._begun[at] = time.monotonic()
-        threading.Thread(target=self._await, args=(at, again), daemon=True).start()
-
-    def _await(self, at: int, process: EngineProcess) -> None:
-        try:
-            process.wait()
-        except JaxserveError as error:
-            log.error("%s did not start: %s", self.places[at].name, error)
-        else:
-            log.info("%s serves again", self.places[at].name)
+    def _keep(self, at: int) -> None:
+        """Start an engine again whenever it has ended. Writer of its process, until `close`."""
+        failures, begun, name = 0, time.monotonic(), self.places[at].name
+        while True:
+            while not wait([self._processes[at].sentinel], timeout=0.2):
+                if self._closing.is_set():
+                    return
+            failures = 1 if time.monotonic() - begun > LASTING else failures + 1
+            pause = PAUSES[min(failures, len(PAUSES)) - 1]
+            log.error("%s ended (%s); it starts again in %g s", name, self._processes[at].end, pause)
+            if self._closing.wait(pause):
+                return
+            self.places[at].address.vacate()
+            with self._lock:
+                if self._closing.is_set():
+                    return
+                self._processes[at].close()
+                self._processes[at] = EngineProcess(*self._own[at])
+            begun = time.monotonic()
+            try:
+                self._processes[at].wait()
+            except JaxserveError as error:
+                log.error("%s did not start: %s", name, error)
+            else:
+                log.info("%s serves again", name)
 
 
 def _own(config: ServeConfig, at: int) -> ServeConfig:
@@ -196,11 +196,10 @@ def _serve(config: ServeConfig, place: Place, gpus: str | None, control: Connect
 
 def _watch(control: Connection[Any, Any], ready: threading.Event, over: threading.Event) -> None:
     """Set `over` once the parent says so or ends; leave at once if the engine has not even started."""
-    try:
+    with suppress(EOFError, OSError):
         control.recv()
-    except (EOFError, OSError):
-        if not ready.is_set():
-            _leave(1)
+    if not ready.is_set():
+        _leave(1)
     over.set()
 
 

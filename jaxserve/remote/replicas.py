@@ -17,17 +17,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from msgspec import structs
+
 from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.engine.runtime.merged import merged_info, merged_stats
 from jaxserve.outputs import RequestMetrics
 from jaxserve.remote.address import Place
-from jaxserve.remote.client import REMEMBERED, RemoteEngine
+from jaxserve.remote.client import REMEMBERED, RemoteEngine, Submitting
+from jaxserve.remote.messages import Submit
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, QueueFull, Unavailable
-from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.request import STANDARD, Progress
-from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.api.request import Progress
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +40,7 @@ MOVES = 8  # replicas that a request may try before it ends with an error: it ma
 class _Ask:
     """A request and what has arrived for it. Writer: its Replicas."""
 
-    id: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    slo: SLO
-    priority: int
-    tier: str
-    key: str
-    salt: bytes
+    request: Submit  # with its id here
     arrival: float  # seconds, of time.monotonic
     on_delta: Callable[[Delta], None]
     output: list[int] = field(default_factory=list)
@@ -67,7 +61,7 @@ class _Ask:
         return Progress(tuple(self.output), first, last, self.scored)
 
 
-class Replicas:
+class Replicas(Submitting):
     """Engines in other processes as one engine. All methods belong to one loop, as those of RemoteEngine."""
 
     def __init__(self, engines: Sequence[RemoteEngine], seed: str = "0") -> None:
@@ -122,29 +116,12 @@ class Replicas:
 
     # requests
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        slo: SLO,
-        priority: int = 0,
-        tier: str = STANDARD,
-        key: str = "",
-        salt: bytes = b"",
-        waited: float = 0.0,
-        progress: Progress | None = None,
-        on_delta: Callable[[Delta], None],
-    ) -> int:
-        """Submit a request and return its id. `on_delta` is called on this loop.
-
-        Raises Unavailable if no engine can take it.
-        """
-        id = next(self._ids)
+    def send(self, request: Submit, on_delta: Callable[[Delta], None]) -> int:
+        """Submit a request under an id of its own, and return the id. Raises Unavailable if no engine can take it."""
+        id, now, params, progress = next(self._ids), time.monotonic(), request.params, request.progress
         if params.seed is None:
             params = replace(params, seed=zlib.crc32(f"{self._seed} {id}".encode()))
-        now = time.monotonic()
-        ask = _Ask(id, tuple(prompt), params, slo, priority, tier, key, salt, now - waited, on_delta)
+        ask = _Ask(structs.replace(request, id=id, params=params), now - request.waited, on_delta)
         if progress is not None:
             ask.output, ask.scored = list(progress.output), progress.scored
             ask.times = [now - progress.first, now - progress.last] if progress.output else []
@@ -152,7 +129,7 @@ class Replicas:
         if found is None:
             raise Unavailable(self.ailment or "no replica takes requests")
         self._asks[id] = ask
-        self._send(ask, found)
+        self._start(ask, found)
         return id
 
     def check_outputs(self, prompts: int, n: int) -> None:
@@ -187,20 +164,10 @@ class Replicas:
         ]
         return min(able, key=lambda engine: engine.load, default=None)
 
-    def _send(self, ask: _Ask, engine: RemoteEngine) -> None:
+    def _start(self, ask: _Ask, engine: RemoteEngine) -> None:
         now, ask.engine = time.monotonic(), engine
-        ask.remote = engine.submit(
-            ask.prompt,
-            ask.params,
-            slo=ask.slo,
-            priority=ask.priority,
-            tier=ask.tier,
-            key=ask.key,
-            salt=ask.salt,
-            waited=now - ask.arrival,
-            progress=ask.progress(now),
-            on_delta=partial(self._told, ask, engine),
-        )
+        request = structs.replace(ask.request, waited=now - ask.arrival, progress=ask.progress(now))
+        ask.remote = engine.send(request, partial(self._told, ask, engine))
 
     def _told(self, ask: _Ask, engine: RemoteEngine, delta: Delta) -> None:
         """Pass on what an engine says of a request, or continue it elsewhere if the engine is lost."""
@@ -213,12 +180,12 @@ class Replicas:
             if self._continues(ask, engine, delta):
                 return
             if delta.finish_reason == UNAVAILABLE and ask.cancelled is not None:
-                delta = Delta(ask.id, finish_reason=ask.cancelled)
-            del self._asks[ask.id]
-            self._over[ask.id] = ask
+                delta = Delta(ask.request.id, finish_reason=ask.cancelled)
+            del self._asks[ask.request.id]
+            self._over[ask.request.id] = ask
             if len(self._over) > REMEMBERED:
                 self._over.popitem(last=False)
-        ask.on_delta(delta._replace(request=ask.id))
+        ask.on_delta(delta._replace(request=ask.request.id))
 
     def _continues(self, ask: _Ask, engine: RemoteEngine, delta: Delta) -> bool:
         """Send a request to another engine if this one is lost, hangs, or has no room; return whether it was."""
@@ -232,8 +199,10 @@ class Replicas:
             return False
         if lost:
             self.on_continued()
-        log.info("request %s continues on %s after %d tokens: %s", ask.key, found.name, len(ask.output), delta.error)
-        self._send(ask, found)
+        log.info(
+            "request %s continues on %s after %d tokens: %s", ask.request.key, found.name, len(ask.output), delta.error
+        )
+        self._start(ask, found)
         return True
 
     # the engines as a whole

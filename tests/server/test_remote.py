@@ -19,32 +19,12 @@ from jaxserve.remote.messages import GetStats
 from jaxserve.remote.server import EngineServer
 from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.slo import SLO
+from tests.support.server.told import Told
 
 PROMPT = list(range(20, 50))
 KEY = b"key"
-
-
-class Told:
-    """The deltas of one request."""
-
-    def __init__(self) -> None:
-        self.deltas = list[Delta]()
-        self.ended = asyncio.Event()
-        self.begun = asyncio.Event()
-
-    def __call__(self, delta: Delta) -> None:
-        self.deltas.append(delta)
-        if delta.tokens:
-            self.begun.set()
-        if delta.finish_reason is not None:
-            self.ended.set()
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for delta in self.deltas for token in delta.tokens]
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from jaxserve.remote.replicas import Replicas
 from jaxserve.remote.server import EngineServer
 from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.slo import SLO
+from tests.support.server.told import Told
 
 KEY = b"key"
 PROMPT = list(range(20, 50))
@@ -31,31 +31,6 @@ STYLES: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5, "seed": 12, "logprobs": 1},
     {"temperature": 0.0, "repetition_penalty": 1.2, "prompt_logprobs": 1},
 )
-
-
-class Told:
-    """The deltas of one request."""
-
-    def __init__(self) -> None:
-        self.deltas = list[Delta]()
-        self.ended, self.begun = asyncio.Event(), asyncio.Event()
-
-    def __call__(self, delta: Delta) -> None:
-        assert not self.ended.is_set(), "a delta after the end"
-        self.deltas.append(delta)
-        if len(self.tokens) >= 3:
-            self.begun.set()
-        if delta.finish_reason is not None:
-            self.ended.set()
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for delta in self.deltas for token in delta.tokens]
-
-    @property
-    def scores(self) -> tuple[int, int]:
-        """The number of log-probabilities of the output and of the prompt."""
-        return sum(len(one.logprobs) for one in self.deltas), sum(len(one.prompt_logprobs) for one in self.deltas)
 
 
 Work = Callable[[Replicas, list[EngineServer]], Awaitable[None]]
