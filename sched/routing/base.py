@@ -19,13 +19,13 @@ class Fleet(NamedTuple):
 
     @property
     def entries(self) -> list[int]:
-        """Indices of the instances that prefill new prompts, without those with a hung step."""
-        return [index for index, one in enumerate(self.instances) if one.role is not Role.DECODE and not one.hung]
+        """Indices of the instances that prefill new prompts and accept requests."""
+        return [index for index, one in enumerate(self.instances) if one.role is not Role.DECODE and one.accepting]
 
     @property
     def decoders(self) -> list[int]:
-        """Indices of the decode instances, without those with a hung step."""
-        return [index for index, one in enumerate(self.instances) if one.role is Role.DECODE and not one.hung]
+        """Indices of the decode instances that accept requests."""
+        return [index for index, one in enumerate(self.instances) if one.role is Role.DECODE and one.accepting]
 
 
 class Move(NamedTuple):
