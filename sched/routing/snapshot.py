@@ -17,6 +17,7 @@ from ..api.request import BEST_EFFORT, STANDARD, Request, RequestView, State, ti
 from ..api.slo import ANSWER, SLO
 
 COPIED = ("ttft", "tbt", "tpot", "tightest", "deadline", "remaining", "context", "length", "running", "hit")
+COLUMNS = (*COPIED, "id", "generated")
 UNKNOWN = -1  # id of a request in a snapshot that does not identify its requests
 
 
@@ -87,13 +88,14 @@ class Rows:
     @classmethod
     def of(cls, rows: QueueView, identify: bool) -> Rows:
         """Copy a queue; without `identify`, its requests have no ids, and those that decode one token each."""
-        columns = [getattr(rows, name).copy() for name in COPIED]
+        columns: dict[str, Array] = {name: getattr(rows, name).copy() for name in COPIED}
         count = len(rows)
         if identify:
             ids, generated = [float(one.id) for one in rows], [float(one.generated) for one in rows]
         else:
             ids, generated = [float(UNKNOWN)] * count, [0.0] * count
-        return cls(*columns, np.array(ids), np.array(generated), rows.standard, rows.version, rows.members)
+        own = {"id": np.array(ids, dtype=float), "generated": np.array(generated, dtype=float)}
+        return cls(**columns, **own, standard=rows.standard, version=rows.version, members=rows.members)
 
     def __len__(self) -> int:
         return len(self.deadline)
@@ -133,11 +135,8 @@ class Rows:
         last = [one for one in zip(requests, hits, strict=True) if one[0].tier == BEST_EFFORT]
         places = [self.standard] * len(own) + [len(self)] * len(last)
         new = np.array([_waiting(request, hit) for request, hit in own + last]).T
-        columns = [np.insert(getattr(self, name), places, new[at]) for at, name in enumerate((*COPIED, *OWN))]
-        return Rows(*columns, self.standard + len(own), self.version, self.members)
-
-
-OWN = ("id", "generated")
+        columns = {name: np.insert(getattr(self, name), places, new[at]) for at, name in enumerate(COLUMNS)}
+        return Rows(**columns, standard=self.standard + len(own), version=self.version, members=self.members)
 
 
 def _waiting(request: Request, hit: int) -> tuple[float, ...]:
