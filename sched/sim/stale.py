@@ -22,7 +22,7 @@ class Picture(NamedTuple):
     instances: tuple[InstanceView, ...]
 
 
-class Stale:
+class Stale(Router):
     """A router that decides by state that is between `age` and 1.25 `age` seconds old.
 
     Until `age` has passed it uses the first snapshot. Step-time models and prefix-cache hits are current.
