@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 from ..api.errors import InvalidValue
@@ -182,6 +182,11 @@ class BlockPool:
         """Return what the prefix cache gains and loses from now on; what it has counts as gained."""
         self._readers.append(CacheEvents(self._page))
         return self._readers[-1]
+
+    @property
+    def digests(self) -> Collection[bytes]:
+        """The prefixes in the cache."""
+        return self._page.keys()
 
     def unfollow(self, reader: CacheEvents) -> None:
         self._readers.remove(reader)

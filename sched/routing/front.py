@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -50,18 +50,28 @@ class Front:
         """Return the group of an instance."""
         return self._group[index]
 
+    def instances(self, group: int) -> range:
+        """Return the instances of a group."""
+        return self._groups[group]
+
     def instance(self, index: int) -> Snapshot | None:
         """Return an instance as the router sees it; None if nothing is known of it."""
         return self._shown[index]
 
     # what is known
 
-    def update(self, index: int, snapshot: Snapshot, mark: float = inf) -> None:
-        """Use a newer snapshot of an instance. It shows the requests that were `sent` with a mark of up to `mark`."""
-        self._taken[index] = replace(snapshot, hits=self._hits_on(index))
-        left = self._sent[index]
-        self._sent[index] = {at: request for at, request in left.items() if at > mark} if left else left
-        self._refresh(self._groups[self._group[index]])
+    def update(self, group: int, snapshots: Mapping[int, Snapshot], mark: float) -> None:
+        """Use newer snapshots of instances of a group.
+
+        They show the requests that were `sent` to the group with a mark of up to `mark`.
+        """
+        for index, snapshot in snapshots.items():
+            self._taken[index] = replace(snapshot, hits=self._hits_on(index))
+        for index in self._groups[group]:
+            left = self._sent[index]
+            if left:
+                self._sent[index] = {at: request for at, request in left.items() if at > mark}
+        self._refresh(self._groups[group])
 
     def caches(self, index: int, gained: Sequence[bytes], lost: Sequence[bytes], anew: bool = False) -> None:
         """Apply events of the prefix cache of an instance; `anew`: it had nothing before."""
@@ -71,7 +81,7 @@ class Front:
             self._caches.update(index, gained, lost)
 
     def sent(self, index: int, request: Request, mark: float) -> None:
-        """Count a request that was sent to an instance, until a snapshot shows it. Marks are unique and ascend."""
+        """Count a request that was sent to an instance, until a snapshot shows it. Marks of a group ascend."""
         self._sent[index][mark] = request
         shown = self._shown[index]
         if shown is not None:
