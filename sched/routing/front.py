@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -15,7 +15,7 @@ from ..api.request import Request
 from ..feasibility import decode_load, tightest_tpot
 from .base import Fleet, Router, Scalars
 from .prefix_index import Hits, PrefixIndex
-from .snapshot import Snapshot, nothing_cached
+from .snapshot import Snapshot
 
 SHORTLIST = 16  # instances whose queues a router looks at
 CACHED = 2  # of them: at most those with the longest prefix hits
@@ -66,7 +66,7 @@ class Front:
         They show the requests that were `sent` to the group with a mark of up to `mark`.
         """
         for index, snapshot in snapshots.items():
-            self._taken[index] = replace(snapshot, hits=self._hits_on(index))
+            self._taken[index] = snapshot if self._caches is None else replace(snapshot, hits=self._hits_on(index))
         for index in self._groups[group]:
             left = self._sent[index]
             if left:
@@ -95,9 +95,10 @@ class Front:
             self._table[:, index] = 0.0
             self.caches(index, (), (), anew=True)
 
-    def _hits_on(self, index: int) -> Any:
+    def _hits_on(self, index: int) -> Callable[[Request], int]:
         caches = self._caches
-        return nothing_cached if caches is None else lambda request: caches.hits(request).item(index)
+        assert caches is not None
+        return lambda request: int(caches.hits(request)[index])
 
     def _refresh(self, group: range) -> None:
         """Show the snapshots of a group with what was sent since."""
