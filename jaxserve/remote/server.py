@@ -91,7 +91,8 @@ class EngineServer:
         return front.connection
 
     def state(self, call: int | None = None) -> State:
-        """Return the State of now."""
+        """Return the State of now. Called on the engine's thread."""
+        self.engine.measure()
         return State(self.engine.stats(), self.engine.ailment, call)
 
     def hello(self) -> Hello:
