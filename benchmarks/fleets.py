@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import common
@@ -79,13 +80,12 @@ def main() -> int:
     parser.add_argument("--tpot", type=float, default=0.05, help="seconds")
     common.add_output(parser, "fleets")
     args = parser.parse_args()
-    rows = []
-    for fronts in args.fronts:
-        for router in args.routers:
-            for stale in args.stale:
-                for replicas in args.replicas:
-                    rows.append(measure(args, router, replicas, fronts, stale))
-                    print(*rows[-1], flush=True)
+    rows: list[Row] = []
+    known = {"workload": WORKLOAD, "model": MODEL, "delay": DELAY}
+    for fronts, router, stale, replicas in product(args.fronts, args.routers, args.stale, args.replicas):
+        rows.append(measure(args, router, replicas, fronts, stale))
+        print(*rows[-1], flush=True)
+        common.save(args, {**known, "rows": [row._asdict() for row in rows]}, quiet=True)
     heads = ["router", "fronts", "state, ms", *(f"{count}" for count in args.replicas), "change"]
     table = []
     for router, fronts, stale in dict.fromkeys((row.router, row.fronts, row.stale_ms) for row in rows):
@@ -93,7 +93,6 @@ def main() -> int:
         change = f"{100 * (goodput[-1] / goodput[0] - 1):+.1f} %"
         table.append([router, str(fronts), f"{stale:g}", *(f"{one:.3f}" for one in goodput), change])
     print_table(f"goodput per replica, of {args.rate:g} requests/s, by number of replicas", heads, table)
-    common.save(args, {"workload": WORKLOAD, "model": MODEL, "delay": DELAY, "rows": [row._asdict() for row in rows]})
     return 0
 
 

@@ -52,14 +52,17 @@ def test_a_feed_tells_what_changed_and_a_receiver_keeps_the_rest() -> None:
     feed.follow(True)
     [whole] = receiver.read([sent(feed.whole(0.0))]).values()
     assert whole.anew and not whole.gained
-    assert (first := feed.news(0.0)) is not None and first.perf is not None and feed.news(0.0) is None
+    first = feed.news(0.0)
+    assert first is not None and first.perf is not None and feed.news(0.0) is None
     one.add(request(1, 40))
     assert one.plan(0.0, 0.0) is not None
-    assert (news := feed.news(1.0)) is not None and news.perf is None
+    news = feed.news(1.0)
+    assert news is not None and news.perf is None
     [update] = receiver.read([sent(news)]).values()
-    assert update.snapshot.running == 1 and update.snapshot.perf.step_time is not None and not update.anew
+    assert update.snapshot.running == 1 and update.snapshot.perf is whole.snapshot.perf and not update.anew
     one.recover()
-    assert (again := feed.news(2.0)) is not None and again.anew, "the pool was rebuilt"
+    again = feed.news(2.0)
+    assert again is not None and again.anew, "the pool was rebuilt"
     feed.follow(False)
     one.add(request(2, 40))
     assert feed.news(3.0) is None

@@ -107,6 +107,11 @@ def test_a_front_leaves_out_groups_and_instances_that_do_not_accept() -> None:
     assert front.choose(request(0, 9), 0.0) is None
 
 
+def ranked(name: str, one: Snapshot) -> int:
+    """Return the number that a router ranks by first."""
+    return one.prefill_backlog if name == "least_work" else 4 * one.waiting + one.running
+
+
 @given(st.lists(ANY, min_size=6, max_size=9), st.integers(1, 900))
 @settings(max_examples=examples(30), deadline=None)
 def test_a_shortlist_has_the_best_by_the_numbers_that_a_router_ranks_by(live: list[Scheduler], tokens: int) -> None:
@@ -120,9 +125,4 @@ def test_a_shortlist_has_the_best_by_the_numbers_that_a_router_ranks_by(live: li
         shown = [None if at is None else wide.instance(at) for at in choices]
         assert (choices[0] is None) is (choices[1] is None)
         if shown[0] is not None and shown[1] is not None:
-            key = (
-                (lambda one: one.prefill_backlog)
-                if name == "least_work"
-                else (lambda one: 4 * one.waiting + one.running)
-            )
-            assert key(shown[0]) == key(shown[1])
+            assert ranked(name, shown[0]) == ranked(name, shown[1])
