@@ -21,7 +21,7 @@ from jaxserve.settings import speculative
 from jaxserve.settings.fields import Bytes, HttpSettings, flag
 from jaxserve.settings.other_engines import argument_hint
 from jaxserve.settings.speculative import Speculative
-from jaxserve.settings.tiers import AUTO, Classes, Objective, ResolvedTier, Tier, load_tiers, resolve
+from jaxserve.settings.tiers import AUTO, DEFAULT, PLAIN, Classes, Objective, ResolvedTier, Tier, load_tiers, resolve
 from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml
 
 __all__ = ["ServeConfig", "load_yaml", "parse_mesh", "parse_yaml", "preset"]
@@ -274,6 +274,7 @@ class ServeConfig(HttpSettings):
         """Check names and options of policies and routers before anything is loaded."""
         policies.make(self.policy)
         routing.make(policies.routing(self.policy, self.routing), admission.make(self.admission))
+        routing.make(self.replica_routing, what="replica_routing")
         _ = self.perf_preset
 
     def _check_mesh(self) -> None:
@@ -377,6 +378,12 @@ class ServeConfig(HttpSettings):
     def classes(self) -> Classes:
         """The request classes of metrics."""
         return Classes(self.tiers, self.slo)
+
+    @cached_property
+    def class_objectives(self) -> Mapping[str, SLO]:
+        """The objectives of the request classes that have some: `default`, and each tier but best effort."""
+        named = (one for name, one in self._resolved_tiers.items() if name not in PLAIN and not one.tier.best_effort)
+        return {DEFAULT: self.slo, **{one.name: one.slo for one in named}}
 
     @cached_property
     def _resolved_tiers(self) -> Mapping[str, ResolvedTier]:

@@ -135,6 +135,8 @@ def test_mesh_and_roles():
         ({"preempt_depth": 0}, "preempt_depth"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype"),
         ({"routing": "deflect:never"}, "routing"),
+        ({"replica_routing": "deflect:never"}, "replica_routing"),
+        ({"replica_routing": "auto"}, "replica_routing"),
         ({"dtype": "float16"}, "dtype"),
         ({"load_format": "gguf"}, "load_format"),
         ({"mesh": "2x1", "prefill": 2}, "prefill"),

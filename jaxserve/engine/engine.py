@@ -23,6 +23,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.checks import cause, check_request
 from jaxserve.engine.runtime.classes import Tallies
 from jaxserve.engine.runtime.gc_control import GCControl, Stalls, least_slack, watched_loop
+from jaxserve.engine.runtime.headroom import Headroom, headroom
 from jaxserve.engine.runtime.heartbeat import Heartbeat
 from jaxserve.engine.runtime.info import EngineInfo, InstanceStats, Stats
 from jaxserve.engine.runtime.queue import ROWS, Queue
@@ -36,6 +37,7 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import STANDARD, Progress, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
+from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.journal import REHEARSAL
 
@@ -74,6 +76,7 @@ class Engine:
         self._reasons: Counter[str] = Counter()
         self._classes = config.classes
         self._tallies = Tallies(self._classes.names)
+        self._headroom = (Headroom(),) * len(self._cluster.cores)
         self._stalls = Stalls()
         self._gc_control = GCControl(self._slack)
         self._loop = watched_loop(self._stalls)
@@ -234,6 +237,16 @@ class Engine:
             why = f"not started within {seconds:g} s (--queue-timeout): try again later"
             self._cluster.cancel(id, "expired", why)
 
+    @property
+    def schedulers(self) -> tuple[Scheduler, ...]:
+        """The schedulers of the instances, to read from the engine's thread."""
+        return tuple(core.scheduler for core in self._cluster.cores)
+
+    @property
+    def now(self) -> float:
+        """The time on the clock of the instances, in seconds."""
+        return self._machine.now()
+
     # roles, from any thread
 
     @property
@@ -377,13 +390,25 @@ class Engine:
         return self._cluster.ailment
 
     def stats(self) -> Stats:
-        """Return a snapshot. It is read without a lock: each number is right when it is read."""
+        """Return a snapshot. It is read without a lock: each number is right when it is read.
+
+        The headroom is of the last `measure`.
+        """
         schedulers = [(core.name, core.scheduler) for core in self._cluster.cores]
         kv_transfers, compiled = self._cluster.kv_transfers, self._machine.compiled
         return Stats(
             tuple(
-                InstanceStats(n, x.role.value, x.running, x.waiting, x.limits.pages, x.blocks.held, x.prefill_backlog)
-                for n, x in schedulers
+                InstanceStats(
+                    name,
+                    one.role.value,
+                    one.running,
+                    one.waiting,
+                    one.limits.pages,
+                    one.blocks.held,
+                    one.prefill_backlog,
+                    room,
+                )
+                for (name, one), room in zip(schedulers, self._headroom, strict=True)
             ),
             Counters.total(one.counters for _, one in schedulers),
             len(kv_transfers),
@@ -406,8 +431,22 @@ class Engine:
             hung_steps=self._cluster.hung_steps,
         )
 
+    def measure(self) -> None:
+        """Update the headroom of the instances in `stats`. Call this on the engine's thread."""
+        config, now, predictions = self._machine.config, self.now, self._cluster.ttft_predictions
+        self._headroom = tuple(
+            headroom(one, now, predictions, config.slo, config.class_objectives) for one in self.schedulers
+        )
+
     async def refresh(self) -> None:
-        """Do nothing: `stats` is always of now. An engine in another process fetches its own here."""
+        """Measure the headroom; all else in `stats` is always of now. An engine elsewhere fetches its own here."""
+
+        async def measured() -> None:
+            self.measure()
+
+        with suppress(JaxserveError, RuntimeError):  # it has ended, and so keeps the last one
+            if self._thread.is_alive():
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(measured(), self._loop))
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait for the others to end; return False if some did not."""

@@ -31,7 +31,7 @@ def present_load(engine: Any, active: int) -> dict[str, Any]:
     """Return the response to `GET /load`.
 
     It has vLLM's `server_load` (the HTTP requests that generate), the numbers of running and waiting
-    requests, and the objectives of requests that set none.
+    requests, the objectives of requests that set none, and what each instance can still take.
     """
     stats, promise = engine.stats(), engine.info.promise
     objectives = {
@@ -43,7 +43,29 @@ def present_load(engine: Any, active: int) -> dict[str, Any]:
         | ({"reason": promise.broken[name]} if name in promise.broken else {})
         for name, goal in (("ttft", promise.slo.ttft), ("tpot", promise.slo.tpot))
     }
-    return {"server_load": active, "running": stats.running, "waiting": stats.waiting, "objectives": objectives}
+    return {
+        "server_load": active,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "objectives": objectives,
+        "instances": [_headroom(one) for one in stats.instances],
+    }
+
+
+def _headroom(one: Any) -> dict[str, Any]:
+    """Return what an instance can still take; null where nothing limits it."""
+    room = one.headroom
+    return {
+        "name": one.name,
+        "prefill_budget_tokens": {name: _finite(tokens) for name, tokens in room.budget.items()},
+        "slack_seconds": _finite(room.slack),
+        "prefill_queue_seconds": _finite(room.queue),
+        "predicted_ttft_seconds": _finite(room.ttft),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None
 
 
 def _wanted(body: RolesBody, instances: int) -> dict[int, Role]:

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.engine.runtime.classes import ERRORS, SLACK, ClassStats, Spread
 from jaxserve.engine.runtime.gc_control import EDGES
+from jaxserve.engine.runtime.headroom import REFERENCE
 from jaxserve.generation.generate import Piece, Submission
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.cluster.ttft_predictions import RECENT, Accuracy
@@ -197,6 +198,7 @@ class EngineCollector(Collector):
         for name, text, value in levels:
             values = [((one.name,), float(value(one))) for one in stats.instances]
             yield self._family(GaugeMetricFamily, name, text, values, "engine")
+        yield from self._headroom(stats)
         text = "Engines that take requests."
         yield self._family(GaugeMetricFamily, "replicas_ready", text, [((), float(stats.replicas))])
         text = "Share of ended requests that attained their objectives."
@@ -214,6 +216,22 @@ class EngineCollector(Collector):
         yield self._family(
             GaugeMetricFamily, "attention_backend_info", text, [((self._engine.info.attention,), 1.0)], "backend"
         )
+
+    def _headroom(self, stats: Any) -> Iterator[Metric]:
+        values = [((one.name, name), tokens) for one in stats.instances for name, tokens in one.headroom.budget.items()]
+        text = "Prompt tokens that the instance can take within the TTFT of the class (PAB), negative if overcommitted."
+        yield self._family(GaugeMetricFamily, "prefill_budget_tokens", text, values, "engine", "slo_class")
+        for name, text, field in (
+            ("instance_slack_seconds", "Time by which no next token of the instance would be late.", "slack"),
+            ("prefill_queue_seconds", "Predicted time of the prompts that are still to be computed.", "queue"),
+            (
+                "instance_predicted_ttft_seconds",
+                f"Predicted time to first token of a prompt of {REFERENCE} tokens that arrives now.",
+                "ttft",
+            ),
+        ):
+            seconds = [((one.name,), float(getattr(one.headroom, field))) for one in stats.instances]
+            yield self._family(GaugeMetricFamily, name, text, seconds, "engine")
 
     def _promise(self) -> Iterator[Metric]:
         promise = self._engine.info.promise

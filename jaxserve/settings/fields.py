@@ -36,6 +36,10 @@ class HttpSettings:
         1, "server", "Engines of the whole --mesh, each in a process of its own. A request whose engine is lost "
         "continues on another one with the same tokens.", metavar="N",
     )  # fmt: skip
+    replica_routing: str = flag(
+        "unified", "server", "Router that chooses the replica of a request, with options after a colon: any that "
+        "--routing takes, except auto.", metavar="NAME",
+    )  # fmt: skip
     api_key: tuple[str, ...] = flag(
         (), "server", "Keys that requests must send as `Authorization: Bearer KEY`, called key-1, key-2, ... in "
         "metrics. Other users of the machine can see flags: prefer --api-key-file or the variable JAXSERVE_API_KEY.",

@@ -52,6 +52,11 @@ class _Path:
         )
 
 
+def path_of(role: Role) -> str:
+    """Return the path of a prompt on an instance of this role."""
+    return "decode" if role is Role.DECODE else "prefill"
+
+
 class TTFTPrediction(NamedTuple):
     """A predicted first token: its path, when it was predicted, from which waits, and its time `at`."""
 
@@ -91,10 +96,14 @@ class TTFTPredictions:
         """
         if not sum(waits) < inf:
             return
-        path = "decode" if role is Role.DECODE else "prefill"
-        at = now + self._of(path, request).seconds(waits) + later
+        path = path_of(role)
+        at = now + self.predict(request, role, waits) + later
         self._open[request.id] = TTFTPrediction(path, now, waits, later, at)
         self._awaited.add(request.id)
+
+    def predict(self, request: Request, role: Role, waits: Waits) -> float:
+        """Predict the seconds to the first token of a request on an instance of this role."""
+        return self._of(path_of(role), request).seconds(waits) if sum(waits) < inf else inf
 
     def _of(self, path: str, request: Request) -> Shares:
         octave = round(log2(min(max(request.slo.ttft, SHORTEST), LONGEST)))

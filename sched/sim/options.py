@@ -71,6 +71,8 @@ class Options:
     acceptance: probability that a drafted token is accepted.
     routing_delay: time from arrival until the instance has the request.
     stale: age of what the router knows of the instances.
+    fronts: routers that take requests in turn and do not see what the others sent lately; each counts what it sent
+        itself. 0: one router, which by outdated state alone sends many requests to the same instance.
     prefix_caching: None enables it if the workload has shared prefixes.
     pages, page_size: override the preset. kv_scale: factor on the number of pages.
     skip: requests at each end that are not counted.
@@ -98,6 +100,7 @@ class Options:
     acceptance: float = 0.7
     routing_delay: float = 0.0
     stale: float = 0.0
+    fronts: int = 0
     prefix_caching: bool | None = None
     pages: int | None = None
     page_size: int | None = None
@@ -121,6 +124,7 @@ class Options:
             ("acceptance", 0 <= self.acceptance <= 1, "between 0 and 1"),
             ("routing_delay", 0 <= self.routing_delay < inf, "0 s or more"),
             ("stale", 0 <= self.stale < inf, "0 s or more"),
+            ("fronts", self.fronts >= 0, "0 or more"),
             ("kv_scale", 0 < self.kv_scale < inf, "more than 0"),
             ("skip", self.skip >= 0, "0 or more"),
             ("horizon", self.horizon is None or self.horizon > 0, "more than 0 s"),

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from .. import admission as admissions
 from .. import policies, routing
+from ..admission.base import Admission
 from ..api.errors import InvalidValue
 from ..api.log import Log, no_log
 from ..api.params import SamplingParams
@@ -22,8 +23,10 @@ from ..instance.scheduler import Scheduler
 from ..instance.stats import Counters
 from ..metrics import FINISHED, Measured, Spread, Summary, measure, spread, stage_allowance, summarize
 from ..perf.buckets import Padded
+from ..routing.base import Router
 from . import clock
 from .executor import END_THINKING, EOS, SimExecutor
+from .fronts import Fronts
 from .latency import Latency
 from .options import DEFAULT, Mesh, Options
 from .predict import perf_model
@@ -210,10 +213,9 @@ class _Simulation:
         self._done: asyncio.Future[None] = loop.create_future()
         instances = [self._instance(index, role, loop) for index, role in enumerate(self._roles)]
         admission = admissions.make(self._options.admission)
-        router = routing.make(policies.routing(policy_name(self._policy), self._options.routing), admission)
         self._cluster = cluster = Cluster(
             instances,
-            Stale(router, self._options.stale) if self._options.stale else router,
+            self._router(admission),
             admission,
             first_token=self._options.first_token,
             finished=self._finished,
@@ -233,6 +235,14 @@ class _Simulation:
         machine.cancel()
         await asyncio.wait([machine])
         return cluster, ended
+
+    def _router(self, admission: Admission) -> Router:
+        options = self._options
+        name = policies.routing(policy_name(self._policy), options.routing)
+        if options.fronts:
+            return Fronts([routing.make(name, admission) for _ in range(options.fronts)], options.stale)
+        router = routing.make(name, admission)
+        return Stale(router, options.stale) if options.stale else router
 
     def _instance(self, index: int, role: Role, loop: clock.VirtualLoop) -> Instance:
         name, options = f"{role.value}{index}", self._options

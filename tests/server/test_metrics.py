@@ -35,6 +35,10 @@ NAMES = [
     "cache_config_info",
     "attention_backend_info",
     "slo_attainment",
+    "prefill_budget_tokens",
+    "instance_slack_seconds",
+    "prefill_queue_seconds",
+    "instance_predicted_ttft_seconds",
     "slo_violations_total",
     "slo_requests_total",
     "slo_attained_total",
@@ -124,7 +128,12 @@ def test_load_reports_the_default_objectives(live: Any) -> None:
         "ttft": {"seconds": promise.slo.ttft, "auto": True, "attainable": True},
         "tpot": {"seconds": promise.slo.tpot, "auto": True, "attainable": True},
     }
+    assert [one["name"] for one in load["instances"]] == ["prefill-0", "decode-1"]
+    for one in load["instances"]:
+        assert one["prefill_budget_tokens"]["default"] > 0 == one["prefill_queue_seconds"]
+        assert one["slack_seconds"] is None and one["predicted_ttft_seconds"] > 0, "nothing runs"
     text = live.http.get("/metrics").text
+    assert 'jaxserve:prefill_budget_tokens{engine="prefill-0",model_name="jaxserve-demo",slo_class="default"}' in text
     assert f'jaxserve:slo_seconds{{model_name="jaxserve-demo",objective="tpot"}} {promise.slo.tpot}' in text
     assert 'jaxserve:slo_attainable{model_name="jaxserve-demo",objective="tpot"} 1.0' in text
     assert f"{promise.slo.tpot:g} s per token after it (auto)" in promise_line(promise)

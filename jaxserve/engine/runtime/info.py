@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxserve.engine.runtime.classes import PHASES, ClassStats
+from jaxserve.engine.runtime.headroom import Headroom
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.sched.cluster.ttft_predictions import Accuracy
@@ -60,6 +61,7 @@ class InstanceStats:
     pages: int
     pages_held: int
     backlog_tokens: int  # prompt tokens still to compute
+    headroom: Headroom = field(default_factory=Headroom)
 
 
 @dataclass(frozen=True, slots=True)

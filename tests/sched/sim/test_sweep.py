@@ -171,6 +171,7 @@ def test_prediction_errors_persist_as_requested(perf: Perf, error: float) -> Non
         {"prompts": 0},
         {"routing_delay": -0.1},
         {"stale": float("nan")},
+        {"fronts": -1},
         {"tokens": 0},
         {"skip": -1},
         {"horizon": 0.0},
