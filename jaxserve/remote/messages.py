@@ -69,6 +69,12 @@ class ResetPrefixCache(Message, frozen=True):
     call: int
 
 
+class Restart(Message, frozen=True):
+    """Ask an engine to take no more requests, to finish those that it has, and to start again."""
+
+    patience: float  # seconds to finish
+
+
 # from the engine
 
 
@@ -138,7 +144,7 @@ class Answer(Message, frozen=True):
     failure: Failure | None = None
 
 
-FromFront = Submit | Cancel | GetStats | SetRoles | ResetPrefixCache
+FromFront = Submit | Cancel | GetStats | SetRoles | ResetPrefixCache | Restart
 FromEngine = Hello | State | Outputs | Refused | Answer
 
 

@@ -25,19 +25,22 @@ from jaxserve.remote.messages import (
     Outputs,
     Refused,
     ResetPrefixCache,
+    Restart,
     SetRoles,
     State,
     Submit,
     decode_from_front,
     encode,
 )
-from jaxserve.sched.api.errors import JaxserveError
+from jaxserve.sched.api.errors import JaxserveError, Unavailable
 from jaxserve.sched.api.plan import Delta
 from jaxserve.version import __version__
 
 log = logging.getLogger(__name__)
 
 SHARING = 1.0  # seconds between two States
+LEAVING = "this replica starts again"
+POLL = 0.02  # seconds between two looks at the requests of an engine that starts again
 
 
 class EngineServer:
@@ -50,6 +53,8 @@ class EngineServer:
         self._fronts = set[_Front]()
         self._sharing: asyncio.Task[None] | None = None
         self._listening: asyncio.Server | None = None
+        self._retiring: asyncio.Task[None] | None = None  # at the request of a front
+        self.on_retired: Callable[[], None] = lambda: None  # called once the process may end and start again
 
     def start(self, address: Address) -> Address:
         """Listen, and return the address with its port. Called from another thread. Raises InvalidValue."""
@@ -67,8 +72,9 @@ class EngineServer:
         async def closed() -> None:
             if self._listening is not None:
                 self._listening.close()
-            if self._sharing is not None:
-                self._sharing.cancel()
+            for task in (self._sharing, self._retiring):
+                if task is not None:
+                    task.cancel()
             for front in tuple(self._fronts):
                 front.connection.close()
             await asyncio.sleep(0)  # lets the cancelled task end
@@ -84,7 +90,28 @@ class EngineServer:
 
     def state(self, call: int | None = None) -> State:
         """Return the State of now."""
-        return State(self.engine.stats(), self.engine.ailment, call)
+        return State(self.engine.stats(), LEAVING if self.retiring else self.engine.ailment, call)
+
+    @property
+    def retiring(self) -> bool:
+        """Whether no more requests are taken, because the engine starts again."""
+        return self._retiring is not None
+
+    def retire(self, patience: float) -> None:
+        """Finish running requests, up to `patience` seconds, and then call `on_retired`.
+
+        Fronts send no more requests once they see the next State; what is left at the end of the process
+        continues elsewhere.
+        """
+        if self._retiring is None:
+            self._retiring = asyncio.ensure_future(self._retire(patience))
+            self._tell_all()
+
+    async def _retire(self, patience: float) -> None:
+        end = asyncio.get_running_loop().time() + patience
+        while any(front.busy for front in self._fronts) and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(POLL)
+        self.on_retired()
 
     def hello(self) -> Hello:
         """Return the first message to a front."""
@@ -99,10 +126,14 @@ class EngineServer:
     async def _share(self) -> None:
         while True:
             await asyncio.sleep(SHARING)
-            if self._fronts:
-                state = encode(self.state())
-                for front in tuple(self._fronts):
-                    front.connection.send(state)
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Send a State to all fronts."""
+        if self._fronts:
+            state = encode(self.state())
+            for front in tuple(self._fronts):
+                front.connection.send(state)
 
 
 class _Front:
@@ -119,6 +150,11 @@ class _Front:
         self._ended: dict[int, RequestMetrics] = {}  # likewise
         self._flushing = False
         self._calls = set[asyncio.Task[None]]()
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests run, or outputs are still to be sent."""
+        return bool(self._running or self._deltas)
 
     def opened(self, connection: Connection) -> None:
         self._send(self._server.hello())
@@ -151,12 +187,16 @@ class _Front:
                 self._call(message.call, lambda: bool(self._engine.set_roles(message.roles)))
             case ResetPrefixCache():
                 self._call(message.call, self._engine.reset_prefix_cache)
+            case Restart():
+                self._server.retire(message.patience)
 
     def _send(self, message: FromEngine) -> None:
         self.connection.send(encode(message))
 
     def _submit(self, message: Submit) -> None:
         try:
+            if self._server.retiring:
+                raise Unavailable(LEAVING)
             id = self._engine.submit(
                 message.prompt,
                 message.params,

@@ -36,6 +36,10 @@ class HttpSettings:
         1, "server", "Engines of the whole --mesh, each in a process of its own. A request whose engine is lost "
         "continues on another one with the same tokens.", metavar="N",
     )  # fmt: skip
+    ray: str | None = flag(
+        None, "server", "Place the engines in a Ray cluster: its HOST:PORT, ray://HOST:PORT, auto (the cluster of this "
+        "machine), or local (starts one on this machine). Needs the extra `ray`.", metavar="ADDRESS",
+    )  # fmt: skip
     api_key: tuple[str, ...] = flag(
         (), "server", "Keys that requests must send as `Authorization: Bearer KEY`, called key-1, key-2, ... in "
         "metrics. Other users of the machine can see flags: prefer --api-key-file or the variable JAXSERVE_API_KEY.",
