@@ -64,7 +64,11 @@ def application(given: Any) -> Any:
     load_limits(config, keys.names)
     config = replace(config, ray=None)
     engines = serve.deployment(EnginesDeployment).options(
-        name="Engines", num_replicas=1, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1000
+        name="Engines",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=1000,
+        logging_config={"enable_access_log": False},  # fronts look twice a second
     )
     front = serve.deployment(serve.ingress()(Front)).options(
         name="Front",

@@ -79,7 +79,11 @@ def _init(said: str, **options: Any) -> None:
 
 def nodes() -> list[Node]:
     """Return the nodes that are alive."""
-    return [Node(one["NodeID"], one["NodeName"], one["Resources"]) for one in ray.nodes() if one["Alive"]]
+    return [
+        Node(one["NodeID"], f"{one['NodeName']} ({one['NodeID'][:6]})", one["Resources"])  # names may be equal
+        for one in ray.nodes()
+        if one["Alive"]
+    ]
 
 
 def kind_of(found: Sequence[Node]) -> str:
