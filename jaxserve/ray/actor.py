@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from jaxserve.engine.startup.spanning import Span
     from jaxserve.remote.server import EngineServer
 
-log = logging.getLogger(__name__)
-
 THREADS = 4  # methods that may run at a time: `watch` and `follow` wait for the end
 
 
@@ -96,5 +94,12 @@ class EngineActor:
         return closed
 
     def pid(self) -> int:
-        """Return the process, for tests that kill it."""
+        """Return the id of the process; Ray gives an actor that it restarts another one."""
         return os.getpid()
+
+    def leave(self, pid: int) -> None:
+        """Close and end the process, so that Ray starts another; nothing if that has happened to process `pid`."""
+        if pid == os.getpid():
+            self.close()
+            logging.shutdown()
+            os._exit(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -14,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.ray.actor import THREADS, EngineActor
-from jaxserve.ray.layout import Shares
+from jaxserve.remote.nodes import Shares
 from jaxserve.remote.address import Address, Place
 from jaxserve.remote.engines import CLOSING
 from jaxserve.remote.messages import Failure
@@ -34,6 +35,7 @@ class RayReplica:
         self._group = placement_group([{kind: share} for share in shares], strategy=strategy, name=place.name)
         self._actors = [self._actor(at) for at in range(len(shares))]
         self._running: list[Any] = []  # calls that return when the engine has ended
+        self._pids: list[int] = []
 
     def _actor(self, at: int) -> Any:
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=at)
@@ -56,22 +58,21 @@ class RayReplica:
 
     def start(self, closing: Callable[[], bool] = lambda: False) -> None:
         """Start the engine, wait until it is ready, and publish its address. Raises what kept it from starting."""
+        self._running = []
+        self._pids = [self._patiently(actor.pid.remote, closing) for actor in self._actors]  # waits for restarts
         leader, *followers = self._actors
         span = None
         if followers:
-            span = self._patiently(lambda: leader.meet.remote(self.place.key, len(self._shares), self._shares[0]))
-        following = [
-            (lambda one=one, rank=rank: one.follow.remote(self._config, span, rank))
-            for rank, one in enumerate(followers, 1)
-        ]
-        self._running = [begin() for begin in following]
-        made = self._patiently(lambda: leader.start.remote(self._config, self.place.key, self._host, span), closing)
+            meet = partial(leader.meet.remote, self.place.key, len(self._shares), self._shares[0])
+            span = self._patiently(meet, closing)
+        self._running = [one.follow.remote(self._config, span, rank) for rank, one in enumerate(followers, 1)]
+        made = self._patiently(partial(leader.start.remote, self._config, self.place.key, self._host, span), closing)
         if isinstance(made, Failure):
             raise made.error()
         self._running.append(leader.watch.remote())
         self.place.address.publish(Address.parse(made))
 
-    def _patiently(self, ask: Callable[[], Any], closing: Callable[[], bool] = lambda: False) -> Any:
+    def _patiently(self, ask: Callable[[], Any], closing: Callable[[], bool]) -> Any:
         """Return the result of a call, made again while Ray restarts the actor's process."""
         while True:
             call = ask()
@@ -101,9 +102,14 @@ class RayReplica:
         return None
 
     def stop(self) -> None:
-        """End the processes; Ray starts new ones, whose engines wait for `start`."""
-        for actor in self._actors:
-            ray.kill(actor, no_restart=False)
+        """End what is left of the processes; Ray starts new ones, whose engines wait for `start`."""
+        for actor, pid in zip(self._actors, self._pids, strict=True):
+            try:
+                ray.get(actor.leave.remote(pid), timeout=CLOSING)
+            except ray.exceptions.GetTimeoutError:
+                ray.kill(actor, no_restart=False)
+            except ray.exceptions.RayError:
+                continue  # it has left
 
     def close(self) -> bool:
         """Close the engine and give its devices back; return False if it had to be killed."""
