@@ -113,9 +113,10 @@ class RayReplica:
 
     def close(self) -> bool:
         """Close the engine and give its devices back; return False if it had to be killed."""
-        closed = False
-        with suppress(ray.exceptions.RayError):
-            closed = bool(ray.get(self._actors[0].close.remote(), timeout=CLOSING))
+        closed = not self._pids  # it has never started
+        if not closed:
+            with suppress(ray.exceptions.RayError):
+                closed = bool(ray.get(self._actors[0].close.remote(), timeout=CLOSING))
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)

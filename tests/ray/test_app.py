@@ -30,7 +30,7 @@ def url(cluster: Any, small: dict[str, Any]) -> Iterator[str]:
 
     port = free_port()
     serve.start(http_options={"port": port})
-    settings = {key.replace("_", "-"): str(value) for key, value in small.items()}  # as `serve run` gives them
+    settings = {key.replace("_", "-"): str(value).lower() if isinstance(value, bool) else str(value) for key, value in small.items()}  # as `serve run` gives them
     serve.run(build_app({**settings, "replicas": "2", "admin-key": ["boss"]}), name="jaxserve", route_prefix="/")
     yield f"http://127.0.0.1:{port}"
     serve.delete("jaxserve")

@@ -131,7 +131,7 @@ def test_a_replica_waits_for_the_others(pair: list[Restarting]) -> None:
 def test_what_is_refused(pair: list[Restarting]) -> None:
     async def work(replicas: Replicas) -> None:
         rolling = Rolling(replicas)
-        with pytest.raises(InvalidValue, match="drain_timeout=-1.0 must be 0 to"):
+        with pytest.raises(InvalidValue, match=r"drain_timeout=-1\.0 must be 0 to"):
             restart_replicas(rolling, RestartBody(drain_timeout=-1.0), 30.0)
         assert present_replicas(rolling)["replicas"][0]["ready"]
         restart_replicas(rolling, RestartBody(), 0.0)
