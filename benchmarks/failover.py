@@ -20,7 +20,6 @@ import signal
 import time
 import urllib.request
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -111,17 +110,31 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"jaxserve:{name}{{"))
 
 
+def read(path: Path) -> str:
+    """Return the text of a file, or nothing if its process or thread has ended."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def children(tasks: Path) -> list[str]:
+    """Return the children of a process, which any of its threads may have started."""
+    try:
+        return [child for task in tasks.iterdir() for child in read(task / "children").split()]
+    except FileNotFoundError:
+        return []
+
+
 def engines(pid: int) -> list[int]:
     """Return the processes of the engines below a process: those that `spawn` has started, or Ray's actors."""
     made = []
-    for task in Path(f"/proc/{pid}/task").iterdir():  # a thread of the server starts engines again
-        for child in map(int, (task / "children").read_text().split()):
-            with suppress(FileNotFoundError):
-                command = Path(f"/proc/{child}/cmdline").read_text()
-                if "spawn_main" in command or command.startswith("ray::EngineActor"):
-                    made.append(child)
-                else:
-                    made += engines(child)
+    for child in map(int, children(Path(f"/proc/{pid}/task"))):
+        command = read(Path(f"/proc/{child}/cmdline"))
+        if "spawn_main" in command or command.startswith("ray::EngineActor"):
+            made.append(child)
+        else:
+            made += engines(child)
     return made
 
 

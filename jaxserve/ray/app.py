@@ -30,6 +30,7 @@ from jaxserve.server.service import Service
 log = logging.getLogger(__name__)
 
 LEARNING = 0.5  # seconds between two looks at where the engines are
+WORDS = {"true": True, "false": False}  # `serve run APP name=true` gives strings
 Known = list[tuple[str, bytes, str]]  # the address, key and name of each engine
 
 
@@ -44,6 +45,8 @@ def settings_of(given: Any) -> ServeConfig:
         for name, value in values.items():
             if isinstance(value, list):
                 values[name] = tuple(value)
+            elif isinstance(value, str) and value in WORDS:
+                values[name] = WORDS[value]
         return ServeConfig.load(values.pop("config", None), **values)
     raise InvalidValue(
         f"settings={short(given)} must be a ServeConfig, a mapping or the path of a YAML file", "settings"

@@ -18,10 +18,10 @@ import ray
 from jaxserve.config import ServeConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.ray import cluster
-from jaxserve.remote.nodes import devices_of, lay_out
 from jaxserve.ray.replica import RayReplica
 from jaxserve.remote.address import Address, Place
 from jaxserve.remote.engines import LASTING, own_settings, pause
+from jaxserve.remote.nodes import devices_of, lay_out
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.ray.actor import THREADS, EngineActor
-from jaxserve.remote.nodes import Shares
 from jaxserve.remote.address import Address, Place
 from jaxserve.remote.engines import CLOSING
 from jaxserve.remote.messages import Failure
+from jaxserve.remote.nodes import Shares
 
 PLACING = 30.0  # seconds in which free devices must be found
 POLL = 0.2  # seconds between two looks at whether the server closes

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import yaml
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
@@ -30,7 +31,8 @@ def url(cluster: Any, small: dict[str, Any]) -> Iterator[str]:
 
     port = free_port()
     serve.start(http_options={"port": port})
-    settings = {key.replace("_", "-"): str(value).lower() if isinstance(value, bool) else str(value) for key, value in small.items()}  # as `serve run` gives them
+    settings = {name.replace("_", "-"): str(value).lower() for name, value in small.items()}  # as `serve run` gives
+    settings["kv-cache-memory"] = str(small["kv_cache_memory"])
     serve.run(build_app({**settings, "replicas": "2", "admin-key": ["boss"]}), name="jaxserve", route_prefix="/")
     yield f"http://127.0.0.1:{port}"
     serve.delete("jaxserve")
@@ -99,3 +101,12 @@ def test_settings_that_serve_has_itself() -> None:
         build_app({"port": 9000})
     with pytest.raises(InvalidValue, match="api_server_count=2 with 2 API keys"):
         build_app({"api_server_count": 2, "api_key": ["a", "b"]})
+
+
+@pytest.mark.parametrize("name", ["rayservice-gpu", "rayservice-tpu"])
+def test_ray_takes_the_applications_of_the_manifests(repo: Path, name: str) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    spec = yaml.safe_load((repo / "deploy" / f"{name}.yaml").read_text())["spec"]
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(spec["serveConfigV2"]))
+    assert [one.import_path for one in schema.applications] == ["jaxserve.ray:build_app"]
