@@ -102,7 +102,7 @@ class EnginesDeployment:
 class Front:
     """An HTTP replica: the routes of `jaxserve serve`, for engines elsewhere in the cluster."""
 
-    async def __init__(self, config: ServeConfig, engines: Any) -> None:
+    async def __init__(self, config: ServeConfig, engines: Any) -> None:  # type: ignore[misc]  # as Serve allows
         begin_process(config)
         tokenizer = asyncio.ensure_future(asyncio.to_thread(find_tokenizer, config))
         self._engines = engines

@@ -34,6 +34,7 @@ SCRIPTS = [
     "overload",
     "preemption",
     "quantization",
+    "ray_calls",
     "scheduler_cost",
     "served_burst",
     "served_policies",
