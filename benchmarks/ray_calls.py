@@ -26,15 +26,15 @@ from jaxserve.remote.connection import Connection
 from jaxserve.report.table import print_table
 
 KEY = b"of a benchmark"
-STAMP = struct.Struct("d")
+STAMP = "d"
 
 
 def stamped(size: int) -> bytes:
-    return STAMP.pack(time.monotonic()).ljust(size, b"\0")
+    return struct.pack(STAMP, time.monotonic()).ljust(size, b"\0")
 
 
 def age(message: bytes) -> float:
-    return time.monotonic() - STAMP.unpack_from(message)[0]
+    return time.monotonic() - float(struct.unpack_from(STAMP, message)[0])
 
 
 def cpu() -> float:
