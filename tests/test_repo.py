@@ -189,7 +189,7 @@ def test_ci_pins_a_version_of_everything_it_installs(repo: Path) -> None:
                 f"{pin} is pinned, and pyproject.toml requires {requirement}"
             )
     run = (repo / ".ci" / "run").read_text()
-    assert run.count("pip install --quiet -c .ci/constraints.txt") == 2
+    assert run.count("pip install --quiet -c .ci/constraints.txt") == 3
 
 
 @pytest.mark.parametrize("name", ["run", "nightly", "compiler"])
