@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DEMO = ROOT / "jaxserve" / "demo" / "model"
-PACKAGES = ("jax", "jaxlib", "flax", "torch", "transformers", "numpy", "openai")
+PACKAGES = ("jax", "jaxlib", "flax", "torch", "transformers", "numpy", "openai", "ray")
 
 sys.path.insert(0, str(ROOT))  # so that `python benchmarks/x.py` measures this checkout, installed or not
 

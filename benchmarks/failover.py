@@ -6,6 +6,7 @@ be back before the next round. Printed for each round: how many requests continu
 stood still: the longest gap between two chunks of a stream, beside that of the undisturbed run.
 
     python benchmarks/failover.py
+    python benchmarks/failover.py --ray local       # engines in a Ray cluster of this machine
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import signal
 import time
 import urllib.request
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -110,20 +110,38 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"jaxserve:{name}{{"))
 
 
+def read(path: Path) -> str:
+    """Return the text of a file, or nothing if its process or thread has ended."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def children(tasks: Path) -> list[str]:
+    """Return the children of a process, which any of its threads may have started."""
+    try:
+        return [child for task in tasks.iterdir() for child in read(task / "children").split()]
+    except FileNotFoundError:
+        return []
+
+
 def engines(pid: int) -> list[int]:
-    """Return the processes of the engines: the children of the server that the `spawn` method has started."""
+    """Return the processes of the engines below a process: those that `spawn` has started, or Ray's actors."""
     made = []
-    for task in Path(f"/proc/{pid}/task").iterdir():  # a thread of the server starts engines again
-        for child in (task / "children").read_text().split():
-            with suppress(FileNotFoundError):
-                if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
-                    made.append(int(child))
+    for child in map(int, children(Path(f"/proc/{pid}/task"))):
+        command = read(Path(f"/proc/{child}/cmdline"))
+        if "spawn_main" in command or command.startswith("ray::EngineActor"):
+            made.append(child)
+        else:
+            made += engines(child)
     return made
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=2, help="engines [%(default)s]")
+    parser.add_argument("--ray", metavar="ADDRESS", help="engines in a Ray cluster, see `jaxserve serve --ray`")
     parser.add_argument("--streams", type=int, default=50, help="concurrent requests [%(default)s]")
     parser.add_argument("--tokens", type=int, default=150, help="most tokens of an output [%(default)s]")
     parser.add_argument("--kills", type=int, default=10, help="rounds with a killed engine [%(default)s]")
@@ -131,7 +149,8 @@ def main() -> None:
     common.add_output(parser, "failover")
     args = parser.parse_args()
     draw, asked, rows = random.Random(args.seed), bodies(args), list[dict[str, Any]]()
-    with common.server(["--replicas", str(args.replicas), *LIMITS]) as server:
+    placed = [] if args.ray is None else ["--ray", args.ray]
+    with common.server(["--replicas", str(args.replicas), *placed, *LIMITS]) as server:
         asyncio.run(round_(server.url, asked))  # the first round pays one-time costs
         calm_began = time.perf_counter()
         calm = asyncio.run(round_(server.url, asked))
@@ -174,7 +193,7 @@ def main() -> None:
     ]  # fmt: skip
     table.insert(0, ("undisturbed", "", "", "", median(quiet), quiet[-1]))
     heads = ("round", "killed after, s", "continued", "equal streams", "longest gap p50, ms", "max, ms")
-    print_table(f"{args.streams} streams, {args.replicas} replicas", heads, table)
+    print_table(f"{args.streams} streams, {args.replicas} replicas{' in Ray' * bool(args.ray)}", heads, table)
     common.save(args, {"seconds": seconds, "gaps_undisturbed_ms": quiet, "rounds": rows})
     if any(one["equal"] < args.streams for one in rows):
         raise SystemExit("streams differ from the undisturbed run")

@@ -22,6 +22,8 @@ examples
       each instance prefills and decodes
   python -m jaxserve.run --replicas 2
       two engines; a stream whose engine dies continues on the other one with the same tokens
+  python -m jaxserve.run --mesh 2x1 --replicas 2 --ray local
+      the same with engines that Ray starts, places and watches; --ray auto: in the cluster of this machine
   python -m jaxserve.run --config configs/serve/example.yaml --port 9000
       settings from a file; flags override it
 
@@ -62,4 +64,8 @@ def serve(config: ServeConfig) -> int:
     check_names(config)
     from jaxserve.server.main import run  # imports jax, which --help must not wait for
 
-    return run(config)
+    if config.ray is None:
+        return run(config)
+    from jaxserve.ray.engines import RayEngines
+
+    return run(config, RayEngines)

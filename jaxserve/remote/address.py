@@ -6,20 +6,27 @@ import asyncio
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from jaxserve.errors import InvalidValue, short
 
 Factory = Callable[[], asyncio.Protocol]
 UNIX = "unix:"
+CONNECTING = 10.0  # seconds for a connection to another machine, which may be gone
 
 
 class Address(NamedTuple):
-    """`unix:PATH`, or `HOST:PORT`; port 0: any free one."""
+    """`unix:PATH`, or `HOST:PORT`; port 0: any free one.
+
+    listed: a file with the address, which is read at each connection. So an engine is found again that
+    has started at another address.
+    """
 
     path: str = ""
     host: str = ""
     port: int = 0
+    listed: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Address:
@@ -32,6 +39,8 @@ class Address(NamedTuple):
         return cls(host=host.strip("[]"), port=int(port))
 
     def __str__(self) -> str:
+        if self.listed:
+            return str(self.current()) if Path(self.listed).exists() else "no address yet"
         if self.path:
             return UNIX + self.path
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -41,6 +50,21 @@ class Address(NamedTuple):
         if self.path:
             with suppress(FileNotFoundError):
                 os.unlink(self.path)
+
+    def current(self) -> Address:
+        """Return the address to connect to. Raises InvalidValue if the file does not have one yet."""
+        if not self.listed:
+            return self
+        try:
+            return Address.parse(Path(self.listed).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise InvalidValue("the engine has no address yet", "address") from None
+
+    def publish(self, current: Address) -> None:
+        """Write the address of a listed engine; readers see the old or the new one, never half of it."""
+        made = Path(f"{self.listed}.new")
+        made.write_text(str(current), encoding="utf-8")
+        made.replace(self.listed)
 
     async def listen(self, accept: Factory) -> tuple[asyncio.Server, Address]:
         """Listen, and return the bound address too. Raises InvalidValue with the reason."""
@@ -59,14 +83,15 @@ class Address(NamedTuple):
 
     async def connect(self, made: Factory) -> None:
         """Connect. Raises InvalidValue with the reason."""
-        loop = asyncio.get_running_loop()
+        loop, at = asyncio.get_running_loop(), self.current()
         try:
-            if self.path:
-                await loop.create_unix_connection(made, self.path)
+            if at.path:
+                await loop.create_unix_connection(made, at.path)
             else:
-                await loop.create_connection(made, self.host, self.port)
-        except OSError as error:
-            raise InvalidValue(f"no engine answers at {self} ({error.strerror or error})", "address") from error
+                async with asyncio.timeout(CONNECTING):
+                    await loop.create_connection(made, at.host, at.port)
+        except OSError as error:  # a TimeoutError too
+            raise InvalidValue(f"no engine answers at {at} ({error.strerror or error})", "address") from error
 
 
 class Place(NamedTuple):

@@ -31,6 +31,7 @@ from jaxserve.remote.messages import (
     Refused,
     Report,
     ResetPrefixCache,
+    Restart,
     SetRoles,
     State,
     Submit,
@@ -231,6 +232,10 @@ class RemoteEngine(Submitting):
         """Empty the prefix cache, as `Engine.reset_prefix_cache`; called from another thread."""
         asked = asyncio.run_coroutine_threadsafe(self._call(ResetPrefixCache), self._loop)
         return bool(asked.result())
+
+    def restart(self, patience: float) -> None:
+        """Ask the engine to finish its requests, up to `patience` seconds, and to start again. It is lost soon."""
+        self._send(Restart(patience))
 
     def close(self) -> bool:
         """Disconnect. The engine cancels what was submitted here."""

@@ -74,6 +74,12 @@ class ResetPrefixCache(Message, frozen=True):
     call: int
 
 
+class Restart(Message, frozen=True):
+    """Ask an engine to take no more requests, to finish those that it has, and to start again."""
+
+    patience: float  # seconds to finish
+
+
 # from the engine
 
 
@@ -152,7 +158,7 @@ class Answer(Message, frozen=True):
     failure: Failure | None = None
 
 
-FromFront = Submit | Cancel | GetStats | SetRoles | ResetPrefixCache | Follow
+FromFront = Submit | Cancel | GetStats | SetRoles | ResetPrefixCache | Follow | Restart
 FromEngine = Hello | State | Report | Outputs | Refused | Answer
 
 

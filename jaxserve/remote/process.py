@@ -12,9 +12,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from jaxserve.config import ServeConfig
@@ -22,6 +20,7 @@ from jaxserve.engine.startup.environment import gpus_here
 from jaxserve.errors import JaxserveError
 from jaxserve.remote.address import Address, Place
 from jaxserve.remote.devices import visible
+from jaxserve.remote.engines import CLOSING, LASTING, own_settings, pause
 from jaxserve.remote.messages import Failure
 from jaxserve.report.logs import log_to_stderr
 from jaxserve.report.progress import bar
@@ -30,9 +29,7 @@ log = logging.getLogger(__name__)
 
 CUDA = "CUDA_VISIBLE_DEVICES"
 CLOSE = "close"
-CLOSING = 15.0  # seconds in which an engine must close; then its process is killed
-PAUSES = (0.0, 1.0, 10.0, 60.0)  # seconds before an engine is started again, after so many failures in a row
-LASTING = 60.0  # seconds of service after which an end does not count as a failure in a row
+RETIRED = 3  # exit status of an engine that a front has asked to start again
 
 
 class EngineProcess:
@@ -69,6 +66,12 @@ class EngineProcess:
         if code is None:
             return "it still runs"
         return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+    @property
+    def retired(self) -> bool:
+        """Whether the process has ended because a front has asked for a restart."""
+        with self._reaping:
+            return bool(self._process.exitcode == RETIRED)
 
     def close(self) -> bool:
         """Close the engine and end its process; return False if it had to be killed."""
@@ -107,7 +110,7 @@ class EngineProcesses:
             )
             for at in range(config.replicas)
         )
-        configs = [_own(config, at) for at in range(config.replicas)]
+        configs = [own_settings(config, at) for at in range(config.replicas)]
         self._own = list(zip(configs, self.places, gpus, strict=True))  # arguments of each EngineProcess
         self._processes = [EngineProcess(*own) for own in self._own]
         self._lock = threading.Lock()  # between the start of an engine and `close`
@@ -135,10 +138,13 @@ class EngineProcesses:
             while not wait([self._processes[at].sentinel], timeout=0.2):
                 if self._closing.is_set():
                     return
-            failures = 1 if time.monotonic() - begun > LASTING else failures + 1
-            pause = PAUSES[min(failures, len(PAUSES)) - 1]
-            log.error("%s ended (%s); it starts again in %g s", name, self._processes[at].end, pause)
-            if self._closing.wait(pause):
+            if self._processes[at].retired:
+                failures = 0
+                log.info("%s starts again, as asked", name)
+            else:
+                failures = 1 if time.monotonic() - begun > LASTING else failures + 1
+                log.error("%s ended (%s); it starts again in %g s", name, self._processes[at].end, pause(failures))
+            if self._closing.wait(pause(failures)):
                 return
             self.places[at].address.vacate()
             with self._lock:
@@ -155,15 +161,6 @@ class EngineProcesses:
                 log.info("%s serves again", name)
 
 
-def _own(config: ServeConfig, at: int) -> ServeConfig:
-    """Return the settings of one engine: the keys stay with the fronts, and a journal is written for each."""
-    journal = config.journal
-    if journal is not None and config.replicas > 1:
-        path = Path(journal)
-        journal = str(path.with_name(f"{path.stem}-{at}{path.suffix}"))
-    return replace(config, api_key=(), admin_key=(), journal=journal)
-
-
 def _serve(config: ServeConfig, place: Place, gpus: str | None, control: Connection[Any, Any]) -> None:
     """Start an engine, serve it until the parent says so or ends, and end this process."""
     if gpus is not None:
@@ -171,8 +168,7 @@ def _serve(config: ServeConfig, place: Place, gpus: str | None, control: Connect
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent drains, then says when to close
         signal.signal(number, signal.SIG_IGN)
     log_to_stderr(config.log_level)
-    over = threading.Event()
-    ready = threading.Event()
+    over, ready, retired = threading.Event(), threading.Event(), threading.Event()
     threading.Thread(target=_watch, args=(control, ready, over), name="jaxserve-parent", daemon=True).start()
     from jaxserve.engine.engine import Engine  # imports jax
     from jaxserve.remote.server import EngineServer
@@ -181,6 +177,12 @@ def _serve(config: ServeConfig, place: Place, gpus: str | None, control: Connect
         with bar("warming up") as progress:
             engine = Engine.start(config, progress=progress)
         server = EngineServer(engine, place.key)
+
+        def leave() -> None:
+            retired.set()
+            over.set()
+
+        server.on_retired = leave
         server.start(place.address)
     except JaxserveError as error:
         control.send(Failure.of(error))
@@ -191,7 +193,8 @@ def _serve(config: ServeConfig, place: Place, gpus: str | None, control: Connect
     over.wait()
     with suppress(JaxserveError):  # the engine has failed
         server.close()
-    _leave(0 if engine.close() else 1)
+    closed = engine.close()
+    _leave(RETIRED if retired.is_set() else 0 if closed else 1)
 
 
 def _watch(control: Connection[Any, Any], ready: threading.Event, over: threading.Event) -> None:

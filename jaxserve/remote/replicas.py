@@ -310,6 +310,26 @@ class Replicas(Submitting):
         """Send no more requests to a replica; running ones finish there."""
         self._draining.add(replica)
 
+    async def renew(self, replica: int, patience: float) -> None:
+        """Let a replica finish its requests, up to `patience` seconds, and start again; return once it is back.
+
+        Waits first until all others take requests.
+        """
+        while not all(engine.healthy for at, engine in enumerate(self._engines) if at != replica):
+            await asyncio.sleep(RETRY)
+        before = self._engines[replica]
+        self.drain(replica)
+        before.restart(patience)
+        while self._engines[replica] is before or not self._engines[replica].healthy:
+            await asyncio.sleep(RETRY)
+
+    def standing(self) -> list[tuple[str, str | None, int]]:
+        """Return the name of each replica, why it takes no requests (None: it does), and its number of requests."""
+        return [
+            (engine.name, "draining" if at in self._draining and engine.healthy else engine.ailment, engine.load)
+            for at, engine in enumerate(self._engines)
+        ]
+
     def rejoin(self, replica: int, engine: RemoteEngine) -> None:
         """Use another engine for a replica from now on. Raises InvalidValue if it differs from the others."""
         merged_info([self.info, engine.info])

@@ -30,6 +30,7 @@ from jaxserve.remote.messages import (
     Refused,
     Report,
     ResetPrefixCache,
+    Restart,
     SetRoles,
     State,
     Submit,
@@ -37,7 +38,7 @@ from jaxserve.remote.messages import (
     encode,
 )
 from jaxserve.remote.reports import Feed, InstanceReport
-from jaxserve.sched.api.errors import JaxserveError
+from jaxserve.sched.api.errors import JaxserveError, Unavailable
 from jaxserve.sched.api.plan import Delta
 from jaxserve.version import __version__
 
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 SHARING = 1.0  # seconds between two States
 REPORTING = 0.05  # least seconds between two Reports: a front counts what it sent since the last one itself
+LEAVING = "this replica starts again"
+POLL = 0.02  # seconds between two looks at the requests of an engine that starts again
 
 
 class EngineServer:
@@ -58,6 +61,8 @@ class EngineServer:
         self._feeds = [Feed(index, one) for index, one in enumerate(engine.schedulers)]
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._listening: asyncio.Server | None = None
+        self._retiring: asyncio.Task[None] | None = None  # at the request of a front
+        self.on_retired: Callable[[], None] = lambda: None  # called once the process may end and start again
 
     def start(self, address: Address) -> Address:
         """Listen, and return the address with its port. Called from another thread. Raises InvalidValue."""
@@ -75,8 +80,9 @@ class EngineServer:
         async def closed() -> None:
             if self._listening is not None:
                 self._listening.close()
-            for task in self._tasks:
-                task.cancel()
+            for task in (*self._tasks, self._retiring):
+                if task is not None:
+                    task.cancel()
             for front in tuple(self._fronts):
                 front.connection.close()
             await asyncio.sleep(0)  # lets the cancelled tasks end
@@ -93,7 +99,28 @@ class EngineServer:
     def state(self, call: int | None = None) -> State:
         """Return the State of now. Called on the engine's thread."""
         self.engine.measure()
-        return State(self.engine.stats(), self.engine.ailment, call)
+        return State(self.engine.stats(), LEAVING if self.retiring else self.engine.ailment, call)
+
+    @property
+    def retiring(self) -> bool:
+        """Whether no more requests are taken, because the engine starts again."""
+        return self._retiring is not None
+
+    def retire(self, patience: float) -> None:
+        """Finish running requests, up to `patience` seconds, and then call `on_retired`.
+
+        Fronts send no more requests once they see the next State; what is left at the end of the process
+        continues elsewhere.
+        """
+        if self._retiring is None:
+            self._retiring = asyncio.ensure_future(self._retire(patience))
+            self._tell_all()
+
+    async def _retire(self, patience: float) -> None:
+        end = asyncio.get_running_loop().time() + patience
+        while any(front.busy for front in self._fronts) and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(POLL)
+        self.on_retired()
 
     def hello(self) -> Hello:
         """Return the first message to a front."""
@@ -124,10 +151,14 @@ class EngineServer:
     async def _share(self) -> None:
         while True:
             await asyncio.sleep(SHARING)
-            if self._fronts:
-                state = encode(self.state())
-                for front in tuple(self._fronts):
-                    front.connection.send(state)
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Send a State to all fronts."""
+        if self._fronts:
+            state = encode(self.state())
+            for front in tuple(self._fronts):
+                front.connection.send(state)
 
     async def _report(self) -> None:
         while True:
@@ -157,6 +188,11 @@ class _Front:
         self._calls = set[asyncio.Task[None]]()
         self.follows = False
         self._mark = self._reported = -1  # the last request that has entered the engine, and that a Report said so of
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests run, or outputs are still to be sent."""
+        return bool(self._running or self._deltas)
 
     def opened(self, connection: Connection) -> None:
         self._send(self._server.hello())
@@ -192,6 +228,8 @@ class _Front:
             case Follow():
                 self.follows = True
                 self._send(self._server.report(self._mark))
+            case Restart():
+                self._server.retire(message.patience)
 
     def report(self, instances: Sequence[msgspec.Raw]) -> None:
         """Send encoded reports of the instances, if there are any or a request has entered since the last ones."""
@@ -207,6 +245,8 @@ class _Front:
 
     def _submit(self, message: Submit) -> None:
         try:
+            if self._server.retiring:
+                raise Unavailable(LEAVING)
             id = self._engine.submit(
                 message.prompt,
                 message.params,

@@ -1,4 +1,4 @@
-"""Admin and load routes: the roles of the instances, the load, and the default objectives."""
+"""Admin and load routes: roles of the instances, restarts of replicas, the load, and the default objectives."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import asyncio
 from math import isfinite
 from typing import Any
 
-from jaxserve.errors import InvalidValue
+from jaxserve.errors import InvalidValue, JaxserveError
+from jaxserve.remote.rolling import Rolling
 from jaxserve.sched.api.policy import Role, roles_of
-from jaxserve.server.openai import RolesBody
+from jaxserve.server.failures import Refused
+from jaxserve.server.openai import RestartBody, RolesBody
+
+LONGEST = 86400.0  # seconds that a replica may be given to finish its requests
 
 
 def present_roles(engine: Any) -> dict[str, Any]:
@@ -25,6 +29,36 @@ async def change_roles(engine: Any, body: RolesBody) -> dict[str, Any]:
     roles = _wanted(body, len(engine.stats().instances))
     await asyncio.to_thread(engine.set_roles, roles)  # waits for the engine's thread
     return present_roles(engine)
+
+
+def present_replicas(rolling: Rolling | None) -> dict[str, Any]:
+    """Return the response to `GET /v1/admin/replicas`: of each, its requests and why it takes none, if so."""
+    standing = [] if rolling is None else rolling.standing
+    replicas = [
+        {"replica": at, "name": name, "ready": ailment is None, "ailment": ailment, "requests": load}
+        for at, (name, ailment, load) in enumerate(standing)
+    ]
+    restart = None if rolling is None else {"running": rolling.running, "restarted": rolling.restarted}
+    return {"object": "replicas", "replicas": replicas, "restart": restart}
+
+
+def restart_replicas(rolling: Rolling | None, body: RestartBody, default: float) -> dict[str, Any]:
+    """Begin to restart one replica after the other, and return `present_replicas`.
+
+    Raises InvalidValue for a negative time or a single replica, Refused (409) while a restart is in progress.
+    """
+    patience = default if body.drain_timeout is None else body.drain_timeout
+    if not 0 <= patience <= LONGEST:
+        raise InvalidValue(f"drain_timeout={patience!r} must be 0 to {LONGEST:g} seconds", "drain_timeout")
+    if rolling is None:
+        raise InvalidValue("there are no replicas: serve with --replicas 2 or more", "replicas")
+    try:
+        rolling.start(patience)
+    except InvalidValue:
+        raise
+    except JaxserveError as error:
+        raise Refused(409, str(error), code="restart_in_progress") from None
+    return present_replicas(rolling)
 
 
 def present_load(engine: Any, active: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import JaxserveError
-from jaxserve.server.admin import change_roles, present_load, present_roles
+from jaxserve.server.admin import change_roles, present_load, present_replicas, present_roles, restart_replicas
 from jaxserve.server.documented import body_schema, document
 from jaxserve.server.failures import Refused, handler, response_of, routes_of, unrouted
 from jaxserve.server.guard import Guard
@@ -21,6 +21,7 @@ from jaxserve.server.openai import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    RestartBody,
     RolesBody,
     Sampled,
     TokenizeBody,
@@ -68,14 +69,7 @@ def create_app(service: Service) -> FastAPI:
         decoded = service.prompts.texts.run(lambda: service.tokenizer.decode(body.tokens), len(body.tokens))
         return JSONResponse({"prompt": await while_connected(request.receive, decoded)})
 
-    @app.get("/v1/admin/roles")
-    async def roles() -> dict[str, Any]:
-        await service.engine.refresh()
-        return present_roles(service.engine)
-
-    @app.post("/v1/admin/roles", openapi_extra=body_schema(RolesBody))
-    async def turn(request: Request) -> dict[str, Any]:
-        return await change_roles(service.engine, parse(await request.body(), RolesBody))
+    _add_admin(app, service)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
@@ -111,6 +105,28 @@ def create_app(service: Service) -> FastAPI:
         protect=config.protect_metrics,
     )
     return app
+
+
+def _add_admin(app: FastAPI, service: Service) -> None:
+    """Add the routes below /v1/admin."""
+
+    @app.get("/v1/admin/roles")
+    async def roles() -> dict[str, Any]:
+        await service.engine.refresh()
+        return present_roles(service.engine)
+
+    @app.post("/v1/admin/roles", openapi_extra=body_schema(RolesBody))
+    async def turn(request: Request) -> dict[str, Any]:
+        return await change_roles(service.engine, parse(await request.body(), RolesBody))
+
+    @app.get("/v1/admin/replicas")
+    async def replicas() -> dict[str, Any]:
+        return present_replicas(service.rolling)
+
+    @app.post("/v1/admin/replicas/restart", status_code=202, openapi_extra=body_schema(RestartBody))
+    async def restart(request: Request) -> dict[str, Any]:
+        body = parse(await request.body(), RestartBody)
+        return restart_replicas(service.rolling, body, service.config.drain_timeout)
 
 
 def _check_health(service: Service) -> None:

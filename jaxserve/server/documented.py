@@ -11,13 +11,14 @@ from jaxserve.server.openai import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    RestartBody,
     RolesBody,
     StageSLO,
     StreamOptions,
     TokenizeBody,
 )
 
-BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, RolesBody)
+BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, RolesBody, RestartBody)
 _REF = "#/components/schemas/{model}"
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
 from jaxserve.models.source import find_tokenizer
+from jaxserve.remote.engines import Engines
 from jaxserve.remote.process import EngineProcesses
 from jaxserve.report.progress import bar
 from jaxserve.server.fronts import Fronts, begin_process, serve_remote
@@ -19,32 +21,37 @@ from jaxserve.server.serving import listen_on, loop_factory, serve
 from jaxserve.server.signals import Signals, end_process
 
 
-def run(config: ServeConfig) -> int:
+def run(config: ServeConfig, start: Callable[[ServeConfig], Engines] = EngineProcesses) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit status.
 
-    SIGTERM lets running requests finish first; SIGINT aborts them.
+    SIGTERM lets running requests finish first; SIGINT aborts them. start: starts the engines of a server
+    that has them in other processes.
     """
     begin_process(config)
     keys = Keys.of(config)  # report unreadable files and a port in use before minutes of loading
     warn_if_open(config, keys)
     load_limits(config, keys.names)
-    if config.replicas > 1 and config.api_server_count == 0:
-        raise InvalidValue(
-            f"replicas={config.replicas} are processes of their own: use --api-server-count 1 or more", "replicas"
-        )
+    check_processes(config, keys)
+    sock = listen_on(config.host, config.port)
+    try:
+        if config.api_server_count == 0:
+            return _run_alone(config, sock)
+        return _run_beside(config, sock, start)
+    finally:
+        sock.close()
+
+
+def check_processes(config: ServeConfig, keys: Keys) -> None:
+    """Raise InvalidValue if the settings need other processes than they ask for."""
+    if (config.replicas > 1 or config.ray is not None) and config.api_server_count == 0:
+        what = f"replicas={config.replicas}" if config.ray is None else f"engines in Ray (ray={config.ray!r})"
+        raise InvalidValue(f"{what} are processes of their own: use --api-server-count 1 or more", "replicas")
     if config.api_server_count > 1 and len(keys.names) > 1:
         raise InvalidValue(
             f"api_server_count={config.api_server_count} with {len(keys.names)} API keys: limits and fairness among "
             "keys need one front: use --api-server-count 1",
             "api_server_count",
         )
-    sock = listen_on(config.host, config.port)
-    try:
-        if config.api_server_count == 0:
-            return _run_alone(config, sock)
-        return _run_beside(config, sock)
-    finally:
-        sock.close()
 
 
 def _run_alone(config: ServeConfig, sock: socket.socket) -> int:
@@ -62,9 +69,9 @@ def _run_alone(config: ServeConfig, sock: socket.socket) -> int:
     return 0
 
 
-def _run_beside(config: ServeConfig, sock: socket.socket) -> int:
+def _run_beside(config: ServeConfig, sock: socket.socket, start: Callable[[ServeConfig], Engines]) -> int:
     """Serve with every engine in a process of its own."""
-    engines = EngineProcesses(config)
+    engines = start(config)
     try:
         if config.api_server_count > 1:
             engines.wait()

@@ -130,6 +130,12 @@ class RolesBody(Body):
     role: str | None = None
 
 
+class RestartBody(Body):
+    """The body of `POST /v1/admin/replicas/restart`: seconds in which each replica may finish its requests."""
+
+    drain_timeout: float | None = None  # None: --drain-timeout
+
+
 # Known fields that change the output and are not supported, with the values that have no effect.
 # Any other value is refused.
 _NOTHING: tuple[Any, ...] = (None, [], {}, "", False)

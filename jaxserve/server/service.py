@@ -14,6 +14,8 @@ from jaxserve.engine.runtime.queue import ROWS
 from jaxserve.errors import InvalidValue, short
 from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, check_length, merged, pieces
 from jaxserve.generation.stops import Automaton
+from jaxserve.remote.replicas import Replicas
+from jaxserve.remote.rolling import Rolling
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
 from jaxserve.server.client_metrics import StageCollector
@@ -47,6 +49,7 @@ class Service:
         timeout = config.queue_timeout or None
         self.stage = Stage(limits, self.keys.names, window=WINDOW * instances * rows, bound=bound, timeout=timeout)
         self.metrics.register(StageCollector(self.stage, config.names[0]))
+        self.rolling = Rolling(engine) if isinstance(engine, Replicas) else None
         self.draining = False
         self.ending = asyncio.Event()  # set when a shutdown aborts the running requests
         self.active = 0  # HTTP requests that generate tokens
@@ -54,8 +57,10 @@ class Service:
         self.prompts = Prompts(tokenizer, engine.info.vocab_size, engine.info.max_model_len)
 
     def close(self) -> None:
-        """Stop the tokenizer threads."""
+        """Stop the tokenizer threads, and a restart of replicas before its next one."""
         self.prompts.close()
+        if self.rolling is not None:
+            self.rolling.close()
 
     def _rows(self) -> int:
         """Return the number of requests that one instance can run at a time."""

@@ -40,6 +40,10 @@ class HttpSettings:
         "unified", "server", "Router that chooses the replica of a request, with options after a colon: any that "
         "--routing takes, except auto.", metavar="NAME",
     )  # fmt: skip
+    ray: str | None = flag(
+        None, "server", "Place the engines in a Ray cluster: its HOST:PORT, ray://HOST:PORT, auto (the cluster of this "
+        "machine), or local (starts one on this machine). Needs the extra `ray`.", metavar="ADDRESS",
+    )  # fmt: skip
     api_key: tuple[str, ...] = flag(
         (), "server", "Keys that requests must send as `Authorization: Bearer KEY`, called key-1, key-2, ... in "
         "metrics. Other users of the machine can see flags: prefer --api-key-file or the variable JAXSERVE_API_KEY.",

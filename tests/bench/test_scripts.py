@@ -35,6 +35,7 @@ SCRIPTS = [
     "overload",
     "preemption",
     "quantization",
+    "ray_calls",
     "routers",
     "scheduler_cost",
     "served_burst",

@@ -197,13 +197,20 @@ class Built(NamedTuple):
     max_model_len: int
 
 
-def assemble(config: ServeConfig, progress: Progress | None = None, *, ladder: tuple[int, ...] = LADDER) -> Machine:
+def assemble(
+    config: ServeConfig,
+    progress: Progress | None = None,
+    *,
+    ladder: tuple[int, ...] = LADDER,
+    through: Callable[[Built], Built] = lambda built: built,
+) -> Machine:
     """Load, compile and measure. Raises JaxserveError with the remedy.
 
-    ladder: sizes of the programs that compute prompt tokens; other ones are for benchmarks.
+    ladder: sizes of the programs that compute prompt tokens; other ones are for benchmarks. through: replaces
+    the executors before they are measured (spanning.py).
     """
     began = time.perf_counter()
-    built = build(config, progress, ladder)
+    built = through(build(config, progress, ladder))
     recipe = _recipe(config, built, progress)
     compile_counter().warm()
     seconds = time.perf_counter() - began

@@ -232,7 +232,9 @@ def run_through(state: DeviceState) -> None:
     state.remember(0, Begin(SamplingParams(), 0, (), (), 0, ()))
     for size in piece_sizes(limits.row_pages):
         pages: Int32 = padded((), size, limits.pages)
-        state.fill(pages, state.receive(state.export(pages)))
+        piece = state.export(pages)
+        alone = piece[0].is_fully_addressable  # else no process has all of a piece, and none travels
+        state.fill(pages, state.receive(piece) if alone else state.kv_buffer(size))
     state.rebuild()
     jax.block_until_ready(state.pools)  # created last, so everything before has ended on the devices
     if drawn is not None:

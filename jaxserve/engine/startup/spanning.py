@@ -1,0 +1,79 @@
+"""Start an engine whose mesh spans processes, one per host: the leader's part, and that of the others.
+
+All processes build the same instance. Then the leader measures and serves, and the others dispatch what
+it dispatches (runtime/hosts.py).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
+from typing import Any
+
+import jax
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.runtime.hosts import Address, Leading, accept, connect, follow
+from jaxserve.engine.startup.assemble import Built, Machine, assemble, build
+from jaxserve.errors import InvalidValue
+
+
+@dataclass(frozen=True)
+class Span:
+    """The processes of an instance, and where they meet."""
+
+    meeting: Address  # of jax.distributed, on the leader's host
+    leader: Address  # where the leader accepts followers
+    key: bytes
+    processes: int
+    devices: int  # of each process
+
+
+def free_port(host: str) -> int:
+    """Return a port that is free now."""
+    with socket.create_server((host, 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def join(span: Span, rank: int) -> None:
+    """Make this process one of those of the instance. jax must not have started yet.
+
+    Raises InvalidValue if the processes together have another number of devices.
+    """
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or jax.config.jax_platforms == "cpu":  # type: ignore[attr-defined]
+        jax.config.update("jax_num_cpu_devices", span.devices)
+    host, port = span.meeting
+    jax.distributed.initialize(f"{host}:{port}", span.processes, rank)
+    if (found := jax.device_count()) != span.processes * span.devices:
+        raise InvalidValue(
+            f"the hosts have {found} devices together: {span.processes} x {span.devices} are needed", "mesh"
+        )
+
+
+def lead(config: ServeConfig, span: Span, listener: Listener) -> tuple[Machine, Leading]:
+    """Build an instance over all processes of `span`, and return it with what tells the followers to end."""
+    join(span, 0)
+    made: list[Leading] = []
+
+    def mirrored(built: Built) -> Built:
+        (plain,) = built.executors
+        made.append(Leading(plain.state, _accepted(listener, span.processes - 1)))
+        return built._replace(executors=[JaxExecutor(plain.name, made[0], plain.depth)])
+
+    return assemble(config, through=mirrored), made[0]
+
+
+def _accepted(listener: Listener, followers: int) -> Sequence[Connection[Any, Any]]:
+    with listener:
+        return accept(listener, followers)
+
+
+def serve_follower(config: ServeConfig, span: Span, rank: int) -> None:
+    """Build the same instance, and dispatch what the leader dispatches until it closes."""
+    join(span, rank)
+    (executor,) = build(config).executors
+    follow(executor.state, connect(span.leader, span.key))

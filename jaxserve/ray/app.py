@@ -1,0 +1,153 @@
+"""A Ray Serve application: HTTP in its replicas, engines placed by one deployment beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from jaxserve.config import ServeConfig
+from jaxserve.errors import InvalidValue, short
+from jaxserve.models.source import check_names, find_tokenizer
+from jaxserve.ray.engines import RayEngines
+from jaxserve.remote.address import Address, Place
+from jaxserve.remote.replicas import Replicas
+from jaxserve.server.app import create_app
+from jaxserve.server.fronts import begin_process
+from jaxserve.server.keys import Keys
+from jaxserve.server.limits import load_limits
+from jaxserve.server.main import check_processes
+from jaxserve.server.service import Service
+
+log = logging.getLogger(__name__)
+
+LEARNING = 0.5  # seconds between two looks at where the engines are
+WORDS = {"true": True, "false": False}  # `serve run APP name=true` gives strings
+Known = list[tuple[str, bytes, str]]  # the address, key and name of each engine
+
+
+def settings_of(given: Any) -> ServeConfig:
+    """Return the settings that `build_app` was given. Raises InvalidValue."""
+    if isinstance(given, ServeConfig):
+        return given
+    if isinstance(given, str | Path):
+        return ServeConfig.load(given)
+    if isinstance(given, Mapping):
+        values = {str(name).replace("-", "_"): value for name, value in given.items()}
+        for name, value in values.items():
+            if isinstance(value, list):
+                values[name] = tuple(value)
+            elif isinstance(value, str) and value in WORDS:
+                values[name] = WORDS[value]
+        return ServeConfig.load(values.pop("config", None), **values)
+    raise InvalidValue(
+        f"settings={short(given)} must be a ServeConfig, a mapping or the path of a YAML file", "settings"
+    )
+
+
+def application(given: Any) -> Any:
+    """Return the application of `build_app`."""
+    config = settings_of(given)
+    for name in ("host", "port"):
+        if getattr(config, name) != getattr(ServeConfig, name):
+            raise InvalidValue(
+                f"{name}={getattr(config, name)!r}: Ray Serve listens, set its http_options.{name} instead", name
+            )
+    check_names(config)
+    keys = Keys.of(config)
+    check_processes(config, keys)
+    load_limits(config, keys.names)
+    config = replace(config, ray=None)
+    engines = serve.deployment(EnginesDeployment).options(
+        name="Engines",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=1000,
+        logging_config={"enable_access_log": False},  # fronts look twice a second
+    )
+    front = serve.deployment(serve.ingress()(Front)).options(
+        name="Front",
+        num_replicas=config.api_server_count,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=config.max_connections,
+        graceful_shutdown_timeout_s=config.drain_timeout,
+    )
+    return front.bind(config, engines.bind(config))
+
+
+class EnginesDeployment:
+    """The engines of an application. They end with this replica."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._engines = RayEngines(config)
+        self._engines.wait()
+
+    def known(self) -> Known:
+        """Return where the engines are now."""
+        return [(str(one.address), one.key, one.name) for one in self._engines.places]
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engines"):
+            self._engines.close()
+
+
+class Front:
+    """An HTTP replica: the routes of `jaxserve serve`, for engines elsewhere in the cluster."""
+
+    async def __init__(self, config: ServeConfig, engines: Any) -> None:  # type: ignore[misc]  # as Serve allows
+        begin_process(config)
+        tokenizer = asyncio.ensure_future(asyncio.to_thread(find_tokenizer, config))
+        self._engines = engines
+        self._folder = Path(tempfile.mkdtemp(prefix="jaxserve-front-"))
+        known: Known = await engines.known.remote()
+        self._keys = [key for _, key, _ in known]
+        self._stale = False
+        self._write(known)
+        places = [
+            Place(Address(listed=str(self._folder / str(at))), key, name) for at, (_, key, name) in enumerate(known)
+        ]
+        own = serve.get_replica_context().replica_id.unique_id
+        replicas = await Replicas.connect(places, f"{config.seed}.{own}")
+        self._service = Service(replicas, await tokenizer, config)
+        replicas.on_continued = self._service.metrics.continued
+        self._learning = asyncio.ensure_future(self._learn())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self._service)
+
+    def _write(self, known: Known) -> None:
+        for at, (address, _, _) in enumerate(known):
+            if ":" in address:
+                Address(listed=str(self._folder / str(at))).publish(Address.parse(address))
+
+    async def _learn(self) -> None:
+        """Keep the addresses that connections are made to."""
+        while True:
+            await asyncio.sleep(LEARNING)
+            try:
+                known: Known = await self._engines.known.remote()
+            except Exception as error:  # whatever Serve raises while the deployment is away
+                log.warning("the engines' deployment does not answer: %s", error)
+                continue
+            self._stale = [key for _, key, _ in known] != self._keys
+            self._write(known)
+
+    def check_health(self) -> None:
+        """Let Serve replace this replica if all engines are new: they have new keys."""
+        if self._stale:
+            raise RuntimeError("the engines have been started anew")
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_learning"):
+            self._learning.cancel()
+            self._service.close()
+            self._service.engine.close()
+        shutil.rmtree(self._folder, ignore_errors=True)

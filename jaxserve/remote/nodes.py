@@ -1,0 +1,68 @@
+"""Which nodes of a cluster the replicas fit on: pure arithmetic, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxserve.config import ServeConfig, parse_mesh
+from jaxserve.errors import InvalidValue
+
+Shares = tuple[int, ...]  # the devices that a replica takes on each of its nodes
+
+
+def devices_of(config: ServeConfig) -> int:
+    """Return the devices of one replica; without a mesh it is one."""
+    if config.mesh is None:
+        return 1
+    instances, degree = parse_mesh(config.mesh)
+    return degree if config.share_devices else instances * degree
+
+
+def lay_out(config: ServeConfig, kind: str, nodes: Mapping[str, int]) -> list[Shares]:
+    """Return the shares of each replica.
+
+    A replica takes one node if any has room. An instance of more devices than a node has (mesh 1xT) takes
+    equal shares of as few nodes as possible. nodes: the devices of each. Raises InvalidValue that says what
+    is lacking.
+    """
+    free, made = dict(nodes), list[Shares]()
+    for _ in range(config.replicas):
+        shares = _one(config, free)
+        if shares is None:
+            raise InvalidValue(_lacking(config, kind, nodes, len(made)), "replicas")
+        able = sorted((name for name in free if free[name] >= shares[0]), key=lambda name: free[name])
+        for name in able[: len(shares)]:  # the fullest ones that have room
+            free[name] -= shares[0]
+        made.append(shares)
+    return made
+
+
+def _one(config: ServeConfig, free: Mapping[str, int]) -> Shares | None:
+    need = devices_of(config)
+    if any(room >= need for room in free.values()):
+        return (need,)
+    if not spans(config):
+        return None
+    for hosts in range(2, need + 1):
+        share = need // hosts
+        if need % hosts == 0 and sum(room >= share for room in free.values()) >= hosts:
+            return (share,) * hosts
+    return None
+
+
+def spans(config: ServeConfig) -> bool:
+    """Whether a replica may span nodes: one instance only, because pages do not travel between such instances."""
+    return config.mesh is not None and parse_mesh(config.mesh)[0] == 1
+
+
+def _lacking(config: ServeConfig, kind: str, nodes: Mapping[str, int], placed: int) -> str:
+    need, total = devices_of(config), sum(nodes.values())
+    where = ", ".join(f"{count} on {name}" for name, count in nodes.items()) or "none"
+    whole = "" if spans(config) or config.mesh is None else " on one node"
+    remedy = "add nodes, ask for fewer replicas, or a smaller --mesh"
+    if not spans(config) and need > max(nodes.values(), default=0) and total >= need:
+        remedy = "only meshes of one instance (1xT) span nodes; " + remedy
+    return (
+        f"replicas={config.replicas} need {need} {kind} each{whole} (mesh={config.mesh or '1x1'}), and the Ray cluster "
+        f"has {total} ({where}), enough for {placed}: {remedy}"
+    )

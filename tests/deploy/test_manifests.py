@@ -1,0 +1,157 @@
+"""The manifests in deploy/ are valid, and their flags, settings, metrics and sizes are those of jaxserve."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from jaxserve.cli import serve
+from jaxserve.cli.flags import config_of
+from jaxserve.config import ServeConfig
+from jaxserve.remote.nodes import devices_of, lay_out
+from jaxserve.version import __version__
+
+KUBERNETES = "1.34"
+FILES = ("kubernetes", "rayservice-gpu", "rayservice-tpu", "inference-pool")
+OWN = {"RayService": "rayservice", "InferencePool": "inferencepool", "HTTPRoute": "httproute"}
+RAYS = ("rayservice-gpu", "rayservice-tpu")
+
+
+def resources(repo: Path, name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((repo / "deploy" / f"{name}.yaml").read_text()))
+
+
+def found(repo: Path, name: str, kind: str, called: str = "jaxserve") -> dict[str, Any]:
+    (one,) = [one for one in resources(repo, name) if one["kind"] == kind and one["metadata"]["name"] == called]
+    return one
+
+
+def pods(resource: Any) -> Iterator[dict[str, Any]]:
+    """Yield the specs of pods anywhere in a resource."""
+    if isinstance(resource, dict):
+        if "containers" in resource:
+            yield resource
+        for value in resource.values():
+            yield from pods(value)
+    elif isinstance(resource, list):
+        for value in resource:
+            yield from pods(value)
+
+
+def containers(repo: Path) -> Iterator[dict[str, Any]]:
+    for name in FILES:
+        for one in resources(repo, name):
+            for pod in pods(one):
+                yield from pod["containers"]
+
+
+def own_schema(repo: Path, kind: str) -> Any:
+    return json.loads((repo / "deploy" / "schemas" / f"{OWN[kind]}.json").read_text())
+
+
+def test_every_manifest_is_tested(repo: Path) -> None:
+    assert sorted(path.stem for path in (repo / "deploy").glob("*.yaml")) == sorted(FILES)
+    assert sorted(path.stem for path in (repo / "deploy" / "schemas").glob("*.json")) == sorted(OWN.values())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_resources_fit_their_schemas(repo: Path, name: str) -> None:
+    kubernetes = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed: .[test]")
+    for one in resources(repo, name):
+        if one["kind"] in OWN:
+            jsonschema.validate(one, own_schema(repo, one["kind"]))
+            for pod in pods(one):
+                kubernetes.validate(
+                    {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod}, KUBERNETES, strict=True
+                )
+        else:
+            kubernetes.validate(one, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("name", RAYS)
+def test_a_wrong_field_does_not_fit(repo: Path, name: str) -> None:
+    one = found(repo, name, "RayService")
+    one["spec"]["rayClusterConfig"]["workerGroups"] = []
+    with pytest.raises(jsonschema.ValidationError, match="workerGroups"):
+        jsonschema.validate(one, own_schema(repo, "RayService"))
+
+
+def parsed(words: list[str]) -> ServeConfig:
+    """Parse a command line as `jaxserve serve` does."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    serve.add_arguments(parser)
+    return config_of(parser.parse_args(words))
+
+
+def test_the_server_takes_these_flags_and_has_time_to_drain(repo: Path) -> None:
+    (pod,) = pods(found(repo, "kubernetes", "Deployment"))
+    (container,) = pod["containers"]
+    assert container["command"] == ["jaxserve", "serve"]
+    config = parsed(container["args"])
+    assert config.host == "0.0.0.0" and config.port == container["ports"][0]["containerPort"]
+    before = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["terminationGracePeriodSeconds"] >= before + config.drain_timeout + 15
+    assert devices_of(config) == int(container["resources"]["limits"]["nvidia.com/gpu"])
+    pool = found(repo, "inference-pool", "InferencePool")["spec"]
+    assert pool["targetPorts"] == [{"number": config.port}]
+    labels = found(repo, "kubernetes", "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert pool["selector"]["matchLabels"] == labels == found(repo, "kubernetes", "Service")["spec"]["selector"]
+
+
+@pytest.mark.parametrize("name", RAYS)
+def test_the_application_takes_these_settings_and_its_replicas_fit(repo: Path, name: str) -> None:
+    spec = found(repo, name, "RayService")["spec"]
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    module, function = application["import_path"].split(":")
+    assert module == "jaxserve.ray" and f"def {function}(" in (repo / "jaxserve" / "ray" / "__init__.py").read_text()
+    config = ServeConfig.load(None, **application["args"])
+    cluster, nodes = spec["rayClusterConfig"], dict[str, int]()
+    for group in cluster["workerGroupSpecs"]:
+        (pod,) = pods(group)
+        limits = pod["containers"][0]["resources"]["limits"]
+        devices = int(limits.get("nvidia.com/gpu") or limits["google.com/tpu"])
+        nodes |= {f"{group['groupName']}-{at}": devices for at in range(group["replicas"] * group["numOfHosts"])}
+    assert [sum(shares) for shares in lay_out(config, "GPU", nodes)] == [devices_of(config)] * config.replicas
+    assert f"ray=={cluster['rayVersion']}\n" in (repo / ".ci" / "constraints.txt").read_text()
+
+
+def test_images_are_of_this_version_and_their_extras_exist(repo: Path) -> None:
+    images = {one["image"] for one in containers(repo) if "jaxserve:" in one["image"]}
+    assert images == {f"registry.example.com/jaxserve:{__version__}"}
+    extras = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = re.findall(r"EXTRAS=([\w,]+)", (repo / "deploy" / "Dockerfile").read_text())
+    assert asked and {extra for one in asked for extra in one.split(",")} <= extras.keys()
+
+
+def test_metrics_exist(repo: Path) -> None:
+    """The autoscaler, the endpoint picker and the rule of the guide read metrics that jaxserve has."""
+    known = set(re.findall(r"^\| `(jaxserve:\w+)`", (repo / "docs" / "reference" / "metrics.md").read_text(), re.M))
+    (pod,) = pods(found(repo, "inference-pool", "Deployment", "jaxserve-picker"))
+    picked = set(re.findall(r"=(jaxserve:\w+)", " ".join(pod["containers"][0]["args"])))
+    assert len(picked) == 2 and picked <= known
+    (metric,) = found(repo, "kubernetes", "HorizontalPodAutoscaler")["spec"]["metrics"]
+    name = metric["pods"]["metric"]["name"]
+    assert name.replace("jaxserve_", "jaxserve:", 1) in known
+    guide = (repo / "docs" / "guide" / "deploy.md").read_text()
+    (rule,) = re.findall(r"```yaml\n(rules:.*?)```", guide, re.DOTALL)
+    (one,) = yaml.safe_load(rule)["rules"]
+    assert one["name"]["as"] == name and set(re.findall(r"jaxserve:\w+", one["seriesQuery"])) <= known
+
+
+def test_the_picker_is_where_the_pool_says(repo: Path) -> None:
+    picker = found(repo, "inference-pool", "InferencePool")["spec"]["endpointPickerRef"]
+    service = found(repo, "inference-pool", "Service", picker["name"])
+    assert [port["port"] for port in service["spec"]["ports"]] == [picker["port"]["number"]]
+    config = yaml.safe_load(found(repo, "inference-pool", "ConfigMap", "jaxserve-picker")["data"]["picker.yaml"])
+    names = {plugin["type"] for plugin in config["plugins"]}
+    used = {one["pluginRef"] for profile in config["schedulingProfiles"] for one in profile["plugins"]}
+    assert used <= names

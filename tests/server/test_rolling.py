@@ -1,0 +1,151 @@
+"""Replicas start again one after the other: no request is lost and no token changes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.errors import InvalidValue
+from jaxserve.remote.address import Address, Place
+from jaxserve.remote.replicas import Replicas
+from jaxserve.remote.rolling import Rolling
+from jaxserve.remote.server import EngineServer
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.slo import SLO
+from jaxserve.server.admin import present_replicas, restart_replicas
+from jaxserve.server.failures import Refused
+from jaxserve.server.openai import RestartBody
+from tests.support.server.told import Told
+
+KEY = b"key"
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=5)
+Work = Callable[[Replicas], Awaitable[None]]
+
+
+class Restarting:
+    """A way to the session's engine that closes when asked to, and opens again a moment later."""
+
+    def __init__(self, engine: Any, place: Place) -> None:
+        self._engine, self.place, self.restarts = engine, place, 0
+        self._open()
+
+    def _open(self) -> None:
+        self.server = EngineServer(self._engine, KEY)
+        self.server.on_retired = lambda: threading.Thread(target=self._again).start()
+        self.server.start(self.place.address)
+
+    def _again(self) -> None:
+        self.server.close()
+        time.sleep(0.1)
+        self.place.address.vacate()
+        self._open()
+        self.restarts += 1
+
+
+@pytest.fixture
+def pair(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Restarting]]:
+    """Two replicas, which are two ways to the session's engine."""
+    monkeypatch.setattr("jaxserve.remote.rolling.SETTLING", 0.1)  # there is one front
+    places = [Place(Address(path=str(tmp_path / f"socket{at}")), KEY, f"replica {at}") for at in range(2)]
+    made = [Restarting(engine, place) for place in places]
+    yield made
+    end = time.monotonic() + 30
+    while (stats := engine.stats()).running or stats.waiting:
+        assert time.monotonic() < end, stats
+        time.sleep(0.02)
+    engine.check()
+    for one in made:
+        one.server.close()
+
+
+def run(work: Work, pair: list[Restarting]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(60):
+            replicas = await Replicas.connect([one.place for one in pair])
+            try:
+                await work(replicas)
+            finally:
+                replicas.close()
+                await asyncio.sleep(0.01)
+
+    asyncio.run(limited())
+
+
+async def streams(replicas: Replicas, rolling: Rolling) -> list[Told]:
+    """Send requests as long as replicas restart, and return all of them at their end."""
+    told: list[Told] = []
+    while rolling.running or not told:
+        told.append(Told())
+        replicas.submit(list(range(20, 50)), PARAMS, slo=SLO(), on_delta=told[-1])
+        assert sum(ailment is None for _, ailment, _ in replicas.standing()) >= 1, "both replicas are out"
+        await asyncio.sleep(0.02)
+    await asyncio.gather(*(one.ended.wait() for one in told))
+    return told
+
+
+@pytest.mark.parametrize("patience", [30.0, 0.0])
+def test_no_request_is_lost_and_no_token_changes(pair: list[Restarting], patience: float) -> None:
+    """With patience requests finish where they are; without, they continue elsewhere."""
+
+    async def work(replicas: Replicas) -> None:
+        calm, continued, rolling = Told(), list[None](), Rolling(replicas)
+        replicas.on_continued = lambda: continued.append(None)
+        replicas.submit(list(range(20, 50)), PARAMS, slo=SLO(), on_delta=calm)
+        await calm.ended.wait()
+        rolling.start(patience)
+        told = await streams(replicas, rolling)
+        assert {tuple(one.tokens) for one in told} == {tuple(calm.tokens)} and len(told) > 20
+        assert {one.deltas[-1].finish_reason for one in told} == {"length"}
+        assert [one.restarts for one in pair] == [1, 1] and rolling.restarted == 2
+        assert bool(continued) <= (not patience)
+        assert all(ailment is None for _, ailment, _ in replicas.standing())
+
+    run(work, pair)
+
+
+def test_a_replica_waits_for_the_others(pair: list[Restarting]) -> None:
+    """One that is lost must be back before another one drains."""
+
+    async def work(replicas: Replicas) -> None:
+        await asyncio.to_thread(pair[1].server.close)
+        pair[1].place.address.vacate()
+        await asyncio.sleep(0.05)
+        rolling = Rolling(replicas)
+        rolling.start(1.0)
+        await asyncio.sleep(0.6)
+        assert replicas.healthy and pair[0].restarts == 0
+        await asyncio.to_thread(pair[1]._open)
+        while rolling.running:
+            await asyncio.sleep(0.05)
+        assert [one.restarts for one in pair] == [1, 1]
+
+    run(work, pair)
+
+
+def test_what_is_refused(pair: list[Restarting]) -> None:
+    async def work(replicas: Replicas) -> None:
+        rolling = Rolling(replicas)
+        with pytest.raises(InvalidValue, match=r"drain_timeout=-1\.0 must be 0 to"):
+            restart_replicas(rolling, RestartBody(drain_timeout=-1.0), 30.0)
+        assert present_replicas(rolling)["replicas"][0]["ready"]
+        restart_replicas(rolling, RestartBody(), 0.0)
+        with pytest.raises(Refused, match="a restart is in progress: 0 of 2 replicas are done") as found:
+            restart_replicas(rolling, RestartBody(), 0.0)
+        assert found.value.status == 409
+        while rolling.running:
+            await asyncio.sleep(0.05)
+        alone = await Replicas.connect([pair[0].place])
+        with pytest.raises(InvalidValue, match="requests would be lost while the only engine starts"):
+            Rolling(alone).start(0.0)
+        alone.close()
+
+    run(work, pair)
+    with pytest.raises(InvalidValue, match="there are no replicas: serve with --replicas 2"):
+        restart_replicas(None, RestartBody(), 0.0)
+    assert present_replicas(None) == {"object": "replicas", "replicas": [], "restart": None}
