@@ -326,7 +326,11 @@ class Replicas(Submitting):
     def standing(self) -> list[tuple[str, str | None, int]]:
         """Return the name of each replica, why it takes no requests (None: it does), and its number of requests."""
         return [
-            (engine.name, "draining" if at in self._draining and engine.healthy else engine.ailment, engine.load)
+            (
+                engine.name,
+                "draining" if at in self._draining and engine.healthy else engine.ailment,
+                engine.stats().running + engine.stats().waiting,
+            )
             for at, engine in enumerate(self._engines)
         ]
 
