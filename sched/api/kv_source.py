@@ -8,7 +8,7 @@ wrong about what it has, or dead: the instance then computes these tokens itself
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .plan import KVBuffer
 from .request import Request
@@ -32,3 +32,28 @@ class KVSource(Protocol):
         `pages` of the buffer is their number. None if they are not there after all. It is called
         again for the pages after n, and is cancelled if the request stops waiting for it.
         """
+
+
+class PageCopy(NamedTuple):
+    """A page of a pool that is copied to a store."""
+
+    digest: bytes
+    parent: bytes  # digest of the page before it; for the first page, of nothing that is stored
+    cost: float  # predicted seconds to compute it again
+
+
+class KVStore(Protocol):
+    """A place that keeps copies of pages beyond the pools. Called in the event loop of the Cluster."""
+
+    @property
+    def grain(self) -> int:
+        """The pages of each buffer that it is given, of which the last may have fewer."""
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Return whether it has a page, or is storing it."""
+
+    async def store(self, copies: Sequence[PageCopy], kv_buffers: Sequence[KVBuffer]) -> None:
+        """Keep pages, as far as it has room."""
+
+    def clear(self) -> None:
+        """Forget all pages."""

@@ -11,7 +11,7 @@ from ..admission.base import Admission
 from ..admission.none import AdmitAll
 from ..api.errors import InvalidValue, Unavailable
 from ..api.executor import Executor
-from ..api.kv_source import KVSource
+from ..api.kv_source import KVSource, KVStore
 from ..api.plan import UNAVAILABLE, Delta
 from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request, State
@@ -21,6 +21,7 @@ from ..instance.step_settler import Settled
 from ..instance.watchdog import PATIENT, Patience
 from ..metrics import FINISHED
 from ..routing.base import Router
+from .copy_out import CopyOut
 from .first_tokens import Waits, waits
 from .kv_transfer import KVTransferManager
 from .prefix_fetch import PrefixFetch
@@ -66,8 +67,13 @@ class Cluster:
         finished: Callable[[Request], None] = lambda request: None,
         patience: Patience = PATIENT,
         sources: Sequence[KVSource] = (),
+        store: KVStore | None = None,
     ) -> None:
-        """Set up the instances. `sources`: where to fetch KV pages from that an instance lacks."""
+        """Set up the instances.
+
+        `sources`: where to fetch KV pages that an instance lacks. `store`: gets copies of the pages of
+        requests that end.
+        """
         if first_token not in ("prefill", "decode"):
             raise InvalidValue(f"{first_token=} must be 'prefill' or 'decode'", "first_token")
         self.cores = [Core(one.name, one.scheduler, one.executor, self, patience) for one in instances]
@@ -89,6 +95,8 @@ class Cluster:
         self.kv_transfers = KVTransferManager(
             self.cores, router, self._spawn, self._arrived, self._move_failed, self._held.__contains__, patience
         )
+        self._store = store
+        self.copy_out = CopyOut(store, self.cores, self._spawn)
         self.prefix_fetch = PrefixFetch(sources, self._spawn, self._fetched)
         self._covered: tuple[Role, ...] = ()  # roles before the other instances took over for a hung one
 
@@ -116,7 +124,7 @@ class Cluster:
         await self._empty.wait()
 
     async def reset_prefix_cache(self) -> bool:
-        """Clear the prefix caches. Returns False, and clears nothing, if a request is unfinished."""
+        """Clear the prefix caches and the store. Returns False, and clears nothing, if a request is unfinished."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLES):
                 while not len(self) and any(one.blocks.held for one in self._schedulers):
@@ -125,6 +133,8 @@ class Cluster:
             return False
         for one in self._schedulers:
             one.reset_prefix_cache()
+        if self._store is not None:
+            self._store.clear()
         return True
 
     def submit(self, request: Request, on_output: OnOutput) -> None:
@@ -375,6 +385,7 @@ class Cluster:
                 resident.on_output(held)
             del self._residents[delta.request]
             self.kv_transfers.drop(delta.request)
+            self.copy_out.finished(resident.request)
             self._finished(resident.request)
             self.ttft_predictions.over(resident.request)
             if not self._residents:

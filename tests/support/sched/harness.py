@@ -24,7 +24,9 @@ from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.sim import clock
 from jaxserve.sched.sim.executor import EOS, Device, SimExecutor
+from jaxserve.sched.sim.tiers import Tiers
 
+KV_BYTES = 100_000  # of a token
 LIMIT = 1e5  # virtual seconds after which a run counts as stuck
 COEFFICIENTS = Coefficients(fixed=1e-3, prefill=5e-5, decode=1e-5, quadratic=1e-8, longest=1e-7, context=1e-8)
 
@@ -111,6 +113,7 @@ class SimSetup:
     role_changes: Sequence[tuple[float, Mapping[int, Role]]] = ()  # times and roles of the instances to change
     log: Callable[[str], Log] = lambda name: no_log
     sources: Sequence[KVSource] = ()
+    tiers: Tiers = field(default_factory=Tiers)  # besides `sources`
     scheduler: Callable[..., Scheduler] = Scheduler
 
 
@@ -127,8 +130,15 @@ async def _simulate(jobs: Sequence[Job], shape: SimSetup) -> Outcome:
     instances = _instances(shape, outputs, plans, loop)
     admits = admission.make(shape.admission)
     place = routing.make(shape.routing, admits)
+    tiers = shape.tiers.make(Device(shape.pages, shape.page_size, KV_BYTES), loop)
     cluster = Cluster(
-        instances, place, admits, first_token=shape.first_token, finished=over.append, sources=shape.sources
+        instances,
+        place,
+        admits,
+        first_token=shape.first_token,
+        finished=over.append,
+        sources=(*shape.sources, *tiers),
+        store=tiers[0] if tiers else None,
     )
     deltas: dict[int, list[Delta]] = {index: [] for index in range(len(jobs))}
 
@@ -218,7 +228,7 @@ def _instances(
             Device(
                 shape.pages,
                 shape.page_size,
-                kv_bytes_per_token=100_000,
+                kv_bytes_per_token=KV_BYTES,
                 segments=shape.segments,
                 acceptance=shape.acceptance,
             ),
