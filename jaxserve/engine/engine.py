@@ -408,6 +408,12 @@ class Engine:
             ttft_predictions=dict(self._cluster.ttft_predictions.accuracy),
             journal_errors=self._machine.journal_errors,
             hung_steps=self._cluster.hung_steps,
+            kv_tiers=self._machine.tiers.totals(),
+            prefix_fetches=fetches.requests,
+            prefix_fetch_seconds=fetches.seconds,
+            prefix_fetch_pages=fetches.pages,
+            prefix_fetch_failures=fetches.failures,
+            kv_copies_skipped=self._cluster.copy_out.skipped,
         )
 
     async def refresh(self) -> None:

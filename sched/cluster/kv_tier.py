@@ -6,7 +6,7 @@ codec, which cuts buffers of an executor into pages and joins them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -30,10 +30,18 @@ class Codec(Protocol):
     async def join(self, pages: Sequence[Page]) -> KVBuffer: ...
 
 
+class Stored(NamedTuple):
+    """A page on its way into a tier."""
+
+    copy: PageCopy
+    page: Page
+    uses: int = 1
+
+
 class Medium(Protocol):
     """Where the bytes of pages are kept. No call raises: what fails is missing."""
 
-    async def write(self, pages: Mapping[bytes, Page]) -> Sequence[bytes]:
+    async def write(self, several: Sequence[Stored]) -> Sequence[bytes]:
         """Keep pages, and return the digests of those that were written."""
 
     async def read(self, digests: Sequence[bytes]) -> Sequence[Page | None]:
@@ -41,14 +49,6 @@ class Medium(Protocol):
 
     def take(self, digest: bytes) -> Page | None:
         """Forget a page. Returns it if that costs no time."""
-
-
-class Stored(NamedTuple):
-    """A page on its way into a tier."""
-
-    copy: PageCopy
-    page: Page
-    uses: int = 1
 
 
 @dataclass
@@ -130,14 +130,14 @@ class KVTier:
 
     async def _put(self, several: Sequence[Stored]) -> None:
         """Write pages that are not here, and pass on those that are evicted for them or find no room."""
-        mine: dict[bytes, Page] = {}
+        mine: list[Stored] = []
         evicted: list[Stored] = []
         homeless: list[Stored] = []
         for one in several:
-            copy, page, uses = one
+            copy = one.copy
             if copy.digest in self.index:
                 continue
-            while not self.index.add(copy.digest, copy.parent, copy.cost, uses):
+            while not self.index.add(copy.digest, copy.parent, copy.cost, one.uses):
                 least = self.index.evict(copy.parent)
                 if least is None:
                     homeless.append(one)
@@ -147,9 +147,9 @@ class KVTier:
                     Stored(PageCopy(digest, entry.parent, entry.cost), self._medium.take(digest), entry.uses)
                 )
             else:
-                mine[copy.digest] = page
+                mine.append(one)
         written = set(await self._medium.write(mine))
-        for digest in mine:
+        for digest in (one.copy.digest for one in mine):
             if digest in written and digest in self.index:
                 self.index.written(digest)
             else:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..api.errors import InvalidValue
-from ..cluster.kv_tier import KVTier
+from ..cluster.kv_tier import KVTier, Stored
 from .clock import EVENT, VirtualLoop
 from .executor import Device, SimKVBuffer
 
@@ -54,6 +54,9 @@ class Tiers:
         return found
 
 
+NO_TIERS = Tiers()
+
+
 class SimCodec:
     """Pages without contents."""
 
@@ -75,10 +78,10 @@ class SimMedium:
         self._loop = loop
         self._read_free = self._write_free = 0.0
 
-    async def write(self, pages: Mapping[bytes, int]) -> Sequence[bytes]:
-        self._write_free = max(self._write_free, self._loop.now) + self._latency + len(pages) * self._each
+    async def write(self, several: Sequence[Stored]) -> Sequence[bytes]:
+        self._write_free = max(self._write_free, self._loop.now) + self._latency + len(several) * self._each
         await self._until(self._write_free)
-        return list(pages)
+        return [one.copy.digest for one in several]
 
     async def read(self, digests: Sequence[bytes]) -> Sequence[int | None]:
         self._read_free = max(self._read_free, self._loop.now) + self._latency + len(digests) * self._each
