@@ -3,7 +3,7 @@
     python benchmarks/kv_tiers.py --requests 2000       # tables and JSON
     python benchmarks/kv_tiers.py --served              # also what tiers cost on this machine
 
-hbm, host, disk: share of the prompt tokens found in the prefix caches alone, and fetched from host memory and from disk.
+hbm, host, disk: share of the prompt tokens found in the prefix caches alone, fetched from host memory, and from disk.
 best: the share that a cache without limit would find. Bandwidths are those of `sched.sim.tiers.Tiers` (ASSUMED).
 
 served: output tokens/s of the demo model without any hit, without and with host memory, in alternating rounds; and TTFT

@@ -268,9 +268,6 @@ class EngineCollector(Collector):
             ),
             ("event_loop_stalls", "Stalls of the engine's event loop of more than 5 ms.", stats.stalls),
             ("deflections", "Requests prefilled on a decode instance.", stats.deflections),
-            ("prefix_fetch_pages", "KV pages fetched into a prefix cache from outside.", stats.prefix_fetch_pages),
-            ("prefix_fetch_failures", "Fetches that brought no page.", stats.prefix_fetch_failures),
-            ("kv_copies_skipped", "KV pages that were not copied to the first tier.", stats.kv_copies_skipped),
             ("spec_decode_num_drafts", "Drafts verified.", counters.drafts),
             ("spec_decode_num_draft_tokens", "Draft tokens proposed.", counters.drafted),
             ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", counters.accepted),
@@ -294,6 +291,12 @@ class EngineCollector(Collector):
         yield self._family(CounterMetricFamily, "slo_violations", text, by_phase, "phase")
 
     def _tiers(self, stats: Any) -> Iterator[Metric]:
+        for name, text, value in (
+            ("prefix_fetch_pages", "KV pages fetched into a prefix cache from outside.", stats.prefix_fetch_pages),
+            ("prefix_fetch_failures", "Fetches that brought no page.", stats.prefix_fetch_failures),
+            ("kv_copies_skipped", "KV pages that were not copied to the first tier.", stats.kv_copies_skipped),
+        ):
+            yield self._family(CounterMetricFamily, name, text, [((), float(value))])
         tiers: dict[str, TierTotals] = stats.kv_tiers
         for kind, name, text in (
             (GaugeMetricFamily, "pages", "KV pages in a tier."),

@@ -61,7 +61,7 @@ class NumpyPages:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._join, pages)
 
     def _join(self, pages: Sequence[Page]) -> KVBuffer:
-        pieces = []
+        pieces: list[tuple[int, Page]] = []
         for size, mine in cut(range(len(pages)), self._sizes):
             arrays = []
             for part, dtype in enumerate(self._dtypes):

@@ -131,15 +131,8 @@ async def _simulate(jobs: Sequence[Job], shape: SimSetup) -> Outcome:
     admits = admission.make(shape.admission)
     place = routing.make(shape.routing, admits)
     tiers = shape.tiers.make(Device(shape.pages, shape.page_size, KV_BYTES), loop)
-    cluster = Cluster(
-        instances,
-        place,
-        admits,
-        first_token=shape.first_token,
-        finished=over.append,
-        sources=(*shape.sources, *tiers),
-        store=tiers[0] if tiers else None,
-    )
+    beyond: dict[str, Any] = {"sources": (*shape.sources, *tiers), "store": tiers[0] if tiers else None}
+    cluster = Cluster(instances, place, admits, first_token=shape.first_token, finished=over.append, **beyond)
     deltas: dict[int, list[Delta]] = {index: [] for index in range(len(jobs))}
 
     def arrive(id: int, job: Job) -> None:
