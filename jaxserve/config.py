@@ -37,6 +37,8 @@ RANGES: tuple[tuple[str, float, float | None], ...] = (
     ("preempt_depth", 1, None),
     ("block_size", 1, None),
     ("kv_cache_memory", 1, None),
+    ("kv_host_memory", 0, None),
+    ("kv_disk_size", 0, None),
     ("profile_time", 0.01, None),
     ("port", 0, 65535),
     ("api_server_count", 0, 64),
@@ -245,6 +247,15 @@ class ServeConfig(HttpSettings):
         "memory, whichever is smaller.", metavar="SIZE",
     )  # fmt: skip
     enable_prefix_caching: bool = flag(True, "memory", "Reuse the KV of earlier requests for equal prefixes.")
+    kv_host_memory: Bytes = flag(
+        0, "memory", "Host memory for KV that the prefix caches evict, as in 64GiB, shared by the instances of an "
+        "engine. 0: none.", metavar="SIZE",
+    )  # fmt: skip
+    kv_disk: str | None = flag(
+        None, "memory", "Folder for KV that does not fit into --kv-host-memory, with --kv-disk-size. An engine of the "
+        "same model finds it again after a restart.", metavar="PATH",
+    )  # fmt: skip
+    kv_disk_size: Bytes = flag(0, "memory", "Most bytes in --kv-disk, as in 1TiB, per engine.", metavar="SIZE")
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -252,7 +263,17 @@ class ServeConfig(HttpSettings):
         self._check_supported()
         self._check_names()
         self._check_mesh()
+        self._check_tiers()
         _ = self.slo, self.speculative, self.tiers
+
+    def _check_tiers(self) -> None:
+        if (self.kv_disk is None) != (self.kv_disk_size == 0):
+            raise InvalidValue(
+                f"kv_disk={self.kv_disk!r} and kv_disk_size={self.kv_disk_size!r} must be given together", "kv_disk"
+            )
+        for name in ("kv_host_memory", "kv_disk_size"):
+            if getattr(self, name) and not self.enable_prefix_caching:
+                raise InvalidValue(f"{name}={getattr(self, name)!r} needs enable_prefix_caching", name)
 
     def _check_ranges(self) -> None:
         for name, low, high in RANGES:

@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 from jaxserve.cli.flags import TeachingParser
 from jaxserve.cli.main import COMMANDS
 from jaxserve.engine.runtime.classes import ERRORS, PHASES, SLACK, ClassStats, Spread
-from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Promise, Stats
+from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Promise, Stats, TierTotals
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.thinking import ThinkingMarkers
@@ -97,6 +97,7 @@ def sample_stats() -> Stats:
         transfer_seconds=0.0,
         classes=classes,
         ttft_predictions={"prefill": Accuracy(1, 1.0, 1.0, 0.0, 0.0)},
+        kv_tiers={"host": TierTotals()},
     )
 
 

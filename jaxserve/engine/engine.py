@@ -230,7 +230,8 @@ class Engine:
         entries = sum(one.role is not Role.DECODE and not one.hung for one in schedulers)
         if not entries and all(one.hung for one in schedulers):
             raise Unavailable(self._cluster.ailment or "no instance responds")
-        self._queue.check(self._entering + sum(one.waiting for one in schedulers), entries)
+        waiting = self._entering + len(self._cluster.prefix_fetch) + sum(one.waiting for one in schedulers)
+        self._queue.check(waiting, entries)
 
     def _expire(self, id: int, seconds: float) -> None:
         if self._cluster.queued(id):
@@ -394,7 +395,8 @@ class Engine:
 
         The headroom is of the last `measure`.
         """
-        schedulers = [(core.name, core.scheduler) for core in self._cluster.cores]
+        fetches = self._cluster.prefix_fetch
+        schedulers = [(core.name, core.scheduler, fetches.waiting(core)) for core in self._cluster.cores]
         kv_transfers, compiled = self._cluster.kv_transfers, self._machine.compiled
         return Stats(
             tuple(
@@ -402,15 +404,15 @@ class Engine:
                     name,
                     one.role.value,
                     one.running,
-                    one.waiting,
+                    one.waiting + held,
                     one.limits.pages,
                     one.blocks.held,
                     one.prefill_backlog,
                     room,
                 )
-                for (name, one), room in zip(schedulers, self._headroom, strict=True)
+                for (name, one, held), room in zip(schedulers, self._headroom, strict=True)
             ),
-            Counters.total(one.counters for _, one in schedulers),
+            Counters.total(one.counters for _, one, _ in schedulers),
             len(kv_transfers),
             kv_transfers.transfers,
             kv_transfers.seconds,
@@ -429,6 +431,12 @@ class Engine:
             ttft_predictions=dict(self._cluster.ttft_predictions.accuracy),
             journal_errors=self._machine.journal_errors,
             hung_steps=self._cluster.hung_steps,
+            kv_tiers=self._machine.tiers.totals(),
+            prefix_fetches=fetches.requests,
+            prefix_fetch_seconds=fetches.seconds,
+            prefix_fetch_pages=fetches.pages,
+            prefix_fetch_failures=fetches.failures,
+            kv_copies_skipped=self._cluster.copy_out.skipped,
         )
 
     def measure(self) -> None:

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from jaxserve.engine.runtime.classes import ERRORS, SLACK, ClassStats, Spread
 from jaxserve.engine.runtime.gc_control import EDGES
 from jaxserve.engine.runtime.headroom import REFERENCE
+from jaxserve.engine.runtime.info import TierTotals
 from jaxserve.generation.generate import Piece, Submission
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.cluster.ttft_predictions import RECENT, Accuracy
@@ -176,6 +177,7 @@ class EngineCollector(Collector):
         yield from self._levels(stats)
         yield from self._totals(stats)
         yield from self._sums(stats)
+        yield from self._tiers(stats)
         yield from self._classes(stats)
 
     def _family(self, kind: Any, name: str, text: str, values: Values, *labels: str) -> Any:
@@ -306,6 +308,31 @@ class EngineCollector(Collector):
         text = "Requests that missed an objective, counted once: by ttft, by tpot (mean) or by tbt (largest gap)."
         yield self._family(CounterMetricFamily, "slo_violations", text, by_phase, "phase")
 
+    def _tiers(self, stats: Any) -> Iterator[Metric]:
+        for name, text, value in (
+            ("prefix_fetch_pages", "KV pages fetched into a prefix cache from outside.", stats.prefix_fetch_pages),
+            ("prefix_fetch_failures", "Fetches that brought no page.", stats.prefix_fetch_failures),
+            ("kv_copies_skipped", "KV pages that were not copied to the first tier.", stats.kv_copies_skipped),
+        ):
+            yield self._family(CounterMetricFamily, name, text, [((), float(value))])
+        tiers: dict[str, TierTotals] = stats.kv_tiers
+        for kind, name, text in (
+            (GaugeMetricFamily, "pages", "KV pages in a tier."),
+            (GaugeMetricFamily, "bytes", "Bytes of the KV pages in a tier."),
+            (CounterMetricFamily, "hits", "KV pages fetched from a tier."),
+            (CounterMetricFamily, "stores", "KV pages written to a tier."),
+            (CounterMetricFamily, "evictions", "KV pages that a tier evicted."),
+            (CounterMetricFamily, "skipped", "KV pages that a tier had no room for, or could not write."),
+            (CounterMetricFamily, "missing", "KV pages that were damaged or gone when a tier read them."),
+        ):
+            values = [((tier,), float(getattr(one, name))) for tier, one in tiers.items()]
+            yield self._family(kind, f"kv_tier_{name}", text, values, "tier")
+        text = "Time of fetches from a tier."
+        family = SummaryMetricFamily(PREFIX + "kv_tier_fetch_seconds", text, labels=["model_name", "tier"])
+        for tier, one in tiers.items():
+            family.add_metric([self._model, tier], one.fetches, one.seconds)
+        yield family
+
     def _sums(self, stats: Any) -> Iterator[Metric]:
         counters = stats.counters
         for name, text, count, total in (
@@ -318,6 +345,12 @@ class EngineCollector(Collector):
                 stats.collection_seconds,
             ),
             ("kv_transfer_seconds", "Time of KV transfers between instances.", stats.transfers, stats.transfer_seconds),
+            (
+                "prefix_fetch_seconds",
+                "Time for which requests waited for KV pages from outside.",
+                stats.prefix_fetches,
+                stats.prefix_fetch_seconds,
+            ),
         ):
             family: Any = SummaryMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([self._model], count, total)

@@ -11,6 +11,7 @@ from ..admission.base import Admission
 from ..admission.none import AdmitAll
 from ..api.errors import InvalidValue, Unavailable
 from ..api.executor import Executor
+from ..api.kv_source import KVSource, KVStore
 from ..api.plan import UNAVAILABLE, Delta
 from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request, State
@@ -20,8 +21,10 @@ from ..instance.step_settler import Settled
 from ..instance.watchdog import PATIENT, Patience
 from ..metrics import FINISHED
 from ..routing.base import Router
+from .copy_out import CopyOut
 from .first_tokens import Waits, waits
 from .kv_transfer import KVTransferManager
+from .prefix_fetch import PrefixFetch
 from .ttft_predictions import TTFTPredictions
 
 FAILED_STEPS = 3  # in a row and within a minute: the cluster then reports that it is unhealthy
@@ -63,7 +66,14 @@ class Cluster:
         first_token: str = "prefill",
         finished: Callable[[Request], None] = lambda request: None,
         patience: Patience = PATIENT,
+        sources: Sequence[KVSource] = (),
+        store: KVStore | None = None,
     ) -> None:
+        """Set up the instances.
+
+        `sources`: where to fetch KV pages that an instance lacks. `store`: gets copies of the pages of
+        requests that end.
+        """
         if first_token not in ("prefill", "decode"):
             raise InvalidValue(f"{first_token=} must be 'prefill' or 'decode'", "first_token")
         self.cores = [Core(one.name, one.scheduler, one.executor, self, patience) for one in instances]
@@ -85,6 +95,9 @@ class Cluster:
         self.kv_transfers = KVTransferManager(
             self.cores, router, self._spawn, self._arrived, self._move_failed, self._held.__contains__, patience
         )
+        self._store = store
+        self.copy_out = CopyOut(store, self.cores, self._spawn)
+        self.prefix_fetch = PrefixFetch(sources, self._spawn, self._fetched)
         self._covered: tuple[Role, ...] = ()  # roles before the other instances took over for a hung one
 
     def __len__(self) -> int:
@@ -111,7 +124,7 @@ class Cluster:
         await self._empty.wait()
 
     async def reset_prefix_cache(self) -> bool:
-        """Clear the prefix caches. Returns False, and clears nothing, if a request is unfinished."""
+        """Clear the prefix caches and the store. Returns False, and clears nothing, if a request is unfinished."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLES):
                 while not len(self) and any(one.blocks.held for one in self._schedulers):
@@ -120,6 +133,8 @@ class Cluster:
             return False
         for one in self._schedulers:
             one.reset_prefix_cache()
+        if self._store is not None:
+            self._store.clear()
         return True
 
     def submit(self, request: Request, on_output: OnOutput) -> None:
@@ -148,13 +163,37 @@ class Cluster:
                 return
             request.tier = BEST_EFFORT
             core.scheduler.count_demotion()
-        self._predict_ttft(request, core, self._router.predicted_first_token(request))
-        core.scheduler.add(request)
-        self.deflections += core.scheduler.role is Role.DECODE
+        held = self.prefix_fetch.hold(request, core)
+        if not held:
+            self._add(request, core, self._router.predicted_first_token(request))
         self._residents[request.id] = Resident(request, on_output)
         self._empty.clear()
+        if not held:
+            core.wake()
+            self._redirect()
+
+    def _add(self, request: Request, core: Core, at: float | None) -> None:
+        """Give a request to a scheduler. `at`: the router's prediction of its first token, if there is one."""
+        self._predict_ttft(request, core, at)
+        core.scheduler.add(request)
+        self.deflections += core.scheduler.role is Role.DECODE
+
+    def _fetched(self, request: Request, core: Core, belongs: bool) -> None:
+        """Schedule a request whose prefix fetch has ended, elsewhere if its instance takes no prompts any more."""
+        if not belongs:
+            fleet = self.kv_transfers.fleet()
+            if not fleet.entries:
+                self._end(request, UNAVAILABLE, self.ailment or "no instance prefills new prompts")
+                return
+            core = self.cores[self._router.prefill(request, fleet)[0]]
+        self._add(request, core, None)
         core.wake()
         self._redirect()
+
+    def _end(self, request: Request, reason: str, error: str | None) -> None:
+        """End a request that no scheduler has."""
+        request.state, request.finish_reason, request.error = State.FINISHED, reason, error
+        self._output(Delta(request.id, finish_reason=reason, error=error))
 
     def _predict_ttft(self, request: Request, core: Core, at: float | None) -> None:
         """Record the predicted time of the first token, for comparison with the actual one.
@@ -238,6 +277,9 @@ class Cluster:
                 self._output(delta)
                 core.wake()
                 self.kv_transfers.place()
+        request = self.prefix_fetch.cancel(id)
+        if request is not None:
+            self._end(request, reason, error)
 
     def settled(self, core: Core, settled: Settled) -> None:
         """Deliver the outputs of a finished step, and continue the transfers of its requests."""
@@ -304,6 +346,7 @@ class Cluster:
                 self._move(request.id, core, self.cores[self._router.prefill(request, fleet)[0]])
             else:
                 self.cancel(request.id, UNAVAILABLE, why)
+        self.prefix_fetch.release(core)
 
     def _cover(self) -> None:
         """Make all instances mixed if those that do not hang could not both prefill and decode otherwise."""
@@ -342,6 +385,7 @@ class Cluster:
                 resident.on_output(held)
             del self._residents[delta.request]
             self.kv_transfers.drop(delta.request)
+            self.copy_out.finished(resident.request)
             self._finished(resident.request)
             self.ttft_predictions.over(resident.request)
             if not self._residents:
@@ -353,7 +397,8 @@ class Cluster:
         for core in self.cores:
             core.scheduler.check()
         alive = {request.id for core in self.cores for request in core.scheduler if request.finish_reason is None}
-        assert alive == set(self._residents), "requests of the cluster and of its schedulers differ"
+        assert alive.isdisjoint(held := {request.id for request in self.prefix_fetch}), "a held request is scheduled"
+        assert alive | held == set(self._residents), "requests of the cluster and of its schedulers differ"
 
 
 def complete(roles: Iterable[Role]) -> bool:

@@ -13,6 +13,7 @@ from ..api.preemption import DEPTH
 from ..perf import Perf
 from .executor import Device
 from .latency import Latency
+from .tiers import NO_TIERS, Tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class Options:
     skip: requests at each end that are not counted.
     horizon: time after which the simulation stops. Unfinished requests count as violated.
     turns: role changes, each a time and the roles of all instances from then on.
+    tiers: where KV goes that leaves the pools.
     timer: a real clock, read before and after each decision. The times are only reported.
     """
 
@@ -110,6 +112,7 @@ class Options:
     turns: tuple[tuple[float, tuple[Role, ...]], ...] = ()
     timer: Callable[[], float] | None = None
     fill: bool = True
+    tiers: Tiers = NO_TIERS
 
     def __post_init__(self) -> None:
         for name, ok, allowed in (

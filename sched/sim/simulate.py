@@ -18,6 +18,7 @@ from ..api.preemption import stopping
 from ..api.request import Request
 from ..api.thinking import ThinkingEnd
 from ..cluster.cluster import Cluster, Instance, check_roles
+from ..cluster.kv_tier import KVTier
 from ..cluster.ttft_predictions import Accuracy
 from ..instance.scheduler import Scheduler
 from ..instance.stats import Counters
@@ -81,6 +82,7 @@ class Report(NamedTuple):
     deflections: int = 0  # prompts assigned to decode instances
     ttft_predictions: Mapping[str, Accuracy] = {}  # of first tokens, by path, if the router makes any
     decisions: Spread | None = None  # real seconds per decision, if Options has a timer
+    tier_hits: Mapping[str, int] = {}  # tokens fetched from each KV tier
 
 
 PolicyLike = str | Callable[[], Policy]  # a name, or a factory called once per instance
@@ -137,6 +139,7 @@ def simulate(
         cluster.deflections,
         cluster.ttft_predictions.accuracy,
         spread(simulation.decisions) if options.timer is not None else None,
+        {tier.name: tier.stats.hits * simulation.page_size for tier in simulation.tiers},
     )
 
 
@@ -189,6 +192,7 @@ class _Simulation:
                 raise InvalidValue(f"turns={at, roles} must be seconds and {len(self._roles)} roles", "turns")
             check_roles(roles)
         self._device = options.device(latency)
+        self.page_size = self._device.page_size
         self._truth = latency.solve()
         self._buckets = latency.buckets
         self._seed = seed
@@ -207,11 +211,13 @@ class _Simulation:
         self._over = 0
         self.requests: list[Request] = []
         self.decisions: list[float] = []
+        self.tiers: list[KVTier] = []
 
     async def run(self) -> tuple[Cluster, float]:
         self._loop = loop = clock.loop()
         self._done: asyncio.Future[None] = loop.create_future()
         instances = [self._instance(index, role, loop) for index, role in enumerate(self._roles)]
+        self.tiers = self._options.tiers.make(self._device, loop)
         admission = admissions.make(self._options.admission)
         self._cluster = cluster = Cluster(
             instances,
@@ -219,6 +225,8 @@ class _Simulation:
             admission,
             first_token=self._options.first_token,
             finished=self._finished,
+            sources=self.tiers,
+            store=self.tiers[0] if self.tiers else None,
         )
         machine = asyncio.create_task(cluster.run(), name="cluster")
         for at, roles in self._options.turns:

@@ -29,6 +29,7 @@ SCRIPTS = [
     "host_gap",
     "http_cost",
     "latent_cache",
+    "kv_tiers",
     "ladder",
     "learned_predictor",
     "loading_memory",

@@ -42,6 +42,7 @@ from jaxserve.sched.sim.bounds import STAYING, bounds, goodput_bounds
 from jaxserve.sched.sim.explain import explain
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.sweep import Case, Run, goodput_search
+from jaxserve.sched.sim.tiers import Tiers
 from jaxserve.sched.sim.timeline import trace
 from jaxserve.sched.sim.workload import for_server
 from jaxserve.yamlio import load_yaml
@@ -120,6 +121,7 @@ def _study(args: argparse.Namespace) -> Study:
         pages=args.num_pages,
         page_size=args.block_size,
         kv_scale=args.kv_scale,
+        tiers=Tiers(args.kv_host_memory, args.kv_disk_size, args.kv_host_bandwidth, args.kv_disk_bandwidth),
         skip=args.skip,
         horizon=args.horizon,
         timer=time.process_time,

@@ -12,7 +12,8 @@ from jaxserve.sched.perf import KINDS
 from jaxserve.sched.policies import names
 from jaxserve.sched.routing import ROUTERS
 from jaxserve.sched.sim import NAMED
-from jaxserve.yamlio import seconds
+from jaxserve.sched.sim.tiers import NO_TIERS
+from jaxserve.yamlio import seconds, size
 
 SHARES = ("both", "ttft", "tpot", "worst", "window", "tokens")  # values of --attain
 
@@ -115,6 +116,30 @@ def _cluster(group: Any) -> None:
     group.add_argument("--block-size", type=int, metavar="N", help="tokens per page of KV [the preset's]")
     group.add_argument("--num-pages", type=int, metavar="N", help="pages per instance [from the preset's KV tokens]")
     group.add_argument("--kv-scale", type=float, default=1.0, metavar="X", help="multiply the number of pages by X [1]")
+    group.add_argument(
+        "--kv-host-memory",
+        type=size,
+        default=0,
+        metavar="SIZE",
+        help="host memory for KV that leaves the pools, of all instances together, as in 1TiB [0]",
+    )
+    group.add_argument(
+        "--kv-disk-size", type=size, default=0, metavar="SIZE", help="disk for KV that leaves that memory [0]"
+    )
+    group.add_argument(
+        "--kv-host-bandwidth",
+        type=float,
+        default=NO_TIERS.host_bandwidth,
+        metavar="BYTES",
+        help="bytes per second between host memory and devices [%(default)g, PCIe Gen5 x16]",
+    )
+    group.add_argument(
+        "--kv-disk-bandwidth",
+        type=float,
+        default=NO_TIERS.disk_bandwidth,
+        metavar="BYTES",
+        help="bytes per second of the disk [%(default)g, two NVMe drives]",
+    )
     group.add_argument(
         "--preempt-boundary",
         default="layer",

@@ -384,7 +384,7 @@ class JaxExecutor:
         arrived = []
         for _, piece in kv_buffer.pieces:
             await loop.run_in_executor(self._movers, jax.block_until_ready, piece)
-            arrived.append(self._state.receive(piece))
+            arrived.append(await loop.run_in_executor(self._movers, self._state.receive, piece))  # may copy
         await loop.run_in_executor(self._movers, jax.block_until_ready, arrived)
         if life != self._life:
             raise StepFailed(

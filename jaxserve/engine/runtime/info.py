@@ -65,6 +65,21 @@ class InstanceStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TierTotals:
+    """A snapshot of a KV tier."""
+
+    pages: int = 0
+    bytes: int = 0
+    hits: int = 0  # pages fetched
+    stores: int = 0  # pages written
+    evictions: int = 0
+    skipped: int = 0  # pages that found no room, or could not be written
+    missing: int = 0  # pages that were damaged or gone when they were read
+    fetches: int = 0
+    seconds: float = 0.0  # of fetches
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """A snapshot of an engine's totals and levels."""
 
@@ -89,6 +104,12 @@ class Stats:
     journal_errors: int = 0  # 1 after the journal failed to be written and stopped
     hung_steps: int = 0  # steps that the watchdog gave up
     replicas: int = 1  # engines that take requests
+    kv_tiers: dict[str, TierTotals] = field(default_factory=dict)  # by name
+    prefix_fetches: int = 0  # requests that were held for pages from outside their instance
+    prefix_fetch_seconds: float = 0.0  # for which they were held
+    prefix_fetch_pages: int = 0
+    prefix_fetch_failures: int = 0
+    kv_copies_skipped: int = 0  # pages not copied to the first tier: too many waited, or they were gone
 
     @property
     def attained(self) -> int:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from jaxserve.engine.runtime.classes import ClassStats, Spread
-from jaxserve.engine.runtime.info import EngineInfo, Stats
+from jaxserve.engine.runtime.info import EngineInfo, Stats, TierTotals
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.cluster.ttft_predictions import Accuracy
 from jaxserve.sched.instance.stats import Counters
@@ -48,6 +48,8 @@ def merged_stats(several: Sequence[Stats]) -> Stats:
     made["collections"] = _summed(one.collections for one in several)
     names = dict.fromkeys(name for one in several for name in one.classes)
     made["classes"] = {name: _class([one.classes[name] for one in several if name in one.classes]) for name in names}
+    names = dict.fromkeys(name for one in several for name in one.kv_tiers)
+    made["kv_tiers"] = {name: _tier([one.kv_tiers[name] for one in several if name in one.kv_tiers]) for name in names}
     paths = dict.fromkeys(path for one in several for path in one.ttft_predictions)
     made["ttft_predictions"] = {
         path: _accuracy([one.ttft_predictions[path] for one in several if path in one.ttft_predictions])
@@ -61,6 +63,10 @@ def _summed(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for one in several:
         total.update(one)
     return dict(total)
+
+
+def _tier(several: Sequence[TierTotals]) -> TierTotals:
+    return TierTotals(*(sum(getattr(one, each.name) for one in several) for each in fields(TierTotals)))
 
 
 def _spread(several: Sequence[Spread]) -> Spread:

@@ -20,6 +20,7 @@ from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo
 from jaxserve.engine.startup import environment, objectives, profile
 from jaxserve.engine.startup.build import ExecutorConfig, LoadWeights, build_executors, from_folder, random_init
+from jaxserve.engine.startup.tiers import KVTiers
 from jaxserve.engine.startup.warmup import CompileCounter, Progress, compile_counter
 from jaxserve.errors import InvalidValue
 from jaxserve.models.source import DUMMY, find_model
@@ -52,6 +53,9 @@ SCHEDULING = frozenset(
         "mode",
         "first_token",
         "enable_prefix_caching",
+        "kv_host_memory",
+        "kv_disk",
+        "kv_disk_size",
         "journal",
         "ttft_slo",
         "tpot_slo",
@@ -87,6 +91,7 @@ class Machine:
         self.limits = limits
         self._lent = lent
         self.patience = Patience()
+        self.tiers = KVTiers(self.config, executors)
         self._journal: Journal | None = None  # open as long as the machine lives
         if config.journal is not None:
             # Line-buffered: if the process is killed, only the line in progress is lost.
@@ -110,7 +115,14 @@ class Machine:
         admits = admission.make(config.admission)
         places = routing.make(policies.routing(config.policy, config.routing), admits)
         return Cluster(
-            instances, places, admits, first_token=config.first_token, finished=finished, patience=self.patience
+            instances,
+            places,
+            admits,
+            first_token=config.first_token,
+            finished=finished,
+            patience=self.patience,
+            sources=self.tiers.tiers,
+            store=self.tiers.first,
         )
 
     @property
@@ -178,6 +190,7 @@ class Machine:
         for task in late:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # one lost device must not keep the others open
+        self.tiers.close()
         if self._journal is not None:
             self._journal.close()
         return not late

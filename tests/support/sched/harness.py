@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.errors import InvalidValue, Unavailable
+from jaxserve.sched.api.kv_source import KVSource
 from jaxserve.sched.api.log import Log, no_log
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta, KVBuffer, StepPlan, StepResult
@@ -23,7 +24,9 @@ from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.sim import clock
 from jaxserve.sched.sim.executor import EOS, Device, SimExecutor
+from jaxserve.sched.sim.tiers import Tiers
 
+KV_BYTES = 100_000  # of a token
 LIMIT = 1e5  # virtual seconds after which a run counts as stuck
 COEFFICIENTS = Coefficients(fixed=1e-3, prefill=5e-5, decode=1e-5, quadratic=1e-8, longest=1e-7, context=1e-8)
 
@@ -109,6 +112,8 @@ class SimSetup:
     watch: Callable[[Cluster], None] = lambda cluster: None  # called with the cluster before it runs
     role_changes: Sequence[tuple[float, Mapping[int, Role]]] = ()  # times and roles of the instances to change
     log: Callable[[str], Log] = lambda name: no_log
+    sources: Sequence[KVSource] = ()
+    tiers: Tiers = field(default_factory=Tiers)  # besides `sources`
     scheduler: Callable[..., Scheduler] = Scheduler
 
 
@@ -125,7 +130,9 @@ async def _simulate(jobs: Sequence[Job], shape: SimSetup) -> Outcome:
     instances = _instances(shape, outputs, plans, loop)
     admits = admission.make(shape.admission)
     place = routing.make(shape.routing, admits)
-    cluster = Cluster(instances, place, admits, first_token=shape.first_token, finished=over.append)
+    tiers = shape.tiers.make(Device(shape.pages, shape.page_size, KV_BYTES), loop)
+    beyond: dict[str, Any] = {"sources": (*shape.sources, *tiers), "store": tiers[0] if tiers else None}
+    cluster = Cluster(instances, place, admits, first_token=shape.first_token, finished=over.append, **beyond)
     deltas: dict[int, list[Delta]] = {index: [] for index in range(len(jobs))}
 
     def arrive(id: int, job: Job) -> None:
@@ -164,7 +171,7 @@ async def _simulate(jobs: Sequence[Job], shape: SimSetup) -> Outcome:
     cluster.check()
     for core in cluster.cores:
         assert len(core.scheduler) == 0 and core.scheduler.blocks.held == 0
-    assert len(cluster.kv_transfers) == 0
+    assert len(cluster.kv_transfers) == 0 and len(cluster.prefix_fetch) == 0
     machine.cancel()
     await asyncio.wait([machine])
     counters = {core.name: core.scheduler.counters for core in cluster.cores}
@@ -214,7 +221,7 @@ def _instances(
             Device(
                 shape.pages,
                 shape.page_size,
-                kv_bytes_per_token=100_000,
+                kv_bytes_per_token=KV_BYTES,
                 segments=shape.segments,
                 acceptance=shape.acceptance,
             ),

@@ -1,0 +1,177 @@
+"""Simulate KV tiers on Mooncake's traces: the share of prompt tokens found in each tier, TTFT and goodput.
+
+    python benchmarks/kv_tiers.py --requests 2000       # tables and JSON
+    python benchmarks/kv_tiers.py --served              # also what tiers cost on this machine
+
+hbm, host, disk: share of the prompt tokens found in the prefix caches alone, fetched from host memory, and from disk.
+best: the share that a cache without limit would find. Bandwidths are those of `sched.sim.tiers.Tiers` (ASSUMED).
+
+served: output tokens/s of the demo model without any hit, without and with host memory, in alternating rounds; and TTFT
+of a returning prompt that is computed, or fetched from host memory or disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import add_output, save
+
+from jaxserve.config import ServeConfig, load_yaml, preset
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.startup.assemble import Machine, assemble
+from jaxserve.report.table import print_table
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Delta
+from jaxserve.sched.api.slo import NO_SLO, SLO
+from jaxserve.sched.sim import Arrival
+from jaxserve.sched.sim.latency import Latency
+from jaxserve.sched.sim.options import Options
+from jaxserve.sched.sim.simulate import simulate
+from jaxserve.sched.sim.tiers import Tiers
+from jaxserve.sched.sim.traces import load_trace
+
+TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake"
+FILES = {
+    "conversation": TRACES / "conversation_trace.head40min.jsonl.gz",
+    "synthetic": TRACES / "synthetic_trace.head12min.jsonl.gz",
+}
+GB, TB = 10**9, 10**12
+SIZES = {
+    "HBM alone": Tiers(),
+    "+ 256 GB": Tiers(256 * GB),
+    "+ 1 TB": Tiers(1 * TB),
+    "+ 1 TB + 8 TB disk": Tiers(1 * TB, 8 * TB),
+}
+
+
+def best(arrivals: Sequence[Arrival]) -> float:
+    """Return the share of prompt tokens that a cache without limit finds."""
+    seen: set[Any] = set()
+    found = total = 0
+    for one in arrivals:
+        total += one.prompt_tokens
+        for name in one.hash_ids:
+            found += int(one.block) if name in seen else 0
+            seen.add(name)
+    return found / total
+
+
+def simulated(name: str, args: argparse.Namespace, latency: Latency) -> list[dict[str, Any]]:
+    """Return a row for each size of the tiers."""
+    arrivals = load_trace(FILES[name], slo=SLO(args.ttft, args.tpot), num_prompts=args.requests)
+    most, rows = best(arrivals), []
+    for label, tiers in SIZES.items():
+        report = simulate(arrivals, args.policy, args.mesh, latency, options=Options(tiers=tiers, routing=args.routing))
+        counters, hits, ttft = report.counters, report.tier_hits, report.summary.ttft
+        rows.append(
+            {
+                "trace": name,
+                "tiers": label,
+                "hbm": (counters.prefix_hits - sum(hits.values())) / counters.prefix_queries,
+                "host": hits.get("host", 0) / counters.prefix_queries,
+                "disk": hits.get("disk", 0) / counters.prefix_queries,
+                "best": most,
+                "ttft_p50": ttft.p50,
+                "ttft_p99": ttft.p99,
+                "attained": report.summary.attained,
+                "goodput": report.summary.request_goodput,
+            }
+        )
+        print({key: round(value, 3) if isinstance(value, float) else value for key, value in rows[-1].items()})
+    return rows
+
+
+# served on this machine
+
+
+def ask(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    """Serve prompts together, and return the seconds."""
+    ended: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    began = time.perf_counter()
+    for prompt in prompts:
+        engine.submit(prompt, params, slo=NO_SLO, on_delta=ended.put)
+    left = len(prompts)
+    while left:
+        left -= ended.get().finish_reason is not None
+    return time.perf_counter() - began
+
+
+def drawn(count: int, length: int, seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(5, 300) for _ in range(length)] for _ in range(count)]
+
+
+def rates(machine: Machine, rounds: int, host: int) -> dict[str, float]:
+    """Return the output tokens/s without and with host memory, on prompts that share nothing."""
+    found: dict[str, list[float]] = {"off": [], "on": []}
+    for turn in range(rounds):
+        for name in ("off", "on") if turn % 2 else ("on", "off"):
+            engine = Engine.on(machine.serving(replace(machine.config, kv_host_memory=host if name == "on" else 0)))
+            prompts = drawn(64, 128, turn)
+            found[name].append(64 * 64 / ask(engine, prompts, 64))
+            engine.close()
+    return {name: median(several) for name, several in found.items()}
+
+
+def returning(machine: Machine, length: int, **settings: Any) -> float:
+    """Return the median seconds to the first token of prompts that come back after others have evicted them."""
+    engine = Engine.on(machine.serving(replace(machine.config, **settings)))
+    prompts, others = drawn(5, length, 1), drawn(12, length, 2)
+    for prompt in [*prompts, *others]:
+        ask(engine, [prompt], 1)
+    took = median([ask(engine, [prompt], 1) for prompt in prompts])
+    engine.close()
+    return took
+
+
+def served(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the demo model: what copies cost, and what fetches save."""
+    length, host = args.length, 1 << 30
+    config = ServeConfig(mesh="1x1", max_num_seqs=16, max_model_len=length + 64, kv_cache_memory=8 * length * 6144)
+    machine = assemble(config)
+    result: dict[str, Any] = {"tokens_per_second": rates(machine, args.rounds, host), "prompt_tokens": length}
+    with tempfile.TemporaryDirectory() as folder:
+        result["ttft"] = {
+            "computed": returning(machine, length),
+            "host": returning(machine, length, kv_host_memory=host),
+            "disk": returning(machine, length, kv_disk=folder, kv_disk_size=host),
+        }
+    print(result)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=2000, metavar="N", help="of each trace [%(default)s]")
+    parser.add_argument("--policy", default="vllm", help="[%(default)s]")
+    parser.add_argument("--routing", default="auto", help="[the policy's]")
+    parser.add_argument("--mesh", default="4x4", help="[%(default)s]")
+    parser.add_argument("--latency", default="minimax-m2.5-h200-tp4", help="latency preset [%(default)s]")
+    parser.add_argument("--ttft", type=float, default=10.0, help="objective in seconds [%(default)s]")
+    parser.add_argument("--tpot", type=float, default=0.1, help="objective in seconds [%(default)s]")
+    parser.add_argument("--simulated", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--served", action="store_true", help="also measure the demo model on this machine")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="served: rounds [%(default)s]")
+    parser.add_argument("--length", type=int, default=960, metavar="N", help="served: prompt tokens [%(default)s]")
+    add_output(parser, "kv-tiers")
+    args = parser.parse_args()
+    latency = load_yaml(preset("latency", args.latency), Latency)
+    rows = [row for name in FILES if args.simulated for row in simulated(name, args, latency)]
+    if rows:
+        cells = [[f"{value:.3f}" if isinstance(value, float) else value for value in row.values()] for row in rows]
+        print_table("prompt tokens found, and seconds", list(rows[0]), cells)
+    save(args, {"simulated": rows, "served": served(args) if args.served else None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""KV tiers of a real engine: the same tokens, no compilation, every page accounted for."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.memory import host_pages
+from jaxserve.engine.runtime.info import Stats, TierTotals
+from jaxserve.engine.startup import tiers
+from jaxserve.engine.startup.assemble import Machine, assemble
+from jaxserve.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Delta
+from jaxserve.sched.api.slo import NO_SLO
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=6, seed=5, ignore_eos=True)
+PROMPTS = [[(7 * start + at * at) % 200 + 5 for at in range(300)] for start in range(5)]
+FULL = 300 // 16  # pages of a prompt that can be found again
+ROOM = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    """An engine with a pool of 42 pages of 16 tokens, which holds two of the prompts."""
+    made = assemble(
+        ServeConfig(
+            mesh="1x1",
+            max_num_seqs=4,
+            max_num_batched_tokens=128,
+            max_model_len=384,
+            kv_cache_memory=4 << 20,
+            preempt_boundary="chunk",
+            profile_time=0.1,
+        )
+    )
+    yield made
+    executor = made.executors[0]
+    executor._movers.shutdown()
+
+
+@contextmanager
+def engine(machine: Machine, **settings: Any) -> Iterator[Engine]:
+    serving = Engine.on(machine.serving(replace(machine.config, **settings)))
+    try:
+        yield serving
+        serving.check()
+    finally:
+        serving.close()
+
+
+def served(machine: Machine, rounds: int = 2, **settings: Any) -> tuple[list[list[int]], Stats]:
+    """Serve all prompts one after the other, and return their tokens and the last statistics."""
+    outputs = []
+    with engine(machine, **settings) as serving:
+        for _ in range(rounds):
+            for number, prompt in enumerate(PROMPTS):
+                outputs.append(asked(serving, prompt, SAMPLED if number % 2 else GREEDY))
+                _settled(serving)
+        return outputs, serving.stats()
+
+
+def asked(serving: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
+    ended: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+    serving.submit(prompt, params, slo=NO_SLO, on_delta=ended.put)
+    tokens: list[int] = []
+    while True:
+        delta = ended.get(timeout=60.0)
+        tokens += delta.tokens
+        if delta.finish_reason is not None:
+            assert delta.error is None
+            return tokens
+
+
+def _settled(serving: Engine) -> None:
+    """Wait until all copies are made."""
+
+    async def idle() -> bool:
+        return not serving._cluster.copy_out._waiting
+
+    while not serving.run(idle):
+        pass
+
+
+@pytest.fixture(scope="module")
+def alone(machine: Machine) -> list[list[int]]:
+    """The tokens without tiers."""
+    return served(machine)[0]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_host_memory_changes_no_token(
+    machine: Machine, alone: list[list[int]], pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "pins", lambda device: pinned)
+    outputs, stats = served(machine, kv_host_memory=ROOM)
+    host = stats.kv_tiers["host"]
+    assert outputs == alone and stats.compilations_after_warmup == 0
+    assert host.hits == stats.prefix_fetch_pages == FULL * len(PROMPTS) and stats.prefix_fetches == len(PROMPTS)
+    assert host.pages == host.stores >= FULL * len(PROMPTS) and host.bytes == host.pages * (host.bytes // host.pages)
+    assert stats.prefix_fetch_failures == host.missing == stats.kv_copies_skipped == 0
+
+
+def test_pages_on_disk_are_found_after_a_restart(machine: Machine, alone: list[list[int]], tmp_path: Path) -> None:
+    disk = {"kv_disk": str(tmp_path), "kv_disk_size": ROOM}
+    outputs, first = served(machine, **disk)
+    again, second = served(machine, 1, **disk)
+    assert outputs == alone and again == alone[: len(PROMPTS)]
+    assert first.compilations_after_warmup == second.compilations_after_warmup == 0
+    assert first.kv_tiers["disk"].hits == second.kv_tiers["disk"].hits == FULL * len(PROMPTS)
+    assert second.kv_tiers["disk"].stores == 0 and second.kv_tiers["disk"].pages == first.kv_tiers["disk"].pages
+
+
+def test_damaged_and_missing_files_are_computed_again(machine: Machine, alone: list[list[int]], tmp_path: Path) -> None:
+    disk = {"kv_disk": str(tmp_path), "kv_disk_size": ROOM}
+    served(machine, 1, **disk)
+    files = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock")
+    for number, path in enumerate(files):
+        if number % 4 == 0:
+            data = bytearray(path.read_bytes())
+            data[-1 - number] ^= 1
+            path.write_bytes(data)
+        elif number % 4 == 1:
+            path.write_bytes(path.read_bytes()[:-1])
+    outputs, stats = served(machine, 1, **disk)
+    assert outputs == alone[: len(PROMPTS)] and stats.kv_tiers["disk"].missing > 0
+
+
+def test_another_model_or_layout_finds_nothing(machine: Machine, tmp_path: Path) -> None:
+    disk = {"kv_disk": str(tmp_path), "kv_disk_size": ROOM}
+    served(machine, 1, **disk)
+    same = tiers.model_digest(machine.config, machine.executors[0])
+    assert same == tiers.model_digest(replace(machine.config, policy="vllm"), machine.executors[0])
+    assert same != tiers.model_digest(replace(machine.config, load_format="dummy"), machine.executors[0])
+    folder = tmp_path / same.hex()
+    folder.rename(tmp_path / bytes(16).hex())
+    _, stats = served(machine, 1, **disk)
+    assert stats.kv_tiers["disk"].hits == 0
+
+
+def test_a_small_host_tier_passes_pages_on_to_the_disk(
+    machine: Machine, alone: list[list[int]], tmp_path: Path
+) -> None:
+    outputs, stats = served(machine, kv_host_memory=2 << 20, kv_disk=str(tmp_path), kv_disk_size=ROOM)
+    host, disk = stats.kv_tiers["host"], stats.kv_tiers["disk"]
+    assert outputs == alone and host.evictions > 0 and disk.hits > 0
+    assert host.bytes <= 2 << 20
+
+
+def test_resetting_the_prefix_cache_forgets_the_tiers(machine: Machine, tmp_path: Path) -> None:
+    with engine(machine, kv_host_memory=1 << 20, kv_disk=str(tmp_path), kv_disk_size=ROOM) as serving:
+        for prompt in PROMPTS:
+            asked(serving, prompt, GREEDY)
+            _settled(serving)
+        assert serving.stats().kv_tiers["disk"].pages > 0
+        assert serving.reset_prefix_cache()
+        assert all(tier.pages == 0 for tier in serving.stats().kv_tiers.values())
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"kv_disk": "x"}, "kv_disk"),
+        ({"kv_disk_size": 1 << 30}, "kv_disk"),
+        ({"kv_host_memory": -1}, "kv_host_memory"),
+        ({"kv_host_memory": 1 << 30, "enable_prefix_caching": False}, "kv_host_memory"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_named(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(InvalidValue, match=f"^{name}="):
+        ServeConfig(**settings)
+
+
+def test_a_tier_below_one_page_is_refused(machine: Machine) -> None:
+    with pytest.raises(InvalidValue, match="kv_host_memory=5 must be at least"):
+        machine.serving(replace(machine.config, kv_host_memory=5))
+
+
+def test_a_folder_that_cannot_be_written_is_named(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidValue, match=r"kv_disk=.*cannot be used"):
+        machine.serving(replace(machine.config, kv_disk=str(tmp_path / "file"), kv_disk_size=ROOM))
+
+
+def test_pinned_memory_is_for_accelerators() -> None:
+    assert not host_pages.pins(jax.devices("cpu")[0])
+
+
+def test_totals_without_tiers_are_empty(machine: Machine) -> None:
+    assert tiers.KVTiers(machine.config, machine.executors).totals() == {}
+    assert TierTotals().pages == 0
