@@ -1,0 +1,114 @@
+"""The KV of other engine processes as a KVSource: a request says where the pages of its prompt are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from jaxserve.engine.memory.transfer import KVBuffer
+from jaxserve.remote.address import Address
+from jaxserve.remote.kv_client import Giving, Place, Transport, WrongKV
+from jaxserve.remote.kv_direct import Direct
+from jaxserve.sched.api.errors import InvalidValue, JaxserveError
+from jaxserve.sched.api.request import Request
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ASIDE = 2.0  # seconds for which a process is not asked again after a fault
+LEARNING = 0.2  # weight of the last fetch in the predicted seconds per page
+FETCHES = 4  # at a time: each may hold a piece that is not in a pool yet
+
+
+class RemoteKV:
+    """A KVSource. `find`, `seconds` and `fetch` are called on the engine's loop, and the rest runs on `loop`."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        key: bytes,
+        place: Place,
+        direct: Direct | None,
+        transport: Transport,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pages = 0  # that came and were right
+        self.bytes = 0
+        self.fetch_seconds = 0.0
+        self.fallbacks = 0  # fetches that failed, after which the engine computes the tokens itself
+        self._loop = loop
+        self._key, self._place, self._direct, self._transport = key, place, direct, transport
+        self._now = now
+        self._givings: dict[str, asyncio.Task[Giving]] = {}
+        self._aside: dict[str, float] = {}  # processes that failed, until when they are not asked
+        self._page_seconds = 0.0
+        self._fetches = asyncio.Semaphore(FETCHES)
+
+    def find(self, request: Request, digests: Sequence[bytes]) -> int:
+        """Return how many leading pages to expect: all pages of the prompt, at the address that the request names."""
+        if not request.kv_from or self._aside.get(request.kv_from, 0.0) > self._now():
+            return 0
+        return len(digests)
+
+    def seconds(self, pages: int) -> float:
+        """Predict the seconds to fetch this many pages, from the fetches so far."""
+        return pages * self._page_seconds
+
+    async def fetch(self, request: Request, digests: Sequence[bytes], start: int, wait: float = 0.0) -> Any:
+        """Return the KV of pages [start, n); None if they are not there within `wait` seconds, or are wrong."""
+        return await asyncio.wrap_future(self._there(self._fetch(request.kv_from, digests[start:], wait)))
+
+    def _there(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _fetch(self, address: str, digests: Sequence[bytes], wait: float) -> KVBuffer | None:
+        try:
+            async with self._fetches:
+                giving = await self._giving(address)
+                began = self._now()
+                kv_buffer = await giving.pages(digests, wait)
+        except JaxserveError as error:
+            self.fallbacks += 1
+            self._fail(address, error)
+            return None
+        if kv_buffer is None:
+            self.fallbacks += 1
+            return None
+        self._note(kv_buffer, self._now() - began)
+        return kv_buffer
+
+    def _note(self, kv_buffer: KVBuffer, seconds: float) -> None:
+        self.pages += kv_buffer.pages
+        self.fetch_seconds += seconds
+        self.bytes += sum(one.nbytes * count // one.shape[2] for count, piece in kv_buffer.pieces for one in piece)
+        each = seconds / kv_buffer.pages
+        self._page_seconds += (each - self._page_seconds) * (LEARNING if self._page_seconds else 1.0)
+
+    async def _giving(self, address: str) -> Giving:
+        """Return the connection to a process; requests that need it at the same time share one."""
+        connecting = self._givings.get(address)
+        if connecting is None or (connecting.done() and connecting.result().gone is not None):
+            made = Giving.connect(Address.parse(address), self._key, self._place, self._direct, self._transport)
+            connecting = self._givings[address] = asyncio.ensure_future(made)
+        return await asyncio.shield(connecting)
+
+    def _fail(self, address: str, error: JaxserveError) -> None:
+        """Leave a process alone for a while; the next connection compares layouts anew."""
+        level = logging.ERROR if isinstance(error, WrongKV | InvalidValue) else logging.WARNING
+        log.log(level, "KV pages of %s are computed here instead: %s", address, error)
+        self._aside[address] = self._now() + ASIDE
+        connecting = self._givings.pop(address, None)
+        if connecting is not None and connecting.done() and connecting.exception() is None:
+            connecting.result().close()
+
+    async def close(self) -> None:
+        """Disconnect; runs on `loop`."""
+        for connecting in self._givings.values():
+            connecting.cancel()
+            if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
+                connecting.result().close()
