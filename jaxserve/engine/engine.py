@@ -227,7 +227,8 @@ class Engine:
         entries = sum(one.role is not Role.DECODE and not one.hung for one in schedulers)
         if not entries and all(one.hung for one in schedulers):
             raise Unavailable(self._cluster.ailment or "no instance responds")
-        self._queue.check(self._entering + sum(one.waiting for one in schedulers), entries)
+        waiting = self._entering + len(self._cluster.prefix_fetch) + sum(one.waiting for one in schedulers)
+        self._queue.check(waiting, entries)
 
     def _expire(self, id: int, seconds: float) -> None:
         if self._cluster.queued(id):
@@ -378,14 +379,17 @@ class Engine:
 
     def stats(self) -> Stats:
         """Return a snapshot. It is read without a lock: each number is right when it is read."""
-        schedulers = [(core.name, core.scheduler) for core in self._cluster.cores]
+        fetches = self._cluster.prefix_fetch
+        schedulers = [(core.name, core.scheduler, fetches.waiting(core)) for core in self._cluster.cores]
         kv_transfers, compiled = self._cluster.kv_transfers, self._machine.compiled
         return Stats(
             tuple(
-                InstanceStats(n, x.role.value, x.running, x.waiting, x.limits.pages, x.blocks.held, x.prefill_backlog)
-                for n, x in schedulers
+                InstanceStats(
+                    name, x.role.value, x.running, x.waiting + held, x.limits.pages, x.blocks.held, x.prefill_backlog
+                )
+                for name, x, held in schedulers
             ),
-            Counters.total(one.counters for _, one in schedulers),
+            Counters.total(one.counters for _, one, _ in schedulers),
             len(kv_transfers),
             kv_transfers.transfers,
             kv_transfers.seconds,

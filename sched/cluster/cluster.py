@@ -11,6 +11,7 @@ from ..admission.base import Admission
 from ..admission.none import AdmitAll
 from ..api.errors import InvalidValue, Unavailable
 from ..api.executor import Executor
+from ..api.kv_source import KVSource
 from ..api.plan import UNAVAILABLE, Delta
 from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request, State
@@ -22,6 +23,7 @@ from ..metrics import FINISHED
 from ..routing.base import Router
 from .first_tokens import Waits, waits
 from .kv_transfer import KVTransferManager
+from .prefix_fetch import PrefixFetch
 from .ttft_predictions import TTFTPredictions
 
 FAILED_STEPS = 3  # in a row and within a minute: the cluster then reports that it is unhealthy
@@ -63,7 +65,9 @@ class Cluster:
         first_token: str = "prefill",
         finished: Callable[[Request], None] = lambda request: None,
         patience: Patience = PATIENT,
+        sources: Sequence[KVSource] = (),
     ) -> None:
+        """Set up the instances. `sources`: where to fetch KV pages from that an instance lacks."""
         if first_token not in ("prefill", "decode"):
             raise InvalidValue(f"{first_token=} must be 'prefill' or 'decode'", "first_token")
         self.cores = [Core(one.name, one.scheduler, one.executor, self, patience) for one in instances]
@@ -85,6 +89,7 @@ class Cluster:
         self.kv_transfers = KVTransferManager(
             self.cores, router, self._spawn, self._arrived, self._move_failed, self._held.__contains__, patience
         )
+        self.prefix_fetch = PrefixFetch(sources, self._spawn, self._fetched)
         self._covered: tuple[Role, ...] = ()  # roles before the other instances took over for a hung one
 
     def __len__(self) -> int:
@@ -148,13 +153,37 @@ class Cluster:
                 return
             request.tier = BEST_EFFORT
             core.scheduler.count_demotion()
-        self._predict_ttft(request, core, self._router.predicted_first_token(request))
-        core.scheduler.add(request)
-        self.deflections += core.scheduler.role is Role.DECODE
+        held = self.prefix_fetch.hold(request, core)
+        if not held:
+            self._add(request, core, self._router.predicted_first_token(request))
         self._residents[request.id] = Resident(request, on_output)
         self._empty.clear()
+        if not held:
+            core.wake()
+            self._redirect()
+
+    def _add(self, request: Request, core: Core, at: float | None) -> None:
+        """Give a request to a scheduler. `at`: the router's prediction of its first token, if there is one."""
+        self._predict_ttft(request, core, at)
+        core.scheduler.add(request)
+        self.deflections += core.scheduler.role is Role.DECODE
+
+    def _fetched(self, request: Request, core: Core, belongs: bool) -> None:
+        """Schedule a request whose prefix fetch has ended, elsewhere if its instance takes no prompts any more."""
+        if not belongs:
+            fleet = self.kv_transfers.fleet()
+            if not fleet.entries:
+                self._end(request, UNAVAILABLE, self.ailment or "no instance prefills new prompts")
+                return
+            core = self.cores[self._router.prefill(request, fleet)[0]]
+        self._add(request, core, None)
         core.wake()
         self._redirect()
+
+    def _end(self, request: Request, reason: str, error: str | None) -> None:
+        """End a request that no scheduler has."""
+        request.state, request.finish_reason, request.error = State.FINISHED, reason, error
+        self._output(Delta(request.id, finish_reason=reason, error=error))
 
     def _predict_ttft(self, request: Request, core: Core, at: float | None) -> None:
         """Record the predicted time of the first token, for comparison with the actual one.
@@ -238,6 +267,9 @@ class Cluster:
                 self._output(delta)
                 core.wake()
                 self.kv_transfers.place()
+        request = self.prefix_fetch.cancel(id)
+        if request is not None:
+            self._end(request, reason, error)
 
     def settled(self, core: Core, settled: Settled) -> None:
         """Deliver the outputs of a finished step, and continue the transfers of its requests."""
@@ -304,6 +336,7 @@ class Cluster:
                 self._move(request.id, core, self.cores[self._router.prefill(request, fleet)[0]])
             else:
                 self.cancel(request.id, UNAVAILABLE, why)
+        self.prefix_fetch.release(core)
 
     def _cover(self) -> None:
         """Make all instances mixed if those that do not hang could not both prefill and decode otherwise."""
@@ -353,7 +386,8 @@ class Cluster:
         for core in self.cores:
             core.scheduler.check()
         alive = {request.id for core in self.cores for request in core.scheduler if request.finish_reason is None}
-        assert alive == set(self._residents), "requests of the cluster and of its schedulers differ"
+        assert alive.isdisjoint(held := {request.id for request in self.prefix_fetch}), "a held request is scheduled"
+        assert alive | held == set(self._residents), "requests of the cluster and of its schedulers differ"
 
 
 def complete(roles: Iterable[Role]) -> bool:

@@ -162,6 +162,10 @@ class Scheduler:
         """Return how many prompt tokens of a request are in the prefix cache of this instance."""
         return len(self._kv.cached(request)) * self.limits.page_size
 
+    def sought(self, request: Request) -> Sequence[bytes]:
+        """Return the digests of the pages of a request that are looked up in the prefix cache."""
+        return self._kv.sought(request)
+
     # Inputs: requests.
 
     def add(self, request: Request) -> None:

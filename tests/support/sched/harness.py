@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.errors import InvalidValue, Unavailable
+from jaxserve.sched.api.kv_source import KVSource
 from jaxserve.sched.api.log import Log, no_log
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta, KVBuffer, StepPlan, StepResult
@@ -109,6 +110,7 @@ class SimSetup:
     watch: Callable[[Cluster], None] = lambda cluster: None  # called with the cluster before it runs
     role_changes: Sequence[tuple[float, Mapping[int, Role]]] = ()  # times and roles of the instances to change
     log: Callable[[str], Log] = lambda name: no_log
+    sources: Sequence[KVSource] = ()
     scheduler: Callable[..., Scheduler] = Scheduler
 
 
@@ -125,7 +127,9 @@ async def _simulate(jobs: Sequence[Job], shape: SimSetup) -> Outcome:
     instances = _instances(shape, outputs, plans, loop)
     admits = admission.make(shape.admission)
     place = routing.make(shape.routing, admits)
-    cluster = Cluster(instances, place, admits, first_token=shape.first_token, finished=over.append)
+    cluster = Cluster(
+        instances, place, admits, first_token=shape.first_token, finished=over.append, sources=shape.sources
+    )
     deltas: dict[int, list[Delta]] = {index: [] for index in range(len(jobs))}
 
     def arrive(id: int, job: Job) -> None:
@@ -164,7 +168,7 @@ async def _simulate(jobs: Sequence[Job], shape: SimSetup) -> Outcome:
     cluster.check()
     for core in cluster.cores:
         assert len(core.scheduler) == 0 and core.scheduler.blocks.held == 0
-    assert len(cluster.kv_transfers) == 0
+    assert len(cluster.kv_transfers) == 0 and len(cluster.prefix_fetch) == 0
     machine.cancel()
     await asyncio.wait([machine])
     counters = {core.name: core.scheduler.counters for core in cluster.cores}

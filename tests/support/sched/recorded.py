@@ -20,7 +20,9 @@ def perf(record: Mapping[str, Any]) -> PerfModel:
     return Recipe.of(record).make()
 
 
-def recorded(jobs: list[Job], roles: str, policy: str, every: int = 10_000, routing: str = "least_work") -> str:
+def recorded(
+    jobs: list[Job], roles: str, policy: str, every: int = 10_000, routing: str = "least_work", **more: Any
+) -> str:
     file, count = io.StringIO(), [0]
     journal = Journal(file)
     limits = Limits(16, 4, 14, 4)
@@ -34,6 +36,6 @@ def recorded(jobs: list[Job], roles: str, policy: str, every: int = 10_000, rout
         count[0] += 1
         return count[0] % every == 0 and count[0] < 40
 
-    shape = {"policy": policy, "routing": routing, "log": log, "fails": fails}
+    shape = {"policy": policy, "routing": routing, "log": log, "fails": fails, **more}
     simulate(jobs, ROLES[roles], pages=14, rows=4, tokens=16, **shape)
     return file.getvalue()

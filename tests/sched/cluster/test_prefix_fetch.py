@@ -1,0 +1,196 @@
+"""Laws of prefix fetches in virtual time: whatever sources do, no request, page or token is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import UNAVAILABLE, StepPlan
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.cluster.cluster import Cluster
+from jaxserve.sched.cluster.prefix_fetch import LEAST_PATIENCE
+from jaxserve.sched.journal import replay
+from tests.support.examples import examples
+from tests.support.sched.complete import JOB, ROLES, check_complete
+from tests.support.sched.harness import Job, simulate
+from tests.support.sched.recorded import perf, recorded
+from tests.support.sched.sources import BEHAVIORS, Source
+
+SOURCE = st.builds(
+    Source,
+    behaviors=st.lists(st.sampled_from(BEHAVIORS), min_size=1, max_size=4),
+    seconds=st.sampled_from([0.0, 1e-5, 1e-4]),
+    pages=st.sampled_from([1, 3, 1 << 30]),
+)
+
+
+def run(jobs: list[Job], *sources: Source, roles: tuple[Role, ...] = (Role.MIXED,), **shape: Any) -> tuple[Any, Any]:
+    """Return the outcome, and the prefix fetches of the cluster after it."""
+    seen: list[Cluster] = []
+    outcome = simulate(jobs, roles, sources=sources, watch=seen.append, **shape)
+    return outcome, seen[0].prefix_fetch
+
+
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=8),
+    sources=st.lists(SOURCE, min_size=1, max_size=2),
+    roles=st.sampled_from(list(ROLES.values())),
+    pages=st.sampled_from([9, 14, 64]),
+    every=st.sampled_from([0, 2, 5]),
+)
+@settings(max_examples=examples(150))
+def test_whatever_sources_do_every_request_gets_its_tokens(jobs, sources, roles, pages, every) -> None:  # type: ignore[no-untyped-def]
+    """Every second or fifth import fails as well, if there are no transfers that would fail their requests."""
+    seen = [0]
+
+    def loses() -> bool:
+        seen[0] += 1
+        return bool(every) and roles == (Role.MIXED,) and seen[0] % every == 0
+
+    outcome, fetches = run(jobs, *sources, roles=roles, pages=pages, rows=4, tokens=16, loses=loses)
+    check_complete(outcome, jobs, cancelled=True)
+    assert fetches.pages <= sum(end - start for source in sources for _, start, end in source.asked)
+
+
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=6),
+    source=SOURCE,
+    roles=st.sampled_from(list(ROLES.values())),
+    every=st.integers(3, 7),
+)
+@settings(max_examples=examples(60))
+def test_steps_that_raise_cost_no_token(jobs, source, roles, every) -> None:  # type: ignore[no-untyped-def]
+    seen = [0]
+
+    def fails(name: str, plan: StepPlan) -> bool:
+        seen[0] += 1
+        return seen[0] % every == 0 and seen[0] < 40
+
+    outcome, _ = run(jobs, source, roles=roles, pages=14, rows=4, tokens=16, fails=fails)
+    for request in outcome.requests:
+        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
+        assert told == request.output
+
+
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=8),
+    behaviors=st.lists(st.sampled_from(BEHAVIORS), min_size=1, max_size=4),
+    roles=st.sampled_from(list(ROLES)),
+    policy=st.sampled_from(["distserve", "kairos"]),
+)
+@settings(max_examples=examples(60))
+def test_replay_reproduces_every_plan(jobs, behaviors, roles, policy) -> None:  # type: ignore[no-untyped-def]
+    text = recorded(jobs, roles, policy, sources=[Source(behaviors)])
+    found = replay(text.splitlines(), perf)
+    assert found.differences == [] and found.plans == text.count('"kind":"planned"')
+
+
+@given(jobs=st.lists(JOB, min_size=1, max_size=8), behaviors=st.lists(st.sampled_from(BEHAVIORS), min_size=1))
+@settings(max_examples=examples(30))
+def test_equal_sources_give_equal_histories(jobs, behaviors) -> None:  # type: ignore[no-untyped-def]
+    first, second = (run(jobs, Source(behaviors), roles=ROLES["4x1"], policy="kairos")[0] for _ in range(2))
+    assert first.plans == second.plans and first.ended == second.ended
+
+
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=8),
+    source=SOURCE,
+    changes=st.lists(st.tuples(st.floats(0, 0.08), st.sampled_from(list(Role)), st.integers(0, 3)), max_size=5),
+)
+@settings(max_examples=examples(60))
+def test_role_changes_lose_no_held_request(jobs, source, changes) -> None:  # type: ignore[no-untyped-def]
+    turns = [(at, {index: role}) for at, role, index in changes]
+    outcome, _ = run(jobs, source, roles=ROLES["4x1"], pages=14, rows=4, tokens=16, role_changes=turns)
+    check_complete(outcome, jobs, cancelled=True)
+
+
+def test_fetched_pages_are_prefix_hits() -> None:
+    outcome, fetches = run([Job(range(41), 4)], Source())
+    assert outcome.requests[0].cached == 40 and fetches.pages == 10 and fetches.requests == 1
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_the_last_token_of_a_prompt_is_computed_here(length: int) -> None:
+    """A prompt within one page has nothing to fetch."""
+    source = Source()
+    run([Job(range(length), 4)], source)
+    assert source.asked == []
+
+
+def test_a_source_that_is_slower_than_computing_is_not_asked() -> None:
+    source = Source(seconds=1.0)
+    outcome, fetches = run([Job(range(41), 4)], source)
+    assert source.asked == [] and fetches.requests == 0 and outcome.requests[0].cached == 0
+
+
+def test_a_source_is_asked_again_for_the_rest() -> None:
+    source = Source(["short"])
+    outcome, fetches = run([Job(range(41), 4)], source)
+    assert [start for _, start, _ in source.asked] == list(range(len(source.asked))) and len(source.asked) > 1
+    assert outcome.requests[0].cached == 4 * fetches.pages > 4
+
+
+def test_the_fastest_source_is_asked_first_and_another_one_for_what_it_lacks() -> None:
+    slow, fast = Source(seconds=1e-4), Source(seconds=1e-5, pages=6)
+    outcome, _ = run([Job(range(41), 4)], slow, fast)
+    assert fast.asked == [(0, 0, 6), (0, 6, 10)] and slow.asked == [] and outcome.requests[0].cached == 40
+    fast.behaviors, fast.asked = ["raises"], []
+    outcome, fetches = run([Job(range(41), 4)], slow, fast)
+    assert fast.asked == [(0, 0, 6)] and slow.asked == [(0, 0, 10)]
+    assert outcome.requests[0].cached == 40 and fetches.failures == 1
+
+
+@pytest.mark.parametrize("behavior", ["never", "deaf", "late"])
+def test_a_request_waits_no_longer_than_computing_its_prompt_would_take(behavior: str) -> None:
+    alone = simulate([Job(range(200), 4)], pages=128).requests[0]
+    outcome, _ = run([Job(range(200), 4)], Source([behavior]), pages=128)
+    request = outcome.requests[0]
+    assert request.cached == 0 and request.finish_reason == "stop"
+    assert alone.first_token_at is not None and request.first_token_at is not None
+    patience = max(LEAST_PATIENCE, 1.05 * alone.first_token_at)
+    assert alone.first_token_at < request.first_token_at <= alone.first_token_at + patience
+
+
+def test_the_same_pages_are_fetched_once() -> None:
+    source = Source(seconds=5e-5)
+    outcome, fetches = run([Job(range(41), 4, arrival=0.0001 * index) for index in range(5)], source)
+    assert len(source.asked) == 1 and fetches.requests == 5 and fetches.pages == 10
+    assert [request.cached for request in outcome.requests] == [40] * 5
+
+
+def test_a_held_request_can_be_cancelled() -> None:
+    outcome, fetches = run([Job(range(200), 4, cancel_at=0.005), Job(range(9), 2)], Source(["never"]), pages=128)
+    assert [request.finish_reason for request in outcome.requests] == ["abort", "stop"]
+    assert outcome.requests[0].scheduled_at is None and fetches.requests == 2
+
+
+@pytest.mark.parametrize("roles", [(Role.MIXED, Role.MIXED), (Role.MIXED,)])
+def test_held_requests_leave_an_instance_that_hangs(roles: tuple[Role, ...]) -> None:
+    """The first step of an instance counts as hung after 31 s, when two requests have been held for 10 ms."""
+    jobs = [Job(range(100 * index, 100 * index + 80), 4, arrival=30.99 if index else 0.0) for index in range(3)]
+    held: list[int] = []
+
+    def log(name: str) -> Any:
+        return lambda kind, **fields: held.append(len(clusters[0].prefix_fetch)) if kind == "hang" else None
+
+    def late(name: str, plan: StepPlan) -> float:
+        return 300.0 if name == "mixed0" and any(span.request == 0 for span in plan.spans) else 0.0
+
+    clusters: list[Cluster] = []
+    sources = [Source(["raises", "never", "never"])]
+    outcome = simulate(jobs, roles, sources=sources, watch=clusters.append, pages=128, rest=1e3, log=log, late=late,
+                       routing="round_robin")  # fmt: skip
+    assert held[0] == 2 and len(held) == 2, "both were held when the step counted as hung, and it came back"
+    assert outcome.requests[0].finish_reason == UNAVAILABLE
+    others = {request.finish_reason for request in outcome.requests[1:]}
+    assert others == {"stop" if len(roles) > 1 else UNAVAILABLE}
+
+
+def test_requests_that_ask_for_prompt_logprobs_fetch_nothing() -> None:
+    source = Source()
+    run([Job(range(41), 4, params=SamplingParams(max_tokens=None, prompt_logprobs=1))], source)
+    assert source.asked == []
