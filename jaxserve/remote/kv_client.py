@@ -8,7 +8,7 @@ import logging
 import zlib
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,12 +31,11 @@ from jaxserve.remote.kv_messages import (
     Want,
     decode_from_giver,
 )
+from jaxserve.remote.kv_share import Transport
 from jaxserve.remote.messages import encode
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
 
 log = logging.getLogger(__name__)
-
-Transport = Literal["auto", "direct", "host"]
 
 GREETING = 10.0  # seconds until the other process must have sent its layout
 SILENT = 10.0  # seconds without a byte of an answer, beyond the wait that was asked for
@@ -68,6 +67,13 @@ class Place(NamedTuple):
             jax.ShapeDtypeStruct((*one.shape[:2], size, *one.shape[3:]), one.dtype, sharding=one.sharding)
             for one in self.arrays
         ]
+
+
+class Arrived(NamedTuple):
+    """The KV of pages on the devices, and how long the other process waited for the first of them."""
+
+    kv_buffer: KVBuffer
+    waited: float
 
 
 class _Answer:
@@ -127,7 +133,7 @@ class Giving:
     def close(self) -> None:
         self._connection.close()
 
-    async def pages(self, digests: Sequence[bytes], seconds: float) -> KVBuffer | None:
+    async def pages(self, digests: Sequence[bytes], seconds: float) -> Arrived | None:
         """Return the first of these pages, as many as come in one answer; None if none is there within `seconds`.
 
         Raises WrongKV if the content is not what was given, and Unavailable if the other process is lost or silent.
@@ -139,11 +145,11 @@ class Giving:
             await self._arrival(answer, seconds)
             what = answer.what
             if isinstance(what, Offer):
-                return await self._pulled(what)
+                return Arrived(await self._pulled(what), what.waited)
             assert what is not None
             if not what.pages:
                 return None
-            return await asyncio.to_thread(_unpacked, what, answer.content, self._place)
+            return Arrived(await asyncio.to_thread(_unpacked, what, answer.content, self._place), what.waited)
         finally:
             del self._answers[call]
             self._send(Done(call))

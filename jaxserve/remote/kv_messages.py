@@ -48,7 +48,7 @@ class Greeting(Message, frozen=True):
 
 
 class Parcel(Message, frozen=True):
-    """The content of the first `pages` pages that were asked for; 0: none came in time.
+    """The content of the first `pages` pages that were asked for, after `waited` seconds; 0: none came in time.
 
     Arrays of `sizes` bytes follow in Parts, with a CRC-32 for each. All pages of an array are one
     contiguous block.
@@ -56,6 +56,7 @@ class Parcel(Message, frozen=True):
 
     call: int
     pages: int
+    waited: float = 0.0
     sizes: tuple[int, ...] = ()
     sums: tuple[int, ...] = ()
 
@@ -70,11 +71,12 @@ class Part(Message, frozen=True):
 class Offer(Message, frozen=True):
     """The first `pages` pages that were asked for can be pulled: a piece of `size` pages, under `uuid`.
 
-    sums: the checksum of each array (programs/checksum.py), over the whole piece.
+    waited: seconds until the first one was there. sums: the checksum of each array (programs/checksum.py), over the whole piece.
     """
 
     call: int
     pages: int
+    waited: float
     size: int
     uuid: int
     sums: tuple[int, ...]

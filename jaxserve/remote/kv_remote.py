@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 from jaxserve.engine.memory.transfer import KVBuffer
 from jaxserve.remote.address import Address
-from jaxserve.remote.kv_client import Giving, Place, Transport, WrongKV
+from jaxserve.remote.kv_client import Giving, Place, WrongKV
 from jaxserve.remote.kv_direct import Direct
+from jaxserve.remote.kv_share import Transport
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError
 from jaxserve.sched.api.request import Request
 
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ASIDE = 2.0  # seconds for which a process is not asked again after a fault
-LEARNING = 0.2  # weight of the last fetch in the predicted seconds per page
+LEARNING = 0.1  # weight of the last fetch in its predicted seconds, in each of their two parts
 FETCHES = 4  # at a time: each may hold a piece that is not in a pool yet
 
 
@@ -46,7 +47,7 @@ class RemoteKV:
         self._now = now
         self._givings: dict[str, asyncio.Task[Giving]] = {}
         self._aside: dict[str, float] = {}  # processes that failed, until when they are not asked
-        self._page_seconds = 0.0
+        self._each, self._page = 0.0, 0.0  # seconds of a fetch: for itself, and for each of its pages
         self._fetches = asyncio.Semaphore(FETCHES)
 
     def find(self, request: Request, digests: Sequence[bytes]) -> int:
@@ -57,7 +58,7 @@ class RemoteKV:
 
     def seconds(self, pages: int) -> float:
         """Predict the seconds to fetch this many pages, from the fetches so far."""
-        return pages * self._page_seconds
+        return self._each + pages * self._page
 
     async def fetch(self, request: Request, digests: Sequence[bytes], start: int, wait: float = 0.0) -> Any:
         """Return the KV of pages [start, n); None if they are not there within `wait` seconds, or are wrong."""
@@ -71,23 +72,24 @@ class RemoteKV:
             async with self._fetches:
                 giving = await self._giving(address)
                 began = self._now()
-                kv_buffer = await giving.pages(digests, wait)
+                arrived = await giving.pages(digests, wait)
         except JaxserveError as error:
             self.fallbacks += 1
             self._fail(address, error)
             return None
-        if kv_buffer is None:
+        if arrived is None:
             self.fallbacks += 1
             return None
-        self._note(kv_buffer, self._now() - began)
-        return kv_buffer
+        self._note(arrived.kv_buffer, max(0.0, self._now() - began - arrived.waited))
+        return arrived.kv_buffer
 
     def _note(self, kv_buffer: KVBuffer, seconds: float) -> None:
         self.pages += kv_buffer.pages
         self.fetch_seconds += seconds
         self.bytes += sum(one.nbytes * count // one.shape[2] for count, piece in kv_buffer.pieces for one in piece)
-        each = seconds / kv_buffer.pages
-        self._page_seconds += (each - self._page_seconds) * (LEARNING if self._page_seconds else 1.0)
+        error, weight = seconds - self.seconds(kv_buffer.pages), LEARNING if self._each else 0.5
+        self._each = max(0.0, self._each + weight * error)
+        self._page = max(0.0, self._page + weight * error / kv_buffer.pages)
 
     async def _giving(self, address: str) -> Giving:
         """Return the connection to a process; requests that need it at the same time share one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import zlib
 from collections.abc import Sequence
 from typing import Protocol
@@ -148,32 +149,36 @@ class _Taker:
             self._send(Parcel(want.call, 0))
 
     async def _give(self, want: Want) -> None:
-        server = self._server
+        server, began = self._server, time.monotonic()
         if await server.giver.arrive(want.digests, min(want.seconds, WAIT)):
+            waited = time.monotonic() - began
             async with server.copies:
                 direct = server.direct if want.direct else None
                 export = await server.giver.export(want.digests, server.most, direct is not None)
                 if export is not None:
-                    await (self._send_parcel(want, export) if direct is None else self._offer(want, export, direct))
+                    if direct is None:
+                        await self._send_parcel(want, export, waited)
+                    else:
+                        await self._offer(want, export, waited, direct)
                     server.pages += export.pages
                     return
         self._send(Parcel(want.call, 0))
 
-    async def _send_parcel(self, want: Want, export: Export) -> None:
+    async def _send_parcel(self, want: Want, export: Export, waited: float) -> None:
         arrays, sums = await asyncio.to_thread(_packed, export)
-        self._send(Parcel(want.call, export.pages, tuple(map(len, arrays)), sums))
+        self._send(Parcel(want.call, export.pages, waited, tuple(map(len, arrays)), sums))
         for array in arrays:
             for at in range(0, len(array), PART):
                 self._send(Part(want.call, array[at : at + PART].tobytes()))
                 await self.connection.drained()
 
-    async def _offer(self, want: Want, export: Export, direct: Direct) -> None:
+    async def _offer(self, want: Want, export: Export, waited: float, direct: Direct) -> None:
         """Offer a piece, and keep it until it has been pulled: jax does not keep deleted arrays."""
         sums = await asyncio.to_thread(lambda: [int(x) for one in export.sums for x in np.asarray(one)])
         taken = self._taken[want.call] = asyncio.Event()
         try:
             number = direct.offer(export.piece, OFFERED)
-            self._send(Offer(want.call, export.pages, export.piece[0].shape[2], number, tuple(sums)))
+            self._send(Offer(want.call, export.pages, waited, export.piece[0].shape[2], number, tuple(sums)))
             async with asyncio.timeout(OFFERED):
                 await taken.wait()
         except TimeoutError:

@@ -41,6 +41,16 @@ class Submit(Message, frozen=True):
     salt: bytes
     waited: float
     progress: Progress | None = None
+    handed_over: bool = False  # end it after its first token: another engine continues it
+    kv_from: str = ""  # where the KV of its prompt is
+
+
+class Prefetch(Message, frozen=True):
+    """Fetch the KV of a prompt that another engine computes, since its request will come here."""
+
+    prompt: tuple[int, ...]
+    salt: bytes
+    kv_from: str
 
 
 class Cancel(Message, frozen=True):
@@ -114,6 +124,7 @@ class Hello(Message, frozen=True):
     info: EngineInfo
     queue: int | None  # requests that may wait for each instance that takes prompts; None: unbounded
     state: State
+    kv: str = ""  # where other engines get KV of this one; "": nowhere
 
 
 class Outputs(Message, frozen=True):
@@ -138,7 +149,7 @@ class Answer(Message, frozen=True):
     failure: Failure | None = None
 
 
-FromFront = Submit | Cancel | GetStats | SetRoles | ResetPrefixCache
+FromFront = Submit | Prefetch | Cancel | GetStats | SetRoles | ResetPrefixCache
 FromEngine = Hello | State | Outputs | Refused | Answer
 
 

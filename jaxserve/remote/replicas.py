@@ -24,6 +24,7 @@ from jaxserve.engine.runtime.merged import merged_info, merged_stats
 from jaxserve.outputs import RequestMetrics
 from jaxserve.remote.address import Place
 from jaxserve.remote.client import REMEMBERED, RemoteEngine, Submitting
+from jaxserve.remote.handoff import check_replica_roles, short, splits, unfit
 from jaxserve.remote.messages import Submit
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, QueueFull, Unavailable
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta
@@ -49,6 +50,9 @@ class _Ask:
     engine: RemoteEngine | None = None
     remote: int = -1  # its id there
     tried: list[RemoteEngine] = field(default_factory=list)  # engines that were lost with it, or had no room
+    split: bool = False  # `engine` computes the first token only
+    target: RemoteEngine | None = None  # what continues then
+    kv_from: str = ""  # where the KV of its prompt was computed
     cancelled: str | None = None
     metrics: RequestMetrics | None = None
     refusal: JaxserveError | None = None
@@ -125,7 +129,7 @@ class Replicas(Submitting):
         if progress is not None:
             ask.output, ask.scored = list(progress.output), progress.scored
             ask.times = [now - progress.first, now - progress.last] if progress.output else []
-        found = self._choose(())
+        found = self._pick(ask, ())
         if found is None:
             raise Unavailable(self.ailment or "no replica takes requests")
         self._asks[id] = ask
@@ -164,9 +168,28 @@ class Replicas(Submitting):
         ]
         return min(able, key=lambda engine: engine.load, default=None)
 
+    def _pick(self, ask: _Ask, without: Collection[RemoteEngine]) -> RemoteEngine | None:
+        """Return an engine with the role to begin or continue a request; one with another role if there is none."""
+        target = ask.target
+        if target is not None and ask.output and target.healthy and target in self._engines and target not in without:
+            return target
+        others = unfit(self._engines, begun=bool(ask.output) or short(ask.request, self._engines[0]))
+        return self._choose((*without, *others)) or self._choose(without)
+
     def _start(self, ask: _Ask, engine: RemoteEngine) -> None:
         now, ask.engine = time.monotonic(), engine
         request = structs.replace(ask.request, waited=now - ask.arrival, progress=ask.progress(now))
+        if not ask.output:
+            accepting = [one for at, one in enumerate(self._engines) if at not in self._draining]
+            ask.kv_from, ask.target, ask.split = engine.kv, None, splits(request, accepting, engine)
+            if ask.split:
+                ask.target = self._choose(unfit(self._engines, begun=True))
+                if ask.target is not None:
+                    ask.target.prefetch(request.prompt, request.salt, engine.kv)
+        else:
+            ask.split = False
+        kv_from = "" if engine.kv == ask.kv_from else ask.kv_from
+        request = structs.replace(request, handed_over=ask.split, kv_from=kv_from)
         ask.remote = engine.send(request, partial(self._told, ask, engine))
 
     def _told(self, ask: _Ask, engine: RemoteEngine, delta: Delta) -> None:
@@ -179,6 +202,12 @@ class Replicas(Submitting):
             ask.metrics, ask.refusal = engine.record(ask.remote), engine.refusal(ask.remote)
             if self._continues(ask, engine, delta):
                 return
+            if ask.split and delta.finish_reason == "length":
+                found = self._handed_over(ask, delta)
+                if found is not None:
+                    self._start(ask, found)
+                    return
+                delta = Delta(ask.request.id, finish_reason=UNAVAILABLE, error=self.ailment)
             if delta.finish_reason == UNAVAILABLE and ask.cancelled is not None:
                 delta = Delta(ask.request.id, finish_reason=ask.cancelled)
             del self._asks[ask.request.id]
@@ -187,6 +216,11 @@ class Replicas(Submitting):
                 self._over.popitem(last=False)
         ask.on_delta(delta._replace(request=ask.request.id))
 
+    def _handed_over(self, ask: _Ask, delta: Delta) -> RemoteEngine | None:
+        """Pass on the first token of a request that continues elsewhere, and return where."""
+        ask.on_delta(delta._replace(request=ask.request.id, finish_reason=None))
+        return None if ask.cancelled is not None else self._pick(ask, ask.tried)
+
     def _continues(self, ask: _Ask, engine: RemoteEngine, delta: Delta) -> bool:
         """Send a request to another engine if this one is lost, hangs, or has no room; return whether it was."""
         lost = delta.finish_reason == UNAVAILABLE
@@ -194,7 +228,7 @@ class Replicas(Submitting):
         if ask.cancelled is not None or not (lost or full):
             return False
         ask.tried.append(engine)
-        found = self._choose(ask.tried)
+        found = self._pick(ask, ask.tried)
         if found is None or len(ask.tried) > MOVES:
             return False
         if lost:
@@ -246,6 +280,8 @@ class Replicas(Submitting):
             begin = own.stop
         if unknown:
             raise InvalidValue(f"instance={min(unknown)!r} must be 0 to {begin - 1}", "instance")
+        if any(engine.kv for engine in self._engines):
+            check_replica_roles(roles.get(at, role) for at, role in enumerate(self.roles))
         begin = 0
         for engine in self._engines:
             count = len(engine.roles)

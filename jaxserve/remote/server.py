@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from jaxserve.engine.engine import Engine
 from jaxserve.outputs import RequestMetrics
 from jaxserve.remote.address import Address
 from jaxserve.remote.connection import Connection
+from jaxserve.remote.kv_exchange import KVExchange
+from jaxserve.remote.kv_share import KVShare
 from jaxserve.remote.messages import (
     Answer,
     Cancel,
@@ -23,6 +25,7 @@ from jaxserve.remote.messages import (
     GetStats,
     Hello,
     Outputs,
+    Prefetch,
     Refused,
     ResetPrefixCache,
     SetRoles,
@@ -33,6 +36,7 @@ from jaxserve.remote.messages import (
 )
 from jaxserve.sched.api.errors import JaxserveError
 from jaxserve.sched.api.plan import Delta
+from jaxserve.sched.api.policy import Role
 from jaxserve.version import __version__
 
 log = logging.getLogger(__name__)
@@ -43,8 +47,10 @@ SHARING = 1.0  # seconds between two States
 class EngineServer:
     """Serves an engine to fronts. Writer: the engine's thread."""
 
-    def __init__(self, engine: Engine, key: bytes) -> None:
+    def __init__(self, engine: Engine, key: bytes, share: KVShare | None = None) -> None:
+        """share: how this process exchanges KV with others; None: it does not."""
         self.engine = engine
+        self.exchange = None if share is None else KVExchange(engine, share)
         self.address: Address  # set by `start`
         self._key = key
         self._fronts = set[_Front]()
@@ -53,6 +59,8 @@ class EngineServer:
 
     def start(self, address: Address) -> Address:
         """Listen, and return the address with its port. Called from another thread. Raises InvalidValue."""
+        if self.exchange is not None:
+            self.exchange.start(address)
         self.address = self.engine.run(lambda: self._start(address))
         return self.address
 
@@ -73,6 +81,8 @@ class EngineServer:
                 front.connection.close()
             await asyncio.sleep(0)  # lets the cancelled task end
 
+        if self.exchange is not None:
+            self.exchange.close()
         self.engine.run(closed)
 
     def _accept(self) -> Connection:
@@ -84,11 +94,24 @@ class EngineServer:
 
     def state(self, call: int | None = None) -> State:
         """Return the State of now."""
-        return State(self.engine.stats(), self.engine.ailment, call)
+        stats = self.engine.stats()
+        if self.exchange is not None:
+            stats = self.exchange.described(stats)
+        return State(stats, self.engine.ailment, call)
 
     def hello(self) -> Hello:
         """Return the first message to a front."""
-        return Hello(__version__, self.engine.info, self.engine.queue_bound, self.state())
+        exchange = self.exchange
+        info = self.engine.info if exchange is None else exchange.presented(self.engine.info)
+        kv = "" if exchange is None else str(exchange.address)
+        return Hello(__version__, info, self.engine.queue_bound, self.state(), kv)
+
+    def set_roles(self, roles: Mapping[int, Role]) -> bool:
+        """Set the roles of instances, or of this replica if it shares KV. Called from another thread."""
+        if self.exchange is None:
+            return bool(self.engine.set_roles(roles))
+        self.exchange.set_roles(roles)
+        return True
 
     def join(self, front: _Front) -> None:
         self._fronts.add(front)
@@ -147,8 +170,11 @@ class _Front:
                     self._engine.cancel(id, message.reason)
             case GetStats():
                 self._send(self._server.state(message.call))
+            case Prefetch():
+                if self._server.exchange is not None:
+                    self._server.exchange.prefetch(message)
             case SetRoles():
-                self._call(message.call, lambda: bool(self._engine.set_roles(message.roles)))
+                self._call(message.call, lambda: self._server.set_roles(message.roles))
             case ResetPrefixCache():
                 self._call(message.call, self._engine.reset_prefix_cache)
 
@@ -167,6 +193,8 @@ class _Front:
                 salt=message.salt,
                 waited=message.waited,
                 progress=message.progress,
+                handed_over=message.handed_over,
+                kv_from=message.kv_from,
                 on_delta=partial(self._told, message.id),
             )
         except JaxserveError as error:

@@ -28,9 +28,10 @@ def run(config: ServeConfig) -> int:
     keys = Keys.of(config)  # report unreadable files and a port in use before minutes of loading
     warn_if_open(config, keys)
     load_limits(config, keys.names)
-    if config.replicas > 1 and config.api_server_count == 0:
+    if len(config.replica_roles) > 1 and config.api_server_count == 0:
         raise InvalidValue(
-            f"replicas={config.replicas} are processes of their own: use --api-server-count 1 or more", "replicas"
+            f"replicas={len(config.replica_roles)} are processes of their own: use --api-server-count 1 or more",
+            "replicas",
         )
     if config.api_server_count > 1 and len(keys.names) > 1:
         raise InvalidValue(

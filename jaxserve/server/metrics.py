@@ -251,6 +251,14 @@ class EngineCollector(Collector):
                 "Steps that exceeded the time limit; their instance gets no requests until they end.",
                 stats.hung_steps,
             ),
+            ("kv_fetched_pages", "KV pages fetched from other engine processes.", stats.kv_fetched_pages),
+            ("kv_fetched_bytes", "Bytes of KV pages fetched from other engine processes.", stats.kv_fetched_bytes),
+            (
+                "kv_fetch_fallbacks",
+                "Fetches from other engine processes without pages, whose tokens were computed instead.",
+                stats.kv_fetch_fallbacks,
+            ),
+            ("kv_given_pages", "KV pages given to other engine processes.", stats.kv_given_pages),
             ("journal_errors", "1 after a write error stopped the journal (--journal).", stats.journal_errors),
             ("compilations", "Programs compiled, including during warm-up.", stats.compilations),
             (
@@ -300,6 +308,12 @@ class EngineCollector(Collector):
                 stats.collection_seconds,
             ),
             ("kv_transfer_seconds", "Time of KV transfers between instances.", stats.transfers, stats.transfer_seconds),
+            (
+                "kv_fetch_seconds",
+                "Time of fetches of KV pages from other engine processes, by pages.",
+                stats.kv_fetched_pages,
+                stats.kv_fetch_seconds,
+            ),
         ):
             family: Any = SummaryMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([self._model], count, total)

@@ -25,10 +25,11 @@ from jaxserve.errors import InvalidValue
 from jaxserve.remote import kv_client, kv_server
 from jaxserve.remote.address import Address
 from jaxserve.remote.connection import Connection
-from jaxserve.remote.kv_client import Giving, Place, Transport, WrongKV
+from jaxserve.remote.kv_client import Giving, Place, WrongKV
 from jaxserve.remote.kv_direct import Direct, direct_host
 from jaxserve.remote.kv_remote import RemoteKV
 from jaxserve.remote.kv_server import KVServer
+from jaxserve.remote.kv_share import Transport
 from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Request
@@ -76,6 +77,13 @@ class Room:
         return start + count
 
 
+async def fetched(giving: Giving) -> Any:
+    """Return the first pages, which are there."""
+    arrived = await giving.pages(DIGESTS, 0.0)
+    assert arrived is not None
+    return arrived.kv_buffer
+
+
 def asked(address: str) -> Request:
     request = Request(0, (1, 2, 3), SamplingParams(), SLO(), 0.0)
     request.kv_from = address
@@ -100,9 +108,9 @@ def test_pages_arrive_as_they_were_given(tmp_path: Path, direct: Direct, transpo
         assert giving.direct == (transport == "direct")
         at = 0
         while at < PAGES:
-            kv_buffer = await giving.pages(DIGESTS[at:], 0.0)
-            assert kv_buffer is not None
-            at = room.check(kv_buffer, at)
+            arrived = await giving.pages(DIGESTS[at:], 0.0)
+            assert arrived is not None
+            at = room.check(arrived.kv_buffer, at)
         assert await giving.pages([b"unknown"], 0.0) is None
         room.server.close()
 
@@ -122,7 +130,9 @@ def test_pages_arrive_once_they_are_computed(tmp_path: Path, direct: Direct, tra
                 await asyncio.sleep(0.01)
                 assert not waiting.done()
                 room.given.there += 7
-            at = room.check(await waiting, at)
+            arrived = await waiting
+            assert arrived is not None
+            at = room.check(arrived.kv_buffer, at)
         assert await giving.pages(DIGESTS[30:], 0.01) is None
         room.server.close()
 
@@ -133,8 +143,7 @@ def test_an_answer_has_few_bytes(tmp_path: Path, direct: Direct) -> None:
     async def work() -> None:
         room = Room(tmp_path, direct)
         await room.serve(page_bytes=kv_server.PARCEL // 3)
-        kv_buffer = await (await room.connect("host")).pages(DIGESTS, 0.0)
-        assert kv_buffer is not None and kv_buffer.pages == 3
+        assert (await fetched(await room.connect("host"))).pages == 3
         room.server.close()
 
     run(work)
@@ -168,7 +177,7 @@ def test_other_shards_come_through_the_host(tmp_path: Path, direct: Direct) -> N
         room.place = place(1, room.kv)
         giving = await room.connect("auto")
         assert not giving.direct
-        room.check(await giving.pages(DIGESTS, 0.0), 0)
+        room.check(await fetched(giving), 0)
         with pytest.raises(InvalidValue, match="'direct' is not possible: shards are 2 shards there and 1 shards here"):
             await room.connect("direct")
         room.server.close()
@@ -289,7 +298,7 @@ def test_a_slow_link_is_slow_and_right(tmp_path: Path, direct: Direct) -> None:
         proxy = await asyncio.start_unix_server(joined, room.address.path)
         giving = await room.connect("host")
         began = time.monotonic()
-        room.check(await giving.pages(DIGESTS, 0.0), 0)
+        room.check(await fetched(giving), 0)
         assert time.monotonic() - began > 0.01
         giving.close()
         room.server.close()

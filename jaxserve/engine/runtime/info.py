@@ -87,6 +87,11 @@ class Stats:
     journal_errors: int = 0  # 1 after the journal failed to be written and stopped
     hung_steps: int = 0  # steps that the watchdog gave up
     replicas: int = 1  # engines that take requests
+    kv_fetched_pages: int = 0  # from other engines
+    kv_fetched_bytes: int = 0
+    kv_fetch_seconds: float = 0.0
+    kv_fetch_fallbacks: int = 0  # fetches without pages: this engine computed the tokens
+    kv_given_pages: int = 0  # to other engines
 
     @property
     def attained(self) -> int:

@@ -13,6 +13,7 @@ from jaxserve.engine.programs.checksum import checksums
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.sched.api.errors import StepFailed
 from jaxserve.sched.instance.block_pool import BlockPool
+from jaxserve.sched.instance.scheduler import Scheduler
 
 LOOK = 0.002  # seconds between two looks at a prefix cache that lacks a wanted page
 
@@ -28,14 +29,17 @@ class Export(NamedTuple):
 class KVPages:
     """Gives copies of pages. A page that is evicted meanwhile stays in a copy that was dispatched before."""
 
-    def __init__(self, instances: Sequence[tuple[BlockPool, JaxExecutor]]) -> None:
+    def __init__(self, instances: Sequence[tuple[Scheduler, JaxExecutor]]) -> None:
         self._instances = instances
+
+    def _pools(self) -> list[tuple[BlockPool, JaxExecutor]]:
+        return [(scheduler.blocks, executor) for scheduler, executor in self._instances]
 
     async def arrive(self, digests: Sequence[bytes], seconds: float) -> bool:
         """Wait until the first page is in a prefix cache; False if it is not within `seconds`."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
-        while not any(blocks.match(digests[:1]) for blocks, _ in self._instances):
+        while not any(blocks.match(digests[:1]) for blocks, _ in self._pools()):
             if loop.time() >= end:
                 return False
             await asyncio.sleep(LOOK)
@@ -43,7 +47,7 @@ class KVPages:
 
     async def export(self, digests: Sequence[bytes], most: int, summed: bool) -> Export | None:
         """Copy up to `most` leading pages that are in one prefix cache; None if the first is not there."""
-        blocks, executor = max(self._instances, key=lambda one: one[0].match(digests))
+        blocks, executor = max(self._pools(), key=lambda one: one[0].match(digests))
         pages = blocks.find(digests)[: min(most, executor.largest_piece)]
         if not pages:
             return None
