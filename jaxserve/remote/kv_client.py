@@ -128,6 +128,9 @@ class Giving:
         except JaxserveError as error:
             made.close()
             raise InvalidValue(f"KV pages of {address} cannot be used: {error}", "address") from None
+        except asyncio.CancelledError:
+            made.close()
+            raise
         return made
 
     def close(self) -> None:

@@ -95,7 +95,10 @@ class KVExchange:
         async def closed() -> None:
             self._server.close()
             await self._remote.close()
-            await asyncio.sleep(0)  # lets cancelled tasks end
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
 
         if self._thread.is_alive():
             self._call(closed())

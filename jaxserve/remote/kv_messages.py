@@ -71,7 +71,8 @@ class Part(Message, frozen=True):
 class Offer(Message, frozen=True):
     """The first `pages` pages that were asked for can be pulled: a piece of `size` pages, under `uuid`.
 
-    waited: seconds until the first one was there. sums: the checksum of each array (programs/checksum.py), over the whole piece.
+    waited: seconds until the first one was there. sums: the checksums of all shards of each array
+    (programs/checksum.py), over the whole piece.
     """
 
     call: int

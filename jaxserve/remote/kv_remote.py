@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
 
 from jaxserve.engine.memory.transfer import KVBuffer
 from jaxserve.remote.address import Address
@@ -18,8 +17,6 @@ from jaxserve.sched.api.errors import InvalidValue, JaxserveError
 from jaxserve.sched.api.request import Request
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 ASIDE = 2.0  # seconds for which a process is not asked again after a fault
 LEARNING = 0.1  # weight of the last fetch in its predicted seconds, in each of their two parts
@@ -49,10 +46,12 @@ class RemoteKV:
         self._aside: dict[str, float] = {}  # processes that failed, until when they are not asked
         self._each, self._page = 0.0, 0.0  # seconds of a fetch: for itself, and for each of its pages
         self._fetches = asyncio.Semaphore(FETCHES)
+        self._lock = threading.Lock()  # between a new fetch and the end of `loop`
+        self._closed = False  # guarded by _lock
 
     def find(self, request: Request, digests: Sequence[bytes]) -> int:
         """Return how many leading pages to expect: all pages of the prompt, at the address that the request names."""
-        if not request.kv_from or self._aside.get(request.kv_from, 0.0) > self._now():
+        if self._closed or not request.kv_from or self._aside.get(request.kv_from, 0.0) > self._now():
             return 0
         return len(digests)
 
@@ -60,12 +59,14 @@ class RemoteKV:
         """Predict the seconds to fetch this many pages, from the fetches so far."""
         return self._each + pages * self._page
 
-    async def fetch(self, request: Request, digests: Sequence[bytes], start: int, wait: float = 0.0) -> Any:
+    async def fetch(self, request: Request, digests: Sequence[bytes], start: int, wait: float = 0.0) -> KVBuffer | None:
         """Return the KV of pages [start, n); None if they are not there within `wait` seconds, or are wrong."""
-        return await asyncio.wrap_future(self._there(self._fetch(request.kv_from, digests[start:], wait)))
-
-    def _there(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if self._closed:
+                return None
+            work = self._fetch(request.kv_from, digests[start:], wait)
+            fetching = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return await asyncio.wrap_future(fetching)
 
     async def _fetch(self, address: str, digests: Sequence[bytes], wait: float) -> KVBuffer | None:
         try:
@@ -109,7 +110,9 @@ class RemoteKV:
             connecting.result().close()
 
     async def close(self) -> None:
-        """Disconnect; runs on `loop`."""
+        """Disconnect, and fetch no more; runs on `loop`."""
+        with self._lock:
+            self._closed = True
         for connecting in self._givings.values():
             connecting.cancel()
             if connecting.done() and not connecting.cancelled() and connecting.exception() is None:

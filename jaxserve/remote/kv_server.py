@@ -156,11 +156,11 @@ class _Taker:
                 direct = server.direct if want.direct else None
                 export = await server.giver.export(want.digests, server.most, direct is not None)
                 if export is not None:
+                    server.pages += export.pages
                     if direct is None:
                         await self._send_parcel(want, export, waited)
                     else:
                         await self._offer(want, export, waited, direct)
-                    server.pages += export.pages
                     return
         self._send(Parcel(want.call, 0))
 
