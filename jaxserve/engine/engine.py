@@ -304,9 +304,8 @@ class Engine:
 
     def prefetch(self, prompt: Sequence[int], salt: bytes, kv_from: str, source: KVSource, patience: float) -> None:
         """Fetch the KV of a prompt into the prefix cache of the instance for prompts with the most room."""
-        request = Request(
-            next(self._ids), tuple(prompt), REHEARSED, NO_SLO, self._machine.now(), salt=salt, kv_from=kv_from
-        )
+        whole = (*prompt, 0)  # a request looks up the pages before its last token, and its first token comes
+        request = Request(next(self._ids), whole, REHEARSED, NO_SLO, self._machine.now(), salt=salt, kv_from=kv_from)
         cores = [core for core in self._cluster.cores if core.scheduler.role is not Role.DECODE]
         core = max(cores, key=lambda core: (not core.scheduler.hung, core.scheduler.blocks.available))
         self._cluster.prefix_fetch.ahead(request, core, source, patience)
