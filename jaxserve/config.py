@@ -279,6 +279,7 @@ class ServeConfig(HttpSettings):
         """Check names and options of policies and routers before anything is loaded."""
         policies.make(self.policy)
         routing.make(policies.routing(self.policy, self.routing), admission.make(self.admission))
+        routing.make(self.replica_routing, what="replica_routing")
         _ = self.perf_preset
 
     def _check_mesh(self) -> None:

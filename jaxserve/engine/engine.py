@@ -39,6 +39,7 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import STANDARD, Progress, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
+from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.journal import REHEARSAL
 
@@ -246,6 +247,16 @@ class Engine:
             why = f"not started within {seconds:g} s (--queue-timeout): try again later"
             self._cluster.cancel(id, "expired", why)
 
+    @property
+    def schedulers(self) -> tuple[Scheduler, ...]:
+        """The schedulers of the instances, to read from the engine's thread."""
+        return tuple(core.scheduler for core in self._cluster.cores)
+
+    @property
+    def now(self) -> float:
+        """The time on the clock of the instances, in seconds."""
+        return self._machine.now()
+
     # roles, from any thread
 
     @property
@@ -295,8 +306,7 @@ class Engine:
 
     def kv_pages(self) -> KVPages:
         """Return what gives copies of the pages in the prefix caches."""
-        schedulers = [core.scheduler for core in self._cluster.cores]
-        return KVPages(list(zip(schedulers, self._machine.executors, strict=True)))
+        return KVPages(list(zip(self.schedulers, self._machine.executors, strict=True)))
 
     def add_kv_source(self, source: KVSource) -> None:
         """Fetch KV pages from one more source from now on."""

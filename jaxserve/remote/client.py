@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -21,12 +22,15 @@ from jaxserve.remote.connection import Connection
 from jaxserve.remote.messages import (
     Answer,
     Cancel,
+    Follow,
+    FromEngine,
     FromFront,
     GetStats,
     Hello,
     Outputs,
     Prefetch,
     Refused,
+    Report,
     ResetPrefixCache,
     SetRoles,
     State,
@@ -34,6 +38,7 @@ from jaxserve.remote.messages import (
     decode_from_engine,
     encode,
 )
+from jaxserve.remote.reports import Receiver, Update
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta
@@ -47,6 +52,7 @@ T = TypeVar("T")
 GREETING = 20.0  # seconds until an engine that listens must have said hello
 SEEDS = (1 << 64) - 1
 SILENT = 30.0  # seconds without a State after which the engine counts as hung
+DRIFT = 1e-5  # seconds between two reports by which the clocks of two machines may drift apart
 REMEMBERED = 4096  # ended requests with times that `record` has not returned yet
 
 
@@ -95,7 +101,8 @@ class RemoteEngine(Submitting):
         self._stats: Stats
         self._ailment: str | None = None
         self._heard = time.monotonic()
-        self._since = 0  # requests submitted after the last State
+        self._instances: Receiver
+        self._ahead = inf  # seconds to add to times of the engine
         self._queue: Queue
         self._loop = asyncio.get_running_loop()
         self._greeted: asyncio.Future[None] = self._loop.create_future()
@@ -106,6 +113,8 @@ class RemoteEngine(Submitting):
         self._listeners: dict[int, Callable[[Delta], None]] = {}
         self._gone: str | None = None  # why the connection is lost
         self.on_lost: Callable[[str], None] = lambda why: None
+        self.updates: dict[int, Update]  # of all instances, when the engine was connected
+        self.on_report: Callable[[dict[int, Update], int], None] = lambda updates, mark: None
         self._connection: Connection
 
     @classmethod
@@ -143,7 +152,6 @@ class RemoteEngine(Submitting):
         id = next(self._ids)
         self._send(structs.replace(request, id=id))
         self._listeners[id] = on_delta
-        self._since += 1
         return id
 
     def prefetch(self, prompt: tuple[int, ...], salt: bytes, kv_from: str) -> None:
@@ -183,10 +191,10 @@ class RemoteEngine(Submitting):
         """The role of each instance, as of the last State."""
         return tuple(Role(one.role) for one in self._stats.instances)
 
-    @property
-    def load(self) -> int:
-        """The number of requests there, by the last State, and those sent from here since."""
-        return self._stats.running + self._stats.waiting + self._since
+    def follow(self, on_report: Callable[[dict[int, Update], int], None]) -> None:
+        """Ask for reports of the instances; `on_report` gets what has changed, and the last request that it shows."""
+        self.on_report = on_report
+        self._send(Follow())
 
     @property
     def healthy(self) -> bool:
@@ -255,12 +263,17 @@ class RemoteEngine(Submitting):
     def _received(self, frame: bytes) -> None:
         try:
             message = decode_from_engine(frame)
+            if isinstance(message, Hello):
+                self._instances = Receiver(message.limits)
+            updates = self._read(message)
         except ValueError as error:
             self._connection.close(f"a message that cannot be decoded: {error}; is it another version?")
             return
         match message:
             case Outputs():
                 self._told(message)
+            case Report():
+                self.on_report(updates, message.mark)
             case State():
                 self._see(message)
             case Refused():
@@ -269,6 +282,7 @@ class RemoteEngine(Submitting):
             case Answer():
                 self._answered(message)
             case Hello():
+                self.updates = updates
                 self._greet(message)
 
     def _greet(self, message: Hello) -> None:
@@ -282,10 +296,24 @@ class RemoteEngine(Submitting):
             self._greeted.set_result(None)
 
     def _see(self, state: State) -> None:
-        self._stats, self._ailment, self._heard, self._since = state.stats, state.ailment, time.monotonic(), 0
+        self._stats, self._ailment, self._heard = state.stats, state.ailment, time.monotonic()
         waiting = self._calls.get(-1 if state.call is None else state.call)
         if waiting is not None and not waiting.done():
             waiting.set_result(True)
+
+    def _read(self, message: FromEngine) -> dict[int, Update]:
+        """Return what the reports in a message say, with times on the clock of this process. Raises ValueError."""
+        if isinstance(message, Report):
+            updates = self._instances.read(message.instances)
+        elif isinstance(message, Hello):
+            updates = self._instances.read(message.reports)
+        else:
+            return {}
+        now = time.monotonic()
+        taken = [one.snapshot.taken for one in updates.values()]
+        if taken:  # the least difference that was seen is nearest to that of the clocks: no message came faster
+            self._ahead = min(self._ahead + DRIFT, now - max(taken))
+        return {at: replace(one, snapshot=one.snapshot.later(self._ahead)) for at, one in updates.items()}
 
     def _answered(self, message: Answer) -> None:
         waiting = self._calls.get(message.call)

@@ -12,10 +12,11 @@ import msgspec
 
 from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.outputs import RequestMetrics
+from jaxserve.remote.reports import InstanceReport
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, QueueFull, Unavailable
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta
-from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Progress
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.stats import Sizes
@@ -73,6 +74,10 @@ class SetRoles(Message, frozen=True):
     roles: dict[int, Role]
 
 
+class Follow(Message, frozen=True):
+    """Ask for Reports from now on."""
+
+
 class ResetPrefixCache(Message, frozen=True):
     """Ask to empty the prefix cache."""
 
@@ -124,7 +129,16 @@ class Hello(Message, frozen=True):
     info: EngineInfo
     queue: int | None  # requests that may wait for each instance that takes prompts; None: unbounded
     state: State
+    limits: tuple[Limits, ...]  # of the instances
+    reports: tuple[InstanceReport, ...]  # of all instances, without prefix caches
     kv: str = ""  # where other engines get KV of this one; "": nowhere
+
+
+class Report(Message, frozen=True):
+    """What has changed on instances; sent at most every REPORTING seconds to fronts that Follow."""
+
+    mark: int  # the last request of this front that the instances show, or that has ended
+    instances: tuple[InstanceReport, ...]
 
 
 class Outputs(Message, frozen=True):
@@ -149,8 +163,8 @@ class Answer(Message, frozen=True):
     failure: Failure | None = None
 
 
-FromFront = Submit | Prefetch | Cancel | GetStats | SetRoles | ResetPrefixCache
-FromEngine = Hello | State | Outputs | Refused | Answer
+FromFront = Submit | Prefetch | Cancel | GetStats | SetRoles | ResetPrefixCache | Follow
+FromEngine = Hello | State | Report | Outputs | Refused | Answer
 
 
 def _own_types(kind: type, value: Any) -> Any:

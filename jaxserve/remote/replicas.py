@@ -26,13 +26,17 @@ from jaxserve.remote.address import Place
 from jaxserve.remote.client import REMEMBERED, RemoteEngine, Submitting
 from jaxserve.remote.handoff import check_replica_roles, short, splits, unfit
 from jaxserve.remote.messages import Submit
+from jaxserve.remote.reports import Update
+from jaxserve.sched import routing
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, QueueFull, Unavailable
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.request import Progress
+from jaxserve.sched.api.request import Progress, Request
+from jaxserve.sched.routing.front import Front
 
 log = logging.getLogger(__name__)
 
+ROUTER = "unified"
 RETRY = 0.25  # seconds between attempts to connect to an engine that was lost
 MOVES = 8  # replicas that a request may try before it ends with an error: it may be what ends them
 
@@ -47,15 +51,24 @@ class _Ask:
     output: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # when they arrived
     scored: int = 0  # prompt positions with log-probabilities
+    routed: Request = field(init=False)  # what the router sees
     engine: RemoteEngine | None = None
     remote: int = -1  # its id there
     tried: list[RemoteEngine] = field(default_factory=list)  # engines that were lost with it, or had no room
     split: bool = False  # `engine` computes the first token only
-    target: RemoteEngine | None = None  # what continues then
+    target: int | None = None  # the instance that continues then
     kv_from: str = ""  # where the KV of its prompt was computed
     cancelled: str | None = None
     metrics: RequestMetrics | None = None
     refusal: JaxserveError | None = None
+
+    def __post_init__(self) -> None:
+        sent = self.request
+        self.routed = Request(
+            sent.id, sent.prompt, sent.params, sent.slo, self.arrival, priority=sent.priority, tier=sent.tier,
+            salt=sent.salt,
+        )  # fmt: skip
+        self.routed.output = self.output
 
     def progress(self, now: float) -> Progress | None:
         """Return what the next engine must know; None for a request without a beginning."""
@@ -68,13 +81,17 @@ class _Ask:
 class Replicas(Submitting):
     """Engines in other processes as one engine. All methods belong to one loop, as those of RemoteEngine."""
 
-    def __init__(self, engines: Sequence[RemoteEngine], seed: str = "0") -> None:
-        """Use connected engines; the seeds of requests without one come from `seed`.
+    def __init__(self, engines: Sequence[RemoteEngine], seed: str = "0", router: str = ROUTER) -> None:
+        """Use connected engines; the seeds of requests without one come from `seed`. `router`: by name.
 
         Raises InvalidValue if they do not serve the same model in the same way.
         """
         self.info: EngineInfo = merged_info([engine.info for engine in engines])
         self._engines = list(engines)
+        counts = [len(engine.info.instances) for engine in engines]
+        self._front = Front(routing.make(router), counts, self.info.instances[0].page_size)
+        for at, engine in enumerate(engines):
+            self._follow(at, engine)
         self._seed = seed
         self._ids = itertools.count()
         self._asks: dict[int, _Ask] = {}  # unfinished
@@ -85,12 +102,12 @@ class Replicas(Submitting):
         self.on_continued: Callable[[], None] = lambda: None  # told when a request goes on after a loss
 
     @classmethod
-    async def connect(cls, places: Sequence[Place], seed: str = "0") -> Replicas:
+    async def connect(cls, places: Sequence[Place], seed: str = "0", router: str = ROUTER) -> Replicas:
         """Connect to engines that are ready, and again to each that comes back after it was lost.
 
         Raises InvalidValue if one does not answer, or differs from the others.
         """
-        replicas = cls([await RemoteEngine.connect(*place) for place in places], seed)
+        replicas = cls([await RemoteEngine.connect(*place) for place in places], seed, router)
         for at, place in enumerate(places):
             replicas._watch(at, place)
         return replicas
@@ -104,6 +121,21 @@ class Replicas(Submitting):
                 task.add_done_callback(self._returning.discard)
 
         self._engines[at].on_lost = lost
+
+    def _follow(self, at: int, engine: RemoteEngine) -> None:
+        """Let the router know the instances of an engine."""
+        self._front.forget(at)
+        self._report(at, engine, engine.updates, -1)
+        if len(self._engines) > 1:
+            engine.follow(partial(self._report, at, engine))
+
+    def _report(self, at: int, engine: RemoteEngine, updates: Mapping[int, Update], mark: int) -> None:
+        if self._engines[at] is not engine:
+            return
+        first = self._front.instances(at).start
+        for index, one in updates.items():
+            self._front.caches(first + index, one.gained, one.lost, one.anew)
+        self._front.update(at, {first + index: one.snapshot for index, one in updates.items()}, mark)
 
     async def _reconnect(self, at: int, place: Place) -> None:
         while True:
@@ -127,9 +159,10 @@ class Replicas(Submitting):
             params = replace(params, seed=zlib.crc32(f"{self._seed} {id}".encode()))
         ask = _Ask(structs.replace(request, id=id, params=params), now - request.waited, on_delta)
         if progress is not None:
-            ask.output, ask.scored = list(progress.output), progress.scored
+            ask.output += progress.output
+            ask.scored = progress.scored
             ask.times = [now - progress.first, now - progress.last] if progress.output else []
-        found = self._pick(ask, ())
+        found = self._pick(ask)
         if found is None:
             raise Unavailable(self.ailment or "no replica takes requests")
         self._asks[id] = ask
@@ -159,38 +192,44 @@ class Replicas(Submitting):
 
     # routing
 
-    def _choose(self, without: Collection[RemoteEngine]) -> RemoteEngine | None:
-        """Return the engine with the fewest requests, by its last State and by what was sent from here since."""
-        able = [
-            engine
-            for at, engine in enumerate(self._engines)
-            if engine not in without and at not in self._draining and engine.healthy
-        ]
-        return min(able, key=lambda engine: engine.load, default=None)
+    def _choose(self, ask: _Ask, others: Collection[RemoteEngine] = ()) -> int | None:
+        """Return the instance that the router chooses, among those of replicas that take the request but `others`."""
+        without = [at for at, one in enumerate(self._engines) if one in others or not self._takes(ask, one)]
+        return self._front.choose(ask.routed, time.monotonic(), without)
 
-    def _pick(self, ask: _Ask, without: Collection[RemoteEngine]) -> RemoteEngine | None:
-        """Return an engine with the role to begin or continue a request; one with another role if there is none."""
-        target = ask.target
-        if target is not None and ask.output and target.healthy and target in self._engines and target not in without:
-            return target
-        others = unfit(self._engines, begun=bool(ask.output) or short(ask.request, self._engines[0]))
-        return self._choose((*without, *others)) or self._choose(without)
+    def _pick(self, ask: _Ask) -> int | None:
+        """Return an instance with the role to begin or continue a request; one with another role if there is none."""
+        if ask.target is not None and ask.output and self._takes(ask, self._engines[self._front.group(ask.target)]):
+            return ask.target
+        begun = bool(ask.output) or short(ask.request, self._engines[0])
+        found = self._choose(ask, unfit(self._engines, begun=begun))
+        return self._choose(ask) if found is None else found
 
-    def _start(self, ask: _Ask, engine: RemoteEngine) -> None:
-        now, ask.engine = time.monotonic(), engine
+    def _takes(self, ask: _Ask, engine: RemoteEngine) -> bool:
+        draining = self._engines.index(engine) in self._draining
+        return engine.healthy and not draining and engine not in ask.tried
+
+    def _start(self, ask: _Ask, instance: int) -> None:
+        """Send a request to the engine of an instance. The engine may use another one of its own."""
+        now, engine = time.monotonic(), self._engines[self._front.group(instance)]
         request = structs.replace(ask.request, waited=now - ask.arrival, progress=ask.progress(now))
         if not ask.output:
-            accepting = [one for at, one in enumerate(self._engines) if at not in self._draining]
-            ask.kv_from, ask.target, ask.split = engine.kv, None, splits(request, accepting, engine)
-            if ask.split:
-                ask.target = self._choose(unfit(self._engines, begun=True))
-                if ask.target is not None:
-                    ask.target.prefetch(request.prompt, request.salt, engine.kv)
-        else:
-            ask.split = False
+            self._plan(ask, engine)
+        handed_over = ask.split = ask.split and not ask.output
         kv_from = "" if engine.kv == ask.kv_from else ask.kv_from
-        request = structs.replace(request, handed_over=ask.split, kv_from=kv_from)
-        ask.remote = engine.send(request, partial(self._told, ask, engine))
+        request = structs.replace(request, handed_over=handed_over, kv_from=kv_from)
+        ask.engine, ask.remote = engine, engine.send(request, partial(self._told, ask, engine))
+        self._front.sent(instance, ask.routed, ask.remote)
+
+    def _plan(self, ask: _Ask, engine: RemoteEngine) -> None:
+        """Decide whether an engine hands a request over, and let the one that continues it fetch the KV meanwhile."""
+        others = [one for one in self._engines if self._takes(ask, one)]
+        ask.kv_from, ask.target, ask.split = engine.kv, None, splits(ask.request, others, engine)
+        if ask.split:
+            ask.target = self._choose(ask, unfit(self._engines, begun=True))
+        if ask.target is not None:
+            there = self._engines[self._front.group(ask.target)]
+            there.prefetch(ask.request.prompt, ask.request.salt, engine.kv)
 
     def _told(self, ask: _Ask, engine: RemoteEngine, delta: Delta) -> None:
         """Pass on what an engine says of a request, or continue it elsewhere if the engine is lost."""
@@ -216,10 +255,10 @@ class Replicas(Submitting):
                 self._over.popitem(last=False)
         ask.on_delta(delta._replace(request=ask.request.id))
 
-    def _handed_over(self, ask: _Ask, delta: Delta) -> RemoteEngine | None:
+    def _handed_over(self, ask: _Ask, delta: Delta) -> int | None:
         """Pass on the first token of a request that continues elsewhere, and return where."""
         ask.on_delta(delta._replace(request=ask.request.id, finish_reason=None))
-        return None if ask.cancelled is not None else self._pick(ask, ask.tried)
+        return None if ask.cancelled is not None else self._pick(ask)
 
     def _continues(self, ask: _Ask, engine: RemoteEngine, delta: Delta) -> bool:
         """Send a request to another engine if this one is lost, hangs, or has no room; return whether it was."""
@@ -228,13 +267,17 @@ class Replicas(Submitting):
         if ask.cancelled is not None or not (lost or full):
             return False
         ask.tried.append(engine)
-        found = self._pick(ask, ask.tried)
+        found = self._pick(ask)
         if found is None or len(ask.tried) > MOVES:
             return False
         if lost:
             self.on_continued()
         log.info(
-            "request %s continues on %s after %d tokens: %s", ask.request.key, found.name, len(ask.output), delta.error
+            "request %s continues on %s after %d tokens: %s",
+            ask.request.key,
+            self._engines[self._front.group(found)].name,
+            len(ask.output),
+            delta.error,
         )
         self._start(ask, found)
         return True
@@ -310,5 +353,9 @@ class Replicas(Submitting):
     def rejoin(self, replica: int, engine: RemoteEngine) -> None:
         """Use another engine for a replica from now on. Raises InvalidValue if it differs from the others."""
         merged_info([self.info, engine.info])
+        count, own = len(self._front.instances(replica)), len(engine.info.instances)
+        if own != count:
+            raise InvalidValue(f"the replica has {own} instances, and the one that it replaces had {count}", "mesh")
         self._engines[replica] = engine
+        self._follow(replica, engine)
         self._draining.discard(replica)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, cast
+
+import msgspec
 
 from jaxserve.engine.engine import Engine
 from jaxserve.outputs import RequestMetrics
@@ -21,12 +24,14 @@ from jaxserve.remote.messages import (
     Answer,
     Cancel,
     Failure,
+    Follow,
     FromEngine,
     GetStats,
     Hello,
     Outputs,
     Prefetch,
     Refused,
+    Report,
     ResetPrefixCache,
     SetRoles,
     State,
@@ -34,6 +39,7 @@ from jaxserve.remote.messages import (
     decode_from_front,
     encode,
 )
+from jaxserve.remote.reports import Feed, InstanceReport
 from jaxserve.sched.api.errors import JaxserveError
 from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.policy import Role
@@ -42,6 +48,7 @@ from jaxserve.version import __version__
 log = logging.getLogger(__name__)
 
 SHARING = 1.0  # seconds between two States
+REPORTING = 0.05  # least seconds between two Reports: a front counts what it sent since the last one itself
 
 
 class EngineServer:
@@ -54,7 +61,8 @@ class EngineServer:
         self.address: Address  # set by `start`
         self._key = key
         self._fronts = set[_Front]()
-        self._sharing: asyncio.Task[None] | None = None
+        self._feeds = [Feed(index, one) for index, one in enumerate(engine.schedulers)]
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._listening: asyncio.Server | None = None
 
     def start(self, address: Address) -> Address:
@@ -66,7 +74,7 @@ class EngineServer:
 
     async def _start(self, address: Address) -> Address:
         self._listening, bound = await address.listen(self._accept)
-        self._sharing = asyncio.ensure_future(self._share())
+        self._tasks = asyncio.ensure_future(self._share()), asyncio.ensure_future(self._report())
         return bound
 
     def close(self) -> None:
@@ -75,11 +83,11 @@ class EngineServer:
         async def closed() -> None:
             if self._listening is not None:
                 self._listening.close()
-            if self._sharing is not None:
-                self._sharing.cancel()
+            for task in self._tasks:
+                task.cancel()
             for front in tuple(self._fronts):
                 front.connection.close()
-            await asyncio.sleep(0)  # lets the cancelled task end
+            await asyncio.sleep(0)  # lets the cancelled tasks end
 
         if self.exchange is not None:
             self.exchange.close()
@@ -101,10 +109,12 @@ class EngineServer:
 
     def hello(self) -> Hello:
         """Return the first message to a front."""
-        exchange = self.exchange
-        info = self.engine.info if exchange is None else exchange.presented(self.engine.info)
+        engine, exchange = self.engine, self.exchange
+        info = engine.info if exchange is None else exchange.presented(engine.info)
         kv = "" if exchange is None else str(exchange.address)
-        return Hello(__version__, info, self.engine.queue_bound, self.state(), kv)
+        limits = tuple(one.limits for one in engine.schedulers)
+        reports = self._whole_reports(cache=False)
+        return Hello(__version__, info, engine.queue_bound, self.state(), limits, reports, kv)
 
     def set_roles(self, roles: Mapping[int, Role]) -> bool:
         """Set the roles of instances, or of this replica if it shares KV. Called from another thread."""
@@ -113,11 +123,23 @@ class EngineServer:
         self.exchange.set_roles(roles)
         return True
 
+    def report(self, mark: int) -> Report:
+        """Return the first Report to a front that follows, and begin to collect events for it."""
+        for feed in self._feeds:
+            feed.follow(True)
+        return Report(mark, self._whole_reports(cache=True))
+
+    def _whole_reports(self, *, cache: bool) -> tuple[InstanceReport, ...]:
+        return tuple(feed.whole(self.engine.now, cache=cache) for feed in self._feeds)
+
     def join(self, front: _Front) -> None:
         self._fronts.add(front)
 
     def leave(self, front: _Front) -> None:
         self._fronts.discard(front)
+        if not any(one.follows for one in self._fronts):
+            for feed in self._feeds:
+                feed.follow(False)
 
     async def _share(self) -> None:
         while True:
@@ -126,6 +148,17 @@ class EngineServer:
                 state = encode(self.state())
                 for front in tuple(self._fronts):
                     front.connection.send(state)
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORTING)
+            followers = [front for front in self._fronts if front.follows]
+            if followers:
+                now = self.engine.now
+                news = [one for feed in self._feeds if (one := feed.news(now)) is not None]
+                encoded = tuple(msgspec.Raw(encode(one)) for one in news)  # once for all fronts
+                for front in followers:
+                    front.report(encoded)
 
 
 class _Front:
@@ -142,6 +175,8 @@ class _Front:
         self._ended: dict[int, RequestMetrics] = {}  # likewise
         self._flushing = False
         self._calls = set[asyncio.Task[None]]()
+        self.follows = False
+        self._mark = self._reported = -1  # the last request that has entered the engine, and that a Report said so of
 
     def opened(self, connection: Connection) -> None:
         self._send(self._server.hello())
@@ -177,6 +212,18 @@ class _Front:
                 self._call(message.call, lambda: self._server.set_roles(message.roles))
             case ResetPrefixCache():
                 self._call(message.call, self._engine.reset_prefix_cache)
+            case Follow():
+                self.follows = True
+                self._send(self._server.report(self._mark))
+
+    def report(self, instances: Sequence[msgspec.Raw]) -> None:
+        """Send encoded reports of the instances, if there are any or a request has entered since the last ones."""
+        if instances or self._mark != self._reported:
+            self._reported = self._mark
+            self._send(Report(self._mark, cast(Any, instances)))
+
+    def _entered(self, id: int) -> None:
+        self._mark = id
 
     def _send(self, message: FromEngine) -> None:
         self.connection.send(encode(message))
@@ -201,6 +248,7 @@ class _Front:
             self._send(Refused(message.id, Failure.of(error)))
         else:
             self._running[message.id] = id
+        self._loop.call_soon(self._entered, message.id)  # after the request has entered the engine
 
     def _told(self, id: int, delta: Delta) -> None:
         """Keep a delta until the step has told all of its requests."""

@@ -56,7 +56,8 @@ async def serve_remote(
 ) -> None:
     """Serve HTTP for the engines at `places` until shutdown; `index` is that of this front."""
     # Requests of two fronts must not share seeds: equal prompts would get equal samples.
-    engine = await Replicas.connect(places, f"{config.seed}.{index}" if index else str(config.seed))
+    seed = f"{config.seed}.{index}" if index else str(config.seed)
+    engine = await Replicas.connect(places, seed, config.replica_routing)
     service = Service(engine, tokenizer, config)
     engine.on_continued = service.metrics.continued
     try:

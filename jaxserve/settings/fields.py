@@ -49,6 +49,10 @@ class HttpSettings:
         "jax.experimental.transfer. host: as bytes over the connection of the engines. auto: direct where both sides "
         "can, else host.",
     )  # fmt: skip
+    replica_routing: str = flag(
+        "unified", "server", "Router that chooses the replica of a request, with options after a colon: any that "
+        "--routing takes, except auto.", metavar="NAME",
+    )  # fmt: skip
     api_key: tuple[str, ...] = flag(
         (), "server", "Keys that requests must send as `Authorization: Bearer KEY`, called key-1, key-2, ... in "
         "metrics. Other users of the machine can see flags: prefer --api-key-file or the variable JAXSERVE_API_KEY.",

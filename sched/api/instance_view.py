@@ -25,7 +25,9 @@ class InstanceView(Protocol):
     @property
     def ends(self) -> float: ...  # predicted end of the submitted steps, seconds
     @property
-    def hung(self) -> bool: ...  # its oldest step does not end, so it gets no requests
+    def hung(self) -> bool: ...  # its oldest step does not end
+    @property
+    def accepting(self) -> bool: ...  # takes new requests: does not hang, and its process does not drain
     @property
     def kv_waiting(self) -> int: ...  # requests of other instances that wait for KV pages here
     @property
@@ -76,6 +78,10 @@ class ReadOnlyView:
     @property
     def hung(self) -> bool:
         return self._instance.hung
+
+    @property
+    def accepting(self) -> bool:
+        return self._instance.accepting
 
     @property
     def kv_waiting(self) -> int:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 from ..api.errors import InvalidValue
+from ..api.request import Request
 
 DIGEST_SIZE = 16
 
@@ -19,6 +20,33 @@ DIGEST_SIZE = 16
 def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Return the digest of a page of tokens that follows the prefix with digest `parent`."""
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=DIGEST_SIZE).digest()
+
+
+def next_digest(request: Request, page_size: int) -> bytes:
+    """Add the digest of the next full page of known tokens to `request.digests`, and return it."""
+    known = request.digests
+    start = len(known) * page_size
+    known.append(chain(known[-1] if known else request.salt, request.tokens(start, start + page_size)))
+    return known[-1]
+
+
+class CacheEvents:
+    """The prefixes that a cache gained or lost, for one reader. Writer: the BlockPool that it follows."""
+
+    def __init__(self, pages: Mapping[bytes, int]) -> None:
+        """`pages`: the digests that the pool knows; those of now count as gained."""
+        self._pages = pages
+        self._changed = dict.fromkeys(pages)
+
+    def note(self, digest: bytes) -> None:
+        """Note that a prefix was added or removed."""
+        self._changed[digest] = None
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the digests gained and lost since the last call."""
+        changed, self._changed = self._changed, {}
+        gained = [digest for digest in changed if digest in self._pages]
+        return gained, [digest for digest in changed if digest not in self._pages] if len(gained) < len(changed) else []
 
 
 class BlockPool:
@@ -44,6 +72,7 @@ class BlockPool:
         self._children: Counter[bytes] = Counter()  # digest -> number of known digests that follow it
         self._changes: list[bytes] = []
         self._torn = False
+        self._readers: list[CacheEvents] = []
 
     @property
     def available(self) -> int:
@@ -120,7 +149,7 @@ class BlockPool:
             self._digest[page] = digest
             self._parent[digest] = parent
             self._children[parent] += 1
-            self._changes.append(digest)
+            self._note(digest)
 
     def unregister(self, page: int) -> None:
         """Remove the content of a held page from the prefix cache."""
@@ -142,7 +171,25 @@ class BlockPool:
         if not self._children[parent]:
             del self._children[parent]
         self._torn |= digest in self._children
+        self._note(digest)
+
+    def _note(self, digest: bytes) -> None:
         self._changes.append(digest)
+        for reader in self._readers:
+            reader.note(digest)
+
+    def follow(self) -> CacheEvents:
+        """Return what the prefix cache gains and loses from now on; what it has counts as gained."""
+        self._readers.append(CacheEvents(self._page))
+        return self._readers[-1]
+
+    @property
+    def digests(self) -> Collection[bytes]:
+        """The prefixes in the cache."""
+        return self._page.keys()
+
+    def unfollow(self, reader: CacheEvents) -> None:
+        self._readers.remove(reader)
 
     @property
     def changed(self) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..api.log import Log, no_log
 from ..api.request import Request
-from .block_pool import BlockPool, chain
+from .block_pool import BlockPool, next_digest
 
 
 class Reservation(NamedTuple):
@@ -54,10 +54,8 @@ class KVManager:
     def digests(self, request: Request, tokens: int) -> Sequence[bytes]:
         """Return the digests of the full pages of the first `tokens` tokens, cached on the request."""
         size, known = self.blocks.page_size, request.digests
-        for page in range(len(known), tokens // size):
-            parent = known[-1] if known else request.salt
-            known.append(chain(parent, request.tokens(page * size, (page + 1) * size)))
-            self._log("digest", id=request.id, digest=known[-1])
+        for _ in range(len(known), tokens // size):
+            self._log("digest", id=request.id, digest=next_digest(request, size))
         return known[: tokens // size]
 
     def sought(self, request: Request) -> Sequence[bytes]:

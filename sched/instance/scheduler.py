@@ -85,6 +85,11 @@ class Scheduler:
         return self._queues.role
 
     @property
+    def accepting(self) -> bool:
+        """Whether it takes new requests."""
+        return not self.hung
+
+    @property
     def blocks(self) -> BlockPool:
         return self._kv.blocks
 

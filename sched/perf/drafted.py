@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import log2
 
 from ..api.perf import Array, Load, PerfModel
@@ -26,6 +26,23 @@ class Drafted:
         for load, seconds in points:
             if load.drafts:
                 self.observe(load, seconds)
+
+    @classmethod
+    def known(cls, inner: PerfModel, ratios: dict[tuple[int, int], float], version: int) -> Drafted:
+        """Create a model with these ratios, see `ratios`."""
+        model = cls(inner)
+        model._ratios, model.version = ratios, version
+        return model
+
+    @property
+    def inner(self) -> PerfModel:
+        """The model of steps that do not draft."""
+        return self._inner
+
+    @property
+    def ratios(self) -> Mapping[tuple[int, int], float]:
+        """The measured ratios, by drafted tokens and size of the step."""
+        return self._ratios
 
     @property
     def prefill_rate(self) -> float:

@@ -85,6 +85,11 @@ class LearnedModel:
         return self._form.coefficients
 
     @property
+    def form(self) -> Padded:
+        """The coefficients and factors as learned so far."""
+        return self._form
+
+    @property
     def prefill_rate(self) -> float:
         return self._prefill_rate
 

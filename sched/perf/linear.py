@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,8 +19,29 @@ FORGETTING = 0.99  # per step: the weight of a step halves after 69 others
 KNOWN = 20  # steps after which a single step is clipped; also the weight of an offline fit
 
 
+@dataclass(frozen=True, slots=True)
+class LinearForm:
+    """T = a + b*(new tokens) + c*(tokens of context that new ones attend to). A `Form`."""
+
+    a: float
+    b: float
+    c: float
+
+    def step_time(self, load: Load) -> float:
+        return self.a + self.b * load.tokens + self.c * (load.context + load.prefix)
+
+    def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
+        return self.a + self.b * np.asarray(rows, dtype=float) + self.c * np.asarray(context, dtype=float)
+
+    def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
+        full, last = whole_steps(tokens, chunk)
+        steps = full + (last > 0)
+        result: Array = steps * (self.a + self.c * (context + chunk * (steps - 1.0) / 2)) + self.b * tokens
+        return result
+
+
 class LinearModel:
-    """T = a + b*(new tokens) + c*(tokens of context that new ones attend to). A `PerfModel`.
+    """A `LinearForm` that is recalibrated online. A `PerfModel`.
 
     The three coefficients are corrected at each step by least squares of the relative error with
     forgetting (see `Recursive`). After KNOWN steps, a step counts as at most twice as fast or slow as
@@ -72,24 +94,22 @@ class LinearModel:
         return a, b, c
 
     @property
+    def form(self) -> LinearForm:
+        """The coefficients as learned so far."""
+        return LinearForm(*self.coefficients)
+
+    @property
     def prefill_rate(self) -> float:
         return self._prefill_rate
 
     def step_time(self, load: Load) -> float:
-        a, b, c = self.coefficients
-        return a + b * load.tokens + c * (load.context + load.prefix)
+        return self.form.step_time(load)
 
     def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
-        a, b, c = self.coefficients
-        result: Array = a + b * np.asarray(rows, dtype=float) + c * np.asarray(context, dtype=float)
-        return result
+        return self.form.decode_times(rows, longest, context)
 
     def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
-        a, b, c = self.coefficients
-        full, last = whole_steps(tokens, chunk)
-        steps = full + (last > 0)
-        result: Array = steps * (a + c * (context + chunk * (steps - 1.0) / 2)) + b * tokens
-        return result
+        return self.form.prefill_times(tokens, context, chunk)
 
     def observe(self, load: Load, seconds: float) -> None:
         if not 0 < seconds < float("inf"):

@@ -98,9 +98,21 @@ class Corrected:
         first = form.step_time(Load().add_chunk(chunk, 0))
         self._prefill_rate = chunk / first if first > 0 else float("inf")
 
+    @classmethod
+    def known(cls, form: Form, ratio: float, prefill_rate: float, version: int) -> Corrected:
+        """Create a model with a known correction, which stays as it is."""
+        model = cls(form, correct=False)
+        model._ratio.value, model._prefill_rate, model.version = ratio, prefill_rate, version
+        return model
+
     @property
     def form(self) -> Form:
         return self._form
+
+    @property
+    def ratio(self) -> float:
+        """The correction: recent measured/predicted."""
+        return self._ratio.value
 
     @property
     def prefill_rate(self) -> float:

@@ -76,6 +76,26 @@ class TableModel:
         table._filled = table._seconds
         return table
 
+    @classmethod
+    def known(
+        cls,
+        batches: Sequence[int],
+        lengths: Sequence[int],
+        seconds: Sequence[Sequence[float]],
+        *,
+        lookup: Literal["bilinear", "nearest"],
+        prefill_rate: float,
+        version: int,
+    ) -> TableModel:
+        """Create a table from what `filled` returns."""
+        table = cls(batches, lengths, prefill_rate=prefill_rate, lookup=lookup)
+        table._filled, table.version = np.array(seconds, dtype=float), version
+        return table
+
+    def filled(self) -> tuple[list[float], list[float], str, list[list[float]]]:
+        """Return the batches, the lengths, the kind of lookup, and the seconds by batch and length."""
+        return *self._axes, self._lookup, self._filled.tolist()
+
     def add(self, points: Iterable[tuple[int, int, float]]) -> None:
         """Add measured (batch, longest context, seconds) to a table that is filled by measurement."""
         self.version += 1

@@ -18,11 +18,11 @@ ROUTERS = {
 }
 
 
-def make(name: str, admission: Admission | None = None) -> Router:
+def make(name: str, admission: Admission | None = None, *, what: str = "routing") -> Router:
     """Create a router by name, with options after colons. Raises InvalidValue naming what is allowed.
 
     `admission` is the control that will be asked about the chosen instance, for routers that ask it
-    ahead.
+    ahead. `what`: the setting that errors name.
     """
-    router: Router = build(ROUTERS, name, "routing", __package__, admission=admission or AdmitAll())
+    router: Router = build(ROUTERS, name, what, __package__, admission=admission or AdmitAll())
     return router

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from ..api.instance_view import InstanceView
+from ..api.perf import Array
 from ..api.policy import Role
 from ..api.request import Request
 
@@ -16,16 +19,30 @@ class Fleet(NamedTuple):
     now: float
     instances: Sequence[InstanceView]
     transfer: Callable[[int], float]  # predicted seconds to move the KV of this many tokens
+    shows_sent: bool = False  # the instances show all that the router sent, even if they are snapshots from before
 
     @property
     def entries(self) -> list[int]:
-        """Indices of the instances that prefill new prompts, without those with a hung step."""
-        return [index for index, one in enumerate(self.instances) if one.role is not Role.DECODE and not one.hung]
+        """Indices of the instances that prefill new prompts and accept requests."""
+        return [index for index, one in enumerate(self.instances) if one.role is not Role.DECODE and one.accepting]
 
     @property
     def decoders(self) -> list[int]:
-        """Indices of the decode instances, without those with a hung step."""
-        return [index for index, one in enumerate(self.instances) if one.role is Role.DECODE and not one.hung]
+        """Indices of the decode instances that accept requests."""
+        return [index for index, one in enumerate(self.instances) if one.role is Role.DECODE and one.accepting]
+
+
+class Scalars(NamedTuple):
+    """Numbers of many instances that a new prompt may go to: columns for estimates."""
+
+    begun: Array  # seconds until the submitted steps end
+    backlog: Array  # prompt tokens to compute
+    rate: Array  # prompt tokens per second
+    busy: Array  # share of the time that decodes take
+    running: Array  # requests that hold a slot
+    waiting: Array  # the others
+    context: Array  # total context of the running decodes, in tokens
+    hits: Array  # tokens of this prompt in the prefix cache
 
 
 class Move(NamedTuple):
@@ -41,12 +58,23 @@ class Router(Protocol):
     """A routing strategy. Instances are indices into `fleet.instances`, in order of preference."""
 
     writes_back: bool = False  # copy the KV of the answer back to the instance that computed the prompt
+    deflects: bool = False  # may choose a decode instance for a prompt
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         """Rank the instances for the prefill of a request.
 
         If the first one is a decode instance, the request also decodes there (deflection).
         """
+
+    def estimate(self, request: Request, scalars: Scalars) -> Array | None:
+        """Return an estimate of what `prefill` ranks by, least first: of a large fleet it sees the best only.
+
+        None if it looks at few instances anyway. By default the seconds until the prompts there and
+        this one are computed.
+        """
+        tokens = scalars.backlog + np.maximum(request.remaining - scalars.hits, 1.0)
+        seconds: Array = scalars.begun + tokens / (scalars.rate * (1.0 - scalars.busy))
+        return seconds
 
     def decode(self, request: Request, fleet: Fleet) -> list[int]:
         """Rank the instances for the decode of a prompt from a prefill instance: least total context first."""

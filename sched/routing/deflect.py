@@ -71,6 +71,8 @@ class Deflect(LeastWork):
     in 0.9 of their remaining time.
     """
 
+    deflects = True
+
     def __init__(self, faster: bool = False, slo: bool = False, dropped: bool = False, share: float = 0.75) -> None:
         if faster + slo + dropped > 1:
             raise InvalidValue("routing 'deflect' takes one of faster, slo and dropped", "routing")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..api.perf import Array
 from ..api.request import Request
-from .base import Fleet, Router
+from .base import Fleet, Router, Scalars
 from .sent import Sent
 
 WAITING = 4  # weight of a waiting request, relative to a running one, as in vLLM
@@ -27,6 +28,10 @@ class FewestRequests(Router):
         order = sorted(score, key=lambda index: (score[index], index))
         self._sent.add(order[0], request)
         return order
+
+    def estimate(self, request: Request, scalars: Scalars) -> Array:
+        score: Array = WAITING * scalars.waiting + scalars.running
+        return score
 
     def _score(self, index: int, fleet: Fleet) -> int:
         one = fleet.instances[index]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..api.perf import Array
 from ..api.request import Request
-from .base import Fleet, Router
+from .base import Fleet, Router, Scalars
 
 
 class LeastWork(Router):
@@ -23,3 +24,7 @@ class LeastWork(Router):
             return (one.prefill_backlog + new, one.decode_context, index)
 
         return sorted(fleet.entries, key=work)
+
+    def estimate(self, request: Request, scalars: Scalars) -> Array:
+        tokens: Array = scalars.backlog - scalars.hits
+        return tokens + scalars.context / (1.0 + scalars.context)  # less than a token: decides among equals

@@ -7,7 +7,7 @@ from ..admission.dp import ByDP
 from ..admission.none import AdmitAll
 from ..api.errors import InvalidValue
 from ..api.request import BEST_EFFORT, Request
-from .base import Fleet, Router
+from .base import Fleet, Router, Scalars
 
 
 class NextReplica(Router):
@@ -35,3 +35,6 @@ class NextReplica(Router):
             if self._asked.admits(request, fleet.instances[index], fleet.now):
                 return [*route[hops:], *route[:hops]]
         return route
+
+    def estimate(self, request: Request, scalars: Scalars) -> None:
+        return None

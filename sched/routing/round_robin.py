@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..api.request import Request
-from .base import Fleet, Router
+from .base import Fleet, Router, Scalars
 
 
 class RoundRobin(Router):
@@ -15,6 +15,9 @@ class RoundRobin(Router):
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         self._prefill += 1
         return _from(fleet.entries, self._prefill)
+
+    def estimate(self, request: Request, scalars: Scalars) -> None:
+        return None
 
     def decode(self, request: Request, fleet: Fleet) -> list[int]:
         self._decode += 1

@@ -20,8 +20,11 @@ class Sent:
     def unseen(self, fleet: Fleet) -> Iterator[tuple[int, Request]]:
         """Yield (instance, request) for requests that do not show on their instance yet.
 
-        Forgets requests that do, that have finished, or that have their first token.
+        Forgets requests that do, that have finished, or that have their first token; and all if the
+        fleet shows what was sent.
         """
+        if fleet.shows_sent:
+            self._sent.clear()
         seen = {index: {one.id for one in fleet.instances[index]} for index in {index for index, _ in self._sent}}
         self._sent = [
             (index, request)

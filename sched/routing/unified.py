@@ -140,7 +140,8 @@ class Unified(Router):
             self._server(other, fleet)
             for other, instance in enumerate(fleet.instances)
             if other != index
-            and not (instance.hung or instance.kv_waiting)
+            and instance.accepting
+            and not instance.kv_waiting
             and instance.running < FULL * instance.limits.rows
         ]
         moves: list[Move] = []

@@ -3,92 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from ..api.instance_view import InstanceView, ReadOnlyView
-from ..api.perf import Array
-from ..api.policy import Order, QueueView, Role, View
-from ..api.request import Request, RequestView, State
+from ..api.instance_view import InstanceView
+from ..api.policy import Role
+from ..api.request import Request, State
 from ..routing.base import Fleet, Move, Router
+from ..routing.snapshot import Snapshot
 
 OFTEN = 4  # snapshots taken per `age`
-
-
-class Seen(ReadOnlyView):
-    """An outdated InstanceView: queues, contexts, pages and predictions are from the past.
-
-    Role, limits, step-time model and prefix-cache hits are current.
-    """
-
-    ends = 0.0
-    prefill_backlog = decode_context = running = waiting = 0
-
-    def __init__(self, live: InstanceView, now: float) -> None:
-        super().__init__(live)
-        view = live.view(now, max(now, live.ends))
-        self._view = replace(view, prefill=PastQueue(view.prefill), decode=PastQueue(view.decode))
-        self._requests = tuple(live)
-        self._version = live.version
-        self.ends = live.ends
-        self.prefill_backlog = live.prefill_backlog
-        self.decode_context = live.decode_context
-        self.running = live.running
-        self.waiting = live.waiting
-
-    @property
-    def version(self) -> Hashable:
-        return self._version, super().version
-
-    def view(self, now: float, start: float) -> View:
-        return replace(self._view, now=now, start=start)
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[RequestView]:
-        return iter(self._requests)
-
-
-class PastQueue:
-    """An outdated QueueView, with copied columns."""
-
-    arrival: Array
-    ttft: Array
-    tbt: Array
-    tpot: Array
-    tightest: Array
-    deadline: Array
-    remaining: Array
-    context: Array
-    length: Array
-    running: Array
-    hit: Array
-    best_effort: Array
-
-    def __init__(self, rows: QueueView) -> None:
-        self._requests = tuple(rows)
-        self.version = rows.version
-        self.members = rows.members
-        self.standard = rows.standard
-        self._last = rows.last(np.arange(len(rows)))
-        for name in self.__annotations__:
-            setattr(self, name, getattr(rows, name).copy())
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[RequestView]:
-        return iter(self._requests)
-
-    def __getitem__(self, row: int) -> RequestView:
-        return self._requests[row]
-
-    def last(self, order: Order) -> Array:
-        return self._last[order]
 
 
 class Picture(NamedTuple):
@@ -98,11 +22,11 @@ class Picture(NamedTuple):
     instances: tuple[InstanceView, ...]
 
 
-class Stale:
+class Stale(Router):
     """A router that decides by state that is between `age` and 1.25 `age` seconds old.
 
-    Until `age` has passed it uses the first snapshot. A request that it would move stays if its prompt has
-    begun by now. Writer of its snapshots.
+    Until `age` has passed it uses the first snapshot. Step-time models and prefix-cache hits are current.
+    A request that it would move stays if its prompt has begun by now. Writer of its snapshots.
     """
 
     def __init__(self, router: Router, age: float) -> None:
@@ -136,7 +60,7 @@ class Stale:
     def _past(self, fleet: Fleet) -> Fleet:
         pictures, now = self._pictures, fleet.now
         if not pictures or now - pictures[-1].at >= self._age / OFTEN:
-            pictures.append(Picture(now, tuple(Seen(one, now) for one in fleet.instances)))
+            pictures.append(Picture(now, tuple(Snapshot.of(one, now) for one in fleet.instances)))
         while len(pictures) > 1 and pictures[1].at <= now - self._age:
             pictures.popleft()
         return fleet._replace(instances=pictures[0].instances)

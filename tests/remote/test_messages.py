@@ -15,6 +15,7 @@ from jaxserve.remote.messages import (
     Answer,
     Cancel,
     Failure,
+    Follow,
     FromEngine,
     FromFront,
     GetStats,
@@ -22,6 +23,7 @@ from jaxserve.remote.messages import (
     Outputs,
     Prefetch,
     Refused,
+    Report,
     ResetPrefixCache,
     SetRoles,
     State,
@@ -30,13 +32,20 @@ from jaxserve.remote.messages import (
     decode_from_front,
     encode,
 )
+from jaxserve.remote.reports import Columns, InstanceReport
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, QueueFull, StepFailed, Unavailable
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
-from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.sched.instance.stats import Counters
+
+
+def as_decoded(value: object) -> object:
+    """Return a description as a receiver gets it: with lists."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+
 
 IDS = st.integers(0, 2**62)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
@@ -92,6 +101,7 @@ FRONT = (
     | st.builds(GetStats, IDS)
     | st.builds(SetRoles, IDS, ROLES)
     | st.builds(ResetPrefixCache, IDS)
+    | st.just(Follow())
 )
 STATS = st.builds(
     Stats,
@@ -107,9 +117,19 @@ INFO = EngineInfo(
     frozenset({1, 2}), ThinkingMarkers((), ((5, 6),)), 1.0,
     promise=Promise(NO_SLO, frozenset({"ttft"}), {"tpot": "slow"}),
 )  # fmt: skip
+REPORT = st.builds(
+    InstanceReport, IDS, SECONDS, st.sampled_from(Role), st.sampled_from(Role), SECONDS, st.booleans(), st.booleans(),
+    IDS, IDS, IDS, IDS, IDS, IDS, IDS, IDS, SECONDS, SECONDS, st.booleans(),
+    st.just(Columns(2, 1, (0.5, b"B\x01\x02"))), st.just(Columns(0, 0, ())), st.just(()),
+    st.sampled_from((None, (("Coefficients", 1.0, 2.0), 1.0, 5.0, 7))).map(as_decoded), st.binary(), st.binary(),
+    st.booleans(),
+)  # fmt: skip
+REPORTS = st.lists(REPORT, max_size=2).map(tuple)
+LIMITS = st.just((Limits(stairs=(1, 2)),))
 FAILURE = st.builds(Failure, st.just("InvalidValue"), st.text(), st.none() | st.text())
 ENGINE = (
-    st.builds(Hello, st.text(), st.just(INFO), st.none() | IDS, STATE)
+    st.builds(Hello, st.text(), st.just(INFO), st.none() | IDS, STATE, LIMITS, REPORTS)
+    | st.builds(Report, IDS, REPORTS)
     | STATE
     | st.builds(Outputs, st.lists(DELTAS, max_size=3).map(tuple), st.dictionaries(IDS, METRICS, max_size=2))
     | st.builds(Refused, IDS, FAILURE)

@@ -151,21 +151,21 @@ def test_tokens_are_those_of_one_engine(serve: Any, whole: list[Told], transport
 
 
 def test_the_kv_of_a_prompt_arrives(serve: Any, whole: list[Told]) -> None:
-    """The replica that decodes computes the rest of the last page, and no more."""
+    """The replica that decodes computes what is not in whole pages, and a last page if fetching it saves no step."""
 
     async def work(made: Replicated) -> None:
-        (_, before), pages = made.computed(), 0
+        (_, before), pages, known = made.computed(), 0, 0
         for at in (0, 2, 6):
             told = made.submit(at)
             await told.ended.wait()
             assert told.tokens == whole[at].tokens
             pages += len(asked(at)[0]) // PAGE
+            known += len(asked(at)[0]) + 1
         await made.replicas.refresh()
         giver, taker = (one.stats() for one in made.replicas._engines)
-        assert taker.kv_fetched_pages == giver.kv_given_pages == pages
+        assert pages - 3 <= taker.kv_fetched_pages == giver.kv_given_pages <= pages
         assert taker.kv_fetch_fallbacks == 0 and taker.kv_fetched_bytes > 0
-        tails = sum(len(asked(at)[0]) % PAGE + 1 for at in (0, 2, 6))
-        assert made.computed()[1] - before == tails
+        assert made.computed()[1] - before == known - PAGE * taker.kv_fetched_pages
         assert giver.finished == taker.finished | giver.finished, "what is handed over has not ended"
 
     serve(work)

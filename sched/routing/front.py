@@ -1,0 +1,189 @@
+"""A router over instances in other processes: snapshots, corrected by what was sent since, and a shortlist."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from ..api.policy import Order, Role
+from ..api.request import Request
+from ..feasibility import decode_load, tightest_tpot
+from .base import Fleet, Router, Scalars
+from .prefix_index import Hits, PrefixIndex
+from .snapshot import Snapshot, nothing_cached
+
+SHORTLIST = 16  # instances whose queues a router looks at
+CACHED = 2  # of them: at most those with the longest prefix hits
+BUSIEST = 0.95  # most of the time that decodes are assumed to take from prompts
+ENTRY, COLUMNS = 0, 8  # the row of `Front._table` that says which instances take prompts; the number of rows
+
+
+class Front:
+    """What one process knows of all instances, and the router that it asks. Writer: its owner.
+
+    Instances are numbered over all groups. Requests decode within the group of the instance that
+    computed their prompt, so each entry of a group also shows its share of the group's decodes.
+
+    From more than `shortlist` entries, the router only sees the best ones by its own estimate from
+    numbers of the instances (`Router.estimate`), and those with the longest prefix hits.
+    """
+
+    def __init__(self, router: Router, groups: Sequence[int], page_size: int = 0, shortlist: int = SHORTLIST) -> None:
+        """`groups`: their numbers of instances. `page_size`: of the prefix caches that are indexed; 0: none are."""
+        ends = np.add.accumulate([0, *groups]).tolist()
+        self._groups = [range(begin, end) for begin, end in pairwise(ends)]
+        self._group = [at for at, group in enumerate(self._groups) for _ in group]
+        self._router = router
+        self._shortlist = shortlist
+        self._caches = PrefixIndex(page_size, ends[-1]) if page_size else None
+        self._taken: list[Snapshot | None] = [None] * ends[-1]
+        self._sent: list[dict[float, Request]] = [{} for _ in self._group]  # by mark
+        self._shown: list[Snapshot | None] = [None] * ends[-1]  # with what was sent since
+        self._table = np.zeros((COLUMNS, ends[-1]))
+
+    def group(self, index: int) -> int:
+        """Return the group of an instance."""
+        return self._group[index]
+
+    def instances(self, group: int) -> range:
+        """Return the instances of a group."""
+        return self._groups[group]
+
+    def instance(self, index: int) -> Snapshot | None:
+        """Return an instance as the router sees it; None if nothing is known of it."""
+        return self._shown[index]
+
+    # what is known
+
+    def update(self, group: int, snapshots: Mapping[int, Snapshot], mark: float) -> None:
+        """Use newer snapshots of instances of a group.
+
+        They show the requests that were `sent` to the group with a mark of up to `mark`.
+        """
+        for index, snapshot in snapshots.items():
+            self._taken[index] = replace(snapshot, hits=self._hits_on(index))
+        for index in self._groups[group]:
+            left = self._sent[index]
+            if left:
+                self._sent[index] = {at: request for at, request in left.items() if at > mark}
+        self._refresh(self._groups[group])
+
+    def caches(self, index: int, gained: Sequence[bytes], lost: Sequence[bytes], anew: bool = False) -> None:
+        """Apply events of the prefix cache of an instance; `anew`: it had nothing before."""
+        if self._caches is not None:
+            if anew:
+                self._caches.clear(index)
+            self._caches.update(index, gained, lost)
+
+    def sent(self, index: int, request: Request, mark: float) -> None:
+        """Count a request that was sent to an instance, until a snapshot shows it. Marks of a group ascend."""
+        self._sent[index][mark] = request
+        shown = self._shown[index]
+        if shown is not None:
+            self._show(index, shown.plus([request]))
+
+    def forget(self, group: int) -> None:
+        """Forget a group that is lost, until there are new snapshots."""
+        for index in self._groups[group]:
+            self._taken[index] = self._shown[index] = None
+            self._sent[index] = {}
+            self._table[:, index] = 0.0
+            self.caches(index, (), (), anew=True)
+
+    def _hits_on(self, index: int) -> Any:
+        caches = self._caches
+        return nothing_cached if caches is None else lambda request: caches.hits(request).item(index)
+
+    def _refresh(self, group: range) -> None:
+        """Show the snapshots of a group with what was sent since."""
+        known = [(index, one) for index in group if (one := self._taken[index]) is not None]
+        decoders = [one for _, one in known if one.role is Role.DECODE]
+        entries = max(1, len(known) - len(decoders))
+        running, context = (
+            sum(getattr(one, name) for one in decoders) // entries for name in ("running", "decode_context")
+        )
+        for index, one in known:
+            if decoders and one.role is not Role.DECODE:
+                one = replace(one, running=one.running + running, decode_context=one.decode_context + context)
+            self._show(index, one.plus(list(self._sent[index].values())))
+
+    def _show(self, index: int, one: Snapshot) -> None:
+        self._shown[index] = one
+        self._table[:, index] = (
+            one.role is not Role.DECODE and one.accepting,
+            one.ends,
+            one.prefill_backlog,
+            one.perf.prefill_rate,
+            busy(one),
+            one.running,
+            one.waiting,
+            one.decode_context,
+        )
+
+    # routing
+
+    def choose(self, request: Request, now: float, without: Collection[int] = ()) -> int | None:
+        """Return the instance for the prompt of a request; None if no instance accepts it.
+
+        `without`: groups that get no requests.
+        """
+        able = self._table[ENTRY] > 0.0
+        for group in without:
+            able[self._groups[group].start : self._groups[group].stop] = False
+        entries = np.flatnonzero(able)
+        if not len(entries):
+            return None
+        listed = self._listed(request, now, entries)
+        decoders = self._decoders(without) if self._router.deflects else []
+        places = sorted({*listed.tolist(), *decoders})
+        ranked = self._router.prefill(request, self._fleet(places, now))
+        return places[ranked[0]]
+
+    def _fleet(self, places: Sequence[int], now: float) -> Fleet:
+        shown: list[Any] = [self._shown[index] for index in places]
+        return Fleet(now, shown, _no_transfer, shows_sent=True)
+
+    def _listed(self, request: Request, now: float, entries: Order) -> Order:
+        """Return the entries that the router sees."""
+        if len(entries) <= self._shortlist:
+            return entries
+        caches = self._caches
+        hits = np.zeros(len(self._shown), dtype=np.int64) if caches is None else caches.hits(request)
+        estimate = self._router.estimate(request, self._scalars(now, entries, hits))
+        if estimate is None:
+            return entries
+        best = np.argpartition(estimate, self._shortlist - CACHED - 1)[: self._shortlist - CACHED]
+        longest = np.argpartition(-hits[entries], CACHED - 1)[:CACHED]
+        return entries[np.union1d(best, longest)]
+
+    def _scalars(self, now: float, entries: Order, hits: Hits) -> Scalars:
+        _, ends, backlog, rate, share, running, waiting, context = self._table[:, entries]
+        begun, cached = np.maximum(ends - now, 0.0), hits[entries].astype(float)
+        return Scalars(begun, backlog, rate, share, running, waiting, context, cached)
+
+    def _decoders(self, without: Collection[int]) -> list[int]:
+        """Return the decode instances with the least context."""
+        shown = [
+            (one.decode_context, index)
+            for index, one in enumerate(self._shown)
+            if one is not None and one.role is Role.DECODE and one.accepting and self._group[index] not in without
+        ]
+        return [index for _, index in sorted(shown)[: self._shortlist]]
+
+
+def busy(one: Snapshot) -> float:
+    """Return the share of the time that steps of the decodes alone take, if each just keeps the tightest tpot."""
+    rows = one.decode
+    if not len(rows):
+        return 0.0
+    tpot = tightest_tpot(rows)
+    return min(one.perf.step_time(decode_load(rows)) / tpot, BUSIEST) if tpot < inf else 0.0
+
+
+def _no_transfer(tokens: int) -> float:
+    return 0.0

@@ -1,0 +1,84 @@
+"""Which instances have which prefixes in their caches, by the events that the instances send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ..api.request import Request
+from ..instance.block_pool import next_digest
+
+KEPT = 8  # bytes of a digest: a wrong match only makes an estimate wrong
+
+Hits = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class PrefixIndex:
+    """An index of the prefix caches of many instances with one page size. Writer: the receiver of their events.
+
+    It needs memory per page and not per page and instance where instances have the same prefix.
+    """
+
+    def __init__(self, page_size: int, instances: int) -> None:
+        self._page_size = page_size
+        self._instances = instances
+        self._holders: dict[bytes, int] = {}  # digest -> the instances that have it, one bit each
+        self._nothing: Hits = np.zeros(instances, dtype=np.int64)
+        self._last: tuple[Request | None, Hits] = None, self._nothing  # the last result of `hits`
+
+    def __len__(self) -> int:
+        """Return the number of different prefixes."""
+        return len(self._holders)
+
+    def update(self, instance: int, gained: Iterable[bytes], lost: Iterable[bytes]) -> None:
+        """Apply the events of an instance, in digests of KEPT bytes."""
+        holders, bit = self._holders, 1 << instance
+        for digest in gained:
+            holders[digest] = holders.get(digest, 0) | bit
+        for digest in lost:
+            left = holders.get(digest, 0) & ~bit
+            if left:
+                holders[digest] = left
+            else:
+                holders.pop(digest, None)
+        self._last = None, self._nothing
+
+    def clear(self, instance: int) -> None:
+        """Forget the cache of an instance."""
+        bit = 1 << instance
+        self.update(instance, (), [digest for digest, holders in self._holders.items() if holders & bit])
+
+    def hits(self, request: Request) -> Hits:
+        """Return the prompt tokens of a request that are in each cache. Hashes no page that is in none."""
+        if self._last[0] is not request:
+            self._last = request, self._search(request)
+        return self._last[1]
+
+    def _search(self, request: Request) -> Hits:
+        if not self._holders or request.params.prompt_logprobs is not None:
+            return self._nothing
+        found, tokens = self._nothing.copy(), 0
+        have = (1 << self._instances) - 1
+        for digest in self._digests(request):
+            holders = self._holders.get(digest[:KEPT], 0) & have
+            if holders != have:
+                found[self._bits(have & ~holders)] = tokens
+                have = holders
+                if not have:
+                    return found
+            tokens += self._page_size
+        found[self._bits(have)] = tokens
+        return found
+
+    def _digests(self, request: Request) -> Iterator[bytes]:
+        """Yield the digests of the pages that a hit may have: one token is left to compute."""
+        known, size = request.digests, self._page_size
+        for page in range((request.known - max(1, request.pending)) // size):
+            yield known[page] if page < len(known) else next_digest(request, size)
+
+    def _bits(self, instances: int) -> Any:
+        """Return a mask, as an array, from one in the bits of a number."""
+        packed = np.frombuffer(instances.to_bytes(-(-self._instances // 8), "little"), dtype=np.uint8)
+        return np.unpackbits(packed, count=self._instances, bitorder="little").view(np.bool_)
