@@ -27,6 +27,7 @@ SCRIPTS = [
     "full_load",
     "host_gap",
     "http_cost",
+    "kv_between",
     "latent_cache",
     "ladder",
     "learned_predictor",
