@@ -174,6 +174,7 @@ class EngineCollector(Collector):
         stats = self._engine.stats()
         yield from self._levels(stats)
         yield from self._totals(stats)
+        yield from self._kv_between(stats)
         yield from self._sums(stats)
         yield from self._classes(stats)
 
@@ -251,14 +252,6 @@ class EngineCollector(Collector):
                 "Steps that exceeded the time limit; their instance gets no requests until they end.",
                 stats.hung_steps,
             ),
-            ("kv_fetched_pages", "KV pages fetched from other engine processes.", stats.kv_fetched_pages),
-            ("kv_fetched_bytes", "Bytes of KV pages fetched from other engine processes.", stats.kv_fetched_bytes),
-            (
-                "kv_fetch_fallbacks",
-                "Fetches from other engine processes without pages, whose tokens were computed instead.",
-                stats.kv_fetch_fallbacks,
-            ),
-            ("kv_given_pages", "KV pages given to other engine processes.", stats.kv_given_pages),
             ("journal_errors", "1 after a write error stopped the journal (--journal).", stats.journal_errors),
             ("compilations", "Programs compiled, including during warm-up.", stats.compilations),
             (
@@ -295,6 +288,19 @@ class EngineCollector(Collector):
         yield self._family(CounterMetricFamily, "garbage_collections", text, by_why, "reason")
         text = "Requests that missed an objective, counted once: by ttft, by tpot (mean) or by tbt (largest gap)."
         yield self._family(CounterMetricFamily, "slo_violations", text, by_phase, "phase")
+
+    def _kv_between(self, stats: Any) -> Iterator[Metric]:
+        for name, text, value in (
+            ("kv_fetched_pages", "KV pages fetched from other engine processes.", stats.kv_fetched_pages),
+            ("kv_fetched_bytes", "Bytes of KV pages fetched from other engine processes.", stats.kv_fetched_bytes),
+            (
+                "kv_fetch_fallbacks",
+                "Fetches from other engine processes without pages, whose tokens were computed instead.",
+                stats.kv_fetch_fallbacks,
+            ),
+            ("kv_given_pages", "KV pages given to other engine processes.", stats.kv_given_pages),
+        ):
+            yield self._family(CounterMetricFamily, name, text, [((), float(value))])
 
     def _sums(self, stats: Any) -> Iterator[Metric]:
         counters = stats.counters
