@@ -13,7 +13,7 @@ from jaxserve.remote.address import Address
 from jaxserve.remote.kv_client import Giving, Place, WrongKV
 from jaxserve.remote.kv_direct import Direct
 from jaxserve.remote.kv_share import Transport
-from jaxserve.sched.api.errors import InvalidValue, JaxserveError
+from jaxserve.sched.api.errors import JaxserveError
 from jaxserve.sched.api.request import Request
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class RemoteKV:
 
     def _fail(self, address: str, error: JaxserveError) -> None:
         """Leave a process alone for a while; the next connection compares layouts anew."""
-        level = logging.ERROR if isinstance(error, WrongKV | InvalidValue) else logging.WARNING
+        level = logging.ERROR if isinstance(error, WrongKV) else logging.WARNING
         log.log(level, "KV pages of %s are computed here instead: %s", address, error)
         self._aside[address] = self._now() + ASIDE
         connecting = self._givings.pop(address, None)
