@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.sched import admission, policies, routing
+from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.preemption import DEPTH, Boundary
 from jaxserve.sched.api.slo import ANSWER, SLO, THINKING
 from jaxserve.sched.perf import KINDS
@@ -43,6 +44,8 @@ RANGES: tuple[tuple[str, float, float | None], ...] = (
     ("port", 0, 65535),
     ("api_server_count", 0, 64),
     ("replicas", 1, None),
+    ("prefill_replicas", 1, None),
+    ("decode_replicas", 1, None),
     ("gpu_memory_utilization", 0.01, 1),
 )
 
@@ -57,6 +60,7 @@ CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("sampling_backend", ("auto", "mosaic_gpu", "xla")),
     ("mlp_backend", ("auto", "mosaic_gpu", "xla")),
     ("first_token", ("prefill", "decode")),
+    ("kv_transfer", ("auto", "direct", "host")),
     ("log_level", ("debug", "info", "warning", "error")),
     ("quantization", (None, "int8", "fp8", "fp8_per_block")),
     ("kv_cache_dtype", ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "int8")),
@@ -264,6 +268,7 @@ class ServeConfig(HttpSettings):
         self._check_names()
         self._check_mesh()
         self._check_tiers()
+        self._check_replicas()
         _ = self.slo, self.speculative, self.tiers
 
     def _check_tiers(self) -> None:
@@ -303,6 +308,36 @@ class ServeConfig(HttpSettings):
             self.roles(parse_mesh(self.mesh)[0])
         elif self.prefill is not None:
             raise InvalidValue(f"prefill={self.prefill} needs a mesh, as in --mesh 4x2 --prefill 1", "prefill")
+
+    def _check_replicas(self) -> None:
+        counts = self.prefill_replicas, self.decode_replicas
+        if counts == (None, None):
+            return
+        given = f"prefill_replicas={counts[0]} and decode_replicas={counts[1]}"
+        if None in counts:
+            name = "decode_replicas" if counts[1] is None else "prefill_replicas"
+            raise InvalidValue(f"{given}: both must be at least 1, or neither be given", name)
+        if self.replicas != 1:
+            raise InvalidValue(f"replicas={self.replicas} must be left out with {given}", "replicas")
+        if self.ray is not None:
+            raise InvalidValue(f"ray={self.ray!r} must be left out with {given}: use --replicas in Ray", "ray")
+        if not self.enable_prefix_caching:
+            raise InvalidValue(
+                f"enable_prefix_caching=False must be True with {given}: KV arrives in the prefix cache",
+                "enable_prefix_caching",
+            )
+        if self.mode == "disaggregated" or self.prefill is not None:
+            name, value = ("prefill", self.prefill) if self.prefill is not None else ("mode", "disaggregated")
+            raise InvalidValue(
+                f"{name}={value!r} must be left out with {given}: all instances of a replica do the same", name
+            )
+
+    @property
+    def replica_roles(self) -> tuple[Role, ...]:
+        """The role of each engine of the server at the start."""
+        if self.prefill_replicas is None or self.decode_replicas is None:
+            return (Role.MIXED,) * self.replicas
+        return (Role.PREFILL,) * self.prefill_replicas + (Role.DECODE,) * self.decode_replicas
 
     @property
     def mesh_shape(self) -> tuple[int, int] | None:

@@ -16,6 +16,7 @@ import time
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -26,11 +27,13 @@ from jaxserve.engine.runtime.gc_control import GCControl, Stalls, least_slack, w
 from jaxserve.engine.runtime.headroom import Headroom, headroom
 from jaxserve.engine.runtime.heartbeat import Heartbeat
 from jaxserve.engine.runtime.info import EngineInfo, InstanceStats, Stats
+from jaxserve.engine.runtime.kv_pages import KVPages
 from jaxserve.engine.runtime.queue import ROWS, Queue
 from jaxserve.engine.startup.assemble import CLOSING, Machine, assemble
 from jaxserve.engine.startup.warmup import Progress as OnProgress
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
+from jaxserve.sched.api.kv_source import KVSource
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta
 from jaxserve.sched.api.policy import Role
@@ -72,6 +75,7 @@ class Engine:
         self._error: str | None = None
         self._left = False  # something on a device hung while the engine was closed
         self._over: OrderedDict[int, RequestMetrics] = OrderedDict()
+        self._handed_over = set[int]()  # unfinished requests that another engine continues
         self._listeners: dict[int, Callable[[Delta], None]] = {}  # entries are added under _lock
         self._reasons: Counter[str] = Counter()
         self._classes = config.classes
@@ -148,6 +152,8 @@ class Engine:
         salt: bytes = b"",
         waited: float = 0.0,
         progress: Progress | None = None,
+        handed_over: bool = False,
+        kv_from: str = "",
         on_delta: Callable[[Delta], None],
     ) -> int:
         """Submit a request and return its id at once.
@@ -155,13 +161,15 @@ class Engine:
         `on_delta` is called in the engine's thread. The prefix cache only matches pages of requests
         with the same `salt`. The request counts as having arrived `waited` seconds ago. `progress`: what
         another engine has done for it; only further tokens are delivered, and they are the ones that the
-        other engine would have generated if `params` has a seed or is greedy.
+        other engine would have generated if `params` has a seed or is greedy. `handed_over`: another engine
+        continues the request, which ends here after its first token, with reason "length". `kv_from`: where
+        a KV source finds the KV of the prompt.
 
         Raises InvalidValue if the request cannot be served, QueueFull if too many requests wait,
         Unavailable if no instance responds, and JaxserveError if the engine is shutting down.
         """
         check_request(self.info, prompt, params)
-        id = next(self._ids)
+        id, longest = next(self._ids), self.info.max_model_len
         request = Request(
             id,
             tuple(prompt),
@@ -173,16 +181,19 @@ class Engine:
             tier=tier,
             eos=self.info.eos,
             thinking=self.info.thinking.after(prompt) if slo.stages else None,
-            limit=min(params.max_tokens or self.info.max_model_len, self.info.max_model_len - len(prompt)),
+            limit=1 if handed_over else min(params.max_tokens or longest, longest - len(prompt)),
             key=key,
             salt=salt,
             class_=self._classes.of(tier, slo),
+            kv_from=kv_from,
         )
         if progress is not None:
             request.resume(progress, self._machine.now())
         with self._lock:
             self._admit()
             self._entering += 1
+            if handed_over:
+                self._handed_over.add(id)
             self._listeners[id] = on_delta  # from now on every end of the engine calls it
             self._loop.call_soon_threadsafe(self._enter, request)
         return id
@@ -274,7 +285,7 @@ class Engine:
         Raises TimeoutError, or JaxserveError if the engine ends first.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        asked = asyncio.run_coroutine_threadsafe(work(), self._loop) if self._thread.is_alive() else None
+        asked = self.ask(work) if self._thread.is_alive() else None
         while asked is not None and (self._thread.is_alive() or asked.done()):
             try:
                 return asked.result(POLL)
@@ -283,6 +294,33 @@ class Engine:
                     asked.cancel()
                     raise
         raise JaxserveError(f"the engine has stopped: {self._error or 'it was closed'}")
+
+    def ask(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Start `work` on the engine's loop, from another thread. It never ends if the engine ends first."""
+        return asyncio.run_coroutine_threadsafe(work(), self._loop)
+
+    # KV of other engines, on the engine's loop
+
+    @property
+    def machine(self) -> Machine:
+        """The executors, and what they were built from."""
+        return self._machine
+
+    def kv_pages(self) -> KVPages:
+        """Return what gives copies of the pages in the prefix caches."""
+        return KVPages(list(zip(self.schedulers, self._machine.executors, strict=True)))
+
+    def add_kv_source(self, source: KVSource) -> None:
+        """Fetch KV pages from one more source from now on."""
+        self._cluster.prefix_fetch.add_source(source)
+
+    def prefetch(self, prompt: Sequence[int], salt: bytes, kv_from: str, source: KVSource, patience: float) -> None:
+        """Fetch the KV of a prompt into the prefix cache of the instance for prompts with the most room."""
+        whole = (*prompt, 0)  # a request looks up the pages before its last token, and its first token comes
+        request = Request(next(self._ids), whole, REHEARSED, NO_SLO, self._machine.now(), salt=salt, kv_from=kv_from)
+        cores = [core for core in self._cluster.cores if core.scheduler.role is not Role.DECODE]
+        core = max(cores, key=lambda core: (not core.scheduler.hung, core.scheduler.blocks.available))
+        self._cluster.prefix_fetch.ahead(request, core, source, patience)
 
     # the engine's thread
 
@@ -364,8 +402,12 @@ class Engine:
         self._over[request.id] = RequestMetrics.of(request)  # without its tokens, which may be many
         if len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
-        self._reasons[request.finish_reason or "error"] += 1
         self._queue.ended()
+        handed_over = request.id in self._handed_over
+        self._handed_over.discard(request.id)
+        if handed_over and request.finish_reason == "length":
+            return  # it ends on the engine that continues it
+        self._reasons[request.finish_reason or "error"] += 1
         if request.finish_reason == "abort":
             return  # the client left: neither attained nor missed
         self._tallies.add(request, self._cluster.ttft_predictions.error(request))

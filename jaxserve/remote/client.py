@@ -28,6 +28,7 @@ from jaxserve.remote.messages import (
     GetStats,
     Hello,
     Outputs,
+    Prefetch,
     Refused,
     Report,
     ResetPrefixCache,
@@ -97,6 +98,7 @@ class RemoteEngine(Submitting):
         """Use `connect` instead. name: what error messages call the engine."""
         self.name = name
         self.info: EngineInfo
+        self.kv = ""  # where other engines get KV of this one; "": nowhere
         self._stats: Stats
         self._ailment: str | None = None
         self._heard = time.monotonic()
@@ -152,6 +154,11 @@ class RemoteEngine(Submitting):
         self._send(structs.replace(request, id=id))
         self._listeners[id] = on_delta
         return id
+
+    def prefetch(self, prompt: tuple[int, ...], salt: bytes, kv_from: str) -> None:
+        """Let the engine fetch the KV of a prompt while the engine at `kv_from` computes it."""
+        if self._gone is None:
+            self._send(Prefetch(prompt, salt, kv_from))
 
     def check_outputs(self, prompts: int, n: int, instances: int | None = None) -> None:
         """Raise InvalidValue if the queue can never hold `n` outputs of each of `prompts` prompts.
@@ -287,7 +294,7 @@ class RemoteEngine(Submitting):
         if message.version != __version__:
             self._connection.close(f"it is jaxserve {message.version}, this is {__version__}: install one version")
             return
-        self.info = message.info
+        self.info, self.kv = message.info, message.kv
         self._queue = Queue(message.queue, 0.0, time.monotonic, lambda request, seconds: None)
         self._see(message.state)
         if not self._greeted.done():

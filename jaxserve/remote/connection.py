@@ -48,6 +48,8 @@ class Connection(asyncio.Protocol):
         self._why = "the other process closed the connection"
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._room = asyncio.Event()  # set while the other end reads fast enough
+        self._room.set()
 
     def send(self, frame: bytes) -> None:
         """Send a frame. Does nothing if the connection is lost; ends it if the other end does not read."""
@@ -58,6 +60,10 @@ class Connection(asyncio.Protocol):
             self.close(f"the other process left {UNREAD >> 20} MiB unread")
             return
         transport.writelines((len(frame).to_bytes(4, "big"), frame))
+
+    async def drained(self) -> None:
+        """Wait until the other end has read most of what was sent, or the connection is lost."""
+        await self._room.wait()
 
     def close(self, why: str = "closed") -> None:
         """Close the connection; `lost` is called soon, with the reason."""
@@ -88,13 +94,22 @@ class Connection(asyncio.Protocol):
                 return
             if len(buffer) - at - 4 < size:
                 break
-            self._frames(bytes(buffer[at + 4 : at + 4 + size]))
+            with memoryview(buffer) as whole:  # a slice of a bytearray would be one more copy
+                frame = bytes(whole[at + 4 : at + 4 + size])
+            self._frames(frame)
             at += 4 + size
             if self._transport is None or self._transport.is_closing():
                 return
         del buffer[:at]
 
+    def pause_writing(self) -> None:
+        self._room.clear()
+
+    def resume_writing(self) -> None:
+        self._room.set()
+
     def connection_lost(self, error: Exception | None) -> None:
+        self._room.set()
         if self._timer is not None:
             self._timer.cancel()
         self._transport = None

@@ -12,19 +12,20 @@ def visible(config: ServeConfig, gpus: int, given: str | None) -> list[str | Non
     gpus: those of this machine. given: the variable's value here. Replicas share no GPU. Raises
     InvalidValue if there are too few.
     """
+    count = len(config.replica_roles)
     names = [str(at) for at in range(gpus)] if given is None else [one for one in given.split(",") if one]
-    if config.replicas == 1 or not gpus or not names:
-        return [None] * config.replicas
+    if count == 1 or not gpus or not names:
+        return [None] * count
     if config.mesh is None:
-        each = len(names) // config.replicas
+        each = len(names) // count
     else:
         instances, degree = parse_mesh(config.mesh)
         each = degree if config.share_devices else instances * degree
-    if each < 1 or each * config.replicas > len(names):
+    if each < 1 or each * count > len(names):
         need = "a GPU each" if config.mesh is None else f"{each} GPUs each (mesh={config.mesh})"
         raise InvalidValue(
-            f"replicas={config.replicas} need {need}, and this process may use {len(names)}: ask for fewer replicas or "
+            f"replicas={count} need {need}, and this process may use {len(names)}: ask for fewer replicas or "
             "a smaller --mesh",
             "replicas",
         )
-    return [",".join(names[at * each : (at + 1) * each]) for at in range(config.replicas)]
+    return [",".join(names[at * each : (at + 1) * each]) for at in range(count)]

@@ -37,7 +37,8 @@ def pause(failures: int) -> float:
 def own_settings(config: ServeConfig, at: int) -> ServeConfig:
     """Return the settings of one engine: the keys stay with the fronts, and a journal is written for each."""
     journal = config.journal
-    if journal is not None and config.replicas > 1:
+    if journal is not None and len(config.replica_roles) > 1:
         path = Path(journal)
         journal = str(path.with_name(f"{path.stem}-{at}{path.suffix}"))
-    return replace(config, api_key=(), admin_key=(), journal=journal)
+    mode = "colocated" if config.prefill_replicas else config.mode  # of a replica that prefills or decodes
+    return replace(config, api_key=(), admin_key=(), journal=journal, mode=mode)

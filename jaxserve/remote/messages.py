@@ -42,6 +42,16 @@ class Submit(Message, frozen=True):
     salt: bytes
     waited: float
     progress: Progress | None = None
+    handed_over: bool = False  # end it after its first token: another engine continues it
+    kv_from: str = ""  # where the KV of its prompt is
+
+
+class Prefetch(Message, frozen=True):
+    """Fetch the KV of a prompt that another engine computes, since its request will come here."""
+
+    prompt: tuple[int, ...]
+    salt: bytes
+    kv_from: str
 
 
 class Cancel(Message, frozen=True):
@@ -127,6 +137,7 @@ class Hello(Message, frozen=True):
     state: State
     limits: tuple[Limits, ...]  # of the instances
     reports: tuple[InstanceReport, ...]  # of all instances, without prefix caches
+    kv: str = ""  # where other engines get KV of this one; "": nowhere
 
 
 class Report(Message, frozen=True):
@@ -158,7 +169,7 @@ class Answer(Message, frozen=True):
     failure: Failure | None = None
 
 
-FromFront = Submit | Cancel | GetStats | SetRoles | ResetPrefixCache | Follow | Restart
+FromFront = Submit | Prefetch | Cancel | GetStats | SetRoles | ResetPrefixCache | Follow | Restart
 FromEngine = Hello | State | Report | Outputs | Refused | Answer
 
 

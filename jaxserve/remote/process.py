@@ -21,6 +21,7 @@ from jaxserve.errors import JaxserveError
 from jaxserve.remote.address import Address, Place
 from jaxserve.remote.devices import visible
 from jaxserve.remote.engines import CLOSING, LASTING, own_settings, pause
+from jaxserve.remote.kv_share import KVShare
 from jaxserve.remote.messages import Failure
 from jaxserve.report.logs import log_to_stderr
 from jaxserve.report.progress import bar
@@ -35,11 +36,18 @@ RETIRED = 3  # exit status of an engine that a front has asked to start again
 class EngineProcess:
     """A child process with an engine. `close` may be called while another thread waits."""
 
-    def __init__(self, config: ServeConfig, place: Place, gpus: str | None = None) -> None:
-        """Start the process; `wait` waits until the engine is ready. gpus: see devices.py."""
+    def __init__(
+        self, config: ServeConfig, place: Place, gpus: str | None = None, share: KVShare | None = None
+    ) -> None:
+        """Start the process; `wait` waits until the engine is ready.
+
+        gpus: see devices.py. share: how it exchanges KV with others; None: it does not.
+        """
         spawn = multiprocessing.get_context("spawn")  # a fork would copy threads' locks
         self._control, theirs = spawn.Pipe()
-        process: Any = spawn.Process(target=_serve, args=(config, place, gpus, theirs), name=f"jaxserve-{place.name}")
+        process: Any = spawn.Process(
+            target=_serve, args=(config, place, gpus, share, theirs), name=f"jaxserve-{place.name}"
+        )
         process.daemon = True
         self._process = process
         self._reaping = threading.Lock()  # the exit status can be collected once
@@ -101,17 +109,19 @@ class EngineProcesses:
         """
         gpus = visible(config, gpus_here(), os.environ.get(CUDA))
         self._folder = tempfile.mkdtemp(prefix="jaxserve-")  # only this user may enter it
-        several = config.replicas > 1
+        roles, several = config.replica_roles, len(config.replica_roles) > 1
         self.places = tuple(
             Place(
                 Address(path=os.path.join(self._folder, str(at))),
                 secrets.token_bytes(32),
                 f"replica {at}" if several else "the engine process",
             )
-            for at in range(config.replicas)
+            for at in range(len(roles))
         )
-        configs = [own_settings(config, at) for at in range(config.replicas)]
-        self._own = list(zip(configs, self.places, gpus, strict=True))  # arguments of each EngineProcess
+        configs = [own_settings(config, at) for at in range(len(roles))]
+        key = secrets.token_bytes(32)
+        shares = [KVShare(key, role, config.kv_transfer) if config.prefill_replicas else None for role in roles]
+        self._own = list(zip(configs, self.places, gpus, shares, strict=True))  # arguments of each EngineProcess
         self._processes = [EngineProcess(*own) for own in self._own]
         self._lock = threading.Lock()  # between the start of an engine and `close`
         self._closing = threading.Event()
@@ -161,7 +171,9 @@ class EngineProcesses:
                 log.info("%s serves again", name)
 
 
-def _serve(config: ServeConfig, place: Place, gpus: str | None, control: Connection[Any, Any]) -> None:
+def _serve(
+    config: ServeConfig, place: Place, gpus: str | None, share: KVShare | None, control: Connection[Any, Any]
+) -> None:
     """Start an engine, serve it until the parent says so or ends, and end this process."""
     if gpus is not None:
         os.environ[CUDA] = gpus  # before jax is imported
@@ -176,7 +188,7 @@ def _serve(config: ServeConfig, place: Place, gpus: str | None, control: Connect
     try:
         with bar("warming up") as progress:
             engine = Engine.start(config, progress=progress)
-        server = EngineServer(engine, place.key)
+        server = EngineServer(engine, place.key, share)
 
         def leave() -> None:
             retired.set()

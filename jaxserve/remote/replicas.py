@@ -13,7 +13,7 @@ import logging
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from jaxserve.engine.runtime.merged import merged_info, merged_stats
 from jaxserve.outputs import RequestMetrics
 from jaxserve.remote.address import Place
 from jaxserve.remote.client import REMEMBERED, RemoteEngine, Submitting
+from jaxserve.remote.handoff import check_replica_roles, short, splits, unfit
 from jaxserve.remote.messages import Submit
 from jaxserve.remote.reports import Update
 from jaxserve.sched import routing
@@ -54,6 +55,9 @@ class _Ask:
     engine: RemoteEngine | None = None
     remote: int = -1  # its id there
     tried: list[RemoteEngine] = field(default_factory=list)  # engines that were lost with it, or had no room
+    split: bool = False  # `engine` computes the first token only
+    target: int | None = None  # the instance that continues then
+    kv_from: str = ""  # where the KV of its prompt was computed
     cancelled: str | None = None
     metrics: RequestMetrics | None = None
     refusal: JaxserveError | None = None
@@ -158,7 +162,7 @@ class Replicas(Submitting):
             ask.output += progress.output
             ask.scored = progress.scored
             ask.times = [now - progress.first, now - progress.last] if progress.output else []
-        found = self._choose(ask)
+        found = self._pick(ask)
         if found is None:
             raise Unavailable(self.ailment or "no replica takes requests")
         self._asks[id] = ask
@@ -188,21 +192,44 @@ class Replicas(Submitting):
 
     # routing
 
-    def _choose(self, ask: _Ask) -> int | None:
-        """Return the instance that the router chooses, among those of replicas that take the request."""
-        without = [
-            at
-            for at, engine in enumerate(self._engines)
-            if at in self._draining or engine in ask.tried or not engine.healthy
-        ]
+    def _choose(self, ask: _Ask, others: Collection[RemoteEngine] = ()) -> int | None:
+        """Return the instance that the router chooses, among those of replicas that take the request but `others`."""
+        without = [at for at, one in enumerate(self._engines) if one in others or not self._takes(ask, one)]
         return self._front.choose(ask.routed, time.monotonic(), without)
+
+    def _pick(self, ask: _Ask) -> int | None:
+        """Return an instance with the role to begin or continue a request; one with another role if there is none."""
+        if ask.target is not None and ask.output and self._takes(ask, self._engines[self._front.group(ask.target)]):
+            return ask.target
+        begun = bool(ask.output) or short(ask.request, self._engines[0])
+        found = self._choose(ask, unfit(self._engines, begun=begun))
+        return self._choose(ask) if found is None else found
+
+    def _takes(self, ask: _Ask, engine: RemoteEngine) -> bool:
+        draining = self._engines.index(engine) in self._draining
+        return engine.healthy and not draining and engine not in ask.tried
 
     def _start(self, ask: _Ask, instance: int) -> None:
         """Send a request to the engine of an instance. The engine may use another one of its own."""
         now, engine = time.monotonic(), self._engines[self._front.group(instance)]
         request = structs.replace(ask.request, waited=now - ask.arrival, progress=ask.progress(now))
+        if not ask.output:
+            self._plan(ask, engine)
+        handed_over = ask.split = ask.split and not ask.output
+        kv_from = "" if engine.kv == ask.kv_from else ask.kv_from
+        request = structs.replace(request, handed_over=handed_over, kv_from=kv_from)
         ask.engine, ask.remote = engine, engine.send(request, partial(self._told, ask, engine))
         self._front.sent(instance, ask.routed, ask.remote)
+
+    def _plan(self, ask: _Ask, engine: RemoteEngine) -> None:
+        """Decide whether an engine hands a request over, and let the one that continues it fetch the KV meanwhile."""
+        others = [one for one in self._engines if self._takes(ask, one)]
+        ask.kv_from, ask.target, ask.split = engine.kv, None, splits(ask.request, others, engine)
+        if ask.split:
+            ask.target = self._choose(ask, unfit(self._engines, begun=True))
+        if ask.target is not None:
+            there = self._engines[self._front.group(ask.target)]
+            there.prefetch(ask.request.prompt, ask.request.salt, engine.kv)
 
     def _told(self, ask: _Ask, engine: RemoteEngine, delta: Delta) -> None:
         """Pass on what an engine says of a request, or continue it elsewhere if the engine is lost."""
@@ -214,6 +241,12 @@ class Replicas(Submitting):
             ask.metrics, ask.refusal = engine.record(ask.remote), engine.refusal(ask.remote)
             if self._continues(ask, engine, delta):
                 return
+            if ask.split and delta.finish_reason == "length":
+                found = self._handed_over(ask, delta)
+                if found is not None:
+                    self._start(ask, found)
+                    return
+                delta = Delta(ask.request.id, finish_reason=UNAVAILABLE, error=self.ailment)
             if delta.finish_reason == UNAVAILABLE and ask.cancelled is not None:
                 delta = Delta(ask.request.id, finish_reason=ask.cancelled)
             del self._asks[ask.request.id]
@@ -222,6 +255,11 @@ class Replicas(Submitting):
                 self._over.popitem(last=False)
         ask.on_delta(delta._replace(request=ask.request.id))
 
+    def _handed_over(self, ask: _Ask, delta: Delta) -> int | None:
+        """Pass on the first token of a request that continues elsewhere, and return where."""
+        ask.on_delta(delta._replace(request=ask.request.id, finish_reason=None))
+        return None if ask.cancelled is not None else self._pick(ask)
+
     def _continues(self, ask: _Ask, engine: RemoteEngine, delta: Delta) -> bool:
         """Send a request to another engine if this one is lost, hangs, or has no room; return whether it was."""
         lost = delta.finish_reason == UNAVAILABLE
@@ -229,7 +267,7 @@ class Replicas(Submitting):
         if ask.cancelled is not None or not (lost or full):
             return False
         ask.tried.append(engine)
-        found = self._choose(ask)
+        found = self._pick(ask)
         if found is None or len(ask.tried) > MOVES:
             return False
         if lost:
@@ -285,6 +323,8 @@ class Replicas(Submitting):
             begin = own.stop
         if unknown:
             raise InvalidValue(f"instance={min(unknown)!r} must be 0 to {begin - 1}", "instance")
+        if any(engine.kv for engine in self._engines):
+            check_replica_roles(roles.get(at, role) for at, role in enumerate(self.roles))
         begin = 0
         for engine in self._engines:
             count = len(engine.roles)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -18,6 +18,8 @@ from jaxserve.engine.engine import Engine
 from jaxserve.outputs import RequestMetrics
 from jaxserve.remote.address import Address
 from jaxserve.remote.connection import Connection
+from jaxserve.remote.kv_exchange import KVExchange
+from jaxserve.remote.kv_share import KVShare
 from jaxserve.remote.messages import (
     Answer,
     Cancel,
@@ -27,6 +29,7 @@ from jaxserve.remote.messages import (
     GetStats,
     Hello,
     Outputs,
+    Prefetch,
     Refused,
     Report,
     ResetPrefixCache,
@@ -40,6 +43,7 @@ from jaxserve.remote.messages import (
 from jaxserve.remote.reports import Feed, InstanceReport
 from jaxserve.sched.api.errors import JaxserveError, Unavailable
 from jaxserve.sched.api.plan import Delta
+from jaxserve.sched.api.policy import Role
 from jaxserve.version import __version__
 
 log = logging.getLogger(__name__)
@@ -53,8 +57,10 @@ POLL = 0.02  # seconds between two looks at the requests of an engine that start
 class EngineServer:
     """Serves an engine to fronts. Writer: the engine's thread."""
 
-    def __init__(self, engine: Engine, key: bytes) -> None:
+    def __init__(self, engine: Engine, key: bytes, share: KVShare | None = None) -> None:
+        """share: how this process exchanges KV with others; None: it does not."""
         self.engine = engine
+        self.exchange = None if share is None else KVExchange(engine, share)
         self.address: Address  # set by `start`
         self._key = key
         self._fronts = set[_Front]()
@@ -66,6 +72,8 @@ class EngineServer:
 
     def start(self, address: Address) -> Address:
         """Listen, and return the address with its port. Called from another thread. Raises InvalidValue."""
+        if self.exchange is not None:
+            self.exchange.start(address)
         self.address = self.engine.run(lambda: self._start(address))
         return self.address
 
@@ -87,6 +95,8 @@ class EngineServer:
                 front.connection.close()
             await asyncio.sleep(0)  # lets the cancelled tasks end
 
+        if self.exchange is not None:
+            self.exchange.close()
         self.engine.run(closed)
 
     def _accept(self) -> Connection:
@@ -99,7 +109,10 @@ class EngineServer:
     def state(self, call: int | None = None) -> State:
         """Return the State of now. Called on the engine's thread."""
         self.engine.measure()
-        return State(self.engine.stats(), LEAVING if self.retiring else self.engine.ailment, call)
+        stats = self.engine.stats()
+        if self.exchange is not None:
+            stats = self.exchange.described(stats)
+        return State(stats, LEAVING if self.retiring else self.engine.ailment, call)
 
     @property
     def retiring(self) -> bool:
@@ -124,11 +137,19 @@ class EngineServer:
 
     def hello(self) -> Hello:
         """Return the first message to a front."""
-        engine = self.engine
+        engine, exchange = self.engine, self.exchange
+        info = engine.info if exchange is None else exchange.presented(engine.info)
+        kv = "" if exchange is None else str(exchange.address)
         limits = tuple(one.limits for one in engine.schedulers)
-        return Hello(
-            __version__, engine.info, engine.queue_bound, self.state(), limits, self._whole_reports(cache=False)
-        )
+        reports = self._whole_reports(cache=False)
+        return Hello(__version__, info, engine.queue_bound, self.state(), limits, reports, kv)
+
+    def set_roles(self, roles: Mapping[int, Role]) -> bool:
+        """Set the roles of instances, or of this replica if it shares KV. Called from another thread."""
+        if self.exchange is None:
+            return bool(self.engine.set_roles(roles))
+        self.exchange.set_roles(roles)
+        return True
 
     def report(self, mark: int) -> Report:
         """Return the first Report to a front that follows, and begin to collect events for it."""
@@ -221,8 +242,11 @@ class _Front:
                     self._engine.cancel(id, message.reason)
             case GetStats():
                 self._send(self._server.state(message.call))
+            case Prefetch():
+                if self._server.exchange is not None:
+                    self._server.exchange.prefetch(message)
             case SetRoles():
-                self._call(message.call, lambda: bool(self._engine.set_roles(message.roles)))
+                self._call(message.call, lambda: self._server.set_roles(message.roles))
             case ResetPrefixCache():
                 self._call(message.call, self._engine.reset_prefix_cache)
             case Follow():
@@ -257,6 +281,8 @@ class _Front:
                 salt=message.salt,
                 waited=message.waited,
                 progress=message.progress,
+                handed_over=message.handed_over,
+                kv_from=message.kv_from,
                 on_delta=partial(self._told, message.id),
             )
         except JaxserveError as error:

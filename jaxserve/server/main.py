@@ -43,8 +43,8 @@ def run(config: ServeConfig, start: Callable[[ServeConfig], Engines] = EnginePro
 
 def check_processes(config: ServeConfig, keys: Keys) -> None:
     """Raise InvalidValue if the settings need other processes than they ask for."""
-    if (config.replicas > 1 or config.ray is not None) and config.api_server_count == 0:
-        what = f"replicas={config.replicas}" if config.ray is None else f"engines in Ray (ray={config.ray!r})"
+    if (len(config.replica_roles) > 1 or config.ray is not None) and config.api_server_count == 0:
+        what = f"replicas={len(config.replica_roles)}" if config.ray is None else f"engines in Ray (ray={config.ray!r})"
         raise InvalidValue(f"{what} are processes of their own: use --api-server-count 1 or more", "replicas")
     if config.api_server_count > 1 and len(keys.names) > 1:
         raise InvalidValue(

@@ -176,6 +176,7 @@ class EngineCollector(Collector):
         stats = self._engine.stats()
         yield from self._levels(stats)
         yield from self._totals(stats)
+        yield from self._kv_between(stats)
         yield from self._sums(stats)
         yield from self._tiers(stats)
         yield from self._classes(stats)
@@ -333,6 +334,19 @@ class EngineCollector(Collector):
             family.add_metric([self._model, tier], one.fetches, one.seconds)
         yield family
 
+    def _kv_between(self, stats: Any) -> Iterator[Metric]:
+        for name, text, value in (
+            ("kv_fetched_pages", "KV pages fetched from other engine processes.", stats.kv_fetched_pages),
+            ("kv_fetched_bytes", "Bytes of KV pages fetched from other engine processes.", stats.kv_fetched_bytes),
+            (
+                "kv_fetch_fallbacks",
+                "Fetches from other engine processes without pages, whose tokens were computed instead.",
+                stats.kv_fetch_fallbacks,
+            ),
+            ("kv_given_pages", "KV pages given to other engine processes.", stats.kv_given_pages),
+        ):
+            yield self._family(CounterMetricFamily, name, text, [((), float(value))])
+
     def _sums(self, stats: Any) -> Iterator[Metric]:
         counters = stats.counters
         for name, text, count, total in (
@@ -350,6 +364,12 @@ class EngineCollector(Collector):
                 "Time for which requests waited for KV pages from outside.",
                 stats.prefix_fetches,
                 stats.prefix_fetch_seconds,
+            ),
+            (
+                "kv_fetch_seconds",
+                "Time of fetches of KV pages from other engine processes, by pages.",
+                stats.kv_fetched_pages,
+                stats.kv_fetch_seconds,
             ),
         ):
             family: Any = SummaryMetricFamily(PREFIX + name, text, labels=["model_name"])

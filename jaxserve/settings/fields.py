@@ -36,6 +36,19 @@ class HttpSettings:
         1, "server", "Engines of the whole --mesh, each in a process of its own. A request whose engine is lost "
         "continues on another one with the same tokens.", metavar="N",
     )  # fmt: skip
+    prefill_replicas: int | None = flag(
+        None, "server", "Engines that compute prompts and the first token, instead of --replicas; needs "
+        "--decode-replicas.", metavar="P",
+    )  # fmt: skip
+    decode_replicas: int | None = flag(
+        None, "server", "Engines that take the KV of the prompt from a prefill replica and continue there.",
+        metavar="D",
+    )  # fmt: skip
+    kv_transfer: Literal["auto", "direct", "host"] = flag(
+        "auto", "server", "How KV goes from one engine process to another. direct: from device to device, by "
+        "jax.experimental.transfer. host: as bytes over the connection of the engines. auto: direct where both sides "
+        "can, else host.",
+    )  # fmt: skip
     replica_routing: str = flag(
         "unified", "server", "Router that chooses the replica of a request, with options after a colon: any that "
         "--routing takes, except auto.", metavar="NAME",

@@ -105,6 +105,7 @@ class Request:
         "id",
         "inflight",
         "key",
+        "kv_from",
         "limit",
         "on_device",
         "output",
@@ -150,12 +151,13 @@ class Request:
         key: str = "",
         salt: bytes = b"",
         class_: str = "",
+        kv_from: str = "",
     ) -> None:
         """Create a waiting request.
 
         `thinking` detects the end of thinking in the output; None if the output starts with the
         answer. `class_` is the label of the request in metrics, which stays the same if its tier
-        changes.
+        changes. `kv_from`: the address of another process that has the KV of its prompt.
         """
         self.id = id
         self.key = key or f"req-{id}"
@@ -171,6 +173,7 @@ class Request:
         self.eos = eos
         self.stops = frozenset(params.stop_token_ids) if params.ignore_eos else eos.union(params.stop_token_ids)
         self.salt = salt
+        self.kv_from = kv_from
         self.limit = params.max_tokens or (1 << 30) if limit is None else limit  # most tokens to generate
         self.thinking = thinking if slo.stages else None  # None once thinking has ended
         self.stage = ANSWER if self.thinking is None else THINKING

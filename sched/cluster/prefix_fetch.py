@@ -36,6 +36,7 @@ class Held:
         self.patience = patience
         self.role = core.scheduler.role
         self.began = core.executor.now()
+        self.ahead = False  # the request itself comes later
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # nothing more is fetched for it
 
     @property
@@ -95,8 +96,18 @@ class PrefixFetch:
         held = Held(request, core, max(LEAST_PATIENCE, _computing(request, core, at)))
         self._held[request.id] = held
         self.requests += 1
-        self._spawn(self._bring(held, digests))
+        self._spawn(self._bring(held, digests, list(self._sources)))
         return True
+
+    def add_source(self, source: KVSource) -> None:
+        """Fetch pages from one more source from now on."""
+        self._sources = (*self._sources, source)
+
+    def ahead(self, request: Request, core: Core, source: KVSource, patience: float) -> None:
+        """Fetch pages from `source` for a request that comes later: `request` is like it, and is not scheduled."""
+        held = Held(request, core, patience)
+        held.ahead = True
+        self._spawn(self._bring(held, core.scheduler.sought(request), [source]))
 
     def cancel(self, id: int) -> Request | None:
         """Stop holding a request, and return it. None if it is not held."""
@@ -118,7 +129,9 @@ class PrefixFetch:
 
     def _end(self, held: Held) -> None:
         """Hand a request back. Does nothing if that has happened."""
-        if self._held.get(held.request.id) is held:
+        if held.ahead and not held.over.done():
+            held.over.set_result(None)
+        elif self._held.get(held.request.id) is held:
             del self._held[held.request.id]
             self._stop(held)
             self._ready(held.request, held.core, held.belongs)
@@ -140,9 +153,9 @@ class PrefixFetch:
                     best, least = (source, at + pages), seconds
         return best
 
-    async def _bring(self, held: Held, digests: Sequence[bytes]) -> None:
+    async def _bring(self, held: Held, digests: Sequence[bytes], sources: list[KVSource]) -> None:
         """Fetch pages until no source has more that are worth it, and then hand the request back."""
-        core, sources = held.core, list(self._sources)
+        core = held.core
         timer = asyncio.get_running_loop().call_later(held.patience, self._end, held)
         try:
             while not held.over.done():

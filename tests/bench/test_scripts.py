@@ -28,6 +28,7 @@ SCRIPTS = [
     "full_load",
     "host_gap",
     "http_cost",
+    "kv_between",
     "latent_cache",
     "kv_tiers",
     "ladder",

@@ -21,6 +21,7 @@ from jaxserve.remote.messages import (
     GetStats,
     Hello,
     Outputs,
+    Prefetch,
     Refused,
     Report,
     ResetPrefixCache,
@@ -79,10 +80,23 @@ DELTAS = st.builds(
 METRICS = st.builds(RequestMetrics, SECONDS, st.none() | SECONDS, SECONDS, SECONDS, st.lists(SECONDS).map(tuple), IDS)
 ROLES = st.dictionaries(st.integers(0, 9), st.sampled_from(Role))
 SUBMIT = st.builds(
-    Submit, IDS, TOKENS, PARAMS, SLOS, st.integers(-9, 9), st.text(), st.text(), st.binary(max_size=32), SECONDS
+    Submit,
+    IDS,
+    TOKENS,
+    PARAMS,
+    SLOS,
+    st.integers(-9, 9),
+    st.text(),
+    st.text(),
+    st.binary(max_size=32),
+    SECONDS,
+    st.none(),
+    st.booleans(),
+    st.text(),
 )
 FRONT = (
     SUBMIT
+    | st.builds(Prefetch, TOKENS, st.binary(max_size=32), st.text())
     | st.builds(Cancel, IDS, st.text())
     | st.builds(GetStats, IDS)
     | st.builds(SetRoles, IDS, ROLES)

@@ -108,6 +108,11 @@ class JaxExecutor:
         return self._limits.page_size
 
     @property
+    def largest_piece(self) -> int:
+        """The most pages in a piece of a KV buffer."""
+        return self._sizes[-1]
+
+    @property
     def preemptible(self) -> bool:
         """Whether steps of prompt chunks alone can be preempted."""
         return self._state.segments is not None

@@ -110,6 +110,11 @@ class Stats:
     prefix_fetch_pages: int = 0
     prefix_fetch_failures: int = 0
     kv_copies_skipped: int = 0  # pages not copied to the first tier: too many waited, or they were gone
+    kv_fetched_pages: int = 0  # from other engines
+    kv_fetched_bytes: int = 0
+    kv_fetch_seconds: float = 0.0
+    kv_fetch_fallbacks: int = 0  # fetches without pages: this engine computed the tokens
+    kv_given_pages: int = 0  # to other engines
 
     @property
     def attained(self) -> int:

@@ -62,6 +62,8 @@ class Double:
         salt: bytes = b"",
         waited: float = 0.0,
         progress: Progress | None = None,
+        handed_over: bool = False,
+        kv_from: str = "",
         on_delta: Callable[[Delta], None],
     ) -> int:
         with self._lock:

@@ -1,0 +1,58 @@
+"""Copies of KV pages of an engine's prefix caches, for other processes. Everything here runs on the engine's loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from jaxserve.engine.memory.transfer import Piece
+from jaxserve.engine.programs.checksum import checksums
+from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.sched.api.errors import StepFailed
+from jaxserve.sched.instance.block_pool import BlockPool
+from jaxserve.sched.instance.scheduler import Scheduler
+
+LOOK = 0.002  # seconds between two looks at a prefix cache that lacks a wanted page
+
+
+class Export(NamedTuple):
+    """The first `pages` of the wanted pages, as one piece, and its checksums if they were asked for."""
+
+    pages: int
+    piece: Piece
+    sums: list[jax.Array]
+
+
+class KVPages:
+    """Gives copies of pages. A page that is evicted meanwhile stays in a copy that was dispatched before."""
+
+    def __init__(self, instances: Sequence[tuple[Scheduler, JaxExecutor]]) -> None:
+        self._instances = instances
+
+    def _pools(self) -> list[tuple[BlockPool, JaxExecutor]]:
+        return [(scheduler.blocks, executor) for scheduler, executor in self._instances]
+
+    async def arrive(self, digests: Sequence[bytes], seconds: float) -> bool:
+        """Wait until the first page is in a prefix cache; False if it is not within `seconds`."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while not any(blocks.match(digests[:1]) for blocks, _ in self._pools()):
+            if loop.time() >= end:
+                return False
+            await asyncio.sleep(LOOK)
+        return True
+
+    async def export(self, digests: Sequence[bytes], most: int, summed: bool) -> Export | None:
+        """Copy up to `most` leading pages that are in one prefix cache; None if the first is not there."""
+        blocks, executor = max(self._pools(), key=lambda one: one[0].match(digests))
+        pages = blocks.find(digests)[: min(most, executor.largest_piece)]
+        if not pages:
+            return None
+        try:
+            ((count, piece),) = executor.export_kv(pages).pieces
+        except StepFailed:  # the pool is lost
+            return None
+        return Export(count, piece, checksums(piece) if summed else [])

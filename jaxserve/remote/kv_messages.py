@@ -1,0 +1,90 @@
+"""The messages between two engine processes, of which one takes KV pages from the other.
+
+As in messages.py, they are msgpack of fixed types. The content of pages travels beside them: as
+`Part`s of a few hundred KiB on the same connection, or from device to device.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxserve.remote.kv_layout import Layout
+from jaxserve.remote.messages import Message
+
+# from the process that takes pages
+
+
+class Greet(Message, frozen=True):
+    """The first message: compare the layouts."""
+
+    digest: bytes
+
+
+class Want(Message, frozen=True):
+    """Ask for the first of these pages that are there, and wait some seconds until there is one."""
+
+    call: int
+    digests: tuple[bytes, ...]
+    seconds: float
+    direct: bool
+
+
+class Done(Message, frozen=True):
+    """An answer has arrived, or is no longer wanted."""
+
+    call: int
+
+
+# from the process that gives pages
+
+
+class Greeting(Message, frozen=True):
+    """The answer to Greet. direct: the address for pulls between devices, if this process can."""
+
+    layout: Layout
+    equal: bool
+    shards: str
+    direct: str | None
+
+
+class Parcel(Message, frozen=True):
+    """The content of the first `pages` pages that were asked for, after `waited` seconds; 0: none came in time.
+
+    Arrays of `sizes` bytes follow in Parts, with a CRC-32 for each. All pages of an array are one
+    contiguous block.
+    """
+
+    call: int
+    pages: int
+    waited: float = 0.0
+    sizes: tuple[int, ...] = ()
+    sums: tuple[int, ...] = ()
+
+
+class Part(Message, frozen=True):
+    """The next bytes of a Parcel."""
+
+    call: int
+    content: bytes
+
+
+class Offer(Message, frozen=True):
+    """The first `pages` pages that were asked for can be pulled: a piece of `size` pages, under `uuid`.
+
+    waited: seconds until the first one was there. sums: the checksums of all shards of each array
+    (programs/checksum.py), over the whole piece.
+    """
+
+    call: int
+    pages: int
+    waited: float
+    size: int
+    uuid: int
+    sums: tuple[int, ...]
+
+
+FromTaker = Greet | Want | Done
+FromGiver = Greeting | Parcel | Part | Offer
+
+decode_from_taker = msgspec.msgpack.Decoder(FromTaker).decode
+decode_from_giver = msgspec.msgpack.Decoder(FromGiver).decode
