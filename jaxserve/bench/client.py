@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
+import msgspec
+
 from jaxserve.bench.load import Call
 from jaxserve.errors import InvalidValue
 
-LINE = 1 << 20  # bytes: an event with many log-probabilities is one long line
 SHOWN = 300  # characters of an error response
 TIMEOUT = 6 * 3600.0  # seconds; a benchmark waits for the slowest request
 
@@ -215,22 +215,25 @@ class HttpSender:
                     text = await response.text(errors="replace")
                     outcome.error = f"HTTP {response.status}: {text[:SHOWN]}"
                 else:
-                    outcome.error = await _read_stream(response.content, clock)
-        except (aiohttp.ClientError, OSError) as error:
+                    outcome.error = await _read_stream(response.content.iter_any(), clock)
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             outcome.error = f"{type(error).__name__}: {error}"
         clock.end()
         return outcome
 
 
-async def _read_stream(lines: AsyncIterable[bytes], clock: Clock) -> str:
+async def _read_stream(received: AsyncIterable[bytes], clock: Clock) -> str:
     """Read server-sent events to the end; return the first error, or ""."""
-    async for line in lines:
-        if line.startswith(b"data:"):
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return ""
-            if error := read_event(json.loads(data), clock):
-                return error
+    rest = b""  # a line of which the end has not arrived
+    async for data in received:
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                said = line[5:].strip()
+                if said == b"[DONE]":
+                    return ""
+                if error := read_event(msgspec.json.decode(said), clock):
+                    return error
     return "the stream broke off before [DONE]"
 
 
@@ -261,7 +264,6 @@ async def open_sender(kind: str, target: Target, connections: int = 4096) -> Asy
             headers={"Authorization": f"Bearer {target.api_key}", **target.headers},
             timeout=aiohttp.ClientTimeout(total=TIMEOUT),
             connector=aiohttp.TCPConnector(limit=connections),
-            read_bufsize=LINE,
         ) as http:
             yield HttpSender(http, target)
     else:

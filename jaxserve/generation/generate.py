@@ -158,12 +158,7 @@ def gathered(params: SamplingParams, deliver: Callable[[Choice, Delta], None]) -
         held = parts.setdefault(choice.index, [])
         held.append(delta)
         if delta.finish_reason is not None:
-            whole = delta._replace(
-                tokens=tuple(chain.from_iterable(one.tokens for one in held)),
-                logprobs=tuple(chain.from_iterable(one.logprobs for one in held)),
-                prompt_logprobs=tuple(chain.from_iterable(one.prompt_logprobs for one in held)),
-            )
-            deliver(choice, whole)
+            deliver(choice, joined(held))
 
     return gather
 
@@ -214,17 +209,63 @@ def cancel(engine: EngineLike, choices: Sequence[Choice]) -> None:
             engine.cancel(choice.request, "abort")
 
 
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Join the deltas of one output, in order."""
+    return deltas[-1]._replace(
+        tokens=tuple(chain.from_iterable(one.tokens for one in deltas)),
+        logprobs=tuple(chain.from_iterable(one.logprobs for one in deltas)),
+        prompt_logprobs=tuple(chain.from_iterable(one.prompt_logprobs for one in deltas)),
+    )
+
+
+class Unread:
+    """The deltas of a job that its reader has not taken yet. Writer: the reader's event loop."""
+
+    __slots__ = ("_items", "_loop", "_waiting")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: list[tuple[Choice, Delta]] = []
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, item: tuple[Choice, Delta]) -> None:
+        """Add a delta and wake the reader."""
+        self._items.append(item)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def take(self) -> list[tuple[Choice, Delta]]:
+        """Wait for deltas and return all that there are, those of one output joined."""
+        if not self._items:
+            self._waiting = self._loop.create_future()
+            await self._waiting
+        items, self._items = self._items, []
+        return items if len(items) == 1 else by_choice(items)
+
+
+def by_choice(items: Sequence[tuple[Choice, Delta]]) -> list[tuple[Choice, Delta]]:
+    """Join the deltas of each output but its end, so that a reader that falls behind has less to do per token."""
+    found: dict[Choice, list[Delta]] = {}
+    ends = []
+    for choice, delta in items:
+        if delta.finish_reason is None:
+            found.setdefault(choice, []).append(delta)
+        else:
+            ends.append((choice, delta))
+    return [*((choice, joined(deltas)) for choice, deltas in found.items()), *ends]
+
+
 class Mailbox:
     """A channel from the engine's thread to an event loop, with one wake-up per step."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._items: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self._items: deque[tuple[Unread, tuple[Choice, Delta]]] = deque()
         self._called = False
 
-    def post(self, queue: asyncio.Queue[Any], item: Any) -> None:
-        """Put an item into a queue of the loop; called from any thread. Dropped if the loop is closed."""
-        self._items.append((queue, item))
+    def post(self, unread: Unread, item: tuple[Choice, Delta]) -> None:
+        """Put an item where a reader of the loop finds it; called from any thread. Dropped if the loop is closed."""
+        self._items.append((unread, item))
         if not self._called:
             self._called = True
             with suppress(RuntimeError):
@@ -233,8 +274,8 @@ class Mailbox:
     def _flush(self) -> None:
         self._called = False  # before reading, so that an item posted from now on wakes the loop again
         while self._items:
-            queue, item = self._items.popleft()
-            queue.put_nowait(item)
+            unread, item = self._items.popleft()
+            unread.put(item)
 
 
 async def pieces(
@@ -244,20 +285,20 @@ async def pieces(
 
     Raises what the engine answers to a request that it does not accept.
     """
-    news: asyncio.Queue[tuple[Choice, Delta]] = asyncio.Queue()
-    choices = submit(engine, tokenizer, job, lambda choice, delta: mailbox.post(news, (choice, delta)))
+    unread = Unread(mailbox.loop)
+    choices = submit(engine, tokenizer, job, lambda choice, delta: mailbox.post(unread, (choice, delta)))
     try:
         open_ = len(choices)
         while open_:
-            choice, delta = await news.get()
-            if choice.finished:
-                continue
-            if delta.finish_reason == "rejected" and (error := engine.refusal(choice.request)) is not None:
-                raise error
-            for one in _each_token(delta) if job.pace else (delta,):
-                piece = choice.feed(one)
-                open_ -= choice.finished
-                yield piece
+            for choice, delta in await unread.take():
+                if choice.finished:
+                    continue
+                if delta.finish_reason == "rejected" and (error := engine.refusal(choice.request)) is not None:
+                    raise error
+                for one in _each_token(delta) if job.pace else (delta,):
+                    piece = choice.feed(one)
+                    open_ -= choice.finished
+                    yield piece
     finally:
         cancel(engine, choices)
 
@@ -277,11 +318,6 @@ def _each_token(delta: Delta) -> list[Delta]:
 
 async def merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
     """Merge streams, with the index of its stream for each piece; an error in one ends all."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for piece in only:
-                yield 0, piece
-        return
     queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
 
     async def pump(number: int, stream: AsyncGenerator[Piece, None]) -> None:

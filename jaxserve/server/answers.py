@@ -57,9 +57,17 @@ class Answer:
     client: str = ""  # name of the API key
     created: int = field(default_factory=lambda: int(time.time()))
     outputs: list[list[Gathered]] = field(default_factory=list)
+    _begun: set[int] = field(default_factory=set)  # submissions with a piece
 
     def __post_init__(self) -> None:
         self.outputs = [[Gathered() for _ in range(job.params.n)] for job in self.jobs]
+
+    def begin(self, number: int) -> bool:
+        """Return whether this is the first call for submission `number`."""
+        if number in self._begun:
+            return False
+        self._begun.add(number)
+        return True
 
     def add(self, number: int, piece: Piece) -> Gathered:
         """Add a piece to an output of submission `number`, and return that output."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from jaxserve.server.corked import Corked
 from jaxserve.server.failures import Refused, body_of
 from jaxserve.settings.fields import HttpSettings
 
@@ -77,7 +78,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, Corked(transport, self.loop)))
         if len(self.connections) > self._limits.connections:
             text = f"{self._limits.connections} connections are open (--max-connections): try again later"
             self._refuse(Refused(503, text, code="too_many_connections", retry_after=1.0))

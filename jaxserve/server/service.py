@@ -132,26 +132,26 @@ class Service:
         async with self.stage.admitted(answer.client, outputs, tokens) as client:
             waited = time.monotonic() - arrived
             streams = [pieces(self.engine, self.tokenizer, replace(job, waited=waited), mailbox) for job in answer.jobs]
-            async with aclosing(self._told(answer, merged(streams), client)) as news:
-                async for number, piece in news:
-                    yield number, piece
+            if len(streams) == 1:
+                async with aclosing(streams[0]) as only:
+                    async for piece in only:
+                        self._count(answer, 0, piece, client)
+                        yield 0, piece
+            else:
+                async with aclosing(merged(streams)) as news:
+                    async for number, piece in news:
+                        self._count(answer, number, piece, client)
+                        yield number, piece
 
-    async def _told(
-        self, answer: Answer, source: AsyncGenerator[tuple[int, Piece], None], client: Client
-    ) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Count the pieces of `source` and pass them on. Raises GenerationFailed at a failed one."""
-        begun = set[int]()
-        async with aclosing(source) as news:
-            async for number, piece in news:
-                client.use("generation", len(piece.tokens))
-                job = answer.jobs[number]
-                if number not in begun:
-                    begun.add(number)
-                    self.metrics.begun(job)
-                if piece.finish_reason in GIVEN_UP:
-                    raise GenerationFailed(piece.error or "the engine gave the request up", piece.finish_reason)
-                self.metrics.news(job, piece)
-                yield number, piece
+    def _count(self, answer: Answer, number: int, piece: Piece, client: Client) -> None:
+        """Count a piece. Raises GenerationFailed at a failed one."""
+        job = answer.jobs[number]
+        client.use("generation", len(piece.tokens))
+        if answer.begin(number):
+            self.metrics.begun(job)
+        if piece.finish_reason in GIVEN_UP:
+            raise GenerationFailed(piece.error or "the engine gave the request up", piece.finish_reason)
+        self.metrics.news(job, piece)
 
     def _paced(self, answer: Answer) -> AsyncGenerator[tuple[int, Piece], None]:
         """Run `generate` and delay its pieces to each request's pace. A draining server does not delay them."""

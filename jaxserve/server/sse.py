@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -32,7 +32,7 @@ class Ending(Refused):
 
 def event(data: Mapping[str, Any]) -> bytes:
     """Encode a JSON object as one event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 async def gone(receive: Receive) -> None:

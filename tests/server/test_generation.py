@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxserve.errors import QueueFull
-from jaxserve.generation.generate import Mailbox, Submission, pieces, submit
+from jaxserve.generation.generate import Mailbox, Submission, Unread, pieces, submit
 from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.slo import SLO
 from jaxserve.tokenizer import Tokenizer
+from tests.support.examples import examples
 from tests.support.server.double import Double
 
 JOB = Submission([5, 6, 7], SamplingParams(max_tokens=200, n=3, ignore_eos=True), SLO())
@@ -59,3 +64,26 @@ def test_finished_outputs_are_not_cancelled(tokenizer: Tokenizer) -> None:
 
     asyncio.run(main())
     assert engine.cancelled == {}
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=20), st.data())
+def test_a_reader_that_falls_behind_gets_all_tokens_in_order(said: list[tuple[int, int]], data: st.DataObject) -> None:
+    async def main() -> list[tuple[int, Delta]]:
+        loop = asyncio.get_running_loop()
+        mailbox, unread = Mailbox(loop), Unread(loop)
+        choices: list[Any] = [object() for _ in range(3)]
+        read: list[tuple[int, Delta]] = []
+        for at, (which, tokens) in enumerate([*said, *((which, 1) for which in range(3))]):
+            end = "length" if at >= len(said) else None
+            mailbox.post(unread, (choices[which], Delta(which, tuple(range(at, at + tokens)), finish_reason=end)))
+            if data.draw(st.booleans()) or at == len(said) + 2:
+                read += [(choices.index(choice), delta) for choice, delta in await unread.take()]
+        return read
+
+    read = asyncio.run(main())
+    for which in range(3):
+        mine = [delta for choice, delta in read if choice == which]
+        sent = [token for at, (of, n) in enumerate(said) if of == which for token in range(at, at + n)]
+        assert [token for delta in mine for token in delta.tokens] == [*sent, len(said) + which]
+        assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + ["length"]
