@@ -49,6 +49,12 @@ def line(perf: PerfModel, rows: int, longest: float) -> Line:
     return Line(max(0.0, base - count * row - total * context), row, context, max(0.0, one - row))
 
 
+def idle_budget(perf: PerfModel, window: float, prompt: int, chunk: int) -> float:
+    """Return the budget of an instance without requests for prompts due in `window` seconds; see `prefill_budget`."""
+    near = line(perf, 0, 0.0)
+    return (window - near.step) / (near.token(perf, prompt, chunk) + near.context)
+
+
 class Promised:
     """What an instance has promised in a view, and what it can still take. Writer of its memo of slopes.
 

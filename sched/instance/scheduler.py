@@ -49,6 +49,7 @@ class Scheduler:
         self._ends = 0.0
         self.counters = Counters()
         self.hung = False  # its oldest step does not end, so it gets no new requests
+        self.draining = False  # it gets no new requests because it is about to stop; set by its owner
         self._prefix_caching = prefix_caching
         self._log = log
         self._reservations: dict[int, Reservation] = {}
@@ -87,7 +88,7 @@ class Scheduler:
     @property
     def accepting(self) -> bool:
         """Whether it takes new requests."""
-        return not self.hung
+        return not (self.hung or self.draining)
 
     @property
     def blocks(self) -> BlockPool:

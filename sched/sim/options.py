@@ -56,6 +56,24 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """How the number of replicas follows the load. In seconds.
+
+    scaler: by name, see sched/scaling. begin: replicas that serve at the start. startup: from the
+    decision to start a replica until it serves (ASSUMED: warm caches; a cold start of a large model
+    takes minutes). period: between decisions. hold: for which the number must have been too high
+    before it falls (Kubernetes' HPA: 300 s).
+    """
+
+    scaler: str = "budget"
+    begin: int = 1
+    least: int = 1
+    startup: float = 60.0
+    period: float = 5.0
+    hold: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """Options that stay fixed while policies, rates and seeds vary. In seconds, tokens and shares.
 
@@ -80,6 +98,7 @@ class Options:
     horizon: time after which the simulation stops. Unfinished requests count as violated.
     turns: role changes, each a time and the roles of all instances from then on.
     tiers: where KV goes that leaves the pools.
+    scaling: the number of replicas, which are the instances of the mesh. None: all serve all the time.
     timer: a real clock, read before and after each decision. The times are only reported.
     """
 
@@ -110,6 +129,7 @@ class Options:
     skip: int = 0
     horizon: float | None = None
     turns: tuple[tuple[float, tuple[Role, ...]], ...] = ()
+    scaling: Scaling | None = None
     timer: Callable[[], float] | None = None
     fill: bool = True
     tiers: Tiers = NO_TIERS

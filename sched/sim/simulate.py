@@ -32,6 +32,7 @@ from .latency import Latency
 from .options import DEFAULT, Mesh, Options
 from .predict import perf_model
 from .record import Recorder
+from .scaled import ScaledReplicas
 from .stale import Stale
 from .workload import Arrival, validate
 
@@ -81,6 +82,7 @@ class Report(NamedTuple):
     instances: tuple[str, ...] = ()  # names, in the order of `busy`
     deflections: int = 0  # prompts assigned to decode instances
     ttft_predictions: Mapping[str, Accuracy] = {}  # of first tokens, by path, if the router makes any
+    replica_seconds: float = 0.0  # of virtual time in which replicas started, served or drained
     decisions: Spread | None = None  # real seconds per decision, if Options has a timer
     tier_hits: Mapping[str, int] = {}  # tokens fetched from each KV tier
 
@@ -138,6 +140,7 @@ def simulate(
         tuple(core.name for core in cluster.cores),
         cluster.deflections,
         cluster.ttft_predictions.accuracy,
+        simulation.replica_seconds(ended),
         spread(simulation.decisions) if options.timer is not None else None,
         {tier.name: tier.stats.hits * simulation.page_size for tier in simulation.tiers},
     )
@@ -209,6 +212,7 @@ class _Simulation:
         caching = options.prefix_caching
         self._caching = any(arrival.hash_ids for arrival in arrivals) if caching is None else caching
         self._over = 0
+        self._scaled: ScaledReplicas | None = None
         self.requests: list[Request] = []
         self.decisions: list[float] = []
         self.tiers: list[KVTier] = []
@@ -228,6 +232,8 @@ class _Simulation:
             sources=self.tiers,
             store=self.tiers[0] if self.tiers else None,
         )
+        if self._options.scaling is not None:
+            self._scaled = ScaledReplicas(cluster, self._options.scaling, loop)
         machine = asyncio.create_task(cluster.run(), name="cluster")
         for at, roles in self._options.turns:
             loop.at(at, clock.EVENT, cluster.set_roles, dict(enumerate(roles)))
@@ -251,6 +257,10 @@ class _Simulation:
             return Fronts([routing.make(name, admission) for _ in range(options.fronts)], options.stale)
         router = routing.make(name, admission)
         return Stale(router, options.stale) if options.stale else router
+
+    def replica_seconds(self, ended: float) -> float:
+        """Return the seconds of all replicas until the virtual time `ended`."""
+        return len(self._roles) * ended if self._scaled is None else self._scaled.seconds(ended)
 
     def _instance(self, index: int, role: Role, loop: clock.VirtualLoop) -> Instance:
         name, options = f"{role.value}{index}", self._options
@@ -319,6 +329,8 @@ class _Simulation:
 
     def _submit(self, id: int, time: float) -> None:
         request = self._request(id, time)
+        if self._scaled is not None:
+            self._scaled.arrived(request)
         try:
             self._cluster.submit(request, _ignore)
         except InvalidValue as error:  # the request can never fit

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.sched import policies
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.policy import Decision, Limits, Role, View
+from jaxserve.sched.api.policy import Decision, Grant, Limits, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.instance.request_queues import shown
@@ -90,6 +90,22 @@ def test_every_request_of_a_long_queue_is_served(policy: str) -> None:
     outcome = watch.run(jobs, [Role.MIXED], rows=3, pages=40)
     assert len(outcome.requests) == 180
     assert {one.finish_reason for one in outcome.requests} <= {"stop", "length", "abort"}
+
+
+def test_a_request_that_is_granted_and_demoted_at_once_waits_behind_those_shown() -> None:
+    class DemotesWhatItGrants:
+        def decide(self, view: View) -> Decision:
+            late = [one.id for one in view.prefill if one.tier == STANDARD]
+            return Decision(tuple(Grant(one.id, 16) for one in view.prefill), demote=tuple(late))
+
+    one = scheduler(DemotesWhatItGrants())
+    for id in range(100):
+        one.add(request(id, priority=-1))
+    one.add(request(200, STANDARD))
+    plan = one.plan(0.0, 0.0)
+    assert plan is not None and [span.request for span in plan.spans] == [0, 1, 2, 3]
+    assert next(each for each in one if each.id == 200).tier == BEST_EFFORT and 200 not in seen(one)
+    one.check()
 
 
 def test_the_number_shown_depends_on_the_rows() -> None:
