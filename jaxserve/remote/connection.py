@@ -20,6 +20,7 @@ Side = Literal["front", "engine"]
 LONGEST = 1 << 28  # bytes of a frame
 CHALLENGE = 32  # bytes
 HANDSHAKE = 10.0  # seconds for the proof of the key
+BUFFERED = 1 << 16  # bytes that may wait for the other end when `drained` returns
 UNREAD = 1 << 27  # bytes that may wait for the other end, which has stopped reading if there are more
 
 
@@ -48,8 +49,6 @@ class Connection(asyncio.Protocol):
         self._why = "the other process closed the connection"
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._room = asyncio.Event()  # set while the other end reads fast enough
-        self._room.set()
 
     def send(self, frame: bytes) -> None:
         """Send a frame. Does nothing if the connection is lost; ends it if the other end does not read."""
@@ -62,8 +61,12 @@ class Connection(asyncio.Protocol):
         transport.writelines((len(frame).to_bytes(4, "big"), frame))
 
     async def drained(self) -> None:
-        """Wait until the other end has read most of what was sent, or the connection is lost."""
-        await self._room.wait()
+        """Wait until the other end has read most of what was sent, or the connection is lost.
+
+        It looks at the buffer, since `writelines` of Python 3.12 does not call `pause_writing`.
+        """
+        while self._transport is not None and self._transport.get_write_buffer_size() > BUFFERED:
+            await asyncio.sleep(0.001)
 
     def close(self, why: str = "closed") -> None:
         """Close the connection; `lost` is called soon, with the reason."""
@@ -102,14 +105,7 @@ class Connection(asyncio.Protocol):
                 return
         del buffer[:at]
 
-    def pause_writing(self) -> None:
-        self._room.clear()
-
-    def resume_writing(self) -> None:
-        self._room.set()
-
     def connection_lost(self, error: Exception | None) -> None:
-        self._room.set()
         if self._timer is not None:
             self._timer.cancel()
         self._transport = None

@@ -419,6 +419,7 @@ def test_the_connection_waits_for_a_slow_reader(tmp_path: Path) -> None:
         await waiting
         other.close()
         server.close()
+        await asyncio.sleep(0.02)  # both ends learn of it
 
     run(work)
 
