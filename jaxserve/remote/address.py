@@ -45,6 +45,12 @@ class Address(NamedTuple):
             return UNIX + self.path
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder in which fronts of this machine find the engine; None: they do not need one."""
+        found = self.path or self.listed
+        return Path(found).parent if found else None
+
     def vacate(self) -> None:
         """Remove the socket that a killed process has left in the file system."""
         if self.path:

@@ -60,7 +60,7 @@ class EngineProcess:
         try:
             failure = self._control.recv()
         except EOFError:
-            self._ended()
+            self.join()
             raise JaxserveError(f"the engine's process ended while it started ({self.end})") from None
         if failure is not None:
             self.close()
@@ -85,14 +85,14 @@ class EngineProcess:
         """Close the engine and end its process; return False if it had to be killed."""
         with suppress(OSError):  # it has ended
             self._control.send(CLOSE)
-        ended = self._ended()
+        ended = self.join()
         if not ended:
             log.error("the engine's process did not end within %g s and is killed", CLOSING)
             self._process.kill()
-            self._ended()
+            self.join()
         return ended
 
-    def _ended(self) -> bool:
+    def join(self) -> bool:
         """Wait up to CLOSING seconds for the end of the process, and return whether it came."""
         with self._reaping:
             self._process.join(CLOSING)
@@ -148,6 +148,7 @@ class EngineProcesses:
             while not wait([self._processes[at].sentinel], timeout=0.2):
                 if self._closing.is_set():
                     return
+            self._processes[at].join()  # its sentinel is readable a moment before its exit status
             if self._processes[at].retired:
                 failures = 0
                 log.info("%s starts again, as asked", name)

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from msgspec import structs
 
@@ -99,6 +100,7 @@ class Replicas(Submitting):
         self._draining = set[int]()
         self._returning = set[asyncio.Task[None]]()  # connections to engines that were lost
         self._closed = False
+        self.folder: Path | None = None  # that all fronts of this machine have in common
         self.on_continued: Callable[[], None] = lambda: None  # told when a request goes on after a loss
 
     @classmethod
@@ -108,6 +110,7 @@ class Replicas(Submitting):
         Raises InvalidValue if one does not answer, or differs from the others.
         """
         replicas = cls([await RemoteEngine.connect(*place) for place in places], seed, router)
+        replicas.folder = places[0].address.folder
         for at, place in enumerate(places):
             replicas._watch(at, place)
         return replicas

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+from contextlib import AbstractContextManager, nullcontext
 
 from jaxserve.remote.replicas import RETRY, Replicas
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError
 
+CLAIM = "restart"  # a file that is locked while a front restarts replicas; the lock ends with its process
 SETTLING = 4 * RETRY  # seconds in which other fronts find the replica that is back
 
 
@@ -31,7 +34,8 @@ class Rolling:
     def start(self, patience: float) -> None:
         """Begin; each replica may take `patience` seconds to finish its requests, the rest continue elsewhere.
 
-        Raises InvalidValue if there is one replica only, JaxserveError if a restart is in progress.
+        Raises InvalidValue if there is one replica only, JaxserveError if a restart is in progress, also at
+        another front of this machine.
         """
         count = len(self.standing)
         if count < 2:
@@ -42,14 +46,28 @@ class Rolling:
             )
         if self.running:
             raise JaxserveError(f"a restart is in progress: {self.restarted} of {count} replicas are done")
+        claim = self._claim()
         self.restarted = 0
-        self._task = asyncio.ensure_future(self._run(count, patience))
+        self._task = asyncio.ensure_future(self._run(count, patience, claim))
 
-    async def _run(self, count: int, patience: float) -> None:
-        for replica in range(count):
-            await self._replicas.renew(replica, patience)
-            self.restarted += 1
-            await asyncio.sleep(SETTLING)
+    def _claim(self) -> AbstractContextManager[object]:
+        """Return a file that no other front can lock until it is closed, if fronts have a folder in common."""
+        if self._replicas.folder is None:
+            return nullcontext()
+        claim = (self._replicas.folder / CLAIM).open("wb")
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            claim.close()
+            raise JaxserveError("a restart is in progress at another front") from None
+        return claim
+
+    async def _run(self, count: int, patience: float, claim: AbstractContextManager[object]) -> None:
+        with claim:
+            for replica in range(count):
+                await self._replicas.renew(replica, patience)
+                self.restarted += 1
+                await asyncio.sleep(SETTLING)
 
     def close(self) -> None:
         """Stop after what has been asked for already."""

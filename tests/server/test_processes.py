@@ -3,92 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-FLAGS = (
-    "--port 0 --api-server-count 2 --max-model-len 256 --max-num-seqs 4 --max-num-batched-tokens 64 "
-    "--kv-cache-memory 32MiB --disable-log-stats"
-)
+from tests.support.server.processes import JOIN, Running, alive, children, served, wait
+
 BODY: dict[str, Any] = {"prompt": "def main(", "max_tokens": 200, "temperature": 0.0, "ignore_eos": True}
-JOIN = 60.0  # seconds
-
-
-def wait(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + JOIN
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def children(pid: int) -> list[int]:
-    """Return the child processes that are not zombies, without multiprocessing's resource tracker."""
-    made = []
-    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-        with suppress(FileNotFoundError):
-            command = Path(f"/proc/{child}/cmdline").read_text()
-            if "spawn_main" in command:
-                made.append(child)
-    return made
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-class Running:
-    """A server with two fronts."""
-
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process = process
-        self.url = url
-        self.engine, *self.fronts = children(process.pid)  # in the order of their starts
-
-    def owners(self) -> dict[int, int]:
-        """Return the process that has each open connection of this test, by the test's port."""
-        port = int(self.url.rpartition(":")[2])
-        found: dict[str, int] = {}
-        for row in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-            _, local, remote, state, *_, inode = row.split()[:10]
-            if int(local.split(":")[1], 16) == port and state == "01":
-                found[inode] = int(remote.split(":")[1], 16)
-        made = {}
-        for pid in children(self.process.pid):
-            for entry in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(FileNotFoundError):
-                    match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
-                    if match and match[1] in found:
-                        made[found[match[1]]] = pid
-        return made
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Running]:
-    command = [sys.executable, "-m", "jaxserve.run", *FLAGS.split()]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-    try:
-        assert process.stdout is not None
-        found = (re.search(r"ready at (http://[\d.:]+)\.", line) for line in process.stdout)
-        ready = next((match for match in found if match), None)
-        assert ready is not None, (tmp_path / "log").read_text()[-2000:]
-        yield Running(process, ready[1])
-    finally:
-        process.kill()
-        process.communicate()
+    with served("--api-server-count 2", tmp_path / "log") as running:
+        yield running
 
 
 def asked(client: httpx.Client, url: str) -> httpx.Response:
@@ -124,7 +55,7 @@ def test_each_process_dies(server: Running) -> None:
             with third.stream("POST", f"{url}/v1/completions", json={**BODY, "stream": True}) as ended:
                 lines = ended.iter_lines()
                 next(lines)
-                os.kill(server.engine, signal.SIGKILL)
+                os.kill(server.engines[0], signal.SIGKILL)
                 said = "".join(lines)
             assert '"code":"unavailable"' in said and said.endswith("data: [DONE]")
             refused = asked(third, url)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.errors import InvalidValue
+from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.remote.address import Address, Place
 from jaxserve.remote.replicas import Replicas
 from jaxserve.remote.rolling import Rolling
@@ -124,6 +124,25 @@ def test_a_replica_waits_for_the_others(pair: list[Restarting]) -> None:
         while rolling.running:
             await asyncio.sleep(0.05)
         assert [one.restarts for one in pair] == [1, 1]
+
+    run(work, pair)
+
+
+def test_one_front_restarts_at_a_time(pair: list[Restarting]) -> None:
+    async def work(replicas: Replicas) -> None:
+        other = await Replicas.connect([one.place for one in pair])
+        first, second = Rolling(replicas), Rolling(other)
+        first.start(0.0)
+        with pytest.raises(JaxserveError, match="a restart is in progress at another front"):
+            second.start(0.0)
+        assert first.running and not second.running
+        while first.running:
+            await asyncio.sleep(0.05)
+        second.start(0.0)
+        while second.running:
+            await asyncio.sleep(0.05)
+        assert [one.restarts for one in pair] == [2, 2]
+        other.close()
 
     run(work, pair)
 

@@ -1,0 +1,87 @@
+"""A server of `jaxserve.run` with its processes, as its users start it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+SMALL = (
+    "--port 0 --max-model-len 256 --max-num-seqs 4 --max-num-batched-tokens 64 --kv-cache-memory 32MiB "
+    "--disable-log-stats"
+)
+JOIN = 60.0  # seconds
+
+
+def wait(reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + JOIN
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    """Return the child processes that are not zombies, without multiprocessing's resource tracker."""
+    made = []
+    for task in Path(f"/proc/{pid}/task").iterdir():  # an engine that starts again is a child of another thread
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for child in (task / "children").read_text().split():
+                if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
+                    made.append(int(child))
+    return made
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Running:
+    """A server that is ready."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str, replicas: int) -> None:
+        self.process = process
+        self.url = url
+        made = children(process.pid)  # in the order of their starts
+        self.engines, self.fronts = made[:replicas], made[replicas:]
+
+    def owners(self) -> dict[int, int]:
+        """Return the process that has each open connection of this test, by the test's port."""
+        port = int(self.url.rpartition(":")[2])
+        found: dict[str, int] = {}
+        for row in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            _, local, remote, state, *_, inode = row.split()[:10]
+            if int(local.split(":")[1], 16) == port and state == "01":
+                found[inode] = int(remote.split(":")[1], 16)
+        made = {}
+        for pid in children(self.process.pid):
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(FileNotFoundError):
+                    match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
+                    if match and match[1] in found:
+                        made[found[match[1]]] = pid
+        return made
+
+
+@contextmanager
+def served(flags: str, log: Path, *, replicas: int = 1) -> Iterator[Running]:
+    """Start a small server with more flags, and kill it at the end."""
+    command = [sys.executable, "-m", "jaxserve.run", *SMALL.split(), *flags.split(), "--replicas", str(replicas)]
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        assert process.stdout is not None
+        found = (re.search(r"ready at (http://[\d.:]+)\.", line) for line in process.stdout)
+        ready = next((match for match in found if match), None)
+        assert ready is not None, log.read_text()[-2000:]
+        yield Running(process, ready[1], replicas)
+    finally:
+        process.kill()
+        process.communicate()
