@@ -145,6 +145,7 @@ def main() -> int:
     args = parser.parse_args()
     gc.disable()
     base = dict(zip(("replicas", "in_flight", "pages"), args.base, strict=True))
+    Fleet(args.router, *args.base)  # what is imported and kept at the first use belongs to no size
     rows = []
     for grown in base:
         for size in getattr(args, grown):

@@ -15,6 +15,7 @@ import pytest
 from jaxserve.report.table import markdown
 
 SCRIPTS = [
+    "autoscaling",
     "azure_replay",
     "cascade",
     "colocated",
