@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -54,14 +55,14 @@ def test_one_front_that_sees_everything_is_the_plain_router(router: str, mesh: M
     assert front == plain
 
 
-@pytest.mark.parametrize("fronts", [1, 2, 4])
-@pytest.mark.parametrize("router", ["fewest_requests", "least_work", "round_robin", "unified"])
-def test_fronts_send_to_the_same_instance_until_they_see_each_other(router: str, fronts: int) -> None:
-    """Fronts that know only themselves choose alike, so each turn of theirs goes to one instance, and the next on."""
+@pytest.mark.parametrize("router", sorted(ROUTERS))
+@pytest.mark.parametrize("fronts", [1, 4, 16])
+def test_fronts_that_do_not_see_each_other_spread_requests(router: str, fronts: int) -> None:
+    """One front fills instances in turn by what it sent; several draw, and do not meet on the first instance."""
     recorder = Recorder()
-    arrivals = [Arrival(0.001 * at, 40, 1) for at in range(4 * fronts)]
+    arrivals = [Arrival(0.001 * at, 40, 1) for at in range(16)]
     options = Options(routing=router, fronts=fronts, stale=1.0)
-    simulate(arrivals, "kairos", Mesh(4, colocated=True), replace(TINY, noise=0.0), options=options, recorder=recorder)
-    assert [placed.instance for placed in recorder.placed] == [
-        f"mixed{turn}" for turn in range(4) for _ in range(fronts)
-    ]
+    simulate(arrivals, "kairos", Mesh(16, colocated=True), replace(TINY, noise=0.0), options=options, recorder=recorder)
+    counts = Counter(placed.instance for placed in recorder.placed)
+    assert sum(counts.values()) == 16
+    assert max(counts.values()) == 1 if fronts == 1 else len(counts) >= 8
