@@ -19,7 +19,7 @@ from .snapshot import Snapshot
 
 SHORTLIST = 16  # instances whose queues a router looks at
 CACHED = 2  # of them: at most those with the longest prefix hits
-DRAWN = 2  # instances at least that one of several fronts draws
+DRAWN = 4  # entries among which one of several fronts chooses
 BUSIEST = 0.95  # most of the time that decodes are assumed to take from prompts
 ENTRY, COLUMNS = 0, 8  # the row of `Front._table` that says which instances take prompts; the number of rows
 
@@ -34,8 +34,8 @@ class Front:
     numbers of the instances (`Router.estimate`), and those with the longest prefix hits.
 
     Several fronts do not see each other's requests. If all chose the best entry, all would choose the
-    same one, so each draws its share of the entries for each request, and chooses among them and those
-    with the longest prefix hits.
+    same one, so each draws a few entries for each request, and chooses among them and those with the
+    longest prefix hits.
     """
 
     def __init__(
@@ -182,14 +182,13 @@ class Front:
         return entries[np.union1d(best, longest)]
 
     def _drawn(self, request: Request, entries: Order) -> Order:
-        """Return the share of the entries that this front sees of a request: random ones, and the longest hits."""
-        count = max(DRAWN, -(-len(entries) // self._fronts))
-        if count >= len(entries):
+        """Return the entries that one of several fronts sees: random ones, and the longest prefix hits."""
+        if len(entries) <= DRAWN:
             return entries
         hits = self._hits(request)[entries]
         longest = np.argpartition(-hits, CACHED - 1)[:CACHED]
         drawn: Order = np.union1d(
-            self._random.choice(entries, count, replace=False), entries[longest[hits[longest] > 0]]
+            self._random.choice(entries, DRAWN, replace=False), entries[longest[hits[longest] > 0]]
         )
         return drawn
 
