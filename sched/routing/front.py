@@ -19,7 +19,7 @@ from .snapshot import Snapshot
 
 SHORTLIST = 16  # instances whose queues a router looks at
 CACHED = 2  # of them: at most those with the longest prefix hits
-DRAWN = 4  # entries among which one of several fronts chooses
+DRAWN = 2  # entries among which one of several fronts chooses
 BUSIEST = 0.95  # most of the time that decodes are assumed to take from prompts
 ENTRY, COLUMNS = 0, 8  # the row of `Front._table` that says which instances take prompts; the number of rows
 
@@ -34,7 +34,7 @@ class Front:
     numbers of the instances (`Router.estimate`), and those with the longest prefix hits.
 
     Several fronts do not see each other's requests. If all chose the best entry, all would choose the
-    same one, so each draws a few entries for each request, and chooses among them and those with the
+    same one, so each draws two entries for each request, and chooses among them and those with the
     longest prefix hits.
     """
 
