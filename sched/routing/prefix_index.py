@@ -25,6 +25,7 @@ class PrefixIndex:
         self._page_size = page_size
         self._instances = instances
         self._holders: dict[bytes, int] = {}  # digest -> the instances that have it, one bit each
+        self._masks = [1 << at for at in range(instances)]  # the bit of each
         self._pages = [0] * instances  # prefixes that each has
         self._nothing: Hits = np.zeros(instances, dtype=np.int64)
         self._last: tuple[Request | None, Hits] = None, self._nothing  # the last result of `hits`
@@ -35,7 +36,7 @@ class PrefixIndex:
 
     def update(self, instance: int, gained: Iterable[bytes], lost: Iterable[bytes]) -> None:
         """Apply the events of an instance, in digests of KEPT bytes."""
-        holders, bit, pages = self._holders, 1 << instance, self._pages[instance]
+        holders, bit, pages = self._holders, self._masks[instance], self._pages[instance]
         for digest in gained:
             have = holders.get(digest, 0)
             if not have & bit:
@@ -56,7 +57,7 @@ class PrefixIndex:
     def clear(self, instance: int) -> None:
         """Forget the cache of an instance. Reads the index once, unless the instance has nothing."""
         if self._pages[instance]:
-            bit = 1 << instance
+            bit = self._masks[instance]
             self.update(instance, (), [digest for digest, holders in self._holders.items() if holders & bit])
 
     def hits(self, request: Request) -> Hits:
