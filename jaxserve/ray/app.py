@@ -115,7 +115,8 @@ class Front:
             Place(Address(listed=str(self._folder / str(at))), key, name) for at, (_, key, name) in enumerate(known)
         ]
         own = serve.get_replica_context().replica_id.unique_id
-        replicas = await Replicas.connect(places, f"{config.seed}.{own}")
+        routing, fronts = config.replica_routing, config.api_server_count
+        replicas = await Replicas.connect(places, f"{config.seed}.{own}", routing, fronts)
         self._service = Service(replicas, await tokenizer, config)
         replicas.on_continued = self._service.metrics.continued
         self._learning = asyncio.ensure_future(self._learn())

@@ -82,7 +82,7 @@ class _Ask:
 class Replicas(Submitting):
     """Engines in other processes as one engine. All methods belong to one loop, as those of RemoteEngine."""
 
-    def __init__(self, engines: Sequence[RemoteEngine], seed: str = "0", router: str = ROUTER) -> None:
+    def __init__(self, engines: Sequence[RemoteEngine], seed: str = "0", router: str = ROUTER, fronts: int = 1) -> None:
         """Use connected engines; the seeds of requests without one come from `seed`. `router`: by name.
 
         Raises InvalidValue if they do not serve the same model in the same way.
@@ -90,7 +90,8 @@ class Replicas(Submitting):
         self.info: EngineInfo = merged_info([engine.info for engine in engines])
         self._engines = list(engines)
         counts = [len(engine.info.instances) for engine in engines]
-        self._front = Front(routing.make(router), counts, self.info.instances[0].page_size)
+        page_size, drawn = self.info.instances[0].page_size, zlib.crc32(seed.encode())
+        self._front = Front(routing.make(router), counts, page_size, fronts=fronts, seed=drawn)
         for at, engine in enumerate(engines):
             self._follow(at, engine)
         self._seed = seed
@@ -104,12 +105,12 @@ class Replicas(Submitting):
         self.on_continued: Callable[[], None] = lambda: None  # told when a request goes on after a loss
 
     @classmethod
-    async def connect(cls, places: Sequence[Place], seed: str = "0", router: str = ROUTER) -> Replicas:
+    async def connect(cls, places: Sequence[Place], seed: str = "0", router: str = ROUTER, fronts: int = 1) -> Replicas:
         """Connect to engines that are ready, and again to each that comes back after it was lost.
 
         Raises InvalidValue if one does not answer, or differs from the others.
         """
-        replicas = cls([await RemoteEngine.connect(*place) for place in places], seed, router)
+        replicas = cls([await RemoteEngine.connect(*place) for place in places], seed, router, fronts)
         replicas.folder = places[0].address.folder
         for at, place in enumerate(places):
             replicas._watch(at, place)

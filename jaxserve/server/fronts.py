@@ -57,7 +57,7 @@ async def serve_remote(
     """Serve HTTP for the engines at `places` until shutdown; `index` is that of this front."""
     # Requests of two fronts must not share seeds: equal prompts would get equal samples.
     seed = f"{config.seed}.{index}" if index else str(config.seed)
-    engine = await Replicas.connect(places, seed, config.replica_routing)
+    engine = await Replicas.connect(places, seed, config.replica_routing, config.api_server_count)
     service = Service(engine, tokenizer, config)
     engine.on_continued = service.metrics.continued
     try:

@@ -64,8 +64,6 @@ class StepBuilder:
             if budget <= 0 or len(spans) >= most:
                 break
             if not runnable(id):
-                if id in decision.demote:
-                    continue  # it now waits behind more best effort than policies are shown
                 raise AssertionError(f"the policy granted request {id}, which is not in its view")
             request = requests[id]
             if request.failures and spans:
@@ -144,12 +142,16 @@ class StepBuilder:
 
         A request with a span in this step could no longer give its pages to requests named after
         it. Also returns how many tokens prompts must leave to best-effort decodes, which would
-        otherwise starve behind long prompts.
+        otherwise starve behind long prompts. A request that is demoted in this decision may now wait
+        behind more best effort than policies are shown; its grant is dropped.
         """
         tables = (self._queues.prefill, self._queues.decode)
         if not any(len(table) and table[-1].tier == BEST_EFFORT for table in tables):
             return decision, 0  # best effort is at the end of each queue
         filed, requests = self._queues.runnable, self._queues.requests
+        if decision.demote:
+            shown = tuple(one for one in decision.grants if filed(one.request) or one.request not in decision.demote)
+            decision = replace(decision, grants=shown)
         last = [filed(grant.request) and requests[grant.request].tier == BEST_EFFORT for grant in decision.grants]
         order = sorted(range(len(last)), key=last.__getitem__)
         behind = [requests[grant.request] for grant, late in zip(decision.grants, last, strict=True) if late]

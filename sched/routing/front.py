@@ -19,6 +19,7 @@ from .snapshot import Snapshot
 
 SHORTLIST = 16  # instances whose queues a router looks at
 CACHED = 2  # of them: at most those with the longest prefix hits
+DRAWN = 2  # entries among which one of several fronts chooses
 BUSIEST = 0.95  # most of the time that decodes are assumed to take from prompts
 ENTRY, COLUMNS = 0, 8  # the row of `Front._table` that says which instances take prompts; the number of rows
 
@@ -31,15 +32,32 @@ class Front:
 
     From more than `shortlist` entries, the router only sees the best ones by its own estimate from
     numbers of the instances (`Router.estimate`), and those with the longest prefix hits.
+
+    Several fronts do not see each other's requests. If all chose the best entry, all would choose the
+    same one, so each draws two entries for each request, and chooses among them and those with the
+    longest prefix hits.
     """
 
-    def __init__(self, router: Router, groups: Sequence[int], page_size: int = 0, shortlist: int = SHORTLIST) -> None:
-        """`groups`: their numbers of instances. `page_size`: of the prefix caches that are indexed; 0: none are."""
+    def __init__(
+        self,
+        router: Router,
+        groups: Sequence[int],
+        page_size: int = 0,
+        shortlist: int = SHORTLIST,
+        fronts: int = 1,
+        seed: int = 0,
+    ) -> None:
+        """`groups`: their numbers of instances. `page_size`: of the prefix caches that are indexed; 0: none are.
+
+        `fronts`: that route to these instances; `seed`: of what this one draws.
+        """
         ends = np.add.accumulate([0, *groups]).tolist()
         self._groups = [range(begin, end) for begin, end in pairwise(ends)]
         self._group = [at for at, group in enumerate(self._groups) for _ in group]
         self._router = router
         self._shortlist = shortlist
+        self._fronts = fronts
+        self._random = np.random.default_rng(seed)
         self._caches = PrefixIndex(page_size, ends[-1]) if page_size else None
         self._taken: list[Snapshot | None] = [None] * ends[-1]
         self._sent: list[dict[float, Request]] = [{} for _ in self._group]  # by mark
@@ -151,16 +169,33 @@ class Front:
 
     def _listed(self, request: Request, now: float, entries: Order) -> Order:
         """Return the entries that the router sees."""
+        if self._fronts > 1:
+            entries = self._drawn(request, entries)
         if len(entries) <= self._shortlist:
             return entries
-        caches = self._caches
-        hits = np.zeros(len(self._shown), dtype=np.int64) if caches is None else caches.hits(request)
+        hits = self._hits(request)
         estimate = self._router.estimate(request, self._scalars(now, entries, hits))
         if estimate is None:
             return entries
         best = np.argpartition(estimate, self._shortlist - CACHED - 1)[: self._shortlist - CACHED]
         longest = np.argpartition(-hits[entries], CACHED - 1)[:CACHED]
         return entries[np.union1d(best, longest)]
+
+    def _drawn(self, request: Request, entries: Order) -> Order:
+        """Return the entries that one of several fronts sees: random ones, and the longest prefix hits."""
+        if len(entries) <= DRAWN:
+            return entries
+        hits = self._hits(request)[entries]
+        longest = np.argpartition(-hits, CACHED - 1)[:CACHED]
+        drawn: Order = np.union1d(
+            self._random.choice(entries, DRAWN, replace=False), entries[longest[hits[longest] > 0]]
+        )
+        return drawn
+
+    def _hits(self, request: Request) -> Hits:
+        """Return the prompt tokens of a request that each instance has cached."""
+        caches = self._caches
+        return np.zeros(len(self._shown), dtype=np.int64) if caches is None else caches.hits(request)
 
     def _scalars(self, now: float, entries: Order, hits: Hits) -> Scalars:
         _, ends, backlog, rate, share, running, waiting, context = self._table[:, entries]

@@ -25,6 +25,8 @@ class PrefixIndex:
         self._page_size = page_size
         self._instances = instances
         self._holders: dict[bytes, int] = {}  # digest -> the instances that have it, one bit each
+        self._masks = [1 << at for at in range(instances)]  # the bit of each
+        self._pages = [0] * instances  # prefixes that each has
         self._nothing: Hits = np.zeros(instances, dtype=np.int64)
         self._last: tuple[Request | None, Hits] = None, self._nothing  # the last result of `hits`
 
@@ -34,21 +36,29 @@ class PrefixIndex:
 
     def update(self, instance: int, gained: Iterable[bytes], lost: Iterable[bytes]) -> None:
         """Apply the events of an instance, in digests of KEPT bytes."""
-        holders, bit = self._holders, 1 << instance
+        holders, bit, pages = self._holders, self._masks[instance], self._pages[instance]
         for digest in gained:
-            holders[digest] = holders.get(digest, 0) | bit
+            have = holders.get(digest, 0)
+            if not have & bit:
+                holders[digest] = have | bit if have else bit  # the same object for all that only this instance has
+                pages += 1
         for digest in lost:
-            left = holders.get(digest, 0) & ~bit
-            if left:
-                holders[digest] = left
+            have = holders.get(digest, 0)
+            if have == bit:
+                del holders[digest]
+            elif have & bit:
+                holders[digest] = have ^ bit
             else:
-                holders.pop(digest, None)
+                continue
+            pages -= 1
+        self._pages[instance] = pages
         self._last = None, self._nothing
 
     def clear(self, instance: int) -> None:
-        """Forget the cache of an instance."""
-        bit = 1 << instance
-        self.update(instance, (), [digest for digest, holders in self._holders.items() if holders & bit])
+        """Forget the cache of an instance. Reads the index once, unless the instance has nothing."""
+        if self._pages[instance]:
+            bit = self._masks[instance]
+            self.update(instance, (), [digest for digest, holders in self._holders.items() if holders & bit])
 
     def hits(self, request: Request) -> Hits:
         """Return the prompt tokens of a request that are in each cache. Hashes no page that is in none."""

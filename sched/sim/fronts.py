@@ -60,7 +60,10 @@ class Fronts(Router):
         now, first = fleet.now, not self._fronts
         if first:
             count = len(fleet.instances)
-            self._fronts = [Front(router, [1] * count, shortlist=self._shortlist) for router in self._routers]
+            self._fronts = [
+                Front(router, [1] * count, shortlist=self._shortlist, fronts=len(self._routers), seed=seed)
+                for seed, router in enumerate(self._routers)
+            ]
             self._last = [None] * count
         if first or now - self._taken >= self._age / OFTEN:
             self._taken = now

@@ -49,7 +49,7 @@ class Tiers:
                 medium = SimMedium(size, bandwidth, latency, loop)
                 below = found[0] if found else None
                 seconds = size / bandwidth
-                tier = KVTier(name, room // size, size, medium, codec, loop.time, seconds=seconds, below=below)
+                tier = KVTier(name, room // size, size, medium, codec, lambda: loop.now, seconds=seconds, below=below)
                 found.insert(0, tier)
         return found
 

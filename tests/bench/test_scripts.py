@@ -15,6 +15,7 @@ import pytest
 from jaxserve.report.table import markdown
 
 SCRIPTS = [
+    "autoscaling",
     "azure_replay",
     "cascade",
     "colocated",
@@ -26,6 +27,7 @@ SCRIPTS = [
     "fleets",
     "floor_served",
     "full_load",
+    "growth",
     "host_gap",
     "http_cost",
     "kv_between",
@@ -113,6 +115,17 @@ def test_scheduler_cost(repo: Path, tmp_path: Path) -> None:
     assert row["decoding_in_last_view"] > 0
     assert {"deflect", "unified"} <= {row["routing"] for row in found["routers"]}
     assert found["program"][0]["admitted"] > 0
+
+
+def test_growth(repo: Path, tmp_path: Path) -> None:
+    """Each row grows one of three; memory grows with all."""
+    path = tmp_path / "growth.json"
+    sizes = "--replicas 4 40 --in-flight 40 400 --pages 640 6400 --base 4 40 640 --requests 8 --reports 2"
+    run(repo, "growth", *sizes.split(), "--output", str(path))
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["grown"] for row in rows] == [grown for grown in ("replicas", "in_flight", "pages") for _ in range(2)]
+    for small, large in zip(rows[::2], rows[1::2], strict=True):
+        assert large["memory"] > small["memory"] > 0 < small["route_us"]
 
 
 def test_simulation_cost(repo: Path, tmp_path: Path) -> None:

@@ -181,6 +181,7 @@ def test_flags_reach_the_simulation(tmp_path: Path) -> None:
     assert ttft("--no-pack") != plain
     assert ttft("--max-num-batched-tokens", "512") > plain
     assert ttft("--noise", "0.5") != plain
+    assert ttft("--fronts", "3", "--stale-state", "2s", "--mode", "colocated") != ttft("--mode", "colocated")
     assert ttft("--first-token", "decode") > plain
 
 

@@ -117,6 +117,7 @@ def _study(args: argparse.Namespace) -> Study:
         acceptance=args.acceptance,
         routing_delay=args.routing_delay,
         stale=args.stale_state,
+        fronts=args.fronts,
         prefix_caching=args.enable_prefix_caching,
         pages=args.num_pages,
         page_size=args.block_size,

@@ -227,6 +227,14 @@ def _replicas(group: Any) -> None:
         metavar="TIME",
         help="age of the router's view of the instances, as in 100ms [0]",
     )
+    group.add_argument(
+        "--fronts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="processes that route requests in turn, on state of this age, and do not see what the others sent since; "
+        "0: the router of one engine [0]",
+    )
 
 
 def _workload(group: Any) -> None:

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from jaxserve.sched import routing
 from jaxserve.sched.api.policy import Role
+from jaxserve.sched.instance.block_pool import next_digest
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.routing import ROUTERS
 from jaxserve.sched.routing.base import Fleet
 from jaxserve.sched.routing.front import Front
+from jaxserve.sched.routing.prefix_index import KEPT
 from jaxserve.sched.routing.snapshot import COLUMNS, Snapshot
 from tests.support.examples import examples
 from tests.support.sched.fleet import fleet, instance, request
@@ -72,8 +74,8 @@ def test_a_snapshot_does_not_change_with_its_instance() -> None:
 @pytest.mark.parametrize("name", sorted(ROUTERS))
 def test_a_front_spreads_what_it_sends_before_it_hears_anything(name: str) -> None:
     front = Front(routing.make(name), [1] * 4)
-    for index in range(4):
-        front.update(index, {index: Snapshot.of(instance(M), 0.0)}, -1)
+    for at in range(4):
+        front.update(at, {at: Snapshot.of(instance(M), 0.0)}, -1)
     chosen = []
     for mark in range(8):
         one = request(mark, 300)
@@ -105,6 +107,18 @@ def test_a_front_leaves_out_groups_and_instances_that_do_not_accept() -> None:
     assert front.choose(request(0, 9), 0.0) == 0 and front.choose(request(0, 9), 0.0, [0]) is None
     front.forget(0)
     assert front.choose(request(0, 9), 0.0) is None
+
+
+@given(holder=st.integers(0, 19), seed=st.integers(0, 99))
+@settings(max_examples=examples(30), deadline=None)
+def test_one_of_several_fronts_finds_the_longest_prefix_hit(holder: int, seed: int) -> None:
+    front, one = Front(routing.make("least_work"), [1] * 20, page_size=16, fronts=4, seed=seed), request(1, 300)
+    front.caches(holder, [next_digest(one, 16)[:KEPT] for _ in range(10)], ())
+    for index in range(20):
+        front.update(index, {index: Snapshot.of(instance(M), 0.0)}, -1)
+    assert front.choose(one, 0.0) == holder
+    others = {front.choose(request(id, 300), 0.0) for id in range(2, 40)}
+    assert len(others) >= 10, "without a hit, it draws"
 
 
 def ranked(name: str, one: Snapshot) -> int:
