@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import Metric
 from jaxserve.cli.flags import TeachingParser
 from jaxserve.cli.main import COMMANDS
 from jaxserve.engine.runtime.classes import ERRORS, PHASES, SLACK, ClassStats, Spread
+from jaxserve.engine.runtime.headroom import Headroom
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Promise, Stats, TierTotals
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.slo import SLO
@@ -90,7 +91,7 @@ def sample_stats() -> Stats:
     slack = {phase: Spread((1,) * (len(SLACK) + 1), 1.0) for phase in PHASES[:3]}
     classes = {"default": ClassStats(once, once, slack, Spread((1,) * (len(ERRORS) + 1), 1.0))}
     return Stats(
-        instances=(InstanceStats("0", "mixed", 0, 0, 1, 0, 0),),
+        instances=(InstanceStats("0", "mixed", 0, 0, 1, 0, 0, headroom=Headroom({"default": 0.0})),),
         counters=Counters(accepted_at=[1]),
         transferring=0,
         transfers=0,
