@@ -47,12 +47,12 @@ class Trace:
 
 LOADS = {
     "Azure conversation": Trace("azure/AzureLLMInferenceTrace_conv.head40min.csv.gz", 0, 900, 3),
-    "Azure code": Trace("azure/AzureLLMInferenceTrace_code.head38min.csv", 0, 1200, 5),
+    "Azure code": Trace("azure/AzureLLMInferenceTrace_code.head38min.csv", 0, 1200, 2),
     "BurstGPT": Trace("burstgpt/BurstGPT_1.days0-4.csv.gz", 213_600, 3000, 40),
 }
 RULES = (
-    *(f"budget:target={target}" for target in (0.3, 0.5, 0.7, 0.9)),
-    *(f"requests:target={target}" for target in (4, 8, 16, 32)),
+    *(f"budget:target={target}" for target in (0.3, 0.5, 0.8)),
+    *(f"requests:target={target}" for target in (4, 8, 16, 32, 64, 96)),
 )
 
 
