@@ -5,7 +5,7 @@ the digests are all that prefix sharing needs. Record kinds: `instance` (how to 
 `cancel`, `plan` (with the clock that the policy saw), `planned` (the resulting plan), `digest`,
 `settle`, `interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `release`, `accept`,
 `reserve_write_back`, `finish_write_back`, `decode_in_place`, `leave`, `set_role`, `hang`,
-`reset_prefix_cache`.
+`reset_prefix_cache`, `end_session`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .api.slo import SLO
 from .api.thinking import ThinkingEnd
 from .instance.scheduler import Scheduler
 
-VERSION = 4  # of the records; a journal of another version is refused
+VERSION = 6  # of the records; a journal of another version is refused
 REHEARSAL = "rehearsal"  # key of the requests that an engine runs before it is ready
 
 
@@ -103,8 +103,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, StepPlan):
         return _plan(value)
     if isinstance(value, StepResult):
-        return [value.step, value.started, value.finished, value.tokens, list(value.failed.items())]
+        ends = list(value.failed.items()), list(value.ended.items())
+        return [value.step, value.started, value.finished, value.tokens, *ends]
     return value.hex() if isinstance(value, bytes) else value
+
+
+def result_of(record: Mapping[str, Any]) -> StepResult:
+    """Return the result that a `settle` record holds."""
+    step, started, finished, tokens, failed, ended = record["result"]
+    return StepResult(step, started, finished, tuple(map(tuple, tokens)), dict(failed), ended=dict(ended))
 
 
 def _request(request: Request) -> dict[str, Any]:
@@ -119,6 +126,7 @@ def _request(request: Request) -> dict[str, Any]:
         "priority": request.priority,
         "tier": request.tier,
         "class_": request.class_,
+        "session": request.session,
         "eos": sorted(request.eos),
         "thinking": request.thinking and [request.thinking.markers, request.thinking.seen],
         "limit": request.limit,
@@ -199,6 +207,7 @@ _CALLS: dict[str, Callable[[Scheduler, dict[str, Any]], object]] = {
         record["id"], [bytes.fromhex(digest) for digest in record["digests"]]
     ),
     "recover": lambda one, _: one.recover(),
+    "end_session": lambda one, record: one.end_session(record["session"]),
     "reset_prefix_cache": lambda one, _: one.reset_prefix_cache(),
     "decode_in_place": lambda one, record: one.decode_in_place(record["id"], record["first_token_at"]),
     "suspend": lambda one, record: one.suspend(Suspended(*record["result"])),
@@ -249,11 +258,11 @@ class _Replayer:
         elif kind == "planned":
             self._compare(line, at, record["plan"])
         elif kind == "settle":
-            step, started, finished, tokens, failed = record["result"]
+            result = result_of(record)
             if (oldest := scheduler.oldest) is not None:
-                took = oldest.ran + finished - started
-                self.outcome.steps.append(Step(at, oldest.load, took, finished, oldest.seconds))
-            scheduler.settle(StepResult(step, started, finished, tuple(map(tuple, tokens)), dict(failed)))
+                took = oldest.ran + result.finished - result.started
+                self.outcome.steps.append(Step(at, oldest.load, took, result.finished, oldest.seconds))
+            scheduler.settle(result)
         elif kind == "interrupts":
             scheduler.set_ends(record["ends"])
             scheduler.set_kv_waiting(record["kv_waiting"])

@@ -242,8 +242,17 @@ def length_class(prompt: int) -> str:
 
 
 def goodput_rate(rates: Sequence[float], attained: Sequence[float], goal: float = GOAL) -> float | None:
-    """Return the highest rate with attainment of at least `goal`, or None."""
-    return max((rate for rate, share in zip(rates, attained, strict=True) if share >= goal), default=None)
+    """Return the highest rate at which attainment is at least `goal`, there and at every lower one, or None.
+
+    Attainment may rise again above a rate that missed the goal; a server cannot be held at that rate, so such rates
+    do not count.
+    """
+    found = None
+    for rate, share in sorted(zip(rates, attained, strict=True)):
+        if not share >= goal:
+            break
+        found = rate
+    return found
 
 
 def _mean(flags: Iterable[bool]) -> float:

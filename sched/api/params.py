@@ -8,13 +8,18 @@ from numbers import Integral, Real
 from typing import Any
 
 from .errors import InvalidValue, short
+from .pooling import MEAN, POOLINGS
+from .structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # OpenAI allows 4; each is searched for at every token
 MAX_STOP_TOKENS = 1024
+MAX_BAD_WORDS, MAX_WORD_LENGTH = 1024, 256
+MOST_ARGUMENT = 3.4028234e38  # float32
+PLAIN_ARGUMENT = 1.0  # of a logits processor that is asked for by name alone
 _WHOLE = ("n", "min_tokens", "top_k")
-_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 _REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -27,8 +32,14 @@ class SamplingParams:
     `prompt_logprobs` are numbers of alternatives.
 
     As in vLLM, `stop` may be a string or a list, `stop_token_ids` a list and `logit_bias` a
-    mapping, and each may be None. They are stored as tuples. Raises InvalidValue with the field,
-    the value and what is allowed.
+    mapping, and each may be None. They are stored as tuples. `structured_outputs` may be a mapping
+    of its fields. `allowed_token_ids` None allows all. The engine needs `bad_words_token_ids`, which `LLM` and the
+    server set from `bad_words`. `truncate_prompt_tokens` keeps the last tokens of a prompt; -1: as many as fit.
+    `pooling`, "last" or "mean", asks for one vector of the prompt's hidden states instead of text; it needs `n`
+    and `max_tokens` of 1, and the sampled token is not part of the output. `logits_processors` is a list of names,
+    or of mappings with `name` and `argument`, a number (1 if it is left out); they are stored as pairs, and the
+    server applies them in its own order. Raises InvalidValue with the field, the
+    value and what is allowed.
     """
 
     n: int = 1
@@ -50,11 +61,25 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    truncate_prompt_tokens: int | None = None
+    pooling: str | None = None
+    logits_processors: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _biases("logit_bias", self.logit_bias))
+        object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words))
+        words = _listed("bad_words_token_ids", self.bad_words_token_ids, "a list of lists of token ids")
+        object.__setattr__(self, "bad_words_token_ids", tuple(_token_ids("bad_words_token_ids", one) for one in words))
+        object.__setattr__(self, "logits_processors", _processors("logits_processors", self.logits_processors))
         self._to_plain_numbers()
         for name, ok, allowed in (
             ("n", self.n >= 1, "at least 1"),
@@ -86,6 +111,22 @@ class SamplingParams:
                 f"0 to {MAX_LOGPROBS}",
             ),
             ("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} entries"),
+            ("allowed_token_ids", self.allowed_token_ids != (), "None (all), or at least one token id"),
+            ("bad_words", all(map(str.strip, self.bad_words)), "texts that are not empty"),
+            (
+                "bad_words",
+                len(self.bad_words) <= MAX_BAD_WORDS and all(len(one) <= MAX_WORD_LENGTH for one in self.bad_words),
+                f"at most {MAX_BAD_WORDS} texts of at most {MAX_WORD_LENGTH} characters each",
+            ),
+            ("bad_words_token_ids", all(self.bad_words_token_ids), "lists of at least one token id"),
+            (
+                "truncate_prompt_tokens",
+                self.truncate_prompt_tokens in (None, -1) or (self.truncate_prompt_tokens or 0) >= 1,
+                "-1 (as many as fit), or at least 1",
+            ),
+            ("pooling", self.pooling is None or self.pooling in POOLINGS, f"None or one of {', '.join(POOLINGS)}"),
+            ("n", self.pooling is None or self.n == 1, "1 with pooling"),
+            ("max_tokens", self.pooling is None or self.max_tokens == 1, "1 with pooling"),
         ):
             if not ok:
                 raise InvalidValue(f"{name}={short(getattr(self, name))} must be {allowed}", name)
@@ -105,6 +146,24 @@ class SamplingParams:
                 optional = " or None" * (name in _OPTIONAL)
                 raise InvalidValue(f"{name}={value!r} must be a {'whole ' * whole}number{optional}", name)
             object.__setattr__(self, name, int(value) if whole else float(value))
+
+    @property
+    def constrained(self) -> bool:
+        """Whether masks say which tokens may be sampled."""
+        return (
+            self.structured_outputs is not None or self.allowed_token_ids is not None or bool(self.bad_words_token_ids)
+        )
+
+    def room(self, context: int) -> int | None:
+        """Return the number of tokens that a prompt keeps in a context of `context` tokens; None: all."""
+        if self.truncate_prompt_tokens != -1:
+            return self.truncate_prompt_tokens
+        return max(1, context - (self.max_tokens or 1))
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether every position of the prompt must be computed, even if its KV is in a prefix cache."""
+        return self.prompt_logprobs is not None or self.pooling == MEAN
 
     def drafts(self, generated: int) -> bool:
         """Return whether the tokens after the first `generated` may be drafted.
@@ -133,6 +192,8 @@ def _strings(name: str, given: Any) -> tuple[str, ...]:
 
 def _token_ids(name: str, given: Any) -> tuple[int, ...]:
     made = _listed(name, given, "a list of token ids")
+    if set(map(type, made)) <= {int}:  # as always but from other libraries; there may be a whole vocabulary of them
+        return made
     if not all(isinstance(one, Integral) and not isinstance(one, bool) for one in made):
         raise InvalidValue(f"{name}={given!r} must be a list of token ids", name)
     return tuple(map(int, made))
@@ -145,6 +206,32 @@ def _biases(name: str, given: Any) -> tuple[tuple[int, float], ...]:
         return tuple((int(token), float(bias)) for token, bias in pairs)
     except (TypeError, ValueError) as error:
         raise InvalidValue(f"{name}={given!r} must be {allowed}", name) from error
+
+
+def _processors(name: str, given: Any) -> tuple[tuple[str, float], ...]:
+    allowed = 'a list of names, or of objects with "name" and "argument" (a number that float32 holds), each name once'
+    made = tuple(map(_processor, _listed(name, given, allowed)))
+    if None in made or len({one for one, _ in filter(None, made)}) < len(made):
+        raise InvalidValue(f"{name}={short(given)} must be {allowed}", name)
+    return tuple(filter(None, made))
+
+
+def _processor(given: Any) -> tuple[str, float] | None:
+    """Return a logits processor's name and argument, or None if that is not what `given` is."""
+    name: Any
+    argument: Any
+    number: Any = Real
+    if isinstance(given, str):
+        name, argument = given, PLAIN_ARGUMENT
+    elif isinstance(given, Mapping) and "name" in given and given.keys() <= {"name", "argument"}:
+        name, argument = given["name"], given.get("argument", PLAIN_ARGUMENT)
+    elif isinstance(given, tuple | list) and len(given) == 2:  # as they are stored
+        name, argument = given
+    else:
+        return None
+    if not isinstance(name, str) or isinstance(argument, bool) or not isinstance(argument, number):
+        return None
+    return (name, float(argument)) if name and abs(argument) <= MOST_ARGUMENT else None  # false for NaN
 
 
 def _listed(name: str, given: Any, allowed: str) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .params import SamplingParams
+from .pooling import Sum
 
 
 class Begin(NamedTuple):
@@ -14,7 +15,7 @@ class Begin(NamedTuple):
 
     params: SamplingParams
     seed: int
-    prompt: tuple[int, ...]  # token ids of the prompt; () if no parameter needs the token history
+    prompt: tuple[int, ...]  # token ids of the prompt; () if no parameter needs the tokens before
     output: tuple[int, ...]  # tokens generated so far (if resumed or migrated); () likewise
     prompt_length: int
     eos: tuple[int, ...]  # ids that must not be sampled before `min_tokens` tokens
@@ -90,6 +91,9 @@ class StepResult(NamedTuple):
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = {}  # span index -> one entry per sampled token
     # span index -> one entry per prompt position of the span, without the first of the prompt
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = {}
+    # span index -> the sum of its hidden states for "mean", the state of its last token for "last"
+    pooled: Mapping[int, Sum] = {}
+    ended: Mapping[int, str] = {}  # span index -> why this request cannot go on, though its KV is right
 
 
 class Suspended(NamedTuple):
@@ -114,11 +118,12 @@ class Delta(NamedTuple):
     finish_reason: str | None = None  # "stop" (EOS or stop id), "length", "abort", or one of GIVEN_UP
     error: str | None = None
     stop_token: int | None = None  # the id that ended it, if `finish_reason` is "stop" by a token id
+    pooled: bytes = b""  # with the end of a request with `pooling`: its vector, little-endian float32
 
 
 def token_delta(request: int, tokens: tuple[int, ...]) -> Delta:
     """Return a Delta with tokens only. Most are of this kind, and `Delta(...)` is twice as slow."""
-    return tuple.__new__(Delta, (request, tokens, (), (), None, None, None))
+    return tuple.__new__(Delta, (request, tokens, (), (), None, None, None, b""))
 
 
 KVBuffer = Any  # opaque outside of the executors

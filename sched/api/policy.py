@@ -129,6 +129,8 @@ class Limits:
     history: bool = False  # the executor needs the tokens of every request, because it drafts from them
     stairs: tuple[int, ...] = ()  # sizes in tokens, ascending, that steps with prompt tokens are padded to; (): none
     cascade: bool = False  # the executor reads a prefix that rows share once
+    session_share: float = 0.25  # most of the pages that sessions pin in the prefix cache between turns
+    session_timeout: float = 60.0  # seconds after a turn for which its pages stay pinned
 
 
 class Task(NamedTuple):

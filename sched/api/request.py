@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from .acceptance import Drafts
 from .errors import InvalidValue
 from .params import SamplingParams
+from .pooling import Pooled
 from .slo import ANSWER, SLO, THINKING, deadline
 from .thinking import ThinkingEnd
 
@@ -106,12 +107,14 @@ class Request:
         "inflight",
         "key",
         "kv_from",
+        "kv_tokens",
         "limit",
         "on_device",
         "output",
         "pages",
         "params",
         "pending",
+        "pooled",
         "priority",
         "prompt",
         "prompt_length",
@@ -121,6 +124,7 @@ class Request:
         "scored",
         "seed",
         "sent_pages",
+        "session",
         "slo",
         "slot",
         "stage",
@@ -131,6 +135,7 @@ class Request:
         "tier",
         "token_times",
         "tpot",
+        "transferred_at",
         "trial",
     )
 
@@ -150,14 +155,18 @@ class Request:
         limit: int | None = None,
         key: str = "",
         salt: bytes = b"",
+        session: str = "",
         class_: str = "",
         kv_from: str = "",
+        kv_tokens: int = 0,
     ) -> None:
         """Create a waiting request.
 
         `thinking` detects the end of thinking in the output; None if the output starts with the
-        answer. `class_` is the label of the request in metrics, which stays the same if its tier
-        changes. `kv_from`: the address of another process that has the KV of its prompt.
+        answer. `session`: requests of the same name are turns of one session, whose pages stay in the
+        prefix cache between them; "": of none. `class_` is the label of the request in metrics, which
+        stays the same if its tier changes. `kv_from`: the address of another process that has the KV of
+        its prompt, or of its first `kv_tokens` tokens if that is not 0.
         """
         self.id = id
         self.key = key or f"req-{id}"
@@ -173,7 +182,9 @@ class Request:
         self.eos = eos
         self.stops = frozenset(params.stop_token_ids) if params.ignore_eos else eos.union(params.stop_token_ids)
         self.salt = salt
+        self.session = session
         self.kv_from = kv_from
+        self.kv_tokens = kv_tokens
         self.limit = params.max_tokens or (1 << 30) if limit is None else limit  # most tokens to generate
         self.thinking = thinking if slo.stages else None  # None once thinking has ended
         self.stage = ANSWER if self.thinking is None else THINKING
@@ -184,6 +195,7 @@ class Request:
         self.pending = 0  # tokens sampled by submitted steps that are not on the host yet
         self.computed = 0
         self.scored = 0  # prompt positions with reported log-probabilities
+        self.pooled = None if params.pooling is None else Pooled(params.pooling)
         self.cached = 0  # prompt tokens found in the prefix cache at the first admission
         self.hit = 0  # known tokens in the prefix cache of its instance, while it waits
         self.row = 0  # its last known row in its queue
@@ -203,6 +215,7 @@ class Request:
         self.trial = 0  # position up to which it runs alone
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
+        self.transferred_at: float | None = None  # when its KV was last on another instance than before
         self.token_times: list[float] = []
         self.finish_reason: str | None = None
         self.error: str | None = None

@@ -45,6 +45,8 @@ class ThinkingMarkers:
 
     opens: tuple[Marker, ...] = ()
     closes: tuple[Marker, ...] = ()
+    starts: tuple[Marker, ...] = ()  # those of `opens` with which thinking itself begins
+    header_end: int | None = None  # the token at which the text of an answer begins, if it has a header
 
     def after(self, prompt: Sequence[int]) -> ThinkingEnd | None:
         """Return the detector for the output to `prompt`, or None if the output begins with the answer.
@@ -53,14 +55,18 @@ class ThinkingMarkers:
         """
         if not self.closes:
             return None
+        return None if self.last(prompt) in self.closes else self._following(prompt)
+
+    def last(self, prompt: Sequence[int]) -> Marker | None:
+        """Return the last marker in a prompt, the longest of those that end there, or None."""
         by_last: dict[int, list[Marker]] = {}
         for marker in sorted({*self.opens, *self.closes}, key=len, reverse=True):
             by_last.setdefault(marker[-1], []).append(marker)
         for end in _ends(prompt, frozenset(by_last)):
             for marker in by_last[prompt[end - 1]]:
                 if tuple(prompt[max(0, end - len(marker)) : end]) == marker:
-                    return None if marker in self.closes else self._following(prompt)
-        return self._following(prompt)
+                    return marker
+        return None
 
     def _following(self, prompt: Sequence[int]) -> ThinkingEnd:
         """Return a detector primed with the end of the prompt: a marker may begin there and end in the output."""

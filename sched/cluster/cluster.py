@@ -123,6 +123,10 @@ class Cluster:
         """Wait until no request is left."""
         await self._empty.wait()
 
+    def end_session(self, session: str) -> bool:
+        """Let the pages go that a session keeps between turns; return whether it kept any."""
+        return sum(one.end_session(session) for one in self._schedulers) > 0
+
     async def reset_prefix_cache(self) -> bool:
         """Clear the prefix caches and the store. Returns False, and clears nothing, if a request is unfinished."""
         with suppress(TimeoutError):

@@ -38,8 +38,14 @@ class CopyOut:
         self._cores = cores
         self._spawn = spawn
         self._waiting: dict[str, deque[PageCopy]] = {}  # by instance, while one of its batches is copied
+        self._copying = set[asyncio.Task[None]]()
         self.pages = 0  # given to the store
         self.skipped = 0
+
+    async def idle(self) -> None:
+        """Wait until no page waits to be copied, or is being copied."""
+        while self._copying:
+            await asyncio.wait(self._copying)
 
     def finished(self, request: Request) -> None:
         """Copy the pages of a request that has ended, from the instance that has most of them."""
@@ -56,7 +62,9 @@ class CopyOut:
         waiting = self._waiting.get(core.name)
         if waiting is None:
             waiting = self._waiting[core.name] = deque()
-            self._spawn(self._copy(store, core, waiting))
+            task = self._spawn(self._copy(store, core, waiting))
+            self._copying.add(task)
+            task.add_done_callback(self._copying.discard)
         room = MOST - len(waiting)
         waiting += copies[:room]
         self.skipped += max(0, len(copies) - room)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from ..api.kv_source import PageCopy
@@ -160,6 +161,28 @@ class KVTier:
             self.stats.skipped += len(homeless)
         elif evicted or homeless:
             await self.below._put([*evicted[::-1], *homeless])  # the end of a prefix is evicted first
+
+    async def flush(self, seconds: float) -> int:
+        """Copy pages to the tier below for up to `seconds`, the most valuable first. Returns the number written.
+
+        For the end of a process whose tier below outlives it. Nothing else may use the tiers meanwhile.
+        """
+        below, end = self.below, self._clock() + seconds
+        if below is None:
+            return 0
+        before = below.stats.stores
+        ranked = iter(list(self.index.ranked()))
+        while self._clock() < end and (several := list(islice(ranked, AT_ONCE))):
+            new = [(digest, entry) for digest, entry in several if digest not in below]
+            pages = await self._medium.read([digest for digest, _ in new])
+            await below._put(
+                [
+                    Stored(PageCopy(digest, entry.parent, entry.cost), page, entry.uses)
+                    for (digest, entry), page in zip(new, pages, strict=True)
+                    if page is not None
+                ]
+            )
+        return below.stats.stores - before
 
     def _drop(self, digest: bytes) -> None:
         self.index.discard(digest)

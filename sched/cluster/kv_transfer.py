@@ -266,7 +266,8 @@ class KVTransferManager:
         del self._going[transfer.request.id]
         self.write_back.came_from(transfer.request.id, source)
         request = source.scheduler.release(transfer.request.id)
-        target.scheduler.accept(request, target.executor.now() if self._held(request.id) else None)
+        now = request.transferred_at = target.executor.now()  # between two owners
+        target.scheduler.accept(request, now if self._held(request.id) else None)
         self._arrived(request)
         source.wake()
         target.wake()

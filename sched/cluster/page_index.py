@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 SLACK = 4  # stale entries of the heap per page before it is built again
@@ -93,6 +93,18 @@ class PageIndex:
         self._children.clear()
         self._heap.clear()
         return pages
+
+    def ranked(self) -> Iterator[tuple[bytes, Entry]]:
+        """Yield the pages that can be found, the most valuable first, but each after the pages before it."""
+        done: set[bytes] = set()
+        ready = ((digest, entry) for digest, entry in self._pages.items() if entry.ready)
+        for digest, _ in sorted(ready, key=lambda one: one[1].key, reverse=True):
+            line = []
+            while digest in self._pages and digest not in done:
+                done.add(digest)
+                line.append(digest)
+                digest = self._pages[digest].parent
+            yield from ((one, self._pages[one]) for one in reversed(line) if self._pages[one].ready)
 
     def written(self, digest: bytes) -> None:
         """Record that a page can be found from now on."""

@@ -70,7 +70,8 @@ class PrefixFetch:
         self._coming: dict[tuple[str, bytes], asyncio.Future[None]] = {}  # by instance and first page of a fetch
         self._import = 0.0  # learned seconds per page from a buffer into the pool
         self.requests = 0  # requests that were held
-        self.pages = 0  # pages that arrived
+        self.pages = 0  # pages that arrived, and are in a prefix cache since
+        self.unused = 0  # pages that arrived in vain: computed or evicted meanwhile, no room, or a failed import
         self.failures = 0  # fetches without a page, and imports that raised or found no room
         self.seconds = 0.0  # total time for which requests were held
 
@@ -214,16 +215,19 @@ class PrefixFetch:
         """
         scheduler, executor, began = held.core.scheduler, held.core.executor, held.core.executor.now()
         if scheduler.blocks.match(digests) != at:
+            self.unused += kv_buffer.pages
             return True  # other requests have computed or evicted some since: look again
         id = ~held.request.id  # never that of a write-back
         returned = scheduler.reserve_write_back(id, digests)
         if returned is None:
             self.failures += 1
+            self.unused += kv_buffer.pages
             return False
         try:
             await executor.import_kv(kv_buffer, returned.pages[returned.cached :])
         except Exception as error:
             self.failures += not isinstance(error, StepFailed)  # a lost pool says nothing about the source
+            self.unused += kv_buffer.pages
             scheduler.finish_write_back(id, False)
             return False
         scheduler.finish_write_back(id, True)

@@ -54,7 +54,7 @@ class BlockPool:
 
     Held pages are reference counted, since requests may share a prefix. When its last holder
     releases a page, it becomes idle if its content has a digest, and free otherwise. The least
-    recently used idle page is evicted first.
+    recently used idle page is evicted first, and pages with pinned content after all others.
     """
 
     def __init__(self, pages: int, page_size: int, *, prefix_caching: bool = True) -> None:
@@ -65,6 +65,9 @@ class BlockPool:
         self.prefix_caching = prefix_caching
         self._free = list(range(pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._idle_pinned: OrderedDict[int, None] = OrderedDict()  # idle too, with pinned content
+        self._pins: Counter[bytes] = Counter()  # digest -> pins, whether it is cached or not
+        self._pinned_evictions = 0
         self._holders = [0] * pages
         self._digest: dict[int, bytes] = {}  # page -> digest of its content
         self._page: dict[bytes, int] = {}  # digest -> page
@@ -77,7 +80,7 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Free and idle pages."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle) + len(self._idle_pinned)
 
     @property
     def held(self) -> int:
@@ -112,7 +115,7 @@ class BlockPool:
             return None
         for page in cached:
             if self._holders[page] == 0:
-                del self._idle[page]
+                del self._idle_like(page)[page]
             self._holders[page] += 1
         return cached + [self._new() for _ in range(fresh)]
 
@@ -120,10 +123,18 @@ class BlockPool:
         if self._free:
             page = self._free.pop()
         else:
-            page, _ = self._idle.popitem(last=False)
+            if self._idle:
+                page, _ = self._idle.popitem(last=False)
+            else:
+                page, _ = self._idle_pinned.popitem(last=False)
+                self._pinned_evictions += 1
             self._forget(self._digest.pop(page))
         self._holders[page] = 1
         return page
+
+    def _idle_like(self, page: int) -> OrderedDict[int, None]:
+        """Return the idle pages among which a cached page is, or would be."""
+        return self._idle_pinned if self._pins and self._digest[page] in self._pins else self._idle
 
     def release(self, pages: Sequence[int]) -> None:
         """Release pages. The last page of a prefix becomes idle first, so it is evicted first."""
@@ -134,7 +145,7 @@ class BlockPool:
             self._holders[page] = left
             if left == 0:
                 if page in self._digest:
-                    self._idle[page] = None
+                    self._idle_like(page)[page] = None
                 else:
                     self._free.append(page)
 
@@ -159,10 +170,56 @@ class BlockPool:
 
     def forget_idle(self) -> None:
         """Clear the cache: all idle pages become free."""
-        for page in self._idle:
-            self._forget(self._digest.pop(page))
-        self._free += self._idle
-        self._idle.clear()
+        for idle in (self._idle, self._idle_pinned):
+            for page in idle:
+                self._forget(self._digest.pop(page))
+            self._free += idle
+            idle.clear()
+
+    # Pins: content that is evicted last.
+
+    @property
+    def pins(self) -> int:
+        """Digests that are pinned, in the cache or not."""
+        return len(self._pins)
+
+    @property
+    def pinned(self) -> int:
+        """Cached pages with pinned content, idle or held."""
+        return sum(digest in self._page for digest in self._pins)
+
+    def pin(self, digests: Iterable[bytes]) -> None:
+        """Evict these pages after all others, whenever they are in the cache. Pins are counted."""
+        for digest in digests:
+            self._pins[digest] += 1
+            page = self._page.get(digest)
+            if page is not None and page in self._idle:
+                del self._idle[page]
+                self._idle_pinned[page] = None
+
+    def unpin(self, digests: Iterable[bytes]) -> None:
+        """Undo a `pin` of these pages. Those without another pin are evicted next, the last one first."""
+        for digest in digests:
+            self._pins[digest] -= 1
+            if self._pins[digest]:
+                continue
+            del self._pins[digest]
+            page = self._page.get(digest)
+            if page is not None and page in self._idle_pinned:
+                del self._idle_pinned[page]
+                self._idle[page] = None
+                self._idle.move_to_end(page, last=False)
+
+    def take_pinned_evictions(self) -> int:
+        """Return the pages that were evicted although they were pinned, since the last call."""
+        evictions, self._pinned_evictions = self._pinned_evictions, 0
+        return evictions
+
+    def check_pins(self, owners: Iterable[Sequence[bytes]]) -> None:
+        """Assert that exactly these digests are pinned, and that idle pages are where their pins say."""
+        assert self._pins == Counter(digest for digests in owners for digest in digests), "pins and owners differ"
+        assert {self._digest[page] for page in self._idle}.isdisjoint(self._pins), "a pinned page is not last"
+        assert all(self._digest[page] in self._pins for page in self._idle_pinned), "a page is last without a pin"
 
     def _forget(self, digest: bytes) -> None:
         del self._page[digest]
@@ -212,7 +269,8 @@ class BlockPool:
             for page in pages:
                 expected[page] += 1
         assert expected == self._holders, "held pages and owned pages differ"
-        free, idle = set(self._free), set(self._idle)
+        free, idle = set(self._free), set(self._idle) | set(self._idle_pinned)
+        assert self._idle.keys().isdisjoint(self._idle_pinned), "a page is idle twice"
         held = {page for page, holders in enumerate(self._holders) if holders}
         assert len(free) == len(self._free), "a page is free twice"
         assert not (free & idle or free & held or idle & held), "a page is in two states"

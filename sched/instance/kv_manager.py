@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..api.log import Log, no_log
 from ..api.request import Request
 from .block_pool import BlockPool, next_digest
+from .session_pins import SessionPins
 
 
 class Reservation(NamedTuple):
@@ -41,8 +42,12 @@ class KVManager:
     of a few pages cannot deadlock. Only running decodes grow.
     """
 
-    def __init__(self, blocks: BlockPool, slots: int, log: Log = no_log) -> None:
+    def __init__(
+        self, blocks: BlockPool, slots: int, log: Log = no_log, share: float = 0.0, timeout: float = 0.0
+    ) -> None:
+        """`share` and `timeout`: bounds of the pages that sessions pin, as SessionPins takes them."""
         self.blocks = blocks
+        self.pins = SessionPins(blocks, share, timeout)
         self._log = log
         self._slots = list(range(slots - 1, -1, -1))
         self._returning: dict[int, WriteBack] = {}  # by request id
@@ -63,7 +68,7 @@ class KVManager:
 
         At least one token is left to compute, since its logits are needed.
         """
-        if not self.blocks.prefix_caching or request.params.prompt_logprobs is not None:
+        if not self.blocks.prefix_caching or request.params.whole_prompt:
             return ()
         return self.digests(request, request.known - max(1, request.pending))
 
@@ -110,6 +115,17 @@ class KVManager:
         if request.slot is not None:
             self._slots.append(request.slot)
             request.slot = None
+
+    def pin(self, request: Request) -> None:
+        """Keep the cached pages of a request in the cache for the next turn of its session, if it has one."""
+        if request.session and request.last_token_at is not None and self.blocks.prefix_caching:
+            digests = self.digests(request, request.prompt_length + len(request.output))
+            self.pins.pin(request.session, digests[: self.blocks.match(digests)], request.last_token_at)
+
+    def forget_cached(self) -> None:
+        """Clear the cached prefixes that no request holds, and all pins."""
+        self.pins.clear()
+        self.blocks.forget_idle()
 
     def register(self, request: Request, start: int, end: int) -> None:
         """Add the pages filled by tokens [start, end) to the prefix cache.
@@ -189,5 +205,6 @@ class KVManager:
         owners += [reservation.pages for reservation in expected]
         owners += [returned.pages for returned in self._returning.values()]
         self.blocks.check(owners)
+        self.pins.check()
         taken = [r.slot for r in residents if r.slot is not None] + [r.slot for r in expected]
         assert sorted(self._slots + taken) == list(range(slots)), "a slot is lost or allocated twice"

@@ -68,7 +68,8 @@ class Scheduler:
 
     def _new_kv(self) -> KVManager:
         blocks = BlockPool(self.limits.pages, self.limits.page_size, prefix_caching=self._prefix_caching)
-        return KVManager(blocks, self.limits.rows, self._log)
+        limits = self.limits
+        return KVManager(blocks, limits.rows, self._log, limits.session_share, limits.session_timeout)
 
     # Read-only state.
 
@@ -93,6 +94,11 @@ class Scheduler:
     @property
     def blocks(self) -> BlockPool:
         return self._kv.blocks
+
+    @property
+    def pinned(self) -> int:
+        """Cached pages that sessions pin."""
+        return self.blocks.pinned
 
     @property
     def running(self) -> int:
@@ -227,6 +233,7 @@ class Scheduler:
         request = self._queues.requests.pop(id)
         self._queues.unfile(request)
         computed = request.computed
+        self._kv.pin(request)
         self._kv.vacate(request)
         request.computed = computed
         return request
@@ -261,10 +268,15 @@ class Scheduler:
         self._kv.finish_write_back(id, arrived)
         self._queues.refresh_hits()
 
+    def end_session(self, session: str) -> bool:
+        """Let the pages go that a session keeps between turns; return whether it kept any."""
+        self._log("end_session", session=session)
+        return self._kv.pins.end(session)
+
     def reset_prefix_cache(self) -> None:
         """Clear the cached prefixes that no request holds."""
         self._log("reset_prefix_cache")
-        self.blocks.forget_idle()
+        self._kv.forget_cached()
         self._queues.refresh_hits()
 
     def hang(self, hung: bool) -> None:
@@ -316,6 +328,7 @@ class Scheduler:
         """Plan the next step, which begins at `start`. Returns None if nothing can run."""
         self._log("plan", now=now, start=start, kv_waiting=self.kv_waiting)
         queues, in_flight = self._queues, self._in_flight
+        self._kv.pins.expire(now)
         trial = self._trials.decide(queues, self._kv, self.limits.tokens)
         decision = trial or self.policy.decide(self.view(now, start))
         self._again = decision.again
@@ -330,6 +343,7 @@ class Scheduler:
         granted = builder.build(decision)
         queues.refresh_hits()
         self.counters.count(granted)
+        self.counters.unpinned(self._kv.pins.take_totals())
         if not granted.spans:  # suspended steps hold pages, so resume one of them
             return self._resume(next(iter(in_flight.suspended))) if in_flight.suspended and not in_flight else None
         self._step += 1

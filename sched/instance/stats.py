@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 from ..api.perf import Load
+from .session_pins import PinTotals
 from .step_builder import BuiltStep
 
 SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bucket bounds of tokens per step, as in vLLM
@@ -48,6 +49,9 @@ class Counters:
     rebuilds: int = 0  # KV pools rebuilt after a step raised
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # prompt tokens found in the prefix cache
+    pins_expired: int = 0  # sessions whose pin became too old
+    pins_displaced: int = 0  # sessions whose pin made room for that of a more recent one
+    pins_evicted: int = 0  # pages that running requests took although they were pinned
     predicted_seconds: float = 0.0  # of completed steps
     measured_seconds: float = 0.0
 
@@ -67,6 +71,12 @@ class Counters:
         self.prompt_tokens += load.prefill
         self.predicted_seconds += predicted
         self.measured_seconds += measured
+
+    def unpinned(self, totals: PinTotals) -> None:
+        """Record what ended pins of sessions."""
+        self.pins_expired += totals.expired
+        self.pins_displaced += totals.displaced
+        self.pins_evicted += totals.evicted
 
     def stopped(self, seconds: float) -> None:
         """Record that a step stopped or ended `seconds` after it was asked to stop."""

@@ -64,7 +64,8 @@ class StepBuilder:
             if budget <= 0 or len(spans) >= most:
                 break
             if not runnable(id):
-                raise AssertionError(f"the policy granted request {id}, which is not in its view")
+                self._check_displaced(id)
+                continue
             request = requests[id]
             if request.failures and spans:
                 continue  # it was in a step that raised, so it must run alone
@@ -137,21 +138,22 @@ class StepBuilder:
             request.on_device = False
         return self._span(request, length, 0)
 
+    def _check_displaced(self, id: int) -> None:
+        """Raise AssertionError unless a demotion or preemption of this step has displaced a request from the view."""
+        if id not in self._queues.room:
+            raise AssertionError(f"the policy granted request {id}, which is not in its view")
+
     def _best_effort_last(self, decision: Decision) -> tuple[Decision, int]:
         """Move grants of best effort to the end, whatever the order of the policy.
 
         A request with a span in this step could no longer give its pages to requests named after
         it. Also returns how many tokens prompts must leave to best-effort decodes, which would
-        otherwise starve behind long prompts. A request that is demoted in this decision may now wait
-        behind more best effort than policies are shown; its grant is dropped.
+        otherwise starve behind long prompts.
         """
         tables = (self._queues.prefill, self._queues.decode)
         if not any(len(table) and table[-1].tier == BEST_EFFORT for table in tables):
             return decision, 0  # best effort is at the end of each queue
         filed, requests = self._queues.runnable, self._queues.requests
-        if decision.demote:
-            shown = tuple(one for one in decision.grants if filed(one.request) or one.request not in decision.demote)
-            decision = replace(decision, grants=shown)
         last = [filed(grant.request) and requests[grant.request].tier == BEST_EFFORT for grant in decision.grants]
         order = sorted(range(len(last)), key=last.__getitem__)
         behind = [requests[grant.request] for grant, late in zip(decision.grants, last, strict=True) if late]
@@ -325,11 +327,11 @@ def reserve(request: Request, queues: RequestQueues, memory: KVManager, coming: 
 def begin(request: Request, *, history: bool = False) -> Begin:
     """Return what the executor needs before the first span of a request.
 
-    It includes tokens only if penalties, scores or drafts need them.
+    It includes tokens only if penalties, scores, drafts, structured outputs or filtered tokens need them.
     """
     params = request.params
     penalized = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    history = history or penalized or params.prompt_logprobs is not None
+    history = history or penalized or params.constrained or params.prompt_logprobs is not None
     return Begin(
         params,
         request.seed,

@@ -8,6 +8,7 @@ from ..api.acceptance import Acceptance
 from ..api.plan import Delta, Span, StepPlan, StepResult, token_delta
 from ..api.policy import Role
 from ..api.request import Request, State
+from ..metrics import FINISHED
 from .kv_manager import KVManager
 from .request_queues import RequestQueues
 from .stats import Counters
@@ -51,6 +52,9 @@ class StepSettler:
             if index in result.failed:
                 deltas += self._condemn(request, result.failed[index])
                 continue
+            if index in result.ended:
+                deltas.append(finish(request, self._queues, self._kv, "rejected", result.ended[index]))
+                continue
             if prefills and span.samples and not (request.decodes_in_place or request.inflight):
                 request.state = State.TRANSFERRING
             end = span.start + span.length
@@ -58,7 +62,7 @@ class StepSettler:
                 end = self._verify(request, span, len(result.tokens[index]))
             elif caching:
                 self._kv.register(request, span.start, end)
-            delta = self._gain(request, result, index, span.start)
+            delta = self._gain(request, result, index, span)
             if delta is not None:
                 deltas.append(delta)
             if span.draft:
@@ -80,14 +84,16 @@ class StepSettler:
         self._counters.verified(span.draft, gained - 1)
         return span.start + gained
 
-    def _gain(self, request: Request, result: StepResult, index: int, start: int) -> Delta | None:
+    def _gain(self, request: Request, result: StepResult, index: int, span: Span) -> Delta | None:
         """Append the sampled tokens, up to one that ends the request."""
         tokens = result.tokens[index]
         logprobs = result.logprobs.get(index, ()) if result.logprobs else ()
         prompt_logprobs = result.prompt_logprobs.get(index, ()) if result.prompt_logprobs else ()
         if prompt_logprobs:  # do not repeat what was reported before its KV was dropped
-            prompt_logprobs = prompt_logprobs[max(0, request.scored - start) :]
-            request.scored = max(request.scored, start + len(result.prompt_logprobs[index]))
+            prompt_logprobs = prompt_logprobs[max(0, request.scored - span.start) :]
+            request.scored = max(request.scored, span.start + len(result.prompt_logprobs[index]))
+        if request.pooled is not None and index in result.pooled:
+            request.pooled.add(span.start, span.length, result.pooled[index])
         if not tokens:
             return Delta(request.id, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
         reason = stop_token = None
@@ -98,6 +104,8 @@ class StepSettler:
                 tokens, logprobs = tokens[:count], logprobs[:count]
                 stop_token = token if reason == "stop" else None
                 break
+        if request.pooled is not None:  # it wants no text
+            tokens, logprobs, stop_token = (), (), None
         self._counters.generated_tokens += len(tokens)
         if reason is not None:
             finish(request, self._queues, self._kv, reason)
@@ -105,7 +113,8 @@ class StepSettler:
             self._queues.file(request)  # its deadline has a new anchor or rate
         if reason is None and not logprobs and not prompt_logprobs:
             return token_delta(request.id, tokens)
-        return Delta(request.id, tokens, logprobs, prompt_logprobs, reason, None, stop_token)
+        pooled = b"" if request.pooled is None else request.pooled.vector()
+        return Delta(request.id, tokens, logprobs, prompt_logprobs, reason, None, stop_token, pooled)
 
     def _condemn(self, request: Request, why: str) -> list[Delta]:
         """End a request whose row failed, and all requests that share pages it computed."""
@@ -120,6 +129,8 @@ def finish(request: Request, queues: RequestQueues, memory: KVManager, reason: s
     """End a request."""
     request.state, request.finish_reason, request.error = State.FINISHED, reason, error
     queues.unfile(request)
+    if reason in FINISHED:
+        memory.pin(request)
     forget(request, queues, memory)
     return Delta(request.id, finish_reason=reason, error=error)
 

@@ -163,6 +163,15 @@ class Front:
         ranked = self._router.prefill(request, self._fleet(places, now))
         return places[ranked[0]]
 
+    def longer_hit(self, request: Request, index: int) -> tuple[int, int] | None:
+        """Return the instance with the longest prefix of a request in its cache, and the tokens of that prefix.
+
+        None if no instance of another group has more of it than those of the group of instance `index`.
+        """
+        hits, own = self._hits(request), self._groups[self._group[index]]
+        best = int(hits.argmax())
+        return (best, int(hits[best])) if hits[best] > hits[own.start : own.stop].max() else None
+
     def _fleet(self, places: Sequence[int], now: float) -> Fleet:
         shown: list[Any] = [self._shown[index] for index in places]
         return Fleet(now, shown, _no_transfer, shows_sent=True)

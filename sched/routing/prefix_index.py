@@ -67,7 +67,7 @@ class PrefixIndex:
         return self._last[1]
 
     def _search(self, request: Request) -> Hits:
-        if not self._holders or request.params.prompt_logprobs is not None:
+        if not self._holders or request.params.whole_prompt:
             return self._nothing
         found, tokens = self._nothing.copy(), 0
         have = (1 << self._instances) - 1

@@ -8,7 +8,7 @@ from ..admission.prefill_budget import Promised, idle_budget
 from ..api.errors import InvalidValue
 from ..api.instance_view import InstanceView
 from ..routing.base import Fleet
-from .base import Arrivals
+from .base import Arrived
 
 WINDOW = 2.0  # seconds; instead of a TTFT, if requests have none
 MOST = 4.0  # times its idle budget that the promises of one replica count at most
@@ -33,7 +33,7 @@ class ByBudget:
             raise InvalidValue(f"{target=} must be more than 0 and at most 1", "scaling")
         self._target = target
 
-    def needed(self, fleet: Fleet, arrivals: Arrivals) -> float:
+    def needed(self, fleet: Fleet, arrivals: Arrived) -> float:
         window = arrivals.ttft if arrivals.ttft < inf else WINDOW
         prompt = max(1, round(arrivals.prompt))
         idle = taken = pages = 0.0

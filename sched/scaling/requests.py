@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..api.errors import InvalidValue
 from ..routing.base import Fleet
-from .base import Arrivals
+from .base import Arrived
 
 
 class ByRequests:
@@ -15,5 +15,5 @@ class ByRequests:
             raise InvalidValue(f"{target=} must be more than 0 requests per replica", "scaling")
         self._target = target
 
-    def needed(self, fleet: Fleet, arrivals: Arrivals) -> float:
+    def needed(self, fleet: Fleet, arrivals: Arrived) -> float:
         return sum(map(len, fleet.instances)) / self._target

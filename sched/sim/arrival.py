@@ -29,6 +29,7 @@ class Arrival:
         `delay` seconds after the last token of that round, and never if that round was refused. Its `time`
         is then that of the first round, and a lower bound. The prompt of a round contains all earlier
         rounds, as its `hash_ids` must say.
+    session: see Request.
     """
 
     time: float
@@ -43,6 +44,7 @@ class Arrival:
     thinking_tokens: int = 0
     after: int | None = None
     delay: float = 0.0
+    session: str = ""
 
     def prompt(self, id: int) -> Sequence[int]:
         """Return the prompt's token ids, computed on access. Tokens without `hash_ids` are unique to the request."""

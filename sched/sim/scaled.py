@@ -8,6 +8,7 @@ from ..api.policy import Role
 from ..api.request import Request
 from ..cluster.cluster import Cluster
 from ..scaling.base import Arrivals, Target
+from ..scaling.changes import Standing, changes
 from . import clock
 from .options import Scaling
 
@@ -51,29 +52,28 @@ class ScaledReplicas:
         return self._seconds + sum(max(0.0, ended - since) for since in self._since.values())
 
     def _decide(self) -> None:
-        now = self._loop.now
-        serving = [at for at, one in enumerate(self._schedulers) if not one.draining]
+        now, standing = self._loop.now, [self._standing(at) for at in range(len(self._schedulers))]
         fleet = self._cluster.kv_transfers.fleet()
-        fleet = fleet._replace(instances=[fleet.instances[at] for at in serving])
-        target = self._target.at(now, self._scaler.needed(fleet, self._arrivals))
-        count = len(serving) + len(self._starting)
-        if target > count:
-            self._start(target - count)
-        for at in sorted(serving, key=lambda at: (len(self._schedulers[at]), -at))[: max(0, len(serving) - target)]:
+        serving = [one for one, what in zip(fleet.instances, standing, strict=True) if what is Standing.SERVING]
+        target = self._target.at(now, self._scaler.needed(fleet._replace(instances=serving), self._arrivals))
+        made = changes(target, standing, [len(one) for one in self._schedulers])
+        for at in made.start:
+            self._since[at] = now
+            self._starting.add(at)
+            self._loop.at(now + self._options.startup, clock.EVENT, self._ready, at)
+        for at in made.resume:
+            self._schedulers[at].draining = False
+        for at in made.drain:
             self._schedulers[at].draining = True
         self._settle(now)
         self._loop.at(now + self._options.period, clock.EVENT, self._decide)
 
-    def _start(self, count: int) -> None:
-        """Let replicas that drain serve on, and start others for the rest."""
-        idle = [at for at, one in enumerate(self._schedulers) if one.draining and at not in self._starting]
-        for at in sorted(idle, key=lambda at: at not in self._since)[:count]:
-            if at in self._since:
-                self._schedulers[at].draining = False
-            else:
-                self._since[at] = self._loop.now
-                self._starting.add(at)
-                self._loop.at(self._loop.now + self._options.startup, clock.EVENT, self._ready, at)
+    def _standing(self, at: int) -> Standing:
+        if not self._schedulers[at].draining:
+            return Standing.SERVING
+        if at in self._starting:
+            return Standing.STARTING
+        return Standing.DRAINING if at in self._since else Standing.STOPPED
 
     def _ready(self, at: int) -> None:
         self._starting.discard(at)

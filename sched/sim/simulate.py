@@ -38,6 +38,8 @@ from .workload import Arrival, validate
 
 Progress = Callable[[int, int], None]  # done, total
 
+PROGRESS_EVERY = 10  # requests
+
 
 class Drawn(Protocol):
     """A distribution of requests, such as workload.Workload and workload.Mix."""
@@ -146,6 +148,16 @@ def simulate(
     )
 
 
+def check_mesh(mesh: Mesh, latency: Latency) -> None:
+    """Raise InvalidValue if the preset's step times are not those of the mesh's instances."""
+    if mesh.tensor_parallel != latency.tensor_parallel:
+        raise InvalidValue(
+            f"mesh {mesh} has {mesh.tensor_parallel} devices per instance, but latency preset {latency.name} is "
+            f"for {latency.tensor_parallel}",
+            "mesh",
+        )
+
+
 def arrivals_of(
     workload: Drawn | Sequence[Arrival], qps: float | None, count: int | None, seed: int
 ) -> tuple[Sequence[Arrival], float]:
@@ -181,12 +193,7 @@ class _Simulation:
         logs: Logs | None,
         recorder: Recorder | None,
     ) -> None:
-        if mesh.tensor_parallel != latency.tensor_parallel:
-            raise InvalidValue(
-                f"mesh {mesh} has {mesh.tensor_parallel} devices per instance, but latency preset {latency.name} is "
-                f"for {latency.tensor_parallel}",
-                "mesh",
-            )
+        check_mesh(mesh, latency)
         self._arrivals = arrivals
         self._policy = policy
         self._roles = mesh.roles
@@ -347,6 +354,7 @@ class _Simulation:
             eos=_EOS,
             thinking=ThinkingEnd(((END_THINKING,),)) if arrival.thinking_tokens else None,
             key=arrival.key,
+            session=arrival.session,
             seed=id,
             tier=arrival.tier,
         )
@@ -362,7 +370,7 @@ class _Simulation:
     def _finished(self, request: Request) -> None:
         self._over += 1
         total = len(self._arrivals)
-        if self._progress is not None and (self._over % 50 == 0 or self._over == total):
+        if self._progress is not None and (self._over % PROGRESS_EVERY == 0 or self._over == total):
             self._progress(self._over, total)
         for id in self._rounds.get(request.id, ()):
             self._next_round(id, request)

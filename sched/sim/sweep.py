@@ -36,7 +36,7 @@ class Cell:
     num_requests: int | None
     options: Options
 
-    def __call__(self, case: Case) -> Report:
+    def __call__(self, case: Case, progress: Progress | None = None) -> Report:
         return simulate(
             self.workload,
             case.policy,
@@ -46,10 +46,11 @@ class Cell:
             qps=case.rate,
             num_requests=self.num_requests,
             options=self.options,
+            progress=progress,
         )
 
 
-Run = Callable[[Callable[[Case], Report], Sequence[Case]], Iterable[Report]]
+Run = Callable[[Cell, Sequence[Case]], Iterable[Report]]
 
 
 def sweep(

@@ -7,6 +7,7 @@ This holds for any prompt, objectives and step-time model, with policy `slos_ser
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -35,10 +36,15 @@ LARGE = Coefficients(fixed=5e-3, prefill=2e-5, decode=1e-5, quadratic=1e-10, lon
 SMALL = Coefficients(fixed=12e-3, prefill=7e-5, decode=1e-5, quadratic=3e-9, longest=1e-7, context=1e-7, draft=1e-3)
 STAIRS = Buckets(decode=(1, 8, 64, 256), mixed=(16, 64, 256, 1024, 4096, 8192))
 FORMS: tuple[Perf, ...] = ("table", "linear", "roofline", "roofline:published", "poly")
-FITTED: list[PerfModel] = [make(kind, truth) for kind in FORMS for truth in (LARGE, SMALL)]
-FITTED.append(make("exact", LARGE, buckets=STAIRS))
 
-MODEL = st.sampled_from(FITTED) | st.builds(
+
+@cache
+def fitted() -> list[PerfModel]:
+    """Return models of every form, fitted when the first test needs them."""
+    return [*(make(kind, truth) for kind in FORMS for truth in (LARGE, SMALL)), make("exact", LARGE, buckets=STAIRS)]
+
+
+MODEL = st.deferred(lambda: st.sampled_from(fitted())) | st.builds(
     lambda fixed, prefill, decode, quadratic, context, moe: GeneralModel(
         Coefficients(fixed, prefill, decode, quadratic, context, context, w_moe=moe, p_moe=0.1 if moe else 0.0),
         correct=False,

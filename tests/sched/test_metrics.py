@@ -147,6 +147,16 @@ def test_goodput_rate_is_the_highest_that_reaches_the_goal() -> None:
     assert goodput_rate([1, 2], [0.5, 0.2]) is None
 
 
+@given(st.lists(st.tuples(st.integers(1, 50), st.floats(0, 1)), max_size=8, unique_by=lambda pair: pair[0]))
+def test_goodput_rate_passes_at_all_lower_rates(pairs: list[tuple[int, float]]) -> None:
+    rates, shares = [rate for rate, _ in pairs], [share for _, share in pairs]
+    found = goodput_rate(rates, shares, 0.9)
+    passed = {rate: share >= 0.9 for rate, share in pairs}
+    above = [rate for rate in rates if found is None or rate > found]
+    assert all(passed[rate] for rate in rates if rate not in above)
+    assert not above or not passed[min(above)]
+
+
 def test_percentiles_ignore_infinite_values() -> None:
     assert spread([1.0, inf, 3.0]).p50 == 2.0
 

@@ -45,6 +45,26 @@ def test_no_page_outlives_the_pages_before_it(prompts, capacity) -> None:  # typ
     assert sorted(index.clear()) == sorted(held) and len(index) == 0
 
 
+@given(prompts=PROMPTS, capacity=st.integers(1, 12))
+@settings(max_examples=examples(100))
+def test_ranked_pages_come_after_the_pages_before_them(prompts, capacity) -> None:  # type: ignore[no-untyped-def]
+    index = PageIndex(capacity)
+    for prompt in prompts:
+        put(index, prompt)
+    ranked = [digest for digest, _ in index.ranked()]
+    assert sorted(ranked) == sorted(set(ranked)) and len(ranked) == len(index)
+    for at, digest in enumerate(ranked):
+        assert len(digest) == 1 or digest[:-1] in ranked[:at]
+
+
+def test_the_most_valuable_page_is_ranked_first() -> None:
+    index = PageIndex(4)
+    for name, cost in ((1, 1.0), (2, 9.0), (3, 5.0)):
+        put(index, (name,), cost)
+    put(index, (1, 7), 20.0)
+    assert [digest for digest, _ in index.ranked()] == [bytes([1]), bytes([1, 7]), bytes([2]), bytes([3])]
+
+
 def test_the_least_recently_used_of_equals_is_evicted_first() -> None:
     index = PageIndex(3)
     for name in (1, 2, 3):

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import UNAVAILABLE, StepPlan
 from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.request import Request
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.cluster.prefix_fetch import LEAST_PATIENCE
 from jaxserve.sched.journal import replay
+from jaxserve.sched.sim import clock
 from tests.support.examples import examples
 from tests.support.sched.complete import JOB, ROLES, check_complete
 from tests.support.sched.harness import Job, simulate
@@ -53,7 +55,7 @@ def test_whatever_sources_do_every_request_gets_its_tokens(jobs, sources, roles,
 
     outcome, fetches = run(jobs, *sources, roles=roles, pages=pages, rows=4, tokens=16, loses=loses)
     check_complete(outcome, jobs, cancelled=True)
-    assert fetches.pages <= sum(end - start for source in sources for _, start, end in source.asked)
+    assert fetches.pages + fetches.unused == sum(source.given for source in sources)
 
 
 @given(
@@ -160,6 +162,21 @@ def test_the_same_pages_are_fetched_once() -> None:
     outcome, fetches = run([Job(range(41), 4, arrival=0.0001 * index) for index in range(5)], source)
     assert len(source.asked) == 1 and fetches.requests == 5 and fetches.pages == 10
     assert [request.cached for request in outcome.requests] == [40] * 5
+
+
+@pytest.mark.parametrize(("behavior", "used"), [("all", True), ("late", False)])
+def test_pages_that_come_after_their_prompt_was_computed_are_counted(behavior: str, used: bool) -> None:
+    source, seen, job = Source([behavior]), list[Cluster](), Job(range(41), 4, arrival=0.01)
+
+    def begin(cluster: Cluster) -> None:
+        seen.append(cluster)
+        like = Request(1000, job.prompt, job.params, job.slo, 0.0)
+        clock.loop().at(0.0, 0, cluster.prefix_fetch.ahead, like, cluster.cores[0], source, 5.0)
+
+    outcome = simulate([job], watch=begin)
+    fetches = seen[0].prefix_fetch
+    assert (fetches.pages, fetches.unused) == ((10, 0) if used else (0, 10)) and fetches.failures == 0
+    assert outcome.requests[0].cached == (40 if used else 0)
 
 
 def test_a_held_request_can_be_cancelled() -> None:

@@ -108,5 +108,22 @@ def test_a_request_that_is_granted_and_demoted_at_once_waits_behind_those_shown(
     one.check()
 
 
+def test_a_demoted_request_may_take_the_place_of_one_that_is_granted() -> None:
+    class DemotesAndGrantsAll:
+        def decide(self, view: View) -> Decision:
+            late = tuple(one.id for one in view.prefill if one.tier == STANDARD)
+            return Decision(tuple(Grant(one.id, 16) for one in reversed(list(view.prefill))), demote=late)
+
+    one = scheduler(DemotesAndGrantsAll())
+    for id in range(100):
+        one.add(request(id))
+    one.add(request(200, STANDARD, priority=-1))
+    assert 63 in seen(one)
+    plan = one.plan(0.0, 0.0)
+    assert plan is not None and [span.request for span in plan.spans] == [62, 61, 60, 59]
+    assert 200 in seen(one)
+    one.check()
+
+
 def test_the_number_shown_depends_on_the_rows() -> None:
     assert (shown(1), shown(16), shown(256)) == (64, 64, 1024)

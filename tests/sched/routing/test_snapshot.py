@@ -121,6 +121,20 @@ def test_one_of_several_fronts_finds_the_longest_prefix_hit(holder: int, seed: i
     assert len(others) >= 10, "without a hit, it draws"
 
 
+def test_a_longer_prefix_hit_is_that_of_another_group() -> None:
+    front, one = Front(routing.make("least_work"), [2, 1, 1], page_size=16), request(1, 300)
+    pages = [next_digest(one, 16)[:KEPT] for _ in range(12)]
+    assert front.longer_hit(one, 0) is None
+    front.caches(1, pages[:5], ())
+    front.caches(2, pages[:3], ())
+    assert front.longer_hit(request(1, 300), 3) == (1, 80) == front.longer_hit(request(1, 300), 2)
+    assert front.longer_hit(request(1, 300), 0) is None, "the other instance of the group has more"
+    front.caches(3, pages, ())
+    assert front.longer_hit(request(1, 300), 1) == (3, 192)
+    front.forget(2)
+    assert front.longer_hit(request(1, 300), 1) is None
+
+
 def ranked(name: str, one: Snapshot) -> int:
     """Return the number that a router ranks by first."""
     return one.prefill_backlog if name == "least_work" else 4 * one.waiting + one.running

@@ -15,15 +15,15 @@ from tests.support.sched.presets import TINY
 
 # 30 ms a step, 0.2 ms a prompt token
 LATENCY = replace(TINY, kv_tokens=200_000, page_size=16, coefficients=Coefficients(0.03, 2e-4, 1e-4, 0.0, 0.0, 0.0))
-SLOW, FAST = 0.5, 12.0  # requests per second
+SLOW, FAST = 0.5, 10.0  # requests per second
 
 
 def load() -> list[Arrival]:
-    """Return a quiet minute, a busy one, and a quiet one."""
+    """Return 20 quiet seconds, 20 busy ones, and 20 quiet ones."""
     times: list[float] = []
-    for begin, rate in ((0, SLOW), (60, FAST), (120, SLOW)):
-        times += [begin + at / rate for at in range(int(60 * rate))]
-    return [Arrival(time, 2000, 60, SLO(ttft=4.0, tpot=0.2)) for time in times]
+    for begin, rate in ((0, SLOW), (20, FAST), (40, SLOW)):
+        times += [begin + at / rate for at in range(int(20 * rate))]
+    return [Arrival(time, 2000, 40, SLO(ttft=4.0, tpot=0.2)) for time in times]
 
 
 def run(scaler: str, **more: float) -> tuple[object, float, float]:

@@ -42,6 +42,7 @@ class Job:
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=None))
     cancel_at: float | None = None
     tier: str = STANDARD
+    session: str = ""
 
 
 @dataclass
@@ -136,7 +137,10 @@ async def _simulate(jobs: Sequence[Job], shape: SimSetup) -> Outcome:
     deltas: dict[int, list[Delta]] = {index: [] for index in range(len(jobs))}
 
     def arrive(id: int, job: Job) -> None:
-        request = Request(id, job.prompt, job.params, job.slo, loop.now, tier=job.tier, eos=frozenset([EOS]), seed=id)
+        request = Request(
+            id, job.prompt, job.params, job.slo, loop.now, tier=job.tier, eos=frozenset([EOS]), seed=id,
+            session=job.session,
+        )  # fmt: skip
         try:
             cluster.submit(request, deltas[id].append)
         except Unavailable as error:

@@ -21,6 +21,7 @@ class Source:
         self.pages = pages
         self.each = seconds
         self.asked: list[tuple[int, int, int]] = []  # request, start, end
+        self.given = 0  # pages of valid answers
 
     def find(self, request: Request, digests: Sequence[bytes]) -> int:
         return min(self.pages, len(digests))
@@ -42,4 +43,5 @@ class Source:
             except asyncio.CancelledError:
                 pass
         count = {"none": None, "empty": 0, "short": 1, "too many": pages + 1}.get(behavior, pages)
+        self.given += count if count is not None and count <= pages else 0
         return None if count is None else SimKVBuffer(count, None)
