@@ -1,0 +1,96 @@
+"""From StructuredOutputs to a grammar of llguidance."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llguidance import LLMatcher, StructTag, gbnf_to_lark
+
+from jaxserve.errors import InvalidValue, short
+from jaxserve.sched.api.structured_outputs import StructuredOutputs
+
+# Between the tokens of JSON: at most a space, or a new line with indentation. Some models write whitespace without
+# end if they may.
+WHITESPACE = r" ?|\n[ \t]{0,64}"
+
+
+def grammar_of(wanted: StructuredOutputs) -> str:
+    """Return the grammar that `LLMatcher` compiles. Raises InvalidValue that names the field."""
+    kind = wanted.kind
+    if kind == "json":
+        assert wanted.json is not None
+        return _json(wanted.json, wanted)
+    if kind == "json_object":
+        return _json('{"type": "object"}', wanted)
+    if kind == "regex":
+        assert wanted.regex is not None
+        return LLMatcher.grammar_from_regex(wanted.regex)
+    if kind == "choice":
+        return "start: " + " | ".join(map(json.dumps, wanted.choice))
+    if kind == "grammar":
+        assert wanted.grammar is not None
+        return _grammar(wanted.grammar)
+    assert wanted.structural_tag is not None
+    return _structural_tag(json.loads(wanted.structural_tag), _options(wanted))
+
+
+def _options(wanted: StructuredOutputs) -> dict[str, Any]:
+    """Return the options with which llguidance compiles JSON schemas."""
+    options: dict[str, Any] = {"lenient": wanted.lenient, "coerce_one_of": wanted.lenient}
+    if wanted.disable_any_whitespace:
+        return {**options, "whitespace_flexible": False}
+    return {**options, "whitespace_pattern": wanted.whitespace_pattern or WHITESPACE}
+
+
+def _json(schema: str, wanted: StructuredOutputs) -> str:
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_options(wanted))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise InvalidValue(f"json is not a schema: {str(error)[:200]}", "json") from error
+
+
+def _grammar(text: str) -> str:
+    if "::=" not in text:
+        return text
+    try:
+        return gbnf_to_lark.gbnf_to_lark(text)
+    except Exception as error:  # its parser raises whatever it meets
+        raise InvalidValue(f"grammar is not valid GBNF: {str(error)[:200]}", "grammar") from error
+
+
+def _structural_tag(given: dict[str, Any], options: dict[str, Any]) -> str:
+    """Return the grammar of a structural tag: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}."""
+    if isinstance(given.get("format"), dict):
+        raise InvalidValue(
+            "structural_tag.format is not supported: give structures, with begin, schema and end, and triggers",
+            "structural_tag",
+        )
+    structures, triggers = given.get("structures"), given.get("triggers")
+    for name, value in (("structures", structures), ("triggers", triggers)):
+        if not isinstance(value, list) or not value:
+            raise InvalidValue(f"structural_tag.{name}={short(value)} must be a list with an entry", "structural_tag")
+    assert isinstance(structures, list) and isinstance(triggers, list)
+    if not all(isinstance(one, str) and one for one in triggers):
+        raise InvalidValue(
+            f"structural_tag.triggers={short(triggers)} must be texts that are not empty", "structural_tag"
+        )
+    tags = [_tag(at, one, triggers, options) for at, one in enumerate(structures)]
+    return StructTag.to_grammar(tags, assume_special=False)
+
+
+def _tag(at: int, given: Any, triggers: list[str], options: dict[str, Any]) -> StructTag:
+    where = f"structural_tag.structures[{at}]"
+    if not isinstance(given, dict):
+        raise InvalidValue(f"{where}={short(given)} must be an object with begin, schema and end", "structural_tag")
+    begin, schema, end = given.get("begin"), given.get("schema", {}), given.get("end", "")
+    if not isinstance(begin, str) or not isinstance(end, str):
+        raise InvalidValue(f"{where}: begin={short(begin)} and end={short(end)} must be texts", "structural_tag")
+    if not isinstance(schema, dict):
+        raise InvalidValue(f"{where}.schema={short(schema)} must be an object", "structural_tag")
+    trigger = next((one for one in triggers if begin.startswith(one)), None)
+    if trigger is None:
+        raise InvalidValue(
+            f"{where}.begin={short(begin)} must start with one of the triggers {short(triggers)}", "structural_tag"
+        )
+    return StructTag(trigger=trigger, begin=begin, grammar={**schema, "x-guidance": options}, end=end)
