@@ -1,0 +1,135 @@
+"""The tools of a request and which of them may be called, checked and in one form."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.errors import InvalidValue, short
+from jaxserve.tools.events import Schemas, loaded
+
+MAX_TOOLS = 1024
+MODES = ("none", "auto", "required")
+TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+_NAME = re.compile(r"[\w.:/\-]{1,256}")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools that the model may call. mode: auto, required, or named with `name`."""
+
+    definitions: tuple[dict[str, Any], ...]  # as in OpenAI's field
+    mode: str
+    name: str | None = None
+    parallel: bool = True
+    strict: bool = False
+
+    @property
+    def schemas(self) -> Schemas:
+        """The schema of the parameters of each tool."""
+        return {one["function"]["name"]: one["function"].get("parameters") or {} for one in self.definitions}
+
+
+def tools_of(tools: Any, choice: Any = None, parallel: Any = None) -> Tools | None:
+    """Return the tools that may be called; None if there are none. Raises InvalidValue that names the field."""
+    tools = [] if tools is None else tools
+    if not isinstance(tools, list):
+        raise InvalidValue(f"tools={short(tools)} must be a list of tools", "tools")
+    if len(tools) > MAX_TOOLS:
+        raise InvalidValue(f"tools has {len(tools)} entries: at most {MAX_TOOLS} are allowed", "tools")
+    made = tuple(_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
+    names = [tool["function"]["name"] for tool in made]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidValue(f"tools: {short(twice)} is defined twice", "tools")
+    mode, name = _choice(choice, names)
+    if not made or mode == "none":
+        return None
+    strict = all(tool["function"].get("strict") for tool in made if name in (None, tool["function"]["name"]))
+    return Tools(made, mode, name, parallel is not False, strict)
+
+
+def _choice(choice: Any, names: list[str]) -> tuple[str, str | None]:
+    if choice is None:
+        return "auto", None
+    if isinstance(choice, str):
+        if choice not in MODES:
+            allowed = f"{', '.join(MODES)}, or an object that names a function"
+            raise InvalidValue(f"tool_choice={short(choice)} must be {allowed}", "tool_choice")
+        if choice == "required" and not names:
+            raise InvalidValue("tool_choice='required' needs tools", "tool_choice")
+        return choice, None
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        wanted = '{"type": "function", "function": {"name": NAME}}'
+        raise InvalidValue(f"tool_choice={short(choice)} must be {', '.join(MODES)} or {wanted}", "tool_choice")
+    if name not in names:
+        known = ", ".join(names)[:200] or "there are none"
+        raise InvalidValue(f"tool_choice names {short(name)}, which is not among the tools: {known}", "tool_choice")
+    return "named", name
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        kind = tool.get("type") if isinstance(tool, dict) else tool
+        raise InvalidValue(f"{where}.type={short(kind)} is not supported: only 'function' is", "tools")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise InvalidValue(f"{where}.function={short(function)} must be an object with a name", f"{where}.function")
+    name = function.get("name")
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        what = "must be 1 to 256 letters, digits or any of _ . : / -"
+        raise InvalidValue(f"{where}.function.name={short(name)} {what}", f"{where}.function.name")
+    for key, kind in (("description", str), ("strict", bool)):
+        if function.get(key) is not None and not isinstance(function[key], kind):
+            allowed = "a text" if kind is str else "true or false"
+            raise InvalidValue(f"{where}.function.{key} must be {allowed}", f"{where}.function.{key}")
+    if function.get("parameters") is not None:
+        _check_schema(function["parameters"], f"{where}.function.parameters")
+    kept = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": kept}
+
+
+def _check_schema(schema: Any, field: str) -> None:
+    """Raise InvalidValue for parameters that are no schema of an object; the grammar checks the rest if it is used."""
+    if not isinstance(schema, dict):
+        raise InvalidValue(f"{field}={short(schema)} must be a JSON schema, which is an object", field)
+    if schema.get("type", "object") != "object":
+        raise InvalidValue(f"{field}.type={short(schema['type'])} must be 'object'", f"{field}.type")
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict):
+        raise InvalidValue(f"{field}.properties={short(properties)} must be an object", f"{field}.properties")
+    for name, one in properties.items():
+        where = f"{field}.properties.{name[:100]}"
+        if not isinstance(one, dict | bool):
+            raise InvalidValue(f"{where}={short(one)} must be a JSON schema", where)
+        kinds = one.get("type", []) if isinstance(one, dict) else []
+        for kind in kinds if isinstance(kinds, list) else [kinds]:
+            if kind not in TYPES:
+                raise InvalidValue(f"{where}.type={short(kind)} must be one of {', '.join(TYPES)}", f"{where}.type")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+        raise InvalidValue(f"{field}.required={short(required)} must be a list of names", f"{field}.required")
+
+
+def calls_in_history(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Check the `tool_calls` of an earlier message. Raises InvalidValue that names the field."""
+    if not isinstance(calls, list):
+        raise InvalidValue(f"{where}={short(calls)} must be a list of calls", where)
+    made = []
+    for at, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise InvalidValue(f"{where}[{at}].function={short(function)} must have a name", f"{where}[{at}].function")
+        field = f"{where}[{at}].function.arguments"
+        given = function.get("arguments")
+        arguments = loaded(given or "{}") if isinstance(given, str | None) else given
+        if not isinstance(arguments, dict):
+            raise InvalidValue(f"{field}={short(given)} must be the text of a JSON object", field)
+        made.append({"type": "function", **call, "function": {**function, "arguments": json.dumps(arguments)}})
+        if isinstance(given, str) and given:
+            made[-1]["function"]["arguments"] = given
+    return made

@@ -1,0 +1,145 @@
+"""Which parsers a model needs: by name, or by what its chat template writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jaxserve.errors import InvalidValue, short
+from jaxserve.tools.deepseek import MARKERS as DEEPSEEK
+from jaxserve.tools.deepseek import deepseek_v3
+from jaxserve.tools.definitions import Tools
+from jaxserve.tools.events import Event, Maker, Parser
+from jaxserve.tools.forced import Named, Required
+from jaxserve.tools.harmony import CHANNEL, gpt_oss
+from jaxserve.tools.hermes import hermes
+from jaxserve.tools.llama import TAG, llama3_json, pythonic
+from jaxserve.tools.mistral import MARKER, mistral
+from jaxserve.tools.prompt import knows_tools
+from jaxserve.tools.reasoning import MISTRAL, THINK, Chain, Plain, Tags, Thinking
+from jaxserve.tools.tagged import MINIMAX, minimax_m2, qwen3_coder
+
+TOOL_PARSERS: dict[str, Maker] = {
+    "hermes": hermes,
+    "qwen3_coder": qwen3_coder,
+    "llama3_json": llama3_json,
+    "pythonic": pythonic,
+    "mistral": mistral,
+    "deepseek_v3": deepseek_v3,
+    "minimax_m2": minimax_m2,
+    "gpt_oss": gpt_oss,
+}
+REASONING_TAGS: dict[str, Tags] = {
+    "deepseek_r1": THINK,
+    "deepseek_v3": THINK,
+    "qwen3": THINK,
+    "minimax_m2": THINK,
+    "mistral": MISTRAL,
+}
+REASONING_PARSERS = (*REASONING_TAGS, "gpt_oss")
+# Their markers are special tokens, which the text must keep for them.
+SPECIAL = frozenset({"llama3_json", "pythonic", "mistral", "deepseek_v3", "gpt_oss"})
+
+
+class Parsers(NamedTuple):
+    """The parsers of a model; None: text is passed on as it is."""
+
+    tools: str | None
+    reasoning: str | None
+
+    @classmethod
+    def of(cls, tools: str, reasoning: str, template: str) -> Parsers:
+        """Choose by name; `auto` is by the model's chat template. Raises InvalidValue for an unknown name."""
+        for field, name, known in (
+            ("tool_call_parser", tools, tuple(TOOL_PARSERS)),
+            ("reasoning_parser", reasoning, REASONING_PARSERS),
+        ):
+            if name not in ("auto", "none", *known):
+                raise InvalidValue(f"{field}={short(name)} must be auto, none, or one of {', '.join(known)}", field)
+        chosen = _tool_family(template) if tools == "auto" else tools
+        thinking = _reasoning_family(template) if reasoning == "auto" else reasoning
+        return cls(None if chosen == "none" else chosen, None if thinking == "none" else thinking)
+
+    def reads(self, tools: Tools | None) -> bool:
+        """Whether outputs with these tools need a parser."""
+        return self.reasoning is not None or (tools is not None and (tools.mode != "auto" or self.tools is not None))
+
+    def keeps_special(self, tools: Tools | None) -> bool:
+        """Whether the text must keep special tokens."""
+        auto = tools is not None and tools.mode == "auto" and self.tools in SPECIAL
+        return auto or self.reasoning in ("gpt_oss", "mistral")
+
+    def start(self, tools: Tools | None, prompt: str) -> Parser:
+        """Return a parser for one output after `prompt`."""
+        harmony = self.reasoning == "gpt_oss" or (
+            self.tools == "gpt_oss" and tools is not None and tools.mode == "auto"
+        )
+        second: Parser | None = None
+        if tools is not None:
+            if tools.mode == "required":
+                second = Required()
+            elif tools.mode == "named":
+                assert tools.name is not None
+                second = Named(tools.name)
+            elif self.tools is not None and not (harmony and self.tools == "gpt_oss"):
+                second = TOOL_PARSERS[self.tools](tools.schemas)
+            if not tools.parallel:
+                second = FirstCall(second or Plain())
+        first: Parser | None = None
+        if harmony:
+            first = gpt_oss({})
+            if tools is not None and not tools.parallel:
+                first = FirstCall(first)
+        elif self.reasoning is not None:
+            first = Thinking(REASONING_TAGS[self.reasoning], prompt)
+        if first is not None and second is not None:
+            return Chain(first, second)
+        return first or second or Plain()
+
+
+class FirstCall:
+    """Drops all calls but the first, for requests without parallel calls."""
+
+    def __init__(self, inner: Parser) -> None:
+        self._inner = inner
+        self._calls = 0
+
+    def feed(self, text: str) -> list[Event]:
+        return self._first(self._inner.feed(text))
+
+    def finish(self) -> list[Event]:
+        return self._first(self._inner.finish())
+
+    def _first(self, events: list[Event]) -> list[Event]:
+        made = []
+        for event in events:
+            self._calls += event.kind == "call"
+            if event.kind not in ("call", "arguments") or self._calls < 2:
+                made.append(event)
+        return made
+
+
+# What the templates of a family contain. The first that fits is taken.
+_TOOLS: tuple[tuple[str, Callable[[str], bool]], ...] = (
+    ("gpt_oss", lambda text: CHANNEL in text and "<|call|>" in text),
+    ("minimax_m2", lambda text: MINIMAX.opening in text or "minimax:tool_call" in text),
+    ("deepseek_v3", lambda text: DEEPSEEK.opening in text),
+    ("mistral", lambda text: MARKER in text),
+    ("qwen3_coder", lambda text: "<tool_call>" in text and "<function=" in text),
+    ("hermes", lambda text: "<tool_call>" in text or not knows_tools(text)),
+    ("pythonic", lambda text: "<|header_start|>" in text),
+    ("llama3_json", lambda text: TAG in text or "<|start_header_id|>" in text),
+)
+
+
+def _tool_family(template: str) -> str:
+    return next((name for name, fits in _TOOLS if fits(template)), "hermes")
+
+
+def _reasoning_family(template: str) -> str:
+    if CHANNEL in template and "analysis" in template:
+        return "gpt_oss"
+    for name, (_, closing) in (("mistral", MISTRAL), ("qwen3", THINK)):
+        if closing in template:
+            return name
+    return "none"

@@ -1,0 +1,77 @@
+"""Conversations with tools, in the form that a chat template expects, or as text if it knows no tools."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.tools.events import loaded
+
+Message = Mapping[str, Any]
+PREAMBLE = """\
+You may call these tools. Each line describes one, with the JSON schema of its parameters:
+<tools>
+{tools}
+</tools>
+To call a tool, answer with its name and arguments as one JSON object between tags, for each call:
+<tool_call>
+{{"name": "the name", "arguments": {{}}}}
+</tool_call>"""
+
+
+def knows_tools(template: str) -> bool:
+    """Return whether a chat template renders tools."""
+    return re.search(r"\btools\b", template) is not None
+
+
+def has_calls(messages: Sequence[Message]) -> bool:
+    """Return whether a conversation has calls or their results."""
+    return any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
+
+
+def with_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with arguments as objects, as most templates expect them."""
+    made = []
+    for message in messages:
+        one = dict(message)
+        if calls := one.get("tool_calls"):
+            one["tool_calls"] = [{**call, "function": _object(call["function"])} for call in calls]
+        made.append(one)
+    return made
+
+
+def _object(function: Mapping[str, Any]) -> dict[str, Any]:
+    given = function.get("arguments") or "{}"
+    return {**function, "arguments": loaded(given) if isinstance(given, str) else given}
+
+
+def as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with tools, calls and results as text, for a template that knows none of them."""
+    made: list[dict[str, Any]] = []
+    if tools:
+        described = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+        made.append({"role": "system", "content": PREAMBLE.format(tools=described)})
+    after_result = False
+    for message in messages:
+        one = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+        one["content"] = one.get("content") or ""
+        if message.get("role") == "tool":
+            text = f"<tool_response>\n{one['content']}\n</tool_response>"
+            if after_result:
+                made[-1]["content"] += "\n" + text
+            else:
+                made.append({"role": "user", "content": text})
+            after_result = True
+            continue
+        after_result = False
+        for call in message.get("tool_calls") or ():
+            function = _object(call["function"])
+            text = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+            one["content"] += ("\n" if one["content"] else "") + f"<tool_call>\n{text}\n</tool_call>"
+        if one["role"] == "system" and len(made) == 1 and made[0]["role"] == "system":
+            made[0]["content"] = f"{one['content']}\n\n{made[0]['content']}"
+        else:
+            made.append(one)
+    return made

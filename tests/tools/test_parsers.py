@@ -1,0 +1,386 @@
+"""Parsers of calls and thinking: what each family writes, cut anywhere."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from jaxserve.server.message import Message
+from jaxserve.tools.definitions import tools_of
+from jaxserve.tools.events import Event, Parser
+from jaxserve.tools.families import REASONING_PARSERS, TOOL_PARSERS, Parsers
+from jaxserve.tools.marked import overlap
+from jaxserve.tools.scan import in_string
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "zip": {"type": ["string", "null"]}},
+}
+OFFERED = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "time"}},
+]
+TOOLS = tools_of(OFFERED)
+PARIS = {"city": "Paris", "days": 2}
+SEP = "<｜tool▁sep｜>"
+
+# (parser, text, content, calls): as the chat templates of the families write it
+WRITTEN = [
+    (
+        "hermes",
+        'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>\n',
+        "Let me see.",
+        [("weather", PARIS), ("time", {})],
+    ),
+    ("hermes", '<tool_call>{"name": "time", "arguments": {}}', "", [("time", {})]),  # without an end
+    (
+        "hermes",
+        '<tool_call>\n{"name": "time", "arguments": {"in": "</tool_call> \\" }"}}\n</tool_call> done',
+        "done",
+        [("time", {"in": '</tool_call> " }'})],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+        "<parameter=zip>\n75001\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [("weather", {**PARIS, "zip": "75001"})],
+    ),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name": "weather", "parameters": {"city": "Paris", "days": 2}}; '
+        '{"name": "time", "parameters": {}}',
+        "",
+        [("weather", PARIS), ("time", {})],
+    ),
+    (
+        "llama3_json",
+        '{"type": "function", "name": "weather", "parameters": {"city": "Pa;ris}"}}',
+        "",
+        [("weather", {"city": "Pa;ris}"})],
+    ),
+    ("pythonic", "[weather(city='Paris', days=2), time()]", "", [("weather", PARIS), ("time", {})]),
+    (
+        "mistral",
+        'One moment [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris", "days": 2}}, '
+        '{"name": "time", "arguments": {}, "id": "abcdefghi"}]',
+        "One moment",
+        [("weather", PARIS), ("time", {})],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]time[CALL_ID]abcdefghi[ARGS]{}',
+        "",
+        [("weather", PARIS), ("time", {})],
+    ),
+    (
+        "deepseek_v3",
+        f"Yes.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function{SEP}weather\n```json\n"
+        '{"city": "Paris", "days": 2}\n```<｜tool▁call▁end｜>\n'
+        f"<｜tool▁call▁begin｜>function{SEP}time\n```json\n{{}}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Yes.",
+        [("weather", PARIS), ("time", {})],
+    ),
+    (
+        "deepseek_v3",  # V3.1
+        f'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather{SEP}{{"city": "Paris", "days": 2}}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        [("weather", PARIS)],
+    ),
+    (
+        "minimax_m2",
+        'I look.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+        '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="time">\n</invoke>\n</minimax:tool_call>\n',
+        "I look.",
+        [("weather", PARIS), ("time", {})],
+    ),
+    (
+        "gpt_oss",
+        "<|channel|>analysis<|message|>Where?<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+        "<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        '{"city": "Paris", "days": 2}<|call|>',
+        "I look.",
+        [("weather", PARIS)],
+    ),
+    (
+        "gpt_oss",
+        "<|start|>assistant to=functions.time<|channel|>commentary json<|message|>{}",
+        "",
+        [("time", {})],
+    ),
+]
+# Text that is no call: it must come back as it is.
+GARBAGE = [
+    ("hermes", '<tool_call>\n{"name": "weather", "argum'),
+    ("hermes", '  <tool_call>{"name": "time", "arguments": [1]}</tool_call>'),
+    ("qwen3_coder", "<tool_call>hello</tool_call>"),
+    ("llama3_json", '{"name": "unknown", "parameters": {}}'),
+    ("llama3_json", '{"city": "Paris"}'),
+    ("pythonic", "[weather(print('x'))]"),
+    ("pythonic", "[unknown()]"),
+    ("pythonic", "[1, 2]"),
+    ("mistral", "[TOOL_CALLS] [{]"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>what<｜tool▁calls▁end｜>"),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="weather">free</invoke></minimax:tool_call>'),
+    ("gpt_oss", "Hello <|message|> there"),
+]
+# (parser, text, content, calls): arguments that are no JSON were passed on before that could be known
+BROKEN = [
+    (
+        "hermes",
+        '<tool_call>\n{"name": "weather", "arguments": {"city"</tool_call> and more ',
+        "and more",
+        [("weather", '{"city"')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call><tool_ca',
+        "<tool_ca",
+        [("time", '{"a": NaN}')],
+    ),
+    ("llama3_json", '{"name": "time", "parameters": {"a": 1', "", [("time", '{"a": 1')]),
+    (
+        "llama3_json",
+        '{"name": "time", "parameters": {}}; {"name": "unknown", "parameters": {}}',
+        '; {"name": "unknown", "parameters": {}}',
+        [("time", "{}")],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "time", "arguments": {}}, {"name": 7}]',
+        ', {"name": 7}]',
+        [("time", "{}")],
+    ),
+    (
+        "gpt_oss",
+        "<|start|>assistant to=functions.time<|channel|>commentary json<|message|>now<|call|>",
+        "now",
+        [],
+    ),
+]
+
+
+def run(parser: Parser, pieces: list[str]) -> list[Event]:
+    """Return all events; those of one kind in a row are joined, except the names of calls."""
+    found = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    made: list[Event] = []
+    for kind, same in groupby(found, key=lambda event: event.kind):
+        events = list(same)
+        made += events if kind == "call" else [Event(kind, "".join(event.text for event in events))]
+    return made
+
+
+def parts(events: list[Event]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the content and the calls, with the text of their arguments."""
+    content, names, arguments = (
+        [event.text for event in events if event.kind == kind] for kind in ("content", "call", "arguments")
+    )
+    return "".join(content), list(zip(names, arguments, strict=True))
+
+
+def parser_of(name: str) -> Parser:
+    return Parsers(name, None).start(TOOLS, "")
+
+
+def cut(text: str, points: list[int]) -> list[str]:
+    ends = sorted({min(point, len(text)) for point in points} | {0, len(text)})
+    return [text[low:high] for low, high in pairwise(ends)]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), WRITTEN)
+def test_written_calls_are_found(name, text, content, calls):
+    for pieces in ([text], list(text)):
+        said, made = parts(run(parser_of(name), pieces))
+        assert said == content and [(called, json.loads(arguments)) for called, arguments in made] == calls
+
+
+@pytest.mark.parametrize(("name", "text"), GARBAGE)
+def test_garbage_is_content(name, text):
+    for pieces in ([text], list(text)):
+        assert run(parser_of(name), pieces) == [Event("content", text)]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), BROKEN)
+def test_broken_calls_end_where_the_model_ended_them(name, text, content, calls):
+    for pieces in ([text], list(text)):
+        assert parts(run(parser_of(name), pieces)) == (content, calls)
+
+
+FORMS = {
+    "hermes": '<tool_call>\n{"name": "time", "arguments": %s}\n</tool_call>',
+    "llama3_json": '{"name": "time", "parameters": %s}',
+    "mistral": '[TOOL_CALLS] [{"name": "time", "arguments": %s}]',
+    "mistral v11": "[TOOL_CALLS]time[ARGS]%s",
+    "deepseek_v3": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function{SEP}time\n```json\n%s\n```<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "deepseek_v3 of V3.1": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>time{SEP}%s<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "gpt_oss": "<|channel|>commentary to=functions.time <|constrain|>json<|message|>%s<|call|>",
+}
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='ab{}[]",\\\n </tool_call>é'),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(
+    st.dictionaries(st.text(max_size=5), values, max_size=3),
+    st.sampled_from([None, 2]),
+    st.lists(st.integers(0, 400), max_size=8),
+)
+def test_arguments_are_passed_on_as_the_model_wrote_them(form, arguments, indent, points):
+    text = json.dumps(arguments, ensure_ascii=False, indent=indent)
+    events = run(parser_of(form.split()[0]), cut(FORMS[form] % text, points))
+    assert events == [Event("call", "time"), Event("arguments", text)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_arguments_do_not_wait_for_their_end(form):
+    parser = parser_of(form.split()[0])
+    before, _ = FORMS[form].split("%s")
+    events = [event for piece in [*before, '{"city": ', '"Par'] for event in parser.feed(piece)]
+    assert events[0] == Event("call", "time")
+    assert "".join(event.text for event in events[1:]) == '{"city": "Par'
+
+
+def added_up(deltas: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the content and the calls of a stream; each call begins with its id and its name, once."""
+    content, calls, ids = "", list[tuple[str, str]](), set()
+    for delta in deltas:
+        content += delta.get("content", "")
+        for part in delta.get("tool_calls", ()):
+            if part["index"] == len(calls):
+                ids.add(part["id"])
+                calls.append((part["function"].pop("name"), ""))
+            assert part["index"] == len(calls) - 1 and set(part["function"]) == {"arguments"}
+            assert "id" not in part or part["function"]["arguments"] == ""
+            calls[-1] = (calls[-1][0], calls[-1][1] + part["function"]["arguments"])
+    assert len(ids) == len(calls) == sum("id" in part for one in deltas for part in one.get("tool_calls", ()))
+    return content, calls
+
+
+@given(st.data(), st.lists(st.integers(0, 400), max_size=8))
+def test_a_stream_adds_up_to_the_whole_message(data, points):
+    name, text = data.draw(st.sampled_from([one[:2] for one in [*WRITTEN, *GARBAGE, *BROKEN]]))
+    whole = Message(parser_of(name)).whole(text)
+    called = [one["function"] for one in whole.get("tool_calls", ())]
+    streamed = Message(parser_of(name))
+    deltas = [delta for piece in cut(text, points) for delta in streamed.add(piece)] + streamed.finish()
+    calls = [(one["name"], one["arguments"]) for one in called]
+    assert added_up(deltas) == (whole["content"] or "", calls)
+
+
+MARKS = [
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<minimax:tool_call>",
+    "</minimax:tool_call>", '<invoke name="weather">', "</invoke>", "<think>", "</think>", "[THINK]", "[/THINK]",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<|channel|>", "final", "analysis", "<|message|>", "<|end|>",
+    "<|start|>", "<|call|>", '{"name": "time", "arguments": {}}', "[time()]", '"', "\\", "\n", " ", "<", "a", "é",
+]  # fmt: skip
+texts = st.one_of(
+    st.sampled_from([text for _, text, *_ in WRITTEN] + [text for _, text in GARBAGE]),
+    st.lists(st.sampled_from(MARKS), max_size=12).map("".join),
+    st.text(max_size=30),
+)
+
+
+@given(texts, st.lists(st.integers(0, 400), max_size=8), st.sampled_from([None, *REASONING_PARSERS]), st.booleans())
+@example("<think>a</think>\n<tool_call>", [3], "qwen3", False)
+def test_how_text_is_cut_does_not_matter(text, points, reasoning, parallel):
+    tools = tools_of(OFFERED, None, parallel)
+    for name in TOOL_PARSERS:
+        parsers = Parsers(name, reasoning)
+        assert run(parsers.start(tools, ""), cut(text, points)) == run(parsers.start(tools, ""), [text])
+
+
+@given(st.text(max_size=60), st.sampled_from(sorted(TOOL_PARSERS)))
+def test_text_without_calls_is_kept(text, name):
+    assert "".join(event.text for event in run(parser_of(name), list(text))) == text
+
+
+@given(st.lists(st.sampled_from(["a", " ", "\n", "b c", '<tool_call>{"name": "time"}</tool_call>']), max_size=10))
+def test_content_is_the_text_outside_of_calls(parts):
+    """Only whitespace next to calls is left out, and every call is reported."""
+    events = run(parser_of("hermes"), parts)
+    calls = [part for part in parts if part.startswith("<")]
+    content = "".join(part for part in parts if not part.startswith("<"))
+    assert sum(event.kind == "call" for event in events) == len(calls)
+    found = "".join(event.text for event in events if event.kind == "content")
+    assert "".join(found.split()) == "".join(content.split())
+    assert calls or found == content
+
+
+THOUGHTS = [
+    ("qwen3", "", "<think>\nhm\n\nso\n</think>\n\nYes. ", "hm\n\nso", "Yes. "),
+    ("deepseek_r1", "<think>\n", "hm </think> Yes", "hm", "Yes"),
+    ("qwen3", "<think>\n\n</think>\n\n", "Yes </think>", "", "Yes </think>"),  # thinking is switched off
+    ("minimax_m2", "<think>", "never ends", "never ends", ""),
+    ("mistral", "", "[THINK]hm[/THINK]Yes", "hm", "Yes"),
+    (
+        "gpt_oss",
+        "",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes",
+        "hm",
+        "Yes",
+    ),
+    ("qwen3", "", "  <thin> no", "", "  <thin> no"),
+]
+
+
+@pytest.mark.parametrize(("name", "prompt", "text", "thought", "answer"), THOUGHTS)
+def test_thinking_is_told_from_the_answer(name, prompt, text, thought, answer):
+    for pieces in ([text], list(text)):
+        events = run(Parsers(None, name).start(None, prompt), pieces)
+        assert "".join(event.text for event in events if event.kind == "reasoning") == thought
+        assert "".join(event.text for event in events if event.kind == "content") == answer
+
+
+CALLS = '[{"name": "weather", "arguments": {"city": "}]\\"", "days": 1}}, {"name": "time", "arguments": {}}]'
+
+
+@given(st.lists(st.integers(0, 100), max_size=9))
+def test_required_calls_are_passed_on_as_they_arrive(points):
+    parser = Parsers(None, None).start(tools_of(OFFERED, "required"), "")
+    assert run(parser, cut(CALLS, points)) == [
+        Event("call", "weather"),
+        Event("arguments", '{"city": "}]\\"", "days": 1}'),
+        Event("call", "time"),
+        Event("arguments", "{}"),
+    ]
+
+
+def test_arguments_of_required_calls_do_not_wait_for_their_end():
+    parser = Parsers(None, None).start(tools_of(OFFERED, "required"), "")
+    events = parser.feed('[{"name": "weather", "arguments": {"city": "Pa')
+    assert events == [Event("call", "weather"), Event("arguments", "{"), Event("arguments", '"city": "Pa')]
+    named = Parsers(None, None).start(tools_of(OFFERED, {"type": "function", "function": {"name": "time"}}), "")
+    assert named.feed(' {"a') == [Event("call", "time"), Event("arguments", '{"a')]
+
+
+def test_calls_after_thinking():
+    text = 'so</think>\n\n<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+    events = run(Parsers("hermes", "qwen3").start(TOOLS, "<think>\n"), list(text))
+    assert events == [Event("reasoning", "so"), Event("call", "time"), Event("arguments", "{}")]
+
+
+@given(st.text(alphabet="ab<", max_size=8), st.text(alphabet="ab<", min_size=1, max_size=4))
+def test_overlap(text, marker):
+    sizes = [size for size in range(len(marker)) if text.endswith(marker[:size])]
+    assert overlap(text, marker) == max(sizes)
+
+
+@given(st.text(), st.integers(0, 40))
+def test_in_string(value, at):
+    text = json.dumps({"k": value}, ensure_ascii=False)
+    start, end = len('{"k": "'), len(text) - 2
+    at = min(at, end - start)
+    assert in_string(text[: start + at])
+    assert not in_string(text)
