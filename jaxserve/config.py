@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxserve.errors import InvalidValue, short
-from jaxserve.sched import admission, policies, routing
+from jaxserve.sched import admission, policies, routing, scaling
 from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.pooling import POOLINGS
 from jaxserve.sched.api.preemption import DEPTH, Boundary
 from jaxserve.sched.api.slo import ANSWER, SLO, THINKING
 from jaxserve.sched.perf import KINDS
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.settings import speculative
-from jaxserve.settings.fields import Bytes, HttpSettings, flag
+from jaxserve.settings.fields import Bytes, flag
+from jaxserve.settings.operations import OperationSettings
 from jaxserve.settings.other_engines import argument_hint
 from jaxserve.settings.speculative import Speculative
 from jaxserve.settings.tiers import AUTO, DEFAULT, PLAIN, Classes, Objective, ResolvedTier, Tier, load_tiers, resolve
@@ -46,7 +48,12 @@ RANGES: tuple[tuple[str, float, float | None], ...] = (
     ("replicas", 1, None),
     ("prefill_replicas", 1, None),
     ("decode_replicas", 1, None),
+    ("min_replicas", 1, None),
+    ("max_replicas", 1, None),
+    ("downscale_delay", 0, None),
     ("gpu_memory_utilization", 0.01, 1),
+    ("session_cache_share", 0, 1),
+    ("session_timeout", 0, None),
 )
 
 CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
@@ -60,7 +67,8 @@ CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("sampling_backend", ("auto", "mosaic_gpu", "xla")),
     ("mlp_backend", ("auto", "mosaic_gpu", "xla")),
     ("first_token", ("prefill", "decode")),
-    ("kv_transfer", ("auto", "direct", "host")),
+    ("pooling_type", POOLINGS),
+    ("kv_transfer", (None, "auto", "direct", "host")),
     ("log_level", ("debug", "info", "warning", "error")),
     ("quantization", (None, "int8", "fp8", "fp8_per_block")),
     ("kv_cache_dtype", ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "int8")),
@@ -87,7 +95,7 @@ def parse_mesh(text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class ServeConfig(HttpSettings):
+class ServeConfig(OperationSettings):
     """Settings of a server or of an `LLM`, with vLLM's names for settings that vLLM has.
 
     Each field is a flag (`max_model_len` is `--max-model-len`) and a key of a `--config` file. Raises
@@ -116,6 +124,15 @@ class ServeConfig(HttpSettings):
         None, "model", "Longest prompt plus output, in tokens. Default: the model's own limit."
     )
     seed: int = flag(0, "model", "Seed of dummy weights and of requests without a seed.")
+    pooling_type: Literal["last", "mean"] = flag(
+        "last", "model", "How /v1/embeddings, /pooling and /v1/score make one vector of a text: the hidden state of "
+        "its last token, or the mean over all. Requests can override it with pooling_type.",
+    )  # fmt: skip
+    logits_processors: tuple[str, ...] = flag(
+        (), "model", "Logits processors that requests may ask for by these names, in the order in which they are "
+        "applied: entry points that installed packages declare in the group jaxserve.logits_processors.",
+        metavar="NAME",
+    )  # fmt: skip
     speculative_config: str | None = flag(
         None, "model", "Speculative decoding, as JSON with vLLM's keys: method (ngram or draft_model), "
         "num_speculative_tokens, model (the draft model), prompt_lookup_max and _min.", metavar="JSON",
@@ -251,6 +268,13 @@ class ServeConfig(HttpSettings):
         "memory, whichever is smaller.", metavar="SIZE",
     )  # fmt: skip
     enable_prefix_caching: bool = flag(True, "memory", "Reuse the KV of earlier requests for equal prefixes.")
+    session_cache_share: float = flag(
+        0.25, "memory", "Most of the KV pages, as a share, that sessions (session_id) keep in the prefix cache between "
+        "two turns. 0: none.", metavar="SHARE",
+    )  # fmt: skip
+    session_timeout: float = flag(
+        60.0, "memory", "Longest time for which a session keeps its KV pages after a turn.", metavar="TIME",
+    )  # fmt: skip
     kv_host_memory: Bytes = flag(
         0, "memory", "Host memory for KV that the prefix caches evict, as in 64GiB, shared by the instances of an "
         "engine. 0: none.", metavar="SIZE",
@@ -264,11 +288,13 @@ class ServeConfig(HttpSettings):
     def __post_init__(self) -> None:
         self._check_ranges()
         self.check_http()
+        self.check_operations()
         self._check_supported()
         self._check_names()
         self._check_mesh()
         self._check_tiers()
         self._check_replicas()
+        self._check_scaling()
         _ = self.slo, self.speculative, self.tiers
 
     def _check_tiers(self) -> None:
@@ -301,7 +327,16 @@ class ServeConfig(HttpSettings):
         policies.make(self.policy)
         routing.make(policies.routing(self.policy, self.routing), admission.make(self.admission))
         routing.make(self.replica_routing, what="replica_routing")
+        scaling.make(self.scaling)
+        self._check_processors()
         _ = self.perf_preset
+
+    def _check_processors(self) -> None:
+        names: Sequence[object] = self.logits_processors  # Python callers may give anything
+        if not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
+            what = "a list of names of entry points, each once"
+            raise InvalidValue(f"logits_processors={names!r} must be {what}", "logits_processors")
+        object.__setattr__(self, "logits_processors", tuple(names))
 
     def _check_mesh(self) -> None:
         if self.mesh is not None:
@@ -312,6 +347,7 @@ class ServeConfig(HttpSettings):
     def _check_replicas(self) -> None:
         counts = self.prefill_replicas, self.decode_replicas
         if counts == (None, None):
+            self._check_kv_transfer()
             return
         given = f"prefill_replicas={counts[0]} and decode_replicas={counts[1]}"
         if None in counts:
@@ -319,8 +355,6 @@ class ServeConfig(HttpSettings):
             raise InvalidValue(f"{given}: both must be at least 1, or neither be given", name)
         if self.replicas != 1:
             raise InvalidValue(f"replicas={self.replicas} must be left out with {given}", "replicas")
-        if self.ray is not None:
-            raise InvalidValue(f"ray={self.ray!r} must be left out with {given}: use --replicas in Ray", "ray")
         if not self.enable_prefix_caching:
             raise InvalidValue(
                 f"enable_prefix_caching=False must be True with {given}: KV arrives in the prefix cache",
@@ -331,6 +365,48 @@ class ServeConfig(HttpSettings):
             raise InvalidValue(
                 f"{name}={value!r} must be left out with {given}: all instances of a replica do the same", name
             )
+
+    def _check_kv_transfer(self) -> None:
+        """Check whether replicas that prefill and decode can exchange KV."""
+        given = f"kv_transfer={self.kv_transfer!r}"
+        if self.kv_transfer is None:
+            return
+        if self.most_replicas == 1:
+            raise InvalidValue(f"{given} needs several engines: give --replicas, or leave it out", "kv_transfer")
+        if self.ray is not None:
+            raise InvalidValue(f"{given} must be left out with ray={self.ray!r}", "kv_transfer")
+        if not self.enable_prefix_caching:
+            raise InvalidValue(f"{given} needs enable_prefix_caching", "kv_transfer")
+
+    def _check_scaling(self) -> None:
+        if self.max_replicas is None:
+            if self.min_replicas is not None:
+                raise InvalidValue(f"min_replicas={self.min_replicas} needs max_replicas", "min_replicas")
+            return
+        if not (self.min_replicas or 1) <= self.replicas <= self.max_replicas:
+            raise InvalidValue(
+                f"replicas={self.replicas} at the start must be min_replicas={self.min_replicas or 1} to "
+                f"max_replicas={self.max_replicas}",
+                "replicas",
+            )
+        given = f"max_replicas={self.max_replicas}"
+        if self.prefill_replicas is not None:
+            raise InvalidValue(f"{given} must be left out with prefill_replicas and decode_replicas", "max_replicas")
+        if self.mesh is not None and set(self.roles(parse_mesh(self.mesh)[0])) != {"mixed"}:
+            raise InvalidValue(
+                f"{given} needs instances that prefill and decode: mode='colocated', or a mesh of one instance (1xT)",
+                "mode",
+            )
+
+    @property
+    def most_replicas(self) -> int:
+        """The number of engines that may run at a time."""
+        return self.max_replicas or len(self.replica_roles)
+
+    @property
+    def replicas_said(self) -> str:
+        """The setting that says how many engines may run at a time, for messages."""
+        return f"{'max_' if self.max_replicas else ''}replicas={self.most_replicas}"
 
     @property
     def replica_roles(self) -> tuple[Role, ...]:

@@ -27,7 +27,9 @@ from jaxserve.engine.runtime.gc_control import GCControl, Stalls, least_slack, w
 from jaxserve.engine.runtime.headroom import Headroom, headroom
 from jaxserve.engine.runtime.heartbeat import Heartbeat
 from jaxserve.engine.runtime.info import EngineInfo, InstanceStats, Stats
+from jaxserve.engine.runtime.kv_events import PERIOD, KVEventFeed
 from jaxserve.engine.runtime.kv_pages import KVPages
+from jaxserve.engine.runtime.profiler import Profiler
 from jaxserve.engine.runtime.queue import ROWS, Queue
 from jaxserve.engine.startup.assemble import CLOSING, Machine, assemble
 from jaxserve.engine.startup.warmup import Progress as OnProgress
@@ -43,6 +45,7 @@ from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.journal import REHEARSAL
+from jaxserve.structured.compiler import Compiler
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ REHEARSED = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
 REMEMBERED = 4096  # finished requests with times that `record` has not returned yet
 POLL = 0.2  # seconds between two checks that the engine's thread is alive
 SLACK = 2.0  # seconds beyond CLOSING for the work that does not involve devices
+COPYING = 1.0  # seconds of it for pages of the last requests to be copied to the KV tiers
 SILENT = 30.0  # seconds without a heartbeat after which the engine's thread counts as hung
 
 
@@ -84,6 +88,9 @@ class Engine:
         self._stalls = Stalls()
         self._gc_control = GCControl(self._slack)
         self._loop = watched_loop(self._stalls)
+        events = config.kv_events
+        self._events = KVEventFeed(events, self.schedulers) if events is not None and events.published else None
+        self._profiler = Profiler(config.profile_dir)
         self._heartbeat = Heartbeat(self._loop, machine.now)
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="jaxserve-engine", daemon=True)
@@ -150,25 +157,32 @@ class Engine:
         tier: str = STANDARD,
         key: str = "",
         salt: bytes = b"",
+        session: str = "",
         waited: float = 0.0,
         progress: Progress | None = None,
         handed_over: bool = False,
         kv_from: str = "",
+        kv_tokens: int = 0,
         on_delta: Callable[[Delta], None],
     ) -> int:
         """Submit a request and return its id at once.
 
         `on_delta` is called in the engine's thread. The prefix cache only matches pages of requests
-        with the same `salt`. The request counts as having arrived `waited` seconds ago. `progress`: what
-        another engine has done for it; only further tokens are delivered, and they are the ones that the
-        other engine would have generated if `params` has a seed or is greedy. `handed_over`: another engine
-        continues the request, which ends here after its first token, with reason "length". `kv_from`: where
-        a KV source finds the KV of the prompt.
+        with the same `salt`. `session`: its pages stay in the prefix cache for the next request of the same
+        name, within --session-cache-share and --session-timeout. The request counts as having arrived `waited`
+        seconds ago. `progress`: what another engine has done for it; only further tokens are delivered, and they
+        are the ones that the other engine would have generated if `params` has a seed or is greedy.
+        `handed_over`: another engine continues the request, which ends here after its first token, with reason
+        "length". `kv_from`: where a KV source finds the KV of the prompt, of its first `kv_tokens` tokens if that
+        is not 0.
 
-        Raises InvalidValue if the request cannot be served, QueueFull if too many requests wait,
+        Structured outputs that are new are compiled first, in another thread. Raises InvalidValue if the request
+        cannot be served, QueueFull if too many requests wait,
         Unavailable if no instance responds, and JaxserveError if the engine is shutting down.
         """
         check_request(self.info, prompt, params)
+        if params.structured_outputs is not None:
+            self.compiler.check(params.structured_outputs)
         id, longest = next(self._ids), self.info.max_model_len
         request = Request(
             id,
@@ -184,8 +198,10 @@ class Engine:
             limit=1 if handed_over else min(params.max_tokens or longest, longest - len(prompt)),
             key=key,
             salt=salt,
+            session=session,
             class_=self._classes.of(tier, slo),
             kv_from=kv_from,
+            kv_tokens=kv_tokens,
         )
         if progress is not None:
             request.resume(progress, self._machine.now())
@@ -306,9 +322,18 @@ class Engine:
         """The executors, and what they were built from."""
         return self._machine
 
+    @property
+    def compiler(self) -> Compiler:
+        """Compiles the structured outputs of requests."""
+        return self._machine.compiler
+
     def kv_pages(self) -> KVPages:
         """Return what gives copies of the pages in the prefix caches."""
         return KVPages(list(zip(self.schedulers, self._machine.executors, strict=True)))
+
+    async def copied(self) -> None:
+        """Wait until the pages of ended requests have been copied to the KV tiers."""
+        await self._cluster.copy_out.idle()
 
     def add_kv_source(self, source: KVSource) -> None:
         """Fetch KV pages from one more source from now on."""
@@ -355,14 +380,30 @@ class Engine:
         tending = asyncio.ensure_future(self._gc_control.tend())
         stop = asyncio.ensure_future(self._stop.wait())
         tasks: list[asyncio.Future[Any]] = [running, tending, stop]
+        if self._events is not None:
+            tasks.append(asyncio.ensure_future(self._publish(self._events)))
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         failed = next((error for one in ended if (error := one.exception()) is not None), None)
         if failed is not None:
             self._end(failed)  # before waiting for devices
+        elif self._machine.tiers.first is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(COPYING):
+                    await self._cluster.copy_out.idle()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._events is not None:
+            self._events.close()
         self._left = not await self._machine.close()
+
+    async def _publish(self, events: KVEventFeed) -> None:
+        while True:
+            try:
+                events.publish()
+            except Exception:  # routers may miss events; requests must not
+                log.exception("KV events could not be published")
+            await asyncio.sleep(PERIOD)
 
     def _slack(self) -> float:
         """Return the seconds for which the engine's thread may pause without making a token late.
@@ -403,6 +444,8 @@ class Engine:
         if len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
         self._queue.ended()
+        if self._events is not None:
+            self._events.ended(request)
         handed_over = request.id in self._handed_over
         self._handed_over.discard(request.id)
         if handed_over and request.finish_reason == "length":
@@ -451,6 +494,7 @@ class Engine:
                     one.blocks.held,
                     one.prefill_backlog,
                     room,
+                    one.pinned,
                 )
                 for (name, one, held), room in zip(schedulers, self._headroom, strict=True)
             ),
@@ -477,6 +521,7 @@ class Engine:
             prefix_fetches=fetches.requests,
             prefix_fetch_seconds=fetches.seconds,
             prefix_fetch_pages=fetches.pages,
+            prefix_fetch_unused=fetches.unused,
             prefix_fetch_failures=fetches.failures,
             kv_copies_skipped=self._cluster.copy_out.skipped,
         )
@@ -510,6 +555,18 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache; return False, and change nothing, if requests run or wait."""
         return asyncio.run_coroutine_threadsafe(self._cluster.reset_prefix_cache(), self._loop).result()
+
+    def end_session(self, session: str) -> bool:
+        """Let the pages go that a session keeps between turns; return whether it kept any. Raises JaxserveError."""
+
+        async def ended() -> bool:
+            return self._cluster.end_session(session)
+
+        return self.run(ended)
+
+    def profile(self, on: bool) -> bool:
+        """Start or end a trace of this process in `profile_dir`. Raises JaxserveError."""
+        return self._profiler.set(on)
 
     def check(self) -> None:
         """Raise AssertionError if a page, slot or request is lost. Call this only when idle."""

@@ -54,13 +54,26 @@ def find_model(name: str, revision: str | None, load_format: str) -> Model:
 
 
 def find_tokenizer(config: ServeConfig) -> Tokenizer:
-    """Load the tokenizer of a configured model. Raises InvalidValue or ModelNotFound.
+    """Load the tokenizer of a configured model. Raises InvalidValue or ModelNotFound."""
+    return Tokenizer.load(tokenizer_folder(config), chat_template=config.chat_template)
+
+
+def tokenizer_json(config: ServeConfig) -> str:
+    """Return the tokenizer of a configured model as the text of its tokenizer.json. Raises like `find_tokenizer`."""
+    path = tokenizer_folder(config) / "tokenizer.json"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    return find_tokenizer(config).json()
+
+
+def tokenizer_folder(config: ServeConfig) -> Path:
+    """Find the folder of a configured model's tokenizer. Raises InvalidValue or ModelNotFound.
 
     Random weights of a published short name use the demo model's tokenizer if the model's own cannot be
     downloaded, because their output is meaningless in any vocabulary.
     """
     try:
-        folder = _tokenizer_folder(config)
+        return _tokenizer_folder(config)
     except ModelNotFound as error:
         if config.tokenizer is not None or config.load_format != DUMMY or short_name(config.model_source) is None:
             raise
@@ -70,8 +83,7 @@ def find_tokenizer(config: ServeConfig) -> Tokenizer:
             repository_of(config.model_source),
             str(error).partition("\n")[0],
         )
-        folder = model_path()
-    return Tokenizer.load(folder, chat_template=config.chat_template)
+        return model_path()
 
 
 def _tokenizer_folder(config: ServeConfig) -> Path:

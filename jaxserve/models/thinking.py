@@ -18,7 +18,7 @@ PAIRS = (
     ("[THINK]", "[/THINK]"),
 )
 # Harmony (gpt-oss): every message names its channel, and the answer is in the channel `final`.
-CHANNEL = "<|channel|>"
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 THOUGHT, FINAL = f"{CHANNEL}analysis", f"{CHANNEL}final"
 # Tokens that begin a turn. Markers of earlier turns do not apply to the current one.
 TURNS = frozenset(
@@ -62,9 +62,11 @@ def thinking_markers(folder: Path, eos: Iterable[int] = ()) -> ThinkingMarkers:
         closes.add(tuple(tokens.encode(FINAL, add_special_tokens=False).ids))
     if not closes:
         return ThinkingMarkers()
+    starts = tuple(sorted(opens - closes))
     opens.update((id,) for content, id in added.items() if content in TURNS)
     opens.update((id,) for id in eos)
-    return ThinkingMarkers(tuple(sorted(opens - closes)), tuple(sorted(closes)))
+    header_end = added.get(MESSAGE) if CHANNEL in added else None
+    return ThinkingMarkers(tuple(sorted(opens - closes)), tuple(sorted(closes)), starts, header_end)
 
 
 def _spelled(tokens: Any, marker: str) -> set[Marker]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from jaxserve.errors import InvalidValue
+from jaxserve.tools.families import Parsers
 from jaxserve.yamlio import size
 
 Bytes = Annotated[int, size]
@@ -36,6 +37,18 @@ class HttpSettings:
         1, "server", "Engines of the whole --mesh, each in a process of its own. A request whose engine is lost "
         "continues on another one with the same tokens.", metavar="N",
     )  # fmt: skip
+    max_replicas: int | None = flag(
+        None, "server", "Most engines: more start with the load, and fewer run without it. --replicas is their number "
+        "at the start. Default: their number stays.", metavar="N",
+    )  # fmt: skip
+    min_replicas: int | None = flag(None, "server", "Fewest engines with --max-replicas. Default: 1.", metavar="N")
+    scaling: str = flag(
+        "budget", "server", "Rule for the number of engines with --max-replicas: budget (prefill admission budgets and "
+        "slack) or requests (unfinished requests per engine); with options, as in budget:target=0.5.", metavar="NAME",
+    )  # fmt: skip
+    downscale_delay: float = flag(
+        120.0, "server", "Time for which fewer engines must have been enough before one stops.", metavar="TIME"
+    )
     prefill_replicas: int | None = flag(
         None, "server", "Engines that compute prompts and the first token, instead of --replicas; needs "
         "--decode-replicas.", metavar="P",
@@ -44,10 +57,11 @@ class HttpSettings:
         None, "server", "Engines that take the KV of the prompt from a prefill replica and continue there.",
         metavar="D",
     )  # fmt: skip
-    kv_transfer: Literal["auto", "direct", "host"] = flag(
-        "auto", "server", "How KV goes from one engine process to another. direct: from device to device, by "
+    kv_transfer: Literal["auto", "direct", "host"] | None = flag(
+        None, "server", "How KV goes from one engine process to another. direct: from device to device, by "
         "jax.experimental.transfer. host: as bytes over the connection of the engines. auto: direct where both sides "
-        "can, else host.",
+        "can, else host. Default: auto for prefill and decode replicas. With --replicas, prefix hits of other "
+        "replicas are fetched if this is given.",
     )  # fmt: skip
     replica_routing: str = flag(
         "unified", "server", "Router that chooses the replica of a request, with options after a colon: any that "
@@ -67,11 +81,11 @@ class HttpSettings:
         "client and share limits, metrics and prefix cache.", metavar="FILE",
     )  # fmt: skip
     admin_key: tuple[str, ...] = flag(
-        (), "server", "Keys of the routes below /v1/admin, which are disabled without one. Also the variable "
-        "JAXSERVE_ADMIN_KEY.", metavar="KEY", secret=True,
+        (), "server", "Keys of the routes for administrators (/v1/admin, /server_info, /reset_prefix_cache, profiles), "
+        "which are disabled without one. Also the variable JAXSERVE_ADMIN_KEY.", metavar="KEY", secret=True,
     )  # fmt: skip
     protect_metrics: bool = flag(
-        False, "server", "Require a key on every route except /health: also on /metrics, /docs, /openapi.json, /load "
+        False, "server", "Require a key on every route except probes: also on /metrics, /docs, /openapi.json, /load "
         "and /version.",
     )  # fmt: skip
     limits: str | None = flag(
@@ -82,6 +96,15 @@ class HttpSettings:
         (), "server", "Names of the model in requests. Default: the model's.", metavar="NAME"
     )
     chat_template: str | None = flag(None, "server", "Jinja file of a chat template that replaces the model's.")
+    tool_call_parser: str = flag(
+        "auto", "server", "How calls are read from the text of a model that chooses them: auto (by the chat template), "
+        "none, hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek_v3, minimax_m2 or gpt_oss.",
+        metavar="NAME",
+    )  # fmt: skip
+    reasoning_parser: str = flag(
+        "auto", "server", "How thinking is told from the answer: auto (by the model's chat template), none, "
+        "deepseek_r1, deepseek_v3, qwen3, minimax_m2, mistral or gpt_oss.", metavar="NAME",
+    )  # fmt: skip
     max_body_size: Bytes = flag(8 << 20, "server", "Largest request body; larger ones get 413.", metavar="SIZE")
     max_header_size: Bytes = flag(
         64 << 10, "server", "Largest request line and headers; larger ones get 431.", metavar="SIZE"
@@ -101,6 +124,11 @@ class HttpSettings:
         False, "server", "Send tokens that were computed early only when their objective asks for them (first token "
         "plus TPOT each): a steady flow instead of bursts. Requests can override it with pace_tokens.",
     )  # fmt: skip
+    response_store_size: Bytes = flag(
+        64 << 20, "server", "Memory for responses of /v1/responses that clients may continue or retrieve; the ones "
+        "used longest ago leave first. 0: none. None with several fronts (--api-server-count).", metavar="SIZE",
+    )  # fmt: skip
+    response_store_ttl: float = flag(3600.0, "server", "How long they are kept.", metavar="TIME")
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "server", "Log level.")
     disable_log_stats: bool = flag(False, "server", "Do not log statistics every 10 s.")
     journal: str | None = flag(
@@ -116,9 +144,12 @@ class HttpSettings:
             ("body_timeout", 0.1),
             ("max_connections", 1),
             ("drain_timeout", 0),
+            ("response_store_size", 0),
+            ("response_store_ttl", 0),
         ):
             if getattr(self, name) < low:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} must be at least {low}", name)
+        Parsers.of(self.tool_call_parser, self.reasoning_parser, template="")  # raises for an unknown name
         for name in ("api_key", "admin_key"):
             for key in getattr(self, name):
                 check_key(key, name)

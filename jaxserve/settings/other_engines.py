@@ -39,6 +39,8 @@ NOT_NEEDED = {
     "trust_remote_code": "leave it out, code from a model's repository is never run",
     "enforce_eager": "leave it out, every step is compiled at startup",
     "enable_chunked_prefill": "leave it out, prompts are always computed in chunks of at most {max_num_batched_tokens}",
+    "enable_auto_tool_choice": "leave it out, tools need no flag (--tool-call-parser chooses how calls are read)",
+    "enable_reasoning": "leave it out, thinking is told from the answer (--reasoning-parser chooses how)",
     "swap_space": "leave it out, KV of preempted requests is recomputed",
 }
 

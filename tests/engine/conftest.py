@@ -45,7 +45,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def executor(tiny: Path) -> JaxExecutor:
     from tests.support.engine.steps import executors
 
-    return executors(tiny)[0]
+    return executors(tiny, warm=False)[0]
 
 
 @pytest.fixture(scope="session")

@@ -264,7 +264,7 @@ def test_no_page_is_written_into_a_rebuilt_pool(pair: list[JaxExecutor]) -> None
 
 
 def test_a_row_with_nonfinite_logits_fails_alone(tiny: Path, reference: list[list[int]]) -> None:
-    executor = executors(tiny)[0]
+    executor = executors(tiny, warm=False)[0]
     poison = 95
     state = executor.state
     state.weights = state.weights | {"embed": state.weights["embed"].at[poison].set(np.nan)}
@@ -283,6 +283,12 @@ def test_a_row_with_nonfinite_logits_fails_alone(tiny: Path, reference: list[lis
     # by zero, and zero times NaN is NaN: the pool itself has to be clean.
     assert heir.computed == 6 and heir.told == 2
     assert finite_pages(executor, heir.pages[: heir.told])
+    # The masks of the step ahead would wait for a token that a failed row never gets.
+    limited = SamplingParams(temperature=0.0, max_tokens=None, allowed_token_ids=tuple(range(2, 96)))
+    sound, failed = Job(prompts[0], limited), Job((5, poison, 9, 9, 9, 9), limited, slot=1)
+    run(asyncio.wait_for(generate(executor, [sound, failed], 4), 30))
+    assert (sound.output, sound.failed) == (expected[0], None)
+    assert (failed.output, failed.failed) == ([], "the model's logits are not finite")
 
 
 def test_unvalidated_pages_are_zeroed_before_reuse(executor: JaxExecutor) -> None:
@@ -301,7 +307,7 @@ def test_unvalidated_pages_are_zeroed_before_reuse(executor: JaxExecutor) -> Non
         await generate(executor, [sure], 2, chunk=lambda: 5)
 
     run(scenario())
-    assert not executor._unsure.intersection(sure.pages[: sure.told]), (
+    assert not executor._doubts.pages.intersection(sure.pages[: sure.told]), (
         "pages before a finite token are still unvalidated"
     )
     executor.rebuild()

@@ -23,9 +23,9 @@ from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.runtime.hosts import Leading, OutOfStep, follow
 from jaxserve.engine.startup.warmup import idle_batch
 from jaxserve.sched.api.errors import InvalidValue
-from tests.support.engine.host import DRAFTS, LONG, NEW, PARAMS, PROMPTS, REPEATED, WRONG, Case
+from tests.support.engine.host import DRAFTS, LONG, NEW, PARAMS, PROMPTS, REPEATED, WRONG, Case, pooled
 from tests.support.engine.mixed import jobs_of
-from tests.support.engine.steps import Job, alone, executors
+from tests.support.engine.steps import Job, alone, executors, run
 
 LIMIT = 200  # seconds until processes that wait for each other are killed
 
@@ -73,16 +73,21 @@ def case(tiny: Path, **options: Any) -> Case:
     return Case(folder=str(tiny), rank=0, meeting=meeting, leader=leader, **settings)
 
 
-def check(one: Case, expected: list[list[int]], repo: Path, folder: Path) -> None:
+def check(one: Case, expected: list[list[int]], repo: Path, folder: Path) -> dict[str, Any]:
     told, status, texts = together(one, repo, folder)
     assert status == [0] * one.processes, texts
     assert told["rounds"] == [expected] * 2
     assert min(told["stops"]) > 0
+    return told
 
 
 @pytest.mark.slow
-def test_hosts_stop_and_resume_together(tiny: Path, expected: list[list[int]], repo: Path, tmp_path: Path) -> None:
-    check(case(tiny), expected, repo, tmp_path)
+def test_hosts_stop_and_resume_together(
+    tiny: Path, executor: JaxExecutor, expected: list[list[int]], repo: Path, tmp_path: Path
+) -> None:
+    told = check(case(tiny), expected, repo, tmp_path)
+    for sums, alone_ in zip(told["pooled"], run(pooled(executor)), strict=True):
+        assert sums == pytest.approx(alone_, abs=1e-4)
 
 
 @pytest.mark.full
@@ -176,6 +181,7 @@ def test_a_follower_refuses_messages_out_of_order(cut: JaxExecutor) -> None:
         (("segment", 8, 0, whole), r"received segment 0 of walk 8; in progress here are \[7\]"),
         (("end", 7, ()), "received the end of walk 7, but segment 2 of 4 is next here"),
         (("score", 0, None), "received a prompt to score, but the last dispatch was not a step"),
+        (("pool", [(0, 1)]), "received parts to sum, but the last dispatch was not a step"),
     ]
     for message, why in wrong:
         error, heard = told(cut.state, *begun, message)

@@ -16,34 +16,27 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import host_pages
 from jaxserve.engine.runtime.info import Stats, TierTotals
+from jaxserve.engine.startup import assemble as assembling
 from jaxserve.engine.startup import tiers
 from jaxserve.engine.startup.assemble import Machine, assemble
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.slo import NO_SLO
+from tests.support.server.live import ALONE
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=6, seed=5, ignore_eos=True)
-PROMPTS = [[(7 * start + at * at) % 200 + 5 for at in range(300)] for start in range(5)]
-FULL = 300 // 16  # pages of a prompt that can be found again
+PROMPTS = [[(7 * start + at * at) % 200 + 5 for at in range(250)] for start in range(5)]
+FULL = 250 // 16  # pages of a prompt that can be found again
+PAGES = 34  # that the scheduler sees: for two of the prompts with their outputs
 ROOM = 64 << 20
 
 
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Machine]:
-    """An engine with a pool of 42 pages of 16 tokens, which holds two of the prompts."""
-    made = assemble(
-        ServeConfig(
-            mesh="1x1",
-            max_num_seqs=4,
-            max_num_batched_tokens=128,
-            max_model_len=384,
-            kv_cache_memory=4 << 20,
-            preempt_boundary="chunk",
-            profile_time=0.1,
-        )
-    )
+    """An executor of the same size as other tests have, whose programs are in the cache."""
+    made = assemble(ServeConfig.load(mesh="1x1", preempt_boundary="chunk", profile_time=0.1, **ALONE))
     yield made
     executor = made.executors[0]
     executor._movers.shutdown()
@@ -51,7 +44,8 @@ def machine() -> Iterator[Machine]:
 
 @contextmanager
 def engine(machine: Machine, **settings: Any) -> Iterator[Engine]:
-    serving = Engine.on(machine.serving(replace(machine.config, **settings)))
+    limits = replace(machine.limits, pages=PAGES)
+    serving = Engine.on(machine.serving(replace(machine.config, **settings), limits))
     try:
         yield serving
         serving.check()
@@ -85,11 +79,7 @@ def asked(serving: Engine, prompt: list[int], params: SamplingParams) -> list[in
 def _settled(serving: Engine) -> None:
     """Wait until all copies are made."""
 
-    async def idle() -> bool:
-        return not serving._cluster.copy_out._waiting
-
-    while not serving.run(idle):
-        pass
+    serving.run(serving.copied)
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +145,21 @@ def test_a_small_host_tier_passes_pages_on_to_the_disk(
     host, disk = stats.kv_tiers["host"], stats.kv_tiers["disk"]
     assert outputs == alone and host.evictions > 0 and disk.hits > 0
     assert host.bytes <= 2 << 20
+
+
+def test_a_restart_finds_what_host_memory_held(machine: Machine, alone: list[list[int]], tmp_path: Path) -> None:
+    both: dict[str, Any] = {"kv_host_memory": ROOM, "kv_disk": str(tmp_path), "kv_disk_size": ROOM}
+    _, first = served(machine, 1, **both)
+    again, second = served(machine, 1, **both)
+    assert first.kv_tiers["disk"].pages == 0 and again == alone[: len(PROMPTS)]
+    assert second.kv_tiers["disk"].hits == FULL * len(PROMPTS) and second.compilations_after_warmup == 0
+
+
+def test_closing_writes_for_a_bounded_time(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembling, "FLUSHING", 0.0)
+    both: dict[str, Any] = {"kv_host_memory": ROOM, "kv_disk": str(tmp_path), "kv_disk_size": ROOM}
+    served(machine, 1, **both)
+    assert served(machine, 1, **both)[1].kv_tiers["disk"].pages == 0
 
 
 def test_resetting_the_prefix_cache_forgets_the_tiers(machine: Machine, tmp_path: Path) -> None:

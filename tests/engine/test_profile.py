@@ -19,9 +19,9 @@ from jaxserve.sched.api.perf import Load
 from jaxserve.sched.perf.fit import kind
 from jaxserve.sched.perf.profile import Point
 
-SMALL: dict[str, Any] = {
-    "max_model_len": 128,
-    "max_num_seqs": 4,
+SMALL: dict[str, Any] = {  # each instance as those of tests/support/engine/faults.py, which compiles them once
+    "max_model_len": 256,
+    "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
     "kv_cache_memory": "16MiB",
     "preempt_boundary": "chunk",

@@ -24,7 +24,7 @@ from jaxserve.engine.programs.sampling import (
     argmax,
     gumbel,
 )
-from jaxserve.engine.runtime.executor import unpack
+from jaxserve.engine.runtime.results import unpack
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from jaxserve.models.dummy import random_weights
 from jaxserve.models.mxfp4 import dequantized
@@ -31,10 +30,17 @@ def packed(experts: int, outputs: int, inputs: int, seed: int = 0) -> tuple[npt.
     return blocks, rng.integers(122, 127, blocks.shape[:-1]).astype(np.uint8)
 
 
+def by_transformers(blocks: npt.NDArray[Any], scales: npt.NDArray[Any]) -> torch.Tensor:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # slow, and every worker imports this file
+
+    values: torch.Tensor = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+    return values
+
+
 def test_every_byte_with_every_exponent_matches_transformers() -> None:
     blocks = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16), (2, 120, 16, 16)).copy()
     scales = np.broadcast_to(np.arange(5, 245, dtype=np.uint8).reshape(2, 120, 1), (2, 120, 16)).copy()
-    want = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
+    want = by_transformers(blocks, scales).numpy()
     got = dequantized(blocks, scales)
     assert got.dtype == ml_dtypes.bfloat16 and got.shape == (2, 512, 120)
     np.testing.assert_array_equal(got.astype(np.float32), want)
@@ -52,8 +58,7 @@ def folder(tmp_path: Path) -> tuple[Path, Any]:
         blocks, scales = packed(whole.shape[0], whole.shape[2], whole.shape[1], i)
         tensors |= {name + "_blocks": blocks, name + "_scales": scales}
         with torch.no_grad():
-            values = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
-            model.get_parameter(name).copy_(values)
+            model.get_parameter(name).copy_(by_transformers(blocks, scales))
     save_file(tensors, file)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))

@@ -61,10 +61,10 @@ def test_either_file_may_name_the_end(tmp_path: Path) -> None:
     assert thinking_markers(tmp_path) == ThinkingMarkers()
     tokens = [{"id": 7, "content": "<think>"}, {"id": 8, "content": "</think>"}]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
-    assert thinking_markers(tmp_path, [3]) == ThinkingMarkers(((3,), (7,)), ((8,),))
+    assert thinking_markers(tmp_path, [3]) == ThinkingMarkers(((3,), (7,)), ((8,),), ((7,),))
     config = {"added_tokens_decoder": {"9": {"content": "[/THINK]"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert thinking_markers(tmp_path) == ThinkingMarkers(((7,),), ((8,), (9,)))
+    assert thinking_markers(tmp_path) == ThinkingMarkers(((7,),), ((8,), (9,)), ((7,),))
 
 
 def test_a_qwen3_prompt_with_closed_thinking(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Conversion of a StepPlan into the few arrays that a step takes.
 
 Numpy only; runs on the engine's thread before every step. Letters: T tokens, S rows, P pages per
-row, G sampling rows, A adjusted tokens of a row.
+row, G sampling rows, A adjusted tokens of a row, C logits processors.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import LEAST_SHARING, Begin, SharedPrefix, Span
 
 Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+NOT_ASKED = np.float32(np.nan)  # in place of the argument of a logits processor; a request's own is finite
 FROM_CARRY = -1  # placeholder of a token that is on the device; -2 and below: the tokens drafted after it, in order
 ALWAYS = np.iinfo(np.int64).max
 # 64, 96, 128, 192, 256, ...: pads a chunk by less than half, with 15 programs up to 8192 tokens.
@@ -78,6 +80,7 @@ class Limits:
     scores: bool = False  # the draft's logits are kept, see `speculate.probabilistic`
     ladder: tuple[int, ...] = LADDER  # sizes of the programs that compute prompt tokens
     cascade: bool = False  # rows that share a prefix read it once
+    processors: tuple[str, ...] = ()  # names of the logits processors, which are applied in this order
 
     def groups(self, bucket: Bucket) -> int:
         """Return the largest number of groups of rows that share a prefix in a step."""
@@ -142,9 +145,11 @@ class Batch(NamedTuple):
     packed: Int32  # see `Layout`
     sampling: Int32 | None  # [G, len(Column)]; None if no row samples
     full: bool  # some row needs `draw_full`
-    adjust: tuple[Int32, npt.NDArray[np.float32], int] | None  # ids and values [G, A], columns used
+    adjust: tuple[Int32, Float32, int] | None  # ids and values [G, A], columns used
     logprobs: tuple[int, ...]  # per span, number of alternatives; -1: none requested
     drafts: drafting.Drafts | None = None  # if a row drafts
+    constrained: tuple[int, ...] = ()  # indices of the spans that may not sample every token
+    arguments: Float32 | None = None  # [G, C], NOT_ASKED where a row asks for none; None without logits processors
 
 
 class Layout(NamedTuple):
@@ -184,9 +189,11 @@ class SlotTable:
         self.full_until = np.zeros(slots + 1, np.int64)  # positions below need `draw_full`, which samples one token
         self.bans_until = np.zeros(slots, np.int64)  # positions below may not end the text
         self.bans: dict[int, Int32] = {}
-        self.biases: dict[int, tuple[Int32, npt.NDArray[np.float32]]] = {}
+        self.biases: dict[int, tuple[Int32, Float32]] = {}
+        self.arguments = np.full((slots + 1, len(limits.processors)), NOT_ASKED, np.float32)  # the last row is padding
         self.begins: dict[int, Begin] = {}
         self.scored: dict[int, tuple[int, ...]] = {}  # prompts with requested log-probabilities
+        self.pooled: dict[int, str] = {}  # how to pool the prompts of requests that want a vector
 
     def begin(self, slot: int, begin: Begin) -> None:
         """Start a request in a slot."""
@@ -203,15 +210,19 @@ class SlotTable:
         row[Column.HISTORY] = slot if history else self.limits.slots
         row[[Column.SEED, Column.SEED_HIGH]] = np.array([begin.seed & (2**64 - 1)], np.uint64).view(np.int32)
         row[Column.LOGPROBS] = params.logprobs is not None
-        if params.min_tokens:
+        if params.min_tokens and not params.constrained:  # masks include bans
             self.bans_until[slot] = begin.prompt_length + params.min_tokens
             self.bans[slot] = np.array(banned(params, begin.eos), np.int32)[: ADJUSTED - len(biased)]
         if biased:
             self.biases[slot] = np.array(biased, np.int32), np.array([b for _, b in params.logit_bias], np.float32)
+        for name, argument in params.logits_processors:
+            self.arguments[slot, self.limits.processors.index(name)] = argument
         alone = history or biased or params.logprobs is not None
         self.full_until[slot] = ALWAYS if alone else self.bans_until[slot]
         if params.prompt_logprobs is not None:
             self.scored[slot] = begin.prompt[: begin.prompt_length]
+        if params.pooling is not None:
+            self.pooled[slot] = params.pooling
 
     def keeps_history(self, slot: int) -> bool:
         """Return whether the slot's request has penalties, which need counts of its tokens."""
@@ -234,8 +245,9 @@ class SlotTable:
 
     def release(self, slot: int) -> None:
         self.columns[slot] = self.columns[-1]
+        self.arguments[slot] = NOT_ASKED
         self.pages[slot] = self.full_until[slot] = self.bans_until[slot] = 0
-        for table in (self.bans, self.biases, self.begins, self.scored):
+        for table in (self.bans, self.biases, self.begins, self.scored, self.pooled):
             table.pop(slot, None)
 
 
@@ -307,7 +319,9 @@ class InputBuilder:
             sampling[:rows][~alone] = slots.columns[-1]
         full = bool(alone.any())
         adjust = _adjust(drawn[:rows].tolist(), contexts, bucket.width, slots) if full else None
-        return Batch(bucket, packed, sampling, full, adjust, _logprobs(slot, samples, slots) if full else (), drafts)
+        logprobs = _logprobs(slot, samples, slots) if full else ()
+        arguments = slots.arguments[drawn] if self.limits.processors else None
+        return Batch(bucket, packed, sampling, full, adjust, logprobs, drafts, arguments=arguments)
 
 
 def _tokens(tokens: Sequence[tuple[int, ...]], lengths: Sequence[int], drafts: Sequence[int]) -> Any:
@@ -323,7 +337,7 @@ def _tokens(tokens: Sequence[tuple[int, ...]], lengths: Sequence[int], drafts: S
 
 def _adjust(
     drawn: list[int], contexts: npt.NDArray[Any], width: int, slots: SlotTable
-) -> tuple[Int32, npt.NDArray[np.float32], int] | None:
+) -> tuple[Int32, Float32, int] | None:
     """Return the biases and bans of the sampling rows, or None if there are none."""
     if not slots.bans and not slots.biases:
         return None

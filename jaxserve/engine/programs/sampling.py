@@ -4,9 +4,10 @@ A token depends on its logits, its request's parameters and seed, and its positi
 batch, the row, the schedule or the mesh.
 
 There are two programs: `draw` supports temperature, top-k, top-p and min-p; `draw_full` supports
-all parameters. For rows that only use the former, both sample the same tokens.
+all parameters. For rows that only use the former, both sample the same tokens. Each has a form with
+masks of the tokens that rows may sample (`only_allowed`).
 
-Letters: G sampling rows, V vocabulary, A adjusted tokens of a row.
+Letters: G sampling rows, V vocabulary, A adjusted tokens of a row, W words of a mask, 32 tokens each.
 """
 
 from __future__ import annotations
@@ -79,6 +80,16 @@ def draw(logits: jax.Array, rows: SamplingRows, thresholds: Thresholds = BY_XLA)
     return jnp.where(jnp.isfinite(top), tokens, BAD)
 
 
+def only_allowed(logits: jax.Array, masks: jax.Array) -> jax.Array:
+    """Return logits [G, V] that are -inf for the tokens whose bits in `masks` [G, W] int32 are 0.
+
+    Rows that are not finite become NaN, also if only tokens that are not allowed are not finite.
+    """
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]) & 1  # [G, W, 32]
+    bits = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]]
+    return jnp.where(finite(logits)[:, None], jnp.where(bits > 0, logits, -jnp.inf), jnp.nan)
+
+
 def _drawn(x: jax.Array, rows: SamplingRows, thresholds: Thresholds) -> tuple[jax.Array, jax.Array]:
     """Sample tokens [G] from logits [G, V] and return the largest logits of the same pass.
 
@@ -133,24 +144,30 @@ def draw_full(
     adjust: Adjust,
     counts: jax.Array,  # [slots, V] int16
     thresholds: Thresholds = BY_XLA,
+    masks: jax.Array | None = None,  # [G, W] int32
+    processed: jax.Array | None = None,  # [G, V] float32
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sample tokens with all parameters, and update the token counts.
 
     Returns tokens [G]; log-probabilities as packed by `logprobs_of` [G, 2 + 2 * MAX_LOGPROBS], zeros
     unless a row requests them; and the new counts.
 
-    The order is vLLM's: penalties, bias and bans; temperature; min-p; top-k; top-p. Log-probabilities
-    are the model's, before all of these.
+    processed: the logits after logits processors; None: the server has none.
+
+    The order is vLLM's: logits processors; masks; penalties, bias and bans; temperature; min-p; top-k; top-p.
+    Log-probabilities are the model's, before all of these.
     """
     slots = counts.shape[0]
     history = rows.ints(Column.HISTORY)
     kept = jnp.where((history < slots)[:, None], counts[jnp.clip(history, 0, slots - 1)], 0)  # [G, V]
-    x = _adjusted(_penalized(logits, kept, rows), adjust)
+    x = logits if processed is None else processed
+    x = x if masks is None else only_allowed(x, masks)
+    x = _adjusted(_penalized(x, kept, rows), adjust)
     tokens, _ = _drawn(x, rows, thresholds)
     wanted = jnp.any(rows.ints(Column.LOGPROBS) > 0)
     none = jnp.zeros((tokens.shape[0], 2 + 2 * MAX_LOGPROBS), jnp.int32)
     packed = lax.cond(wanted, logprobs_of, lambda logits, tokens: none, logits, tokens)
-    tokens = jnp.where(finite(logits), tokens, BAD)
+    tokens = jnp.where(finite(logits if processed is None else x), tokens, BAD)
     old = kept[jnp.arange(tokens.shape[0]), jnp.clip(tokens, 0)]
     more = jnp.where((tokens >= 0) & (old & MOST_COUNTED < MOST_COUNTED), 1, 0).astype(counts.dtype)
     return tokens, packed, counts.at[history, jnp.clip(tokens, 0)].add(more, mode="drop")

@@ -6,12 +6,12 @@ compiles them for each instance's devices.
 
 Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, L layers, K kv heads,
 D head dim (or tokens of a row that are verified), E model dim, V vocabulary, G sampling rows,
-W tokens scored together, M pages moved together.
+W tokens scored together, or words of a mask, M pages moved together, C logits processors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxserve.engine.programs.backends import Backends
 from jaxserve.engine.programs.inputs import FROM_CARRY, Bucket, Layout, Limits
 from jaxserve.engine.programs.logprobs import logprobs_of
-from jaxserve.engine.programs.sampling import Adjust, Column, SamplingRows, draw, draw_full
+from jaxserve.engine.programs.pooling import pool
+from jaxserve.engine.programs.processors import Processor, processed, several_told_apart, told_apart
+from jaxserve.engine.programs.sampling import Adjust, Column, SamplingRows, draw, draw_full, only_allowed
 from jaxserve.engine.programs.speculate import last_of, noted, probabilistic, strict
 from jaxserve.models import registry
 from jaxserve.models.cache import Cache
@@ -64,8 +66,15 @@ class Programs:
     sharding of the arguments: a sharding that only looks different would compile again.
     """
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, limits: Limits, backends: Backends | None = None) -> None:
-        """backends: the resolved kernels; None: XLA."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        mesh: Mesh,
+        limits: Limits,
+        backends: Backends | None = None,
+        processors: Sequence[Processor] = (),
+    ) -> None:
+        """backends: the resolved kernels; None: XLA. processors: those of `limits.processors`."""
         self.spec = spec
         self.limits = limits
         backends = backends or Backends()
@@ -77,17 +86,28 @@ class Programs:
         pools = spec.cache.pools(NamedSharding(shape, spec.cache.partition))
         self.step: dict[Bucket, Program] = {}
         self.block: dict[int, Program] = {}
+        self.pool: dict[int, Program] = {}
         for bucket in limits.buckets:
             kernel = backends.kernel(shape, decode=bucket.decode, few=bucket.verify)
             program = partial(_step, spec=spec, limits=limits, bucket=bucket, kernel=kernel)
             self.step[bucket] = jitted(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
             self.block.setdefault(bucket.tokens, jitted(_block, f"block_{bucket.tokens}", whole))
+            self.pool.setdefault(bucket.tokens, jitted(pool, f"pool_{bucket.tokens}", whole))
         logits = partial(logits_of, spec=spec, whole=whole)
-        thresholds = backends.thresholds(shape)
-        self.draw = jitted(partial(_draw, logits=logits, thresholds=thresholds), "draw", (whole, whole), (2,))
-        self.full = jitted(partial(_full, logits=logits, thresholds=thresholds), "draw_full", (whole,) * 4, (2, 3))
+        given: dict[str, Any] = {
+            "logits": logits,
+            "thresholds": backends.thresholds(shape),
+            "processors": tuple(processors),
+        }
+        self.draw = jitted(partial(_draw, **given), "draw", (whole, whole), (2,))
+        self.full = jitted(partial(_full, **given), "draw_full", (whole,) * 4, (2, 3))
         self.pick = jitted(_pick, "pick", whole)
-        self.verify = jitted(partial(_verify, logits=logits, thresholds=thresholds), "verify", (whole, whole), (2,))
+        self.verify = jitted(partial(_verify, **given), "verify", (whole, whole), (2,))
+        self.masked = jitted(partial(_draw, **given), "draw_masked", (whole, whole), (2,))
+        self.masked_full = jitted(partial(_full, **given), "draw_masked_full", (whole,) * 4, (2, 3))
+        self.masked_verify = jitted(partial(_verify, **given), "verify_masked", (whole, whole), (2,))
+        self.drafted = jitted(_drafted, "drafted", whole)
+        self.foresee = jitted(_foresee, "foresee", whole, (0,))
         self.recall = jitted(_recall, "recall", whole, (0,))
         self.score = jitted(partial(_score, logits=logits), "score", whole)
         self.remember = jitted(_remember, "remember", whole, (0,))
@@ -179,13 +199,44 @@ def logits_of(weights: Tree, rows: jax.Array, *, spec: ModelSpec, whole: NamedSh
     return logits
 
 
+def extras(masks: Any, arguments: Any) -> tuple[Any, ...]:
+    """Return the last arguments of a program that samples: none without masks and logits processors."""
+    if arguments is not None:
+        return masks, arguments
+    return () if masks is None else (masks,)
+
+
 def _draw(
-    weights: Tree, rows: jax.Array, carry: Carry, sampling: jax.Array, *, logits: Logits, thresholds: Thresholds
+    weights: Tree,
+    rows: jax.Array,
+    carry: Carry,
+    sampling: jax.Array,
+    masks: jax.Array | None = None,
+    arguments: jax.Array | None = None,
+    *,
+    logits: Logits,
+    thresholds: Thresholds,
+    processors: Sequence[Processor],
 ) -> tuple[jax.Array, Carry]:
-    """Sample: rows [G, E], sampling [G, len(Column)] -> tokens [G], carry."""
+    """Sample: rows [G, E], sampling [G, len(Column)] -> tokens [G], carry.
+
+    masks [G, W]: the tokens that rows may sample; None: all. arguments [G, C]: see `processed`; None: of none.
+    """
     told = SamplingRows(sampling)
-    tokens = draw(logits(weights, rows), told, thresholds)
+    scores = logits(weights, rows)
+    tokens = draw(_limited(scores, masks, arguments, processors), told, thresholds)
+    if arguments is not None:
+        tokens = told_apart(tokens, scores)
     return tokens, _carried(carry, told, tokens)
+
+
+def _limited(
+    logits: jax.Array, masks: jax.Array | None, arguments: jax.Array | None, processors: Sequence[Processor]
+) -> jax.Array:
+    """Apply logits processors, and masks after them: no processor can allow what a mask does not."""
+    if arguments is not None:
+        logits = processed(logits, arguments, processors)
+    return logits if masks is None else only_allowed(logits, masks)
 
 
 def _full(
@@ -197,13 +248,23 @@ def _full(
     ids: jax.Array,
     values: jax.Array,
     used: jax.Array,
+    masks: jax.Array | None = None,
+    arguments: jax.Array | None = None,
     *,
     logits: Logits,
     thresholds: Thresholds,
+    processors: Sequence[Processor],
 ) -> tuple[jax.Array, Carry, jax.Array, jax.Array]:
-    """Sample with token counts [slots, V] and an Adjust -> tokens, carry, counts, log-probabilities."""
-    told = SamplingRows(sampling)
-    tokens, logprobs, counts = draw_full(logits(weights, rows), told, Adjust(ids, values, used), counts, thresholds)
+    """Sample with token counts [slots, V] and an Adjust -> tokens, carry, counts, log-probabilities.
+
+    masks [G, W], arguments [G, C]: as of `_draw`.
+    """
+    told, adjust = SamplingRows(sampling), Adjust(ids, values, used)
+    scores = logits(weights, rows)
+    changed = None if arguments is None else processed(scores, arguments, processors)
+    tokens, logprobs, counts = draw_full(scores, told, adjust, counts, thresholds, masks, changed)
+    if arguments is not None:
+        tokens = told_apart(tokens, scores)
     return tokens, _carried(carry, told, tokens), counts, logprobs
 
 
@@ -213,21 +274,43 @@ def _verify(
     carry: Carry,
     sampling: jax.Array,
     lengths: jax.Array,
+    masks: jax.Array | None = None,
+    arguments: jax.Array | None = None,
     *,
     logits: Logits,
     thresholds: Thresholds,
+    processors: Sequence[Processor],
 ) -> tuple[jax.Array, Carry]:
-    """Verify rows [G * D, E] with `lengths` [G] drafted tokens -> tokens [G, D] as from `strict`, carry."""
+    """Verify rows [G * D, E] with `lengths` [G] drafted tokens -> tokens [G, D] as from `strict`, carry.
+
+    masks [G * D, W], arguments [G, C]: as of `_draw`.
+    """
     told = SamplingRows(sampling)
     depth = rows.shape[0] // sampling.shape[0] - 1
     slots = jnp.clip(told.ints(Column.SLOT), 0, carry.tokens.shape[0] - 1)
     draft = carry.tokens[slots, 1 : 1 + depth]
-    scores = logits(weights, rows)
+    if arguments is not None:
+        arguments = jnp.repeat(arguments, 1 + depth, axis=0)
+    raw = logits(weights, rows)
+    scores = _limited(raw, masks, arguments, processors)
     if carry.scores.shape[1]:
         tokens = probabilistic(scores, sampling, draft, lengths, carry.scores[slots, :depth], thresholds)
     else:
         tokens = strict(scores, sampling, draft, lengths, thresholds)
+    if arguments is not None:
+        tokens = several_told_apart(tokens, raw)
     return tokens, _carried(carry, told, last_of(tokens), tokens)
+
+
+def _drafted(tokens: jax.Array, slots: jax.Array) -> jax.Array:
+    """Return the drafted tokens of `slots` [G], [G, K], from `Carry.tokens`."""
+    return tokens[jnp.clip(slots, 0, tokens.shape[0] - 1), 1:]
+
+
+def _foresee(tokens: jax.Array, slots: jax.Array, forced: jax.Array) -> jax.Array:
+    """Replace the drafted tokens of `slots` [G] in `Carry.tokens` by forced [G, K]; those below 0 stay."""
+    mine = tokens[jnp.clip(slots, 0, tokens.shape[0] - 1), 1:]
+    return tokens.at[slots, 1:].set(jnp.where(forced >= 0, forced, mine), mode="drop")
 
 
 def _carried(carry: Carry, told: SamplingRows, last: jax.Array, tokens: jax.Array | None = None) -> Carry:

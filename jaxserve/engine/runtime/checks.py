@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from jaxserve.engine.programs.inputs import check_adjusted
 from jaxserve.engine.runtime.info import EngineInfo
-from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue, short
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import check_prompt_length
 
@@ -23,6 +24,26 @@ def check_request(info: EngineInfo, prompt: Sequence[int], params: SamplingParam
         raise InvalidValue(
             f"logit_bias of token {wrong[0]}: token ids must be between 0 and {info.vocab_size - 1}", "logit_bias"
         )
+    for name, tokens in (
+        ("allowed_token_ids", _ends(params.allowed_token_ids or ())),
+        ("bad_words_token_ids", chain.from_iterable(params.bad_words_token_ids)),
+    ):
+        outside = next((token for token in tokens if not 0 <= token < info.vocab_size), None)
+        if outside is not None:
+            raise InvalidValue(f"{name}: token id {outside} must be between 0 and {info.vocab_size - 1}", name)
+    unknown = next((one for one, _ in params.logits_processors if one not in info.logits_processors), None)
+    if unknown is not None:
+        allowed = ", ".join(info.logits_processors) or "none: start it with --logits-processors"
+        raise InvalidValue(
+            f"logits_processors={short(unknown)} is not one of this server's ({allowed})", "logits_processors"
+        )
+    if params.bad_words and not params.bad_words_token_ids:
+        raise InvalidValue("bad_words needs bad_words_token_ids: see generation.bad_words", "bad_words")
+
+
+def _ends(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return the least and the greatest of many ids."""
+    return (min(tokens), max(tokens)) if tokens else ()
 
 
 def cause(error: BaseException) -> str:

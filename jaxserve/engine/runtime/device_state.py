@@ -6,7 +6,7 @@ Writer: its executor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,14 +15,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.engine.memory.kv import pool_maker
 from jaxserve.engine.memory.transfer import Piece, padded
 from jaxserve.engine.programs.draft_inputs import Drafts
-from jaxserve.engine.programs.inputs import Batch, Int32
+from jaxserve.engine.programs.inputs import Batch, Float32, Int32
 from jaxserve.engine.programs.mesh import placed
-from jaxserve.engine.programs.sampling import ADJUSTED, MOST_COUNTED, SEEN_IN_PROMPT
+from jaxserve.engine.programs.pooling import POOLED
+from jaxserve.engine.programs.sampling import ADJUSTED, MOST_COUNTED, SEEN_IN_PROMPT, Column
 from jaxserve.engine.programs.segments import Segments, Walk, outside, pools_of
 from jaxserve.engine.programs.speculate import UNKNOWN
-from jaxserve.engine.programs.step import SCORED, Carry, Programs, Tree
+from jaxserve.engine.programs.step import SCORED, Carry, Programs, Tree, extras
 from jaxserve.engine.speculation.drafters import Drafter
 from jaxserve.sched.api.plan import Begin, Span
+from jaxserve.structured.token_filter import Words
 from pallas_kernels.attention.api import Pool
 
 # Number of alternatives, and blocks of (targets, their log-probabilities [W, 2 + 2 * MAX_LOGPROBS] int32).
@@ -32,7 +34,7 @@ Scores = tuple[int, list[tuple[Int32, jax.Array]]]
 class StepOutputs:
     """The arrays that a submitted step returns; they may not have been computed yet."""
 
-    __slots__ = ("logprobs", "rows", "scores", "tokens", "verified")
+    __slots__ = ("logprobs", "pooled", "rows", "scores", "tokens", "verified")
 
     def __init__(self, rows: jax.Array) -> None:
         self.rows = rows  # [G, E]
@@ -40,12 +42,22 @@ class StepOutputs:
         self.verified: jax.Array | None = None  # [G, D] int32, of rows that may draft; see `speculate.strict`
         self.logprobs: jax.Array | None = None  # [G, 2 + 2 * MAX_LOGPROBS] int32
         self.scores: dict[int, Scores] = {}  # by span
+        self.pooled: list[tuple[Sequence[int], jax.Array]] = []  # spans, and the sums [N, E] of their hidden states
 
     def wait(self) -> None:
         """Block until everything is computed; raises what the device raised."""
         jax.block_until_ready([x for x in (self.tokens, self.verified, self.logprobs) if x is not None] or self.rows)
         for _, blocks in self.scores.values():
             jax.block_until_ready([block for _, block in blocks])
+        jax.block_until_ready([sums for _, sums in self.pooled])
+
+
+class Computed(NamedTuple):
+    """A step whose sampling is still to be dispatched."""
+
+    rows: jax.Array  # [G, E]
+    hidden: jax.Array  # [T, E]
+    drafted: jax.Array | None  # [G, K] int32, of the rows that may draft
 
 
 class DeviceState:
@@ -93,11 +105,44 @@ class DeviceState:
 
     def step(self, batch: Batch, spans: Sequence[Span] = ()) -> tuple[StepOutputs, jax.Array]:
         """Dispatch a step; return its outputs and the hidden states of all its tokens [T, E]."""
+        rows, hidden = self._compute(batch)
+        return self.draw(batch, spans, rows, hidden), hidden
+
+    def _compute(self, batch: Batch, forced: Words | None = None) -> tuple[jax.Array, jax.Array]:
         step = self.programs.step[batch.bucket]
         if self.drafter is not None and batch.drafts is not None:
             self.carry = self.drafter.draft(self.carry, batch.drafts)
+            if forced is not None:
+                slots = batch.drafts.sampling[:, Column.SLOT]
+                self.carry = self.carry._replace(tokens=self.programs.foresee(self.carry.tokens, slots, forced))
         rows, self.pools, hidden = step(self.weights, self.pools, self.carry.tokens, batch.packed)
-        return self.draw(batch, spans, rows, hidden), hidden
+        return rows, hidden
+
+    def compute(self, batch: Batch, forced: Words | None = None) -> Computed:
+        """Dispatch a step without its sampling, for which `choose` follows before any other step.
+
+        forced: tokens [G, K] instead of drafted ones; -1: keep the drafted one.
+        """
+        return self._computed(batch, *self._compute(batch, forced))
+
+    def finish(self, walk: Walk) -> Computed:
+        """Dispatch the end of a step after its last segment, without its sampling, as `compute` does."""
+        return self._computed(walk.batch, *self._finish(walk))
+
+    def _computed(self, batch: Batch, rows: jax.Array, hidden: jax.Array) -> Computed:
+        drafted = None
+        if batch.drafts is not None:
+            drafted = self.programs.drafted(self.carry.tokens, batch.drafts.sampling[:, Column.SLOT])
+        return Computed(rows, hidden, drafted)
+
+    def choose(
+        self, batch: Batch, spans: Sequence[Span], computed: Computed, rows: Words | None, ahead: Words | None
+    ) -> tuple[StepOutputs, jax.Array]:
+        """Dispatch the sampling of a computed step; returns as `step` does.
+
+        rows, ahead: masks [G, W] and [G * D, W] of tokens that rows may sample, None: all.
+        """
+        return self.draw(batch, spans, computed.rows, computed.hidden, rows, ahead), computed.hidden
 
     def walk(self, batch: Batch) -> Walk | None:
         """Return the segment walk of a step; None if its bucket has no segments."""
@@ -122,40 +167,59 @@ class DeviceState:
 
     def end(self, walk: Walk, spans: Sequence[Span] = ()) -> tuple[StepOutputs, jax.Array]:
         """Dispatch the end of a step after its last segment; returns as `step` does."""
+        rows, hidden = self._finish(walk)
+        return self.draw(walk.batch, spans, rows, hidden), hidden
+
+    def _finish(self, walk: Walk) -> tuple[jax.Array, jax.Array]:
         assert self.segments is not None and walk.stream is not None
         rows, hidden = self.segments.end[walk.batch.bucket](self.outer, walk.stream.x, walk.last)
         walk.stream = None
-        return self.draw(walk.batch, spans, rows, hidden), hidden
+        return rows, hidden
 
-    def draw(self, batch: Batch, spans: Sequence[Span], rows: jax.Array, hidden: jax.Array) -> StepOutputs:
-        """Dispatch sampling from rows [G, E], and verification from hidden [T, E] for rows that drafted."""
+    def draw(
+        self,
+        batch: Batch,
+        spans: Sequence[Span],
+        rows: jax.Array,
+        hidden: jax.Array,
+        masks: Words | None = None,
+        ahead: Words | None = None,
+    ) -> StepOutputs:
+        """Dispatch sampling from rows [G, E], and verification from hidden [T, E] for rows that drafted.
+
+        masks, ahead: see `choose`.
+        """
         programs, drawn = self.programs, StepOutputs(rows)
         if self.drafter is not None:
             self.drafter.follow(self.carry, batch, spans)
         if batch.sampling is None:
             return drawn
         if batch.drafts is not None:
-            drawn.verified = self._verify(hidden, batch.drafts)
+            drawn.verified = self._verify(hidden, batch.drafts, ahead, batch.arguments)
             if not batch.full:
                 return drawn
+        more = extras(masks, batch.arguments)
         if not batch.full:
-            drawn.tokens, self.carry = programs.draw(self.weights, rows, self.carry, batch.sampling)
+            draw = programs.draw if masks is None else programs.masked
+            drawn.tokens, self.carry = draw(self.weights, rows, self.carry, batch.sampling, *more)
             return drawn
         ids, values = self.unadjusted(batch.bucket.width)
         used = np.int32(0)
         if batch.adjust is not None:
             ids, values = placed(batch.adjust[:2], self._whole)
             used = np.int32(batch.adjust[2])
-        drawn.tokens, self.carry, self.counts, logprobs = programs.full(
-            self.weights, rows, self.carry, self.counts, batch.sampling, ids, values, used
-        )
+        full = programs.full if masks is None else programs.masked_full
+        every = self.weights, rows, self.carry, self.counts, batch.sampling, ids, values, used, *more
+        drawn.tokens, self.carry, self.counts, logprobs = full(*every)
         if batch.logprobs:
             drawn.logprobs = logprobs
         return drawn
 
-    def _verify(self, hidden: jax.Array, drafts: Drafts) -> jax.Array:
+    def _verify(self, hidden: jax.Array, drafts: Drafts, masks: Words | None, arguments: Float32 | None) -> jax.Array:
         rows = self.programs.pick(hidden, drafts.places)
-        tokens, self.carry = self.programs.verify(self.weights, rows, self.carry, drafts.sampling, drafts.lengths)
+        verify = self.programs.verify if masks is None else self.programs.masked_verify
+        given = self.weights, rows, self.carry, drafts.sampling, drafts.lengths, *extras(masks, arguments)
+        tokens, self.carry = verify(*given)
         verified: jax.Array = tokens
         return verified
 
@@ -196,6 +260,13 @@ class DeviceState:
             block = take(hidden, np.int32(begin + at))
             blocks.append((mine, self.programs.score(self.weights, block, padded)))
         return blocks
+
+    def pool(self, hidden: jax.Array, parts: Sequence[tuple[int, int]]) -> jax.Array:
+        """Sum hidden [T, E] over up to POOLED parts (begin, length); return [POOLED, E], zeros after the parts."""
+        begins, lengths = np.zeros((2, POOLED), np.int32)
+        begins[: len(parts)], lengths[: len(parts)] = zip(*parts, strict=True)
+        sums: jax.Array = self.programs.pool[hidden.shape[0]](hidden, begins, lengths)
+        return sums
 
     def remember(self, slot: int, begin: Begin) -> None:
         """Set the slot's token counts to those of its request so far."""

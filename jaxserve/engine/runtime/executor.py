@@ -9,27 +9,30 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
 from jaxserve.engine.memory.transfer import KVBuffer, cut, padded, piece_sizes
-from jaxserve.engine.programs.inputs import Batch, InputBuilder, Int32, SlotTable
-from jaxserve.engine.programs.sampling import BAD, Column
+from jaxserve.engine.programs.inputs import Batch, InputBuilder, SlotTable
+from jaxserve.engine.programs.pooling import POOLED
 from jaxserve.engine.programs.segments import Walk
-from jaxserve.engine.programs.speculate import NONE
 from jaxserve.engine.runtime.checks import cause
-from jaxserve.engine.runtime.device_state import DeviceState, StepOutputs
+from jaxserve.engine.runtime.device_state import Computed, DeviceState, StepOutputs
+from jaxserve.engine.runtime.doubts import Doubts
+from jaxserve.engine.runtime.masks import Masker, Masks, StepMasks
+from jaxserve.engine.runtime.results import read
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, StepFailed
 from jaxserve.sched.api.executor import Step
-from jaxserve.sched.api.params import MAX_LOGPROBS
-from jaxserve.sched.api.plan import Span, StepPlan, StepResult, Suspended, TokenLogprobs
+from jaxserve.sched.api.plan import Span, StepPlan, StepResult, Suspended
+from jaxserve.sched.api.pooling import MEAN
 from jaxserve.sched.api.preemption import DEPTH, stopping
+from jaxserve.sched.api.thinking import ThinkingMarkers
+from jaxserve.structured.compiler import Compiler
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +42,10 @@ LEAST_LEAD, MOST_LEAD = 3e-3, 8e-3  # seconds; an event loop's timer wakes up to
 class StepJob:
     """A submitted step. Writer: its executor; for `started`, the thread that waits for the devices."""
 
-    __slots__ = ("ahead", "batch", "committed", "drawn", "life", "plan", "started", "step", "stop", "submitted", "walk")
+    __slots__ = (
+        "ahead", "batch", "committed", "computed", "drawn", "life", "masks", "plan", "started", "step", "stop",
+        "submitted", "walk",
+    )  # fmt: skip
 
     batch: Batch  # once prepared
     drawn: StepOutputs  # once all of it is dispatched
@@ -54,6 +60,8 @@ class StepJob:
         self.started: float | None = None
         self.stop = False  # asked to stop at the next segment boundary
         self.ahead = 0  # segments dispatched and not done
+        self.computed: Computed | None = None  # a constrained step whose sampling waits for its masks
+        self.masks: StepMasks | None = None  # of a constrained step, once it is computed
         self.committed: asyncio.Future[None] = step.get_loop().create_future()
 
     def go_on(self, suspended: StepJob) -> None:
@@ -75,7 +83,15 @@ class JaxExecutor:
     counts as the device's. For fault injection.
     """
 
-    def __init__(self, name: str, state: DeviceState, depth: int = DEPTH) -> None:
+    def __init__(
+        self,
+        name: str,
+        state: DeviceState,
+        depth: int = DEPTH,
+        compiler: Compiler | None = None,
+        markers: ThinkingMarkers | None = None,
+    ) -> None:
+        """compiler, markers: for structured outputs, see `Masker`."""
         self.name = name
         self.depth = depth
         self.fault: Callable[[StepPlan], None] | None = None
@@ -86,14 +102,14 @@ class JaxExecutor:
         self._limits = state.programs.limits
         self._inputs = InputBuilder(self._limits)
         self._slots = SlotTable(self._limits)
+        self._masker = Masker(name, self._limits, compiler, markers)
         self._sizes = piece_sizes(self._limits.row_pages)
         self._life = 0
         self._lost = False  # a step raised, and `rebuild` has not been called since
         self._flying: dict[Step, StepJob] = {}
         self._queue: deque[StepJob] = deque()  # steps that are not completely dispatched, in order
         self._suspended: dict[int, StepJob] = {}  # by step
-        self._unsure: set[int] = set()  # pages that may hold NaN: no finite token was sampled from them yet
-        self._unsure_slots: set[int] = set()  # slots that may hold such pages
+        self._doubts = Doubts(self.page_size)
         self._finished = 0.0
         self._submitted: queue.SimpleQueue[tuple[StepJob, jax.Array | None] | None] = queue.SimpleQueue()
         self._waiter: threading.Thread | None = None  # created with the first step
@@ -170,17 +186,20 @@ class JaxExecutor:
                     f"{span.draft=} of request {span.request}: this executor drafts at most {self._limits.draft} tokens"
                 )
             if span.begin is not None:
+                self._masker.begin(span.slot, span.begin)
                 self._slots.begin(span.slot, span.begin)
                 self._state.begin(span.slot, span.begin, span.start)
                 if self._slots.keeps_history(span.slot):
                     self._state.remember(span.slot, span.begin)
             if span.new_pages:
-                if self._unsure:
-                    self._clean(span)
+                if dirty := self._doubts.reuse(span, self._slots):
+                    self._state.scrub(dirty, self._sizes[-1])
                 self._slots.extend(span.slot, span.new_pages)
             if not span.samples:
-                self._doubt(span)
-        return self._inputs.build(plan.spans, self._slots, plan.shared)
+                self._doubts.write(span, self._slots)
+        batch = self._inputs.build(plan.spans, self._slots, plan.shared)
+        constrained = self._masker.constrained(plan.spans)
+        return batch._replace(constrained=constrained) if constrained else batch
 
     def _dispatch(self) -> None:
         """Dispatch queued steps in order, as far as possible."""
@@ -189,9 +208,7 @@ class JaxExecutor:
 
     def _go(self, job: StepJob) -> bool:
         """Dispatch a step, or some of its segments; return whether it leaves the queue."""
-        if job.walk is None:
-            drawn, hidden = self._state.step(job.batch, job.plan.spans)
-        else:
+        if job.walk is not None:
             while job.walk.left and job.ahead < self.depth and not job.stop:
                 mark = self._state.segment(job.walk)
                 job.ahead += 1
@@ -199,18 +216,53 @@ class JaxExecutor:
                     self._submitted.put((job, mark))
             if job.walk.left:
                 return job.stop and not job.ahead and self._suspend(job)
+        if job.batch.constrained:
+            computed, masks = self._compute(job)
+            if masks is None:
+                return False
+            drawn, hidden = self._state.choose(job.batch, job.plan.spans, computed, masks.rows, masks.ahead)
+        elif job.walk is None:
+            drawn, hidden = self._state.step(job.batch, job.plan.spans)
+        else:
             drawn, hidden = self._state.end(job.walk, job.plan.spans)
         job.drawn = drawn
         self._score(job.plan.spans, drawn, hidden)
+        self._pool(job.plan.spans, drawn, hidden)
         job.commit()
         self._submitted.put((job, None))
         return True
+
+    def _compute(self, job: StepJob) -> tuple[Computed, Masks | None]:
+        """Dispatch a constrained step up to its sampling, and make its masks once the tokens before are known."""
+        if job.computed is None:
+            if job.walk is None:
+                forced = self._masker.forced(job.batch, job.plan.spans)
+                job.computed = self._state.compute(job.batch, forced)
+            else:
+                job.computed = self._state.finish(job.walk)
+            job.masks = StepMasks(self._masker, job.batch, job.plan.spans)
+            job.commit()
+        assert job.masks is not None
+        job.masks.make(job.computed.drafted, job.step.get_loop(), partial(self._masked, job))
+        return job.computed, job.masks.made
+
+    def _masked(self, job: StepJob, error: BaseException | None) -> None:
+        """Handle the masks of a step: its sampling may be dispatched."""
+        if job.life != self._life:
+            return
+        if error is not None:  # of the devices: they are read for drafted tokens
+            self._fail(self._life, error)
+            return
+        self._go_on()
 
     def _passed(self, job: StepJob) -> None:
         """Handle a finished segment: the next one may be dispatched."""
         if job.life != self._life:
             return
         job.ahead -= 1
+        self._go_on()
+
+    def _go_on(self) -> None:
         try:
             self._dispatch()
         except Exception as error:
@@ -238,6 +290,22 @@ class JaxExecutor:
                 count = self._slots.begins[span.slot].params.prompt_logprobs or 0
                 drawn.scores[index] = count, self._state.score(hidden, at, np.array(targets, np.int32))
             at += span.length
+
+    def _pool(self, spans: Sequence[Span], drawn: StepOutputs, hidden: jax.Array) -> None:
+        """Dispatch the sums of hidden states for the requests that want a vector."""
+        if not self._slots.pooled:
+            return
+        at, found = 0, []
+        for index, span in enumerate(spans):
+            kind = self._slots.pooled.get(span.slot)
+            if kind == MEAN:
+                found.append((index, (at, span.length)))
+            elif kind is not None and span.samples:
+                found.append((index, (at + span.length - 1, 1)))
+            at += span.length
+        for begin in range(0, len(found), POOLED):
+            indices, parts = zip(*found[begin : begin + POOLED], strict=True)
+            drawn.pooled.append((indices, self._state.pool(hidden, parts)))
 
     def _note(self, seconds: float) -> None:
         self.steps += 1
@@ -281,36 +349,15 @@ class JaxExecutor:
         if job.life != self._life:
             return  # the future already holds the error that ended this life
         del self._flying[job.step]
-        for index in result.failed:
-            self._unsure.update(self._slots.held(job.plan.spans[index].slot))
-        if self._unsure_slots:
-            self._trust(job.plan.spans, result)
+        if job.masks is not None and job.masks.made is not None:
+            self._masker.tell(job.batch, job.plan.spans, result)
+            if job.masks.made.ended:
+                result = result._replace(ended={**result.ended, **job.masks.made.ended})
+        self._doubts.settle(job.plan.spans, result, self._slots)
         if not job.step.done():
             job.step.set_result(result)
-
-    def _clean(self, span: Span) -> None:
-        """Zero the new pages that may hold NaN: 0 * NaN is NaN, so masking does not isolate the span."""
-        held = len(self._slots.held(span.slot))
-        written = max(0, -(-span.start // self.page_size) - held)
-        if dirty := self._unsure.intersection(span.new_pages[written:]):
-            self._state.scrub(sorted(dirty), self._sizes[-1])
-            self._unsure -= dirty
-        if not self._unsure.isdisjoint(span.new_pages[:written]):
-            self._unsure_slots.add(span.slot)
-
-    def _doubt(self, span: Span) -> None:
-        """Record the pages of a chunk that samples nothing: NaN in them would go unnoticed."""
-        size = self.page_size
-        pages = self._slots.held(span.slot)[span.start // size : (span.start + span.length - 1) // size + 1]
-        self._unsure.update(pages)
-        self._unsure_slots.add(span.slot)
-
-    def _trust(self, spans: Sequence[Span], result: StepResult) -> None:
-        """Clear the doubt about pages from which a finite token was sampled."""
-        for index, span in enumerate(spans):
-            if span.slot in self._unsure_slots and span.samples and index not in result.failed:
-                self._unsure_slots.discard(span.slot)
-                self._unsure.difference_update(self._slots.held(span.slot))
+        if self._queue and self._queue[0].batch.constrained:
+            self._go_on()
 
     def _fail(self, life: int, error: BaseException) -> None:
         """Fail every step in flight after the device raised; the pool counts as lost."""
@@ -340,10 +387,10 @@ class JaxExecutor:
 
     def rebuild(self) -> None:
         self.rebuilds += 1
-        self._unsure.clear()
-        self._unsure_slots.clear()
+        self._doubts.clear()
         self._suspended.clear()  # their activations are lost with the pool
         self._slots = SlotTable(self._limits)
+        self._masker.clear()
         self._state.rebuild()
         self._lost = False
 
@@ -366,6 +413,7 @@ class JaxExecutor:
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._slots.release(slot)
+        self._masker.release(slots)
 
     # pages
 
@@ -398,7 +446,7 @@ class JaxExecutor:
         at = 0
         for (count, _), piece in zip(kv_buffer.pieces, arrived, strict=True):
             self._state.fill(padded(pages[at : at + count], piece[0].shape[2], self._limits.pages), piece)
-            self._unsure.update(pages[at : at + count])
+            self._doubts.add(pages[at : at + count])
             at += count
 
     async def rest(self) -> None:
@@ -419,76 +467,4 @@ class JaxExecutor:
             self._submitted.put(None)
             await asyncio.get_running_loop().run_in_executor(self._movers, self._waiter.join)
         self._movers.shutdown(wait=False)
-
-
-NOT_FINITE = "the model's logits are not finite"
-
-
-def read(plan: StepPlan, batch: Batch, drawn: StepOutputs, started: float, finished: float) -> StepResult:
-    """Build the result of a step from its computed arrays."""
-    if drawn.verified is not None:
-        return _verified(plan, batch, drawn, started, finished)
-    if drawn.tokens is None:
-        return StepResult(plan.step, started, finished, ((),) * len(plan.spans), prompt_logprobs=_prompts(plan, drawn))
-    ids: list[int] = np.asarray(drawn.tokens).tolist()
-    tokens: tuple[tuple[int, ...], ...]
-    failed: dict[int, str] = {}
-    if min(ids) > BAD and all(span.samples for span in plan.spans):
-        tokens = tuple((token,) for token in ids[: len(plan.spans)])
-    else:
-        gained = []
-        for index, (span, token) in enumerate(zip(plan.spans, ids, strict=False)):
-            if span.samples and token == BAD:
-                failed[index] = NOT_FINITE
-            gained.append((token,) if span.samples and token != BAD else ())
-        tokens = tuple(gained)
-    logprobs = {} if drawn.logprobs is None else _logprobs(batch.logprobs, ids, np.asarray(drawn.logprobs))
-    return StepResult(plan.step, started, finished, tokens, failed, logprobs, _prompts(plan, drawn))
-
-
-def _verified(plan: StepPlan, batch: Batch, drawn: StepOutputs, started: float, finished: float) -> StepResult:
-    """Build the result of a step in which rows drafted: several tokens of a row, or one sampled alone."""
-    assert batch.drafts is not None and drawn.verified is not None
-    slots, several = batch.drafts.sampling[:, Column.SLOT].tolist(), np.asarray(drawn.verified).tolist()
-    alone = None if drawn.tokens is None else np.asarray(drawn.tokens).tolist()
-    gained: list[tuple[int, ...]] = []
-    failed: dict[int, str] = {}
-    for index, span in enumerate(plan.spans):
-        mine = several[index] if slots[index] == span.slot or alone is None else [alone[index]]
-        tokens = tuple(token for token in mine if token != NONE) if span.samples else ()
-        if BAD in tokens:
-            failed[index] = NOT_FINITE
-            tokens = ()
-        gained.append(tokens)
-    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = {}
-    if alone is not None and drawn.logprobs is not None:
-        logprobs = _logprobs(batch.logprobs, alone, np.asarray(drawn.logprobs))
-    return StepResult(plan.step, started, finished, tuple(gained), failed, logprobs, _prompts(plan, drawn))
-
-
-def _logprobs(wanted: tuple[int, ...], ids: list[int], packed: Int32) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-    return {
-        index: (unpack(packed[index], ids[index], count),)
-        for index, count in enumerate(wanted)
-        if count >= 0 and ids[index] != BAD
-    }
-
-
-def _prompts(plan: StepPlan, drawn: StepOutputs) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-    found: dict[int, tuple[TokenLogprobs, ...]] = {}
-    for index, (count, blocks) in drawn.scores.items():
-        found[index] = tuple(
-            unpack(row, target, count)
-            for targets, block in blocks
-            for target, row in zip(targets.tolist(), np.asarray(block), strict=False)
-        )
-    return found
-
-
-def unpack(packed: npt.NDArray[Any], token: int, count: int) -> TokenLogprobs:
-    """Unpack one row of `sampling.logprobs_of`, with `count` alternatives."""
-    floats = packed.view(np.float32)
-    ids: list[int] = packed[2 : 2 + count].tolist()
-    best: list[float] = floats[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count].tolist()
-    top = tuple((i, value) for i, value in zip(ids, best, strict=True) if i >= 0)
-    return TokenLogprobs(token, float(floats[0]), int(packed[1]), top)
+        self._masker.close()

@@ -25,9 +25,10 @@ import jax
 from jaxserve.engine.memory.transfer import Piece
 from jaxserve.engine.programs.inputs import Batch, Int32
 from jaxserve.engine.programs.segments import Walk
-from jaxserve.engine.runtime.device_state import DeviceState, StepOutputs
+from jaxserve.engine.runtime.device_state import Computed, DeviceState, StepOutputs
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError
 from jaxserve.sched.api.plan import Begin, Span
+from jaxserve.structured.token_filter import Words
 
 Address = tuple[str, int]
 Message = tuple[Any, ...]  # a method of `Follower` and its arguments
@@ -115,6 +116,21 @@ class Leading(DeviceState):
         with self._told("end", walk.number, self._follows(spans)):
             return super().end(walk, spans)
 
+    def compute(self, batch: Batch, forced: Words | None = None) -> Computed:
+        with self._told("compute", batch, forced):
+            return super().compute(batch, forced)
+
+    def finish(self, walk: Walk) -> Computed:
+        assert isinstance(walk, _Numbered)
+        with self._told("finish", walk.number):
+            return super().finish(walk)
+
+    def choose(
+        self, batch: Batch, spans: Sequence[Span], computed: Computed, rows: Words | None, ahead: Words | None
+    ) -> tuple[StepOutputs, jax.Array]:
+        with self._told("choose", self._follows(spans), rows, ahead):
+            return super().choose(batch, spans, computed, rows, ahead)
+
     def _follows(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Return the spans that followers need: only drafters read them."""
         return () if self.drafter is None else spans
@@ -123,6 +139,11 @@ class Leading(DeviceState):
         """Score targets of the step dispatched last."""
         with self._told("score", begin, targets):
             return super().score(hidden, begin, targets)
+
+    def pool(self, hidden: jax.Array, parts: Sequence[tuple[int, int]]) -> jax.Array:
+        """Sum parts of the step dispatched last."""
+        with self._told("pool", parts):
+            return super().pool(hidden, parts)
 
     def remember(self, slot: int, begin: Begin) -> None:
         with self._told("remember", slot, begin):
@@ -162,15 +183,17 @@ class Follower:
         self._state = state
         self._walks: dict[int, Walk] = {}  # in progress
         self._hidden: jax.Array | None = None  # of the step dispatched last
+        self._computed: tuple[Batch, Computed] | None = None  # a step whose masks are not here yet
 
     def obey(self, message: Message) -> None:
         what, *args = message
-        if what != "score":
+        if what not in ("score", "pool"):
             self._hidden = None
         getattr(self, what)(*args)
 
     def rebuild(self) -> None:
         self._walks.clear()
+        self._computed = None
         self._state.rebuild()
 
     def step(self, batch: Batch, spans: Sequence[Span]) -> None:
@@ -186,10 +209,27 @@ class Follower:
         self._state.segment(walk)
 
     def end(self, number: int, spans: Sequence[Span]) -> None:
+        _, self._hidden = self._state.end(self._finished(number), spans)
+
+    def _finished(self, number: int) -> Walk:
         walk = self._found(number, "the end")
         if walk.left:
             raise OutOfStep(f"received the end of walk {number}, but segment {walk.at} of {walk.total} is next here")
-        _, self._hidden = self._state.end(self._walks.pop(number), spans)
+        return self._walks.pop(number)
+
+    def compute(self, batch: Batch, forced: Words | None) -> None:
+        self._computed = batch, self._state.compute(batch, forced)
+
+    def finish(self, number: int) -> None:
+        walk = self._finished(number)
+        self._computed = walk.batch, self._state.finish(walk)
+
+    def choose(self, spans: Sequence[Span], rows: Words | None, ahead: Words | None) -> None:
+        if self._computed is None:
+            raise OutOfStep("received the masks of a step that was not computed here")
+        batch, computed = self._computed
+        self._computed = None
+        _, self._hidden = self._state.choose(batch, spans, computed, rows, ahead)
 
     def _found(self, number: int, what: str) -> Walk:
         if number not in self._walks:
@@ -200,6 +240,11 @@ class Follower:
         if self._hidden is None:
             raise OutOfStep("received a prompt to score, but the last dispatch was not a step")
         self._state.score(self._hidden, begin, targets)
+
+    def pool(self, parts: Sequence[tuple[int, int]]) -> None:
+        if self._hidden is None:
+            raise OutOfStep("received parts to sum, but the last dispatch was not a step")
+        self._state.pool(self._hidden, parts)
 
     def remember(self, slot: int, begin: Begin) -> None:
         self._state.remember(slot, begin)

@@ -48,6 +48,8 @@ class EngineInfo:
     startup_seconds: float
     attention: str = "xla"  # the resolved attention backend
     promise: Promise = Promise()
+    hidden_size: int = 0  # numbers in a pooled vector
+    logits_processors: tuple[str, ...] = ()  # that requests may ask for
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class InstanceStats:
     pages_held: int
     backlog_tokens: int  # prompt tokens still to compute
     headroom: Headroom = field(default_factory=Headroom)
+    pages_pinned: int = 0  # cached pages that sessions keep between turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +107,13 @@ class Stats:
     journal_errors: int = 0  # 1 after the journal failed to be written and stopped
     hung_steps: int = 0  # steps that the watchdog gave up
     replicas: int = 1  # engines that take requests
+    replicas_wanted: int = 1  # engines that should
+    replicas_draining: int = 0  # engines that finish their requests and end
     kv_tiers: dict[str, TierTotals] = field(default_factory=dict)  # by name
     prefix_fetches: int = 0  # requests that were held for pages from outside their instance
     prefix_fetch_seconds: float = 0.0  # for which they were held
-    prefix_fetch_pages: int = 0
+    prefix_fetch_pages: int = 0  # that are in a prefix cache since
+    prefix_fetch_unused: int = 0  # pages that arrived in vain
     prefix_fetch_failures: int = 0
     kv_copies_skipped: int = 0  # pages not copied to the first tier: too many waited, or they were gone
     kv_fetched_pages: int = 0  # from other engines

@@ -17,30 +17,41 @@ from jaxserve.sched.instance.stats import Counters
 EQUAL = ("model", "max_model_len", "vocab_size", "dtype", "policy", "routing", "eos", "attention")
 
 
-def merged_info(several: Sequence[EngineInfo]) -> EngineInfo:
-    """Return the facts of all engines. Raises InvalidValue, naming the fact, if the engines differ in one of EQUAL."""
-    first = several[0]
-    for index, one in enumerate(several):
+def merged_info(several: Mapping[int, EngineInfo], alone: bool = False) -> EngineInfo:
+    """Return the facts of all engines, by number.
+
+    alone: the instances keep their names. Raises InvalidValue, naming the fact, if the engines differ in one of EQUAL.
+    """
+    base, first = next(iter(several.items()))
+    for index, one in several.items():
         for name in EQUAL:
             mine, theirs = getattr(first, name), getattr(one, name)
             if mine != theirs:
-                raise InvalidValue(f"{name} differs between replicas: {mine!r} on 0, {theirs!r} on {index}", name)
-    if len(several) == 1:
+                raise InvalidValue(f"{name} differs between replicas: {mine!r} on {base}, {theirs!r} on {index}", name)
+    if alone:
         return first
-    instances = [replace(x, name=f"{at}/{x.name}") for at, one in enumerate(several) for x in one.instances]
-    return replace(first, instances=tuple(instances), startup_seconds=max(one.startup_seconds for one in several))
+    instances = [replace(x, name=f"{at}/{x.name}") for at, one in several.items() for x in one.instances]
+    startup = max(one.startup_seconds for one in several.values())
+    return replace(first, instances=tuple(instances), startup_seconds=startup)
 
 
-def merged_stats(several: Sequence[Stats]) -> Stats:
-    """Return the sums over engines."""
-    if len(several) == 1:
+def totals(stats: Stats) -> Stats:
+    """Return a snapshot without levels, for an engine that has ended."""
+    tiers = {name: replace(one, pages=0, bytes=0) for name, one in stats.kv_tiers.items()}
+    return replace(stats, instances=(), transferring=0, kv_tiers=tiers)
+
+
+def merged_stats(running: Mapping[int, Stats], ended: Sequence[Stats] = (), alone: bool = False) -> Stats:
+    """Return the sums over engines. running: by number. alone: the instances keep their names."""
+    several = [*running.values(), *ended]
+    if alone and len(several) == 1:
         return several[0]
     made: dict[str, Any] = {}
     for each in fields(Stats):
         values = [getattr(one, each.name) for one in several]
         made[each.name] = sum(values) if isinstance(values[0], int | float) else None
     made["instances"] = tuple(
-        replace(x, name=f"{at}/{x.name}") for at, one in enumerate(several) for x in one.instances
+        replace(x, name=x.name if alone else f"{at}/{x.name}") for at, one in running.items() for x in one.instances
     )
     made["counters"] = Counters.total(one.counters for one in several)
     made["stall_sizes"] = tuple(map(sum, zip_longest(*(one.stall_sizes for one in several), fillvalue=0)))

@@ -21,7 +21,7 @@ from jaxserve.engine.memory import kv
 from jaxserve.engine.programs.backends import Backends, resolve_backends
 from jaxserve.engine.programs.inputs import Bucket, Layout, Limits
 from jaxserve.engine.programs.mesh import plan_mesh
-from jaxserve.engine.programs.sampling import ADJUSTED, Adjust, Column, SamplingRows, draw, draw_full
+from jaxserve.engine.programs.sampling import ADJUSTED, Adjust, Column, SamplingRows, draw, draw_full, only_allowed
 from jaxserve.engine.programs.segments import Segments, outside, pools_of
 from jaxserve.engine.programs.step import Carry, Programs, Tree
 from jaxserve.engine.startup.build import ExecutorConfig, random_init
@@ -30,6 +30,7 @@ from jaxserve.models.layers import Info, Part
 from jaxserve.models.published import published_spec
 from jaxserve.sched.api.preemption import Boundary
 from jaxserve.settings.speculative import Speculative
+from jaxserve.structured.token_filter import words
 from pallas_kernels.gate.cases import Case, Step, shapes
 from pallas_kernels.gate.targets import memory_of
 from pallas_kernels.ops.sampling_threshold.api import MosaicThresholds, ThresholdSpec
@@ -93,13 +94,14 @@ SERVED = (
 
 
 VOCABULARY = 128256  # of Llama 3
-CUTS, FULLY = 6, 15  # how often all logits may be read or written: with cuts, and with all parameters
+# How often all logits may be read or written: with cuts, with masks and cuts, and with all parameters.
+CUTS, MASKED, FULLY = 6, 6, 15
 
 
 def cases() -> list[Case | Step]:
     """Return the steps of each model, and sampling from given logits, without the head."""
     steps = [step for served in SERVED for step in served_steps(served)]
-    return [*steps, _cuts(VOCABULARY), _fully(VOCABULARY)]
+    return [*steps, _cuts(VOCABULARY), _masked(VOCABULARY), _fully(VOCABULARY)]
 
 
 def _cuts(vocab: int) -> Case:
@@ -113,6 +115,23 @@ def _cuts(vocab: int) -> Case:
         program=draw_cut,
         arguments=shapes(((ROWS, vocab), jnp.float32), ((ROWS, len(Column)), jnp.int32)),
         most_moved=CUTS * 4 * ROWS * vocab,
+    )
+
+
+def _masked(vocab: int) -> Case:
+    """Build the case of sampling among the tokens that structured outputs allow."""
+
+    def draw_masked(logits: jax.Array, packed: jax.Array, masks: jax.Array) -> jax.Array:
+        thresholds = MosaicThresholds(ThresholdSpec(vocab, platform="gpu"))
+        return draw(only_allowed(logits, masks), SamplingRows(packed), thresholds)
+
+    return Case(
+        name=f"draw with masks llama3 r{ROWS}",
+        program=draw_masked,
+        arguments=shapes(
+            ((ROWS, vocab), jnp.float32), ((ROWS, len(Column)), jnp.int32), ((ROWS, words(vocab)), jnp.int32)
+        ),
+        most_moved=MASKED * 4 * ROWS * vocab,
     )
 
 

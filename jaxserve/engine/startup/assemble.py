@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ from jaxserve.engine.programs.inputs import LADDER
 from jaxserve.engine.programs.mesh import MeshPlan, plan_of, sub_meshes
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo
-from jaxserve.engine.startup import environment, objectives, profile
+from jaxserve.engine.startup import environment, objectives, processors, profile
 from jaxserve.engine.startup.build import ExecutorConfig, LoadWeights, build_executors, from_folder, random_init
 from jaxserve.engine.startup.tiers import KVTiers
 from jaxserve.engine.startup.warmup import CompileCounter, Progress, compile_counter
 from jaxserve.errors import InvalidValue
-from jaxserve.models.source import DUMMY, find_model
+from jaxserve.models.source import DUMMY, find_model, tokenizer_json
 from jaxserve.models.thinking import thinking_markers
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.log import Log, no_log
@@ -38,10 +38,12 @@ from jaxserve.sched.perf.buckets import Padded
 from jaxserve.sched.perf.profile import priced, probes
 from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.sim.latency import Latency
+from jaxserve.structured.compiler import Compiler
 
 log = logging.getLogger(__name__)
 
 CLOSING = 10.0  # seconds within which work on the devices must end when a machine closes
+FLUSHING = 5.0  # seconds of them for pages in host memory to be written to the disk
 
 # Settings that no compiled program depends on, so a machine can serve again with other values.
 SCHEDULING = frozenset(
@@ -77,6 +79,7 @@ class Machine:
         limits: Limits,
         recipe: Recipe,
         info: EngineInfo,
+        compiler: Compiler,
         *,
         lent: bool = False,
     ) -> None:
@@ -85,6 +88,7 @@ class Machine:
         self.info = replace(info, promise=promised)
         self.executors = executors
         self.recipe = recipe  # creates the step-time model of each new scheduler
+        self.compiler = compiler  # of the structured outputs of requests, for all executors
         self.compiled: CompileCounter = compile_counter()
         self.config = config.promising(promised.slo)
         self._mesh = mesh
@@ -180,17 +184,23 @@ class Machine:
         mesh = plan_of(config)
         places = tuple(replace(one, role=role.value) for one, role in zip(self.info.instances, mesh.roles, strict=True))
         info = replace(self.info, instances=places, policy=config.policy, routing=config.routing)
-        return Machine(config, mesh, self.executors, limits or self.limits, self.recipe, info, lent=True)
+        limits = limits or self.limits
+        return Machine(config, mesh, self.executors, limits, self.recipe, info, self.compiler, lent=True)
 
     async def close(self) -> bool:
         """Close the executors; return False if one did not end within CLOSING seconds."""
+        began = time.monotonic()
         ending = [executor.rest() if self._lent else executor.close() for executor in self.executors]
         tasks = [asyncio.ensure_future(one) for one in ending]
         _, late = await asyncio.wait(tasks, timeout=CLOSING)
         for task in late:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # one lost device must not keep the others open
+        if not late:
+            await self.tiers.flush(min(FLUSHING, CLOSING - (time.monotonic() - began)))
         self.tiers.close()
+        if not self._lent:
+            self.compiler.close()
         if self._journal is not None:
             self._journal.close()
         return not late
@@ -229,7 +239,9 @@ def assemble(
     seconds = time.perf_counter() - began
     info = _info(config, built, seconds)
     log.info("ready in %.1f s; %s, attention %s", seconds, policies_line(config, built.config.mesh), info.attention)
-    machine = Machine(config, built.config.mesh, built.executors, built.limits, recipe, info)
+    compiler = built.config.compiler
+    assert compiler is not None
+    machine = Machine(config, built.config.mesh, built.executors, built.limits, recipe, info, compiler)
     for why in machine.info.promise.broken.values():
         log.warning("%s", why)
     return machine
@@ -270,6 +282,9 @@ def build(config: ServeConfig, progress: Progress | None = None, ladder: tuple[i
         ladder=ladder,
         speculative=config.speculative,
         **_draft(config),
+        compiler=compiler_of(config, spec.vocab, spec.eos),
+        processors=processors.load(config.logits_processors, spec.vocab),
+        markers=_markers(path, spec.eos),
     )
     executors = build_executors(built, progress)
     drafted = 0 if config.speculative is None else config.speculative.num_speculative_tokens
@@ -284,6 +299,8 @@ def build(config: ServeConfig, progress: Progress | None = None, ladder: tuple[i
         history=drafted > 0,
         stairs=profile.buckets_of(executors[0]).mixed,
         cascade=executors[0].state.programs.limits.cascade,
+        session_share=config.session_cache_share,
+        session_timeout=config.session_timeout,
     )
     return Built(built, path, executors, limits, length)
 
@@ -347,6 +364,19 @@ def _from_preset(config: ServeConfig, preset: Latency, built: Built, plain: Reci
     return replace(plain, points=tuple(priced(loads, form.step_time)), coefficients=form.coefficients)
 
 
+def compiler_of(config: ServeConfig, vocab: int, eos: Iterable[int]) -> Compiler:
+    """Return the compiler of structured outputs. It loads the tokenizer with the first of them."""
+
+    def read() -> str:
+        return tokenizer_json(config)
+
+    return Compiler(read, vocab, eos)
+
+
+def _markers(path: Path | None, eos: Iterable[int]) -> ThinkingMarkers:
+    return ThinkingMarkers() if path is None else thinking_markers(path, eos)
+
+
 def _draft(config: ServeConfig) -> dict[str, Any]:
     """Return the settings of the draft model, if there is one."""
     if config.speculative is None or config.speculative.model is None:
@@ -377,7 +407,9 @@ def _info(config: ServeConfig, built: Built, seconds: float) -> EngineInfo:
         policy=config.policy,
         routing=config.routing,
         eos=frozenset(spec.eos),
-        thinking=ThinkingMarkers() if built.path is None else thinking_markers(built.path, spec.eos),
+        thinking=built.config.markers or ThinkingMarkers(),
         startup_seconds=seconds,
         attention=executors[0].state.programs.attention,
+        hidden_size=spec.dim,
+        logits_processors=tuple(built.config.processors),
     )

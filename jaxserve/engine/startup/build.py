@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from jaxserve.engine.memory.calibrate import with_kv_scales
 from jaxserve.engine.programs.backends import Backends, resolve_backends
 from jaxserve.engine.programs.inputs import LADDER, Limits, SlotTable
 from jaxserve.engine.programs.mesh import MeshPlan, sub_meshes
+from jaxserve.engine.programs.processors import Processor
 from jaxserve.engine.programs.sampling import ADJUSTED
 from jaxserve.engine.programs.segments import Segments, outside
-from jaxserve.engine.programs.step import Carry, Programs, Tree
+from jaxserve.engine.programs.step import Carry, Programs, Tree, extras
 from jaxserve.engine.runtime.device_state import DeviceState
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.speculation.draft_model import DraftModel, DraftPrograms
@@ -32,7 +33,9 @@ from jaxserve.models.layers import Info
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.preemption import DEPTH, SHORT, SHORT_ON_CPU, Boundary
+from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.settings.speculative import Speculative
+from jaxserve.structured.compiler import Compiler
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +76,9 @@ class ExecutorConfig:
     speculative: Speculative | None = None
     draft: ModelSpec | None = None  # the whole draft model, if there is one
     load_draft: LoadWeights | None = None
+    compiler: Compiler | None = None  # for structured outputs; None: executors refuse them
+    markers: ThinkingMarkers | None = None  # of the model's thinking
+    processors: Mapping[str, Processor] = field(default_factory=dict)  # logits processors by name, in order
 
     def __post_init__(self) -> None:
         if self.preempt_depth < 1:
@@ -146,7 +152,7 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
     backends = resolve_backends(config, spec, dtype, meshes[0])
     spec = backends.pooled(spec)
     limits = _limits(config, spec, dtype, meshes, trees[0], backends)
-    programs = Programs(spec, meshes[0], limits, backends)
+    programs = Programs(spec, meshes[0], limits, backends, tuple(config.processors.values()))
     segments = _segments(config, spec, meshes[0], limits, backends)
     drafters = _drafters(config, dtype, meshes, limits)
     states = [
@@ -157,7 +163,7 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
         warm_up(states, progress)
     roles = config.mesh.roles
     return [
-        JaxExecutor(f"{role.value}-{i}", state, config.preempt_depth)
+        JaxExecutor(f"{role.value}-{i}", state, config.preempt_depth, config.compiler, config.markers)
         for i, (role, state) in enumerate(zip(roles, states, strict=True))
     ]
 
@@ -214,6 +220,7 @@ def _limits(
         scores=config.speculative is not None and config.speculative.rejection_sample_method == "probabilistic",
         ladder=config.ladder,
         cascade=backends.cascade(config.cascade_attention),
+        processors=tuple(config.processors),
     )
     name, stored = "kv_cache_memory", kv.pool_dtype(config.kv_cache_dtype, dtype)
     if meshes[0].devices.flat[0].platform == "cpu" or config.kv_cache_memory is not None:
@@ -224,7 +231,9 @@ def _limits(
             meshes[0],
             utilization=config.gpu_memory_utilization,
             weights=_bytes(tree) + _draft_bytes(config, dtype),
-            temporaries=temporaries(spec, meshes[0], limits, tree, dtype, backends, stored=stored)
+            temporaries=temporaries(
+                spec, meshes[0], limits, tree, dtype, backends, stored=stored, processors=config.processors
+            )
             + held_ahead(config, _segments(config, spec, meshes[0], limits, backends), tree),
             sharing=sum(meshes[0].devices.flat[0] in mesh.devices.flat for mesh in meshes),
             reserved=reserved_share() if meshes[0].devices.flat[0].platform == "gpu" else 1.0,
@@ -264,13 +273,14 @@ def temporaries(
     backends: Backends | None = None,
     *,
     stored: Any = None,
+    processors: Mapping[str, Processor] | None = None,
 ) -> int:
     """Return the bytes per device that the largest step needs beyond weights and pool.
 
     Measured on compiled programs, independently of the pool's size; includes token counts.
-    stored: dtype of the pool; None: `dtype`.
+    stored: dtype of the pool; None: `dtype`. processors: as in `ExecutorConfig`.
     """
-    programs, slots = Programs(spec, mesh, limits, backends), SlotTable(limits)
+    programs, slots = Programs(spec, mesh, limits, backends, tuple((processors or {}).values())), SlotTable(limits)
     whole = NamedSharding(mesh, PartitionSpec())
 
     def described(shape: tuple[int, ...], kind: Any, sharding: Any = whole) -> jax.ShapeDtypeStruct:
@@ -285,12 +295,13 @@ def temporaries(
     counts = described((limits.slots, limits.vocab), jnp.int16)
     adjust = described((bucket.width, ADJUSTED), jnp.int32), described((bucket.width, ADJUSTED), jnp.float32)
     full = (tree, rows, carry, counts, batch.sampling, *adjust, described((), jnp.int32))
-    draw = programs.full.lower(*full).compile()
+    draw = programs.full.lower(*full, *extras(None, batch.arguments)).compile()
     largest = max(_temporary(step), _temporary(draw))
     if limits.draft:
         several = described((bucket.width * (1 + limits.depths[-1]), spec.dim), dtype)
         lengths = described((bucket.width,), jnp.int32)
-        verify = programs.verify.lower(tree, several, carry, batch.sampling, lengths).compile()
+        given = tree, several, carry, batch.sampling, lengths, *extras(None, batch.arguments)
+        verify = programs.verify.lower(*given).compile()
         largest = max(largest, _temporary(verify))
     return largest + limits.slots * limits.vocab * int(counts.dtype.itemsize)
 

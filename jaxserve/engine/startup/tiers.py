@@ -80,6 +80,11 @@ class KVTiers:
         """Return a snapshot of each tier, by name."""
         return {tier.name: _totals(tier) for tier in self.tiers}
 
+    async def flush(self, seconds: float) -> None:
+        """Let a restart find what host memory holds: write it to the disk for up to `seconds`."""
+        if len(self.tiers) > 1:
+            log.info("%d KV pages of host memory were written to the disk", await self.tiers[0].flush(seconds))
+
     def close(self) -> None:
         """Wait for writes to the disk, and let other processes have the folder."""
         if self._threads is not None:

@@ -22,14 +22,16 @@ import numpy as np
 from jaxserve.engine.memory.transfer import padded, piece_sizes
 from jaxserve.engine.programs import compat
 from jaxserve.engine.programs.draft_inputs import idle_drafts
-from jaxserve.engine.programs.inputs import Batch, Bucket, Int32, Layout, SlotTable
+from jaxserve.engine.programs.inputs import Batch, Bucket, Float32, Int32, Layout, SlotTable
+from jaxserve.engine.programs.pooling import POOLED
 from jaxserve.engine.programs.segments import pools_of
-from jaxserve.engine.programs.step import SCORED
+from jaxserve.engine.programs.step import SCORED, extras
 from jaxserve.engine.runtime.device_state import DeviceState
 from jaxserve.engine.runtime.gc_control import uncollected
 from jaxserve.engine.speculation.drafters import Call
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin
+from jaxserve.structured.token_filter import Words, words
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +129,12 @@ def idle_batch(bucket: Bucket, slots: SlotTable, *, full: bool) -> Batch:
     """Return a step of padding, which writes and samples nothing."""
     packed = np.zeros(Layout.of(bucket, slots.limits).end, np.int32)
     sampling = slots.columns[np.full(bucket.width, slots.limits.slots)]
-    return Batch(bucket, packed, sampling, full, None, ())
+    return Batch(bucket, packed, sampling, full, None, (), arguments=idle_arguments(bucket.width, slots))
+
+
+def idle_arguments(width: int, slots: SlotTable) -> Float32 | None:
+    """Return `Batch.arguments` of padding."""
+    return slots.arguments[np.full(width, slots.limits.slots)] if slots.limits.processors else None
 
 
 def idle_drafting(bucket: Bucket, depth: int, row_pages: int, slots: SlotTable) -> Batch:
@@ -138,6 +145,11 @@ def idle_drafting(bucket: Bucket, depth: int, row_pages: int, slots: SlotTable) 
         one.rows for one in slots.limits.buckets if one.decode and one.rows >= min(bucket.rows, slots.limits.slots)
     )
     return batch._replace(drafts=idle_drafts(depth, size, row_pages, batch.sampling, slots.limits.slots))
+
+
+def all_allowed(rows: int, vocab: int) -> Words:
+    """Return masks that allow every token."""
+    return np.full((rows, words(vocab)), -1, np.int32)
 
 
 def drafting_calls(state: DeviceState) -> list[Call]:
@@ -159,11 +171,15 @@ def drafting_calls(state: DeviceState) -> list[Call]:
         for depth in limits.depths:
             rows = state.replicated((width * (1 + depth), programs.spec.dim), dtype)
             sampling, lengths = slots.columns[np.full(width, limits.slots)], np.zeros(width, np.int32)
-            made.append(
-                Call(
-                    f"verify {width} x {depth}", programs.verify, (state.weights, rows, state.carry, sampling, lengths)
-                )
-            )
+            given = state.weights, rows, state.carry, sampling, lengths
+            masks, arguments = all_allowed(width * (1 + depth), limits.vocab), idle_arguments(width, slots)
+            plain, masked = (*given, *extras(None, arguments)), (*given, *extras(masks, arguments))
+            made.append(Call(f"verify {width} x {depth}", programs.verify, plain))
+            made.append(Call(f"verify masked {width} x {depth}", programs.masked_verify, masked))
+        slots_of = np.zeros(width, np.int32)
+        made.append(Call(f"drafted {width}", programs.drafted, (state.carry.tokens, slots_of)))
+        forced = np.full((width, limits.draft), -1, np.int32)
+        made.append(Call(f"foresee {width}", programs.foresee, (state.carry.tokens, slots_of, forced)))
     row = np.zeros(limits.positions, np.int32)
     made.append(Call("recall", programs.recall, (state.carry, np.int32(0), row)))
     return [*made, *state.drafter.calls(state.carry)]
@@ -181,13 +197,21 @@ def calls(state: DeviceState) -> list[Call]:
     for width in limits.widths:
         rows, sampling = state.replicated((width, spec.dim), dtype), slots.columns[np.full(width, limits.slots)]
         ids, values = state.unadjusted(width)
-        made.append(Call(f"draw {width}", programs.draw, (state.weights, rows, state.carry, sampling)))
-        full = (state.weights, rows, state.carry, state.counts, sampling)
-        made.append(Call(f"draw fully {width}", programs.full, (*full, ids, values, np.int32(0))))
+        plain = state.weights, rows, state.carry, sampling
+        full = state.weights, rows, state.carry, state.counts, sampling, ids, values, np.int32(0)
+        arguments = idle_arguments(width, slots)
+        free, masked = extras(None, arguments), extras(all_allowed(width, limits.vocab), arguments)
+        made.append(Call(f"draw {width}", programs.draw, (*plain, *free)))
+        made.append(Call(f"draw masked {width}", programs.masked, (*plain, *masked)))
+        made.append(Call(f"draw fully {width}", programs.full, (*full, *free)))
+        made.append(Call(f"draw fully masked {width}", programs.masked_full, (*full, *masked)))
     block, targets = state.replicated((SCORED, spec.dim), dtype), np.zeros(SCORED, np.int32)
     made.append(Call("score", programs.score, (state.weights, block, targets)))
     for tokens, program in programs.block.items():
         made.append(Call(f"block {tokens}", program, (state.replicated((tokens, spec.dim), dtype), np.int32(0))))
+    none = np.zeros(POOLED, np.int32)
+    for tokens, program in programs.pool.items():
+        made.append(Call(f"pool {tokens}", program, (state.replicated((tokens, spec.dim), dtype), none, none)))
     row = np.zeros(limits.vocab, np.int16)
     made.append(Call("remember", programs.remember, (state.counts, np.int32(0), row)))
     for size in piece_sizes(limits.row_pages):
@@ -220,9 +244,13 @@ def run_through(state: DeviceState) -> None:
     for bucket in limits.buckets:
         drawn, hidden = state.step(idle_batch(bucket, slots, full=False))
         state.score(hidden, 0, np.zeros(1, np.int32))
+        state.pool(hidden, [(0, 1)])
         if bucket.width not in widths:
             widths.add(bucket.width)
             state.draw(idle_batch(bucket, slots, full=True), (), drawn.rows, hidden)
+            masks = all_allowed(bucket.width, limits.vocab)
+            for full in (False, True):
+                state.draw(idle_batch(bucket, slots, full=full), (), drawn.rows, hidden, masks)
         walk = state.walk(idle_batch(bucket, slots, full=False))
         if walk is not None:
             while walk.left:
@@ -248,7 +276,11 @@ def _run_drafts(state: DeviceState, slots: SlotTable) -> None:
         state.drafter.run(state.carry)
     for bucket in limits.buckets:
         for depth in () if bucket.decode else limits.depths:
-            state.step(idle_drafting(bucket, depth, limits.row_pages, slots))
+            batch = idle_drafting(bucket, depth, limits.row_pages, slots)
+            state.step(batch)
+            masks = all_allowed(bucket.width * (1 + depth), limits.vocab)
+            forced = np.full((bucket.width, limits.draft), -1, np.int32)
+            state.choose(batch, (), state.compute(batch, forced), None, masks)
         if bucket.decode and state.drafter is not None:
             sampling = slots.columns[-1:]
             drafts = idle_drafts(limits.draft, bucket.rows, limits.row_pages, sampling, limits.slots)

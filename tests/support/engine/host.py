@@ -19,9 +19,11 @@ import jax
 
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.runtime.hosts import Leading, accept, connect, follow
+from jaxserve.generation.vectors import pooling_params
 from jaxserve.sched.api.errors import StepFailed
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult
+from jaxserve.sched.api.pooling import POOLINGS
 from jaxserve.settings.speculative import Speculative
 from tests.support.engine.mixed import Action, Mixed, jobs_of
 from tests.support.engine.steps import GREEDY, PAGE, Job, executors, run
@@ -83,10 +85,19 @@ def lead(executor: JaxExecutor, case: Case) -> dict[str, Any]:
             told["stops"].append(mixed.stops)
             await failing(executor)
             executor.state.scrub([1, 2, 3], 1)
+        told["pooled"] = await pooled(executor)
         await executor.close()
 
     run(scenario())
     return told
+
+
+async def pooled(executor: JaxExecutor) -> list[list[float]]:
+    """Return the sums of hidden states of one step, with a request of each kind of pooling."""
+    jobs = [Job(PROMPTS[slot], pooling_params(kind), slot=slot) for slot, kind in enumerate(POOLINGS)]
+    result = await executor.submit(StepPlan(3, tuple(job.span() for job in jobs)))
+    executor.release([job.slot for job in jobs])
+    return [result.pooled[index].tolist() for index in range(len(jobs))]
 
 
 async def failing(executor: JaxExecutor) -> None:
