@@ -20,9 +20,11 @@ if importlib.util.find_spec("jaxserve.sched") is None:
 
 if TYPE_CHECKING:
     from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
+    from jaxserve.generation.beam_search import BeamSearchParams
     from jaxserve.llm import LLM, AsyncLLM, RequestOutput
     from jaxserve.sched.api.params import SamplingParams
     from jaxserve.sched.api.slo import SLO
+    from jaxserve.sched.api.structured_outputs import StructuredOutputs
 
 from jaxserve.version import __version__
 
@@ -30,20 +32,24 @@ __all__ = [
     "LLM",
     "SLO",
     "AsyncLLM",
+    "BeamSearchParams",
     "InvalidValue",
     "JaxserveError",
     "QueueFull",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 
 _HOME = {
     "LLM": "jaxserve.llm",
     "AsyncLLM": "jaxserve.llm",
+    "BeamSearchParams": "jaxserve.generation.beam_search",
     "RequestOutput": "jaxserve.llm",
     "SamplingParams": "jaxserve.sched.api.params",
     "SLO": "jaxserve.sched.api.slo",
+    "StructuredOutputs": "jaxserve.sched.api.structured_outputs",
     "InvalidValue": "jaxserve.errors",
     "JaxserveError": "jaxserve.errors",
     "QueueFull": "jaxserve.errors",

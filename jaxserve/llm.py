@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue, QueueFull
+from jaxserve.generation.bad_words import with_bad_words
+from jaxserve.generation.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.generation.generate import (
     Choice,
     EngineLike,
+    GenerationFailed,
     Mailbox,
     Piece,
     Submission,
@@ -30,18 +33,30 @@ from jaxserve.generation.generate import (
     pieces,
     submit,
 )
-from jaxserve.generation.prompts import Parsed, Prompt, parse_prompt, parse_prompts
+from jaxserve.generation.prompts import Parsed, Prompt, listed, parse_prompt, parse_prompts
 from jaxserve.generation.salt import salt_of
+from jaxserve.generation.session import session_of
+from jaxserve.generation.vectors import check_dimensions, paired, pooling_params, similarity, vector_of
+from jaxserve.generation.vectors import finished as finished_vector
 from jaxserve.models.source import find_tokenizer
-from jaxserve.outputs import CompletionOutput, RequestOutput, logprob_dict
+from jaxserve.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    logprob_dict,
+)
 from jaxserve.report.progress import bar
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import Delta
+from jaxserve.sched.api.plan import GIVEN_UP, Delta
 from jaxserve.sched.api.policy import roles_of
 from jaxserve.sched.api.request import STANDARD
 from jaxserve.sched.api.slo import SLO
 from jaxserve.server.metrics_reader import Metric, read_metrics
 from jaxserve.tokenizer import Message, Tokenizer
+from jaxserve.tools.definitions import tools_of
 
 if TYPE_CHECKING:
     from jaxserve.server.metrics import Metrics
@@ -81,7 +96,7 @@ class _Base:
         self.engine: Any = engine
         from jaxserve.server.metrics import Metrics
 
-        self._metrics: Metrics = Metrics(engine, config.names[0])
+        self._metrics: Metrics = Metrics(engine, config.names[0], config.metrics_prefix)
 
     def close(self) -> None:
         """Close the engine and abort running requests."""
@@ -103,10 +118,11 @@ class _Base:
     def _job(
         self,
         prompt: Parsed,
-        params: SamplingParams | None,
-        slo: SLO | None,
-        priority: int | None,
-        tier: str | None,
+        params: SamplingParams | None = None,
+        slo: SLO | None = None,
+        priority: int | None = None,
+        tier: str | None = None,
+        session_id: str | None = None,
         request_id: str | None = None,
     ) -> Submission:
         """Check a request before it is submitted, and build the submission. Raises InvalidValue."""
@@ -116,12 +132,16 @@ class _Base:
             ("slo", slo, SLO | None, "an SLO"),
             ("priority", priority, int | None, "a whole number, lower is earlier"),
             ("tier", tier, str | None, "the name of a tier"),
+            ("session_id", session_id, str | None, "the name of a session"),
         ):
             if not isinstance(given, kind):
                 raise InvalidValue(f"{name}={given!r} must be {allowed}", name)
         self.engine.check_outputs(1, params.n)
         tokens = prompt.tokens if prompt.tokens is not None else self.tokenizer.encode(prompt.text or "")
         limit = self.engine.info.max_model_len
+        params = with_bad_words(params, self.tokenizer)
+        if (room := params.room(limit)) is not None:
+            tokens = tokens[-room:]
         check_length(len(tokens), _capped(params, limit - len(tokens)), limit)
         found = self.config.tier(tier or STANDARD)
         job = Submission(
@@ -132,6 +152,7 @@ class _Base:
             found.name,
             text=prompt.text,
             salt=salt_of("", prompt.cache_salt),
+            session=session_of("", session_id, {}),
         )
         return job if request_id is None else replace(job, key=request_id)
 
@@ -165,6 +186,7 @@ class LLM(_Base):
         slo: SLO | Sequence[SLO] | None = None,
         priority: int | Sequence[int] | None = None,
         tier: str | Sequence[str] | None = None,
+        session_id: str | Sequence[str] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate for each prompt and return the outputs in order.
@@ -172,16 +194,18 @@ class LLM(_Base):
         A prompt is a string, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; a
         mapping may have a `cache_salt`: prompts with different salts share no pages of the prefix cache.
 
-        `sampling_params`, `slo`, `priority` and `tier` are one value for all prompts or one per prompt.
-        `tier` names a tier of the configuration; its SLO and priority hold unless `slo` or `priority` is
-        given. `use_tqdm` shows a progress bar if generation takes longer than a moment.
+        `sampling_params`, `slo`, `priority`, `tier` and `session_id` are one value for all prompts or one per
+        prompt. `tier` names a tier of the configuration; its SLO and priority hold unless `slo` or `priority`
+        is given. The pages of a session stay in the prefix cache for its next turn, until `end_session` or the
+        bounds of the configuration end that. `use_tqdm` shows a progress bar if generation takes longer than a moment.
 
         A request that fails has `finish_reason` "error" or "unavailable". Raises InvalidValue for a
         prompt that is malformed or does not fit, before anything runs.
         """
         many = parse_prompts(prompts)
-        given = ("sampling_params", sampling_params), ("slo", slo), ("priority", priority), ("tier", tier)
-        columns = (_each(value, len(many), name) for name, value in given)
+        given: dict[str, Any] = {"sampling_params": sampling_params, "slo": slo, "priority": priority}
+        given |= {"tier": tier, "session_id": session_id}
+        columns = (_each(value, len(many), name) for name, value in given.items())
         jobs = [self._job(*row) for row in zip(many, *columns, strict=True)]
         with bar("generating") if use_tqdm else nullcontext(_no_bar) as progress:
             return run_batch(self.engine, self.tokenizer, jobs, progress, self._metrics)
@@ -194,12 +218,20 @@ class LLM(_Base):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         slo: SLO | Sequence[SLO] | None = None,
         priority: int | Sequence[int] | None = None,
         tier: str | Sequence[str] | None = None,
+        session_id: str | Sequence[str] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate the next message of one conversation, or of several."""
+        """Generate the next message of one conversation, or of several.
+
+        `tools`, in OpenAI's form, are described to the model; `jaxserve.tools` reads the calls in its text.
+        `chat_template_kwargs` are variables of the chat template. Raises InvalidValue for tools that are none.
+        """
+        callable_ = tools_of(None if tools is None else list(tools))
         single = bool(messages) and isinstance(messages[0], dict)
         talks = cast(Sequence[Sequence[Message]], [messages] if single else messages)
         texts = [
@@ -208,13 +240,96 @@ class LLM(_Base):
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template=chat_template,
+                arguments=chat_template_kwargs,
+                tools=None if callable_ is None else callable_.definitions,
             )
             for talk in talks
         ]
         prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        outputs = self.generate(prompts, sampling_params, slo=slo, priority=priority, tier=tier, use_tqdm=use_tqdm)
+        outputs = self.generate(
+            prompts, sampling_params, slo=slo, priority=priority, tier=tier, session_id=session_id, use_tqdm=use_tqdm
+        )
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
+        return outputs
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Search for the most likely outputs of each prompt, `params.beam_width` at a time, as vLLM does.
+
+        Beams share the pages of their common beginning. Raises InvalidValue as `generate` does.
+        """
+        tokens = [list(self._job(prompt).prompt) for prompt in parse_prompts(prompts)]
+        info = self.engine.info
+
+        def step(beams: list[list[int]], one: SamplingParams) -> list[RequestOutput]:
+            return self.generate(beams, one, use_tqdm=False)
+
+        found = search(tokens, params, info.eos, info.max_model_len, step)
+        for output in found:
+            for beam in output.sequences:
+                beam.text = self.tokenizer.decode(beam.tokens)
+        return found
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_type: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        priority: int | Sequence[int] | None = None,
+        tier: str | Sequence[str] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return an embedding of each prompt, in order; prompts, `priority` and `tier` are those of `generate`.
+
+        `pooling_type` is "last" or "mean"; None: that of the configuration. `dimensions` keeps the first
+        numbers only. `normalize` scales to length 1. Raises InvalidValue before anything runs, and
+        GenerationFailed if a request fails.
+        """
+        check_dimensions(dimensions, self.engine.info.hidden_size)
+        outputs = self._pooled(prompts, pooling_type, priority=priority, tier=tier, use_tqdm=use_tqdm)
+        vectors = (finished_vector(vector_of(one.outputs[0].pooled), dimensions, normalize) for one in outputs)
+        return [
+            EmbeddingRequestOutput(one.request_id, EmbeddingOutput(vector.tolist()), one.prompt_token_ids)
+            for one, vector in zip(outputs, vectors, strict=True)
+        ]
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        *,
+        pooling_type: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """Return the cosine similarity of the embeddings of one prompt and each of others, or of pairs of prompts.
+
+        Raises as `embed` does.
+        """
+        some, others = listed(data_1), listed(data_2)
+        pairs = paired(list(range(len(some))), list(range(len(some), len(some) + len(others))), ("data_1", "data_2"))
+        outputs = self._pooled([*some, *others], pooling_type, use_tqdm=use_tqdm)
+        vectors = [vector_of(output.outputs[0].pooled) for output in outputs]
+        return [
+            ScoringRequestOutput(
+                f"{outputs[one].request_id}_{outputs[other].request_id}",
+                ScoringOutput(similarity(vectors[one], vectors[other])),
+                outputs[one].prompt_token_ids + outputs[other].prompt_token_ids,
+            )
+            for one, other in pairs
+        ]
+
+    def _pooled(
+        self, prompts: Prompt | Sequence[Prompt], pooling_type: str | None, **settings: Any
+    ) -> list[RequestOutput]:
+        params = pooling_params(self.config.pooling_type if pooling_type is None else pooling_type)
+        outputs = self.generate(prompts, params, **settings)
+        for output in outputs:
+            one = output.outputs[0]
+            if one.finish_reason in GIVEN_UP:
+                reason = one.finish_reason or "error"
+                raise GenerationFailed(one.error or "the engine gave the request up", reason)
         return outputs
 
     def get_tokenizer(self) -> Any:
@@ -225,11 +340,13 @@ class LLM(_Base):
         """Empty the prefix cache; return False, and change nothing, if requests run or wait."""
         return bool(self.engine.reset_prefix_cache())
 
+    def end_session(self, session_id: str) -> bool:
+        """Let the pages go that a session keeps between turns; return whether it kept any."""
+        return bool(self.engine.end_session(session_of("", session_id, {})))
+
     def get_metrics(self) -> list[Metric]:
         """Return the metrics that a server exports at /metrics, as in `jaxserve.server.metrics_reader`."""
-        from jaxserve.server.metrics import PREFIX
-
-        return read_metrics(self._metrics.registry, PREFIX)
+        return read_metrics(self._metrics.registry, self._metrics.prefix)
 
 
 class AsyncLLM(_Base):
@@ -260,6 +377,10 @@ class AsyncLLM(_Base):
         """Empty the prefix cache; return False, and change nothing, if requests run or wait."""
         return bool(await asyncio.to_thread(self.engine.reset_prefix_cache))
 
+    async def end_session(self, session_id: str) -> bool:
+        """Let the pages go that a session keeps between turns; return whether it kept any."""
+        return bool(await asyncio.to_thread(self.engine.end_session, session_of("", session_id, {})))
+
     async def stream(
         self,
         prompt: Prompt,
@@ -269,13 +390,14 @@ class AsyncLLM(_Base):
         slo: SLO | None = None,
         priority: int | None = None,
         tier: str | None = None,
+        session_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs incrementally: each RequestOutput has only what is new since the last.
 
         The arguments are those of `generate`. Closing the iterator, or cancelling the task that reads it,
         cancels the request.
         """
-        job = self._job(parse_prompt(prompt), sampling_params, slo, priority, tier, request_id)
+        job = self._job(parse_prompt(prompt), sampling_params, slo, priority, tier, session_id, request_id)
         left = job.params.n
         async with aclosing(self._pieces(job)) as news:
             async for piece in news:
@@ -295,15 +417,16 @@ class AsyncLLM(_Base):
         slo: SLO | None = None,
         priority: int | None = None,
         tier: str | None = None,
+        session_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs as vLLM does: each RequestOutput has everything so far; the last is `finished`.
 
         Prompts are those of `LLM.generate`. `request_id` names the request in its outputs and in the
         journal. `tier` names a tier of the configuration; its SLO and priority hold unless `slo` or
-        `priority` is given. Closing the iterator, or cancelling the task that reads it, cancels the
-        request. Raises InvalidValue for a prompt that is malformed or does not fit.
+        `priority` is given. `session_id` is as in `LLM.generate`. Closing the iterator, or cancelling the task
+        that reads it, cancels the request. Raises InvalidValue for a prompt that is malformed or does not fit.
         """
-        job = self._job(parse_prompt(prompt), sampling_params, slo, priority, tier, request_id)
+        job = self._job(parse_prompt(prompt), sampling_params, slo, priority, tier, session_id, request_id)
         whole = blank_output(job)
         left = job.params.n
         async with aclosing(self._pieces(job)) as news:
@@ -405,6 +528,7 @@ def add_piece(whole: RequestOutput, output: CompletionOutput, piece: Piece, toke
         whole.prompt_logprobs = whole.prompt_logprobs or [None]  # the first token has no log-probability
         whole.prompt_logprobs.extend(logprob_dict(at, tokenizer) for at in piece.prompt_logprobs)
     if piece.finish_reason is not None:
+        output.pooled = piece.pooled
         output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
         output.error, output.metrics = piece.error, piece.metrics
 

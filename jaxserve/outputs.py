@@ -19,12 +19,19 @@ class RequestMetrics:
     finished: float | None
     token_times: tuple[float, ...] = ()
     cached: int = 0  # prompt tokens found in the prefix cache
+    transferred: float | None = None  # when its KV was on the instance that decodes; None: it was not moved
 
     @classmethod
     def of(cls, request: Request) -> RequestMetrics:
         times = tuple(request.token_times)
         return cls(
-            request.arrival, request.scheduled_at, request.first_token_at, request.finished_at, times, request.cached
+            request.arrival,
+            request.scheduled_at,
+            request.first_token_at,
+            request.finished_at,
+            times,
+            request.cached,
+            request.transferred_at,
         )
 
     @property
@@ -61,6 +68,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the requested stop token or string that ended the output
     error: str | None = None  # the failure, if finish_reason is one of GIVEN_UP
     metrics: RequestMetrics | None = None
+    pooled: bytes = b""  # of a request with `pooling`: its vector, little-endian float32
 
 
 @dataclass(slots=True)
@@ -78,6 +86,45 @@ class RequestOutput:
     def metrics(self) -> RequestMetrics | None:
         """Times of the first output."""
         return self.outputs[0].metrics if self.outputs else None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The embedding of a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers in the embedding."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """The result of `LLM.embed` for one prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """The cosine similarity of two texts."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """The result of `LLM.score` for one pair; `prompt_token_ids` are of both texts."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
 
 
 class Piecewise(Protocol):

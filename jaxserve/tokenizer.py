@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import InvalidValue
+from jaxserve.tools.prompt import as_text, has_calls, knows_tools, with_objects
 
+_LOCAL = re.compile(r"name_or_path|is_local|local_files_only|backend|.*_file")  # where files are, not what they say
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"  # SentencePiece's visible space
 
@@ -61,6 +63,13 @@ class Tokenizer:
     def __len__(self) -> int:
         return len(self._hf)
 
+    def json(self) -> str:
+        """Return the text of the tokenizer.json. Raises InvalidValue for a tokenizer that runs in Python."""
+        if self._backend is None:
+            raise InvalidValue("this tokenizer has no tokenizer.json", "tokenizer")
+        text: str = self._backend.to_str()
+        return text
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode a text, with the model's special tokens (BOS) unless `add_special_tokens` is off."""
         if self._reentrant:
@@ -88,9 +97,11 @@ class Tokenizer:
         continue_final_message: bool = False,
         template: str | None = None,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Render a conversation to a prompt text; `arguments` are further variables of the template.
 
+        Tools are given to the template if it knows them; otherwise they, calls and results become text.
         Raises InvalidValue if there is no template or the template raises.
         """
         template = template or self._template
@@ -103,20 +114,48 @@ class Tokenizer:
             raise InvalidValue(
                 "this model has no chat template: use /v1/completions, or give --chat-template", "messages"
             )
-        try:
+        given = [dict(message) for message in messages]
+        if (tools or has_calls(given)) and not knows_tools(template or self.template_text):
+            given, tools = as_text(given, tools or ()), None
+
+        def render(messages: Sequence[Message]) -> str:
             text: str = self._hf.apply_chat_template(
-                [dict(message) for message in messages],
+                messages,
                 chat_template=template,
+                tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **(arguments or {}),
             )
+            return text
+
+        try:
+            if not has_calls(given):
+                return render(given)
+            try:
+                return render(with_objects(given))
+            except TypeError:
+                return render(given)  # some templates join the text of arguments with others
         except Exception as error:  # a template is a program that may raise anything
             reason = str(error)
             reason = reason if len(reason) <= 200 else reason[:199] + "…"
             raise InvalidValue(f"the chat template refuses these messages: {reason}", "messages") from error
-        return text
+
+    @cached_property
+    def template_text(self) -> str:
+        """The chat templates of the model, as one text."""
+        found = self._template or self._hf.chat_template or ""
+        return "\n".join(found.values()) if isinstance(found, dict) else str(found)
+
+    def described(self) -> dict[str, Any]:
+        """Return what defines the tokenizer, as JSON: its class, special tokens, settings and chat template."""
+        made: dict[str, Any] = {"tokenizer_class": type(self._hf).__name__}
+        settings = self._hf.init_kwargs.items()
+        made |= {name: _as_json(value) for name, value in settings if not _LOCAL.fullmatch(name)}
+        made |= {f"{name}_token": getattr(self._hf, f"{name}_token", None) for name in ("bos", "eos", "pad", "unk")}
+        template = self._template or self._hf.chat_template
+        return {**made, "chat_template": _as_json(template), "vocab_size": len(self)}
 
     @property
     def has_chat_template(self) -> bool:
@@ -185,6 +224,15 @@ class Tokenizer:
     def piece(self, token: int) -> str:
         """Return a token as text, for lists of log-probabilities."""
         return self.piece_bytes(token).decode("utf-8", errors="replace")
+
+
+def _as_json(value: Any) -> Any:
+    """Return a setting of transformers as JSON; tokens with options become their text."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(inner) for inner in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 @cache

@@ -41,6 +41,7 @@ class EngineLike(Protocol):
         tier: str = STANDARD,
         key: str = "",
         salt: bytes = b"",
+        session: str = "",
         waited: float = 0.0,
         progress: Progress | None = None,
         on_delta: Callable[[Delta], None],
@@ -66,6 +67,7 @@ class Submission:
     stops: Automaton | None = None  # of `params.stop`; None: built by `submit`
     waited: float = 0.0  # seconds between arrival and submission to the engine
     salt: bytes = b""  # only requests with the same salt share pages of the prefix cache
+    session: str = ""  # whose turn this is; "": of none
 
 
 class Piece(NamedTuple):
@@ -80,6 +82,7 @@ class Piece(NamedTuple):
     stop_reason: int | str | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None  # in the last piece
+    pooled: bytes = b""  # in the last piece of a request with `pooling`: its vector, little-endian float32
 
 
 class GenerationFailed(JaxserveError):
@@ -141,7 +144,11 @@ class Choice:
             reason, stop = "stop", self._stop
         token = delta.stop_token if delta.stop_token in self._params.stop_token_ids else None
         return piece._replace(
-            finish_reason=reason, stop_reason=stop if stop is not None else token, error=delta.error, metrics=metrics
+            finish_reason=reason,
+            stop_reason=stop if stop is not None else token,
+            error=delta.error,
+            metrics=metrics,
+            pooled=delta.pooled,
         )
 
 
@@ -192,6 +199,7 @@ def submit(
                 tier=job.tier,
                 key=key,
                 salt=job.salt,
+                session=job.session,
                 waited=job.waited,
                 on_delta=lambda delta, choice=choice: deliver(choice, delta),  # type: ignore[misc]
             )

@@ -29,11 +29,16 @@ class Parsed(NamedTuple):
 
 def parse_prompts(given: Any) -> list[Parsed]:
     """Parse a prompt or a sequence of prompts. Raises InvalidValue naming the value and what is allowed."""
+    return [parse_prompt(one) for one in listed(given)]
+
+
+def listed(given: Any) -> list[Any]:
+    """Return a prompt or a sequence of prompts as a list. Raises InvalidValue for anything else."""
     if isinstance(given, str | Mapping) or _is_token_ids(given):
-        return [parse_prompt(given)]
+        return [given]
     if isinstance(given, bytes) or not _is_sequence(given):
         raise InvalidValue(f"prompts={_shown(given)} must be {FORMS}, or a list of these", "prompts")
-    return [parse_prompt(one) for one in given]
+    return list(given)
 
 
 def parse_prompt(given: Any) -> Parsed:
