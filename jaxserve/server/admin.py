@@ -6,11 +6,14 @@ import asyncio
 from math import isfinite
 from typing import Any
 
+from msgspec import to_builtins
+
 from jaxserve.errors import InvalidValue, JaxserveError
+from jaxserve.remote.board import ask
 from jaxserve.remote.rolling import Rolling
 from jaxserve.sched.api.policy import Role, roles_of
 from jaxserve.server.failures import Refused
-from jaxserve.server.openai import RestartBody, RolesBody
+from jaxserve.server.openai import RestartBody, RolesBody, ScaleBody
 
 LONGEST = 86400.0  # seconds that a replica may be given to finish its requests
 
@@ -33,13 +36,21 @@ async def change_roles(engine: Any, body: RolesBody) -> dict[str, Any]:
 
 def present_replicas(rolling: Rolling | None) -> dict[str, Any]:
     """Return the response to `GET /v1/admin/replicas`: of each, its requests and why it takes none, if so."""
-    standing = [] if rolling is None else rolling.standing
+    standing = {} if rolling is None else dict(zip(rolling.numbers, rolling.standing, strict=True))
     replicas = [
         {"replica": at, "name": name, "ready": ailment is None, "ailment": ailment, "requests": load}
-        for at, (name, ailment, load) in enumerate(standing)
+        for at, (name, ailment, load) in standing.items()
     ]
     restart = None if rolling is None else {"running": rolling.running, "restarted": rolling.restarted}
-    return {"object": "replicas", "replicas": replicas, "restart": restart}
+    state = None if rolling is None or rolling.board is None else rolling.board.state()
+    scaling = None if state is None else to_builtins(state)
+    return {"object": "replicas", "replicas": replicas, "restart": restart, "scaling": scaling}
+
+
+def scale_replicas(rolling: Rolling | None, body: ScaleBody) -> dict[str, Any]:
+    """Ask for a number of replicas, and return `present_replicas`. Raises InvalidValue for one that is not allowed."""
+    ask(None if rolling is None else rolling.board, body.replicas)
+    return present_replicas(rolling)
 
 
 def restart_replicas(rolling: Rolling | None, body: RestartBody, default: float) -> dict[str, Any]:

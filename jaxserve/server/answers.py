@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.generation.generate import Piece, Submission
 from jaxserve.outputs import RequestMetrics, logprob_dict
 from jaxserve.sched.api.plan import TokenLogprobs
+from jaxserve.server.message import Message
+from jaxserve.server.tracing import Trace
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.tools.events import Parser
 
 
 @dataclass(slots=True)
@@ -26,6 +29,7 @@ class Gathered:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None
+    message: Message | None = None  # the parts of a chat answer that has a parser
 
     @property
     def text(self) -> str:
@@ -55,12 +59,18 @@ class Answer:
     score_only: bool = False  # max_tokens is 0: generated tokens are hidden
     service_tier: str | None = None
     client: str = ""  # name of the API key
+    reader: Callable[[], Parser] | None = None  # makes the parser of an output; None: the text is the answer
+    reasoning: bool = True  # show the thinking
+    trace: Trace | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     outputs: list[list[Gathered]] = field(default_factory=list)
     _begun: set[int] = field(default_factory=set)  # submissions with a piece
 
     def __post_init__(self) -> None:
-        self.outputs = [[Gathered() for _ in range(job.params.n)] for job in self.jobs]
+        self.outputs = [[self._blank() for _ in range(job.params.n)] for job in self.jobs]
+
+    def _blank(self) -> Gathered:
+        return Gathered(message=None if self.reader is None else Message(self.reader(), self.reasoning))
 
     def begin(self, number: int) -> bool:
         """Return whether this is the first call for submission `number`."""
@@ -109,7 +119,8 @@ class Answer:
     def _choice(self, number: int, which: int, one: Gathered) -> dict[str, Any]:
         made: dict[str, Any] = {"index": number * len(self.outputs[number]) + which}
         if self.chat:
-            made["message"] = {"role": "assistant", "content": one.text}
+            message = {"content": one.text} if one.message is None else one.message.whole(one.text)
+            made["message"] = {"role": "assistant", **message}
             made["logprobs"] = None if self.top is None else self._chat_logprobs(one.logprobs)
         else:
             job = self.jobs[number]
@@ -117,7 +128,13 @@ class Answer:
             made["logprobs"] = self._text_logprobs(one, one.logprobs, job, self._scored(number))
             if self.prompt_top:
                 made["prompt_logprobs"] = self._prompt_logprobs(self.outputs[number][0])
-        return {**made, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+        return {**made, "finish_reason": self._reason(one), "stop_reason": one.stop_reason}
+
+    @staticmethod
+    def _reason(one: Gathered) -> str | None:
+        """Return the finish reason: that of calls if the model stopped after them."""
+        called = one.message is not None and one.message.called and one.finish_reason == "stop"
+        return "tool_calls" if called else one.finish_reason
 
     # chunks
 
@@ -127,21 +144,45 @@ class Answer:
         made = []
         if not one.begun and (piece.tokens or piece.finish_reason):
             one.begun = True
-            if self.chat:
-                made.append(self._chunk(number, piece, {"delta": {"role": "assistant", "content": ""}}))
-            elif self.echo:
-                job = self.jobs[number]
-                logprobs = self._text_logprobs(one, [], job, self._scored(number))
-                made.append(self._chunk(number, piece, {"text": self._prompt_text(job)}, logprobs))
+            made += self._opening(number, piece, one)
         if self.score_only:
             piece = piece._replace(text="", tokens=(), logprobs=())
-        if piece.text or piece.finish_reason or (piece.logprobs and self.top is not None):
+        if one.message is not None:
+            made += self._deltas(number, piece, one, one.message)
+        elif piece.text or piece.finish_reason or (piece.logprobs and self.top is not None):
             if self.chat:
                 new: dict[str, Any] = {"delta": {"content": piece.text} if piece.text or piece.logprobs else {}}
                 logprobs = self._chat_logprobs(piece.logprobs) if self.top is not None and piece.logprobs else None
             else:
                 new, logprobs = {"text": piece.text}, self._text_logprobs(one, piece.logprobs)
             made.append(self._chunk(number, piece, new, logprobs, one.finish_reason, one.stop_reason))
+        return made
+
+    def _opening(self, number: int, piece: Piece, one: Gathered) -> list[dict[str, Any]]:
+        """Return the first chunk of an output, if it has one before its text."""
+        scored = self.prompt_top and piece.choice == 0
+        scores = {"prompt_logprobs": self._prompt_logprobs(one)} if scored else {}
+        if self.chat:
+            return [{**self._chunk(number, piece, {"delta": {"role": "assistant", "content": ""}}), **scores}]
+        if self.echo:
+            job = self.jobs[number]
+            logprobs = self._text_logprobs(one, [], job, self._scored(number))
+            return [self._chunk(number, piece, {"text": self._prompt_text(job), **scores}, logprobs)]
+        return [self._chunk(number, piece, {"text": "", **scores})] if scores else []
+
+    def _deltas(self, number: int, piece: Piece, one: Gathered, message: Message) -> list[dict[str, Any]]:
+        """Return the chunks of an output with a parser; the first has the log-probabilities, the last the end."""
+        deltas = message.add(piece.text)
+        if piece.finish_reason is not None:
+            deltas += message.finish()
+        logprobs = self._chat_logprobs(piece.logprobs) if self.top is not None and piece.logprobs else None
+        if not deltas and (piece.finish_reason or logprobs):
+            deltas = [{}]
+        made = []
+        for at, delta in enumerate(deltas):
+            last = at == len(deltas) - 1
+            reason, stop = (self._reason(one), one.stop_reason) if last else (None, None)
+            made.append(self._chunk(number, piece, {"delta": delta}, None if at else logprobs, reason, stop))
         return made
 
     def usage_chunk(self) -> dict[str, Any]:

@@ -12,10 +12,21 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import JaxserveError
-from jaxserve.server.admin import change_roles, present_load, present_replicas, present_roles, restart_replicas
+from jaxserve.server.admin import (
+    change_roles,
+    present_load,
+    present_replicas,
+    present_roles,
+    restart_replicas,
+    scale_replicas,
+)
+from jaxserve.server.cors import allow_origins
 from jaxserve.server.documented import body_schema, document
-from jaxserve.server.failures import Refused, handler, response_of, routes_of, unrouted
+from jaxserve.server.embeddings import add_pooling
+from jaxserve.server.failures import handler, routes_of, unrouted
 from jaxserve.server.guard import Guard
+from jaxserve.server.messages.request import CountBody, MessagesBody
+from jaxserve.server.messages.routes import add_messages
 from jaxserve.server.metrics import CONTENT_TYPE
 from jaxserve.server.openai import (
     ChatBody,
@@ -24,11 +35,17 @@ from jaxserve.server.openai import (
     RestartBody,
     RolesBody,
     Sampled,
+    ScaleBody,
     TokenizeBody,
     check_token,
     parse,
 )
+from jaxserve.server.operations import add_operations
+from jaxserve.server.replies import left, replied
+from jaxserve.server.responses.request import ResponsesBody
+from jaxserve.server.responses.routes import add_responses
 from jaxserve.server.service import Service
+from jaxserve.server.sessions import add_sessions
 from jaxserve.server.sse import Disconnected, EventStream, while_connected
 from jaxserve.version import __version__
 
@@ -40,11 +57,17 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody))
     async def chat(request: Request) -> Response:
-        return await _answer(service, request, ChatBody)
+        return await replied(request, _answer(service, request, ChatBody))
 
     @app.post("/v1/completions", openapi_extra=body_schema(CompletionBody))
     async def complete(request: Request) -> Response:
-        return await _answer(service, request, CompletionBody)
+        return await replied(request, _answer(service, request, CompletionBody))
+
+    add_responses(app, service)
+    add_messages(app, service)
+
+    add_pooling(app, service)
+    add_sessions(app, service)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -71,11 +94,7 @@ def create_app(service: Service) -> FastAPI:
 
     _add_admin(app, service)
 
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health")
-    async def health() -> Response:
-        _check_health(service)
-        return Response(status_code=200)
+    add_operations(app, service)
 
     @app.get("/load")
     async def load() -> dict[str, Any]:
@@ -95,7 +114,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(JaxserveError, handler)
     for gone in (Disconnected, ClientDisconnect):
         app.add_exception_handler(gone, left)
-    document(app)
+    document(app, ResponsesBody, MessagesBody, CountBody)
     config = service.config
     app.add_middleware(
         Guard,
@@ -104,6 +123,7 @@ def create_app(service: Service) -> FastAPI:
         draining=lambda: service.draining,
         protect=config.protect_metrics,
     )
+    allow_origins(app, config)  # outside of the guard, so that its refusals reach web pages too
     return app
 
 
@@ -128,33 +148,18 @@ def _add_admin(app: FastAPI, service: Service) -> None:
         body = parse(await request.body(), RestartBody)
         return restart_replicas(service.rolling, body, service.config.drain_timeout)
 
-
-def _check_health(service: Service) -> None:
-    """Raise Refused while the server drains or the engine is unhealthy."""
-    if service.draining:
-        raise Refused(503, "the server is shutting down", code="shutting_down")
-    if (ailment := service.engine.ailment) is not None:
-        raise Refused(503, ailment, code="unhealthy")
-
-
-async def left(_: Request, error: Exception) -> Response:
-    """Return the response for a client that has disconnected; it only sets the status in the access log."""
-    return Response(status_code=499)
+    @app.post("/v1/admin/replicas/scale", status_code=202, openapi_extra=body_schema(ScaleBody))
+    async def scale(request: Request) -> dict[str, Any]:
+        return scale_replicas(service.rolling, parse(await request.body(), ScaleBody))
 
 
 async def _answer(service: Service, request: Request, kind: type[Sampled]) -> Response:
-    """Answer a completion request. All errors become responses here, so that none reaches uvicorn's 500 page."""
-    try:
-        body = parse(await request.body(), kind)
-        preparing = service.prepare(body, request.headers, request.state.request_id, request.state.client)
-        answer = await while_connected(request.receive, preparing, service.ending)
-        if body.stream:
-            return await EventStream.start(service.chunks(answer, body), request.receive, service.ending)
-        return JSONResponse(await while_connected(request.receive, service.whole(answer), service.ending))
-    except (Disconnected, ClientDisconnect) as error:
-        return await left(request, error)
-    except Exception as error:
-        return response_of(error)
+    body = parse(await request.body(), kind)
+    preparing = service.prepare(body, request.headers, request.state.request_id, request.state.client)
+    answer = await while_connected(request.receive, preparing, service.ending)
+    if body.stream:
+        return await EventStream.start(service.chunks(answer, body), request.receive, service.ending)
+    return JSONResponse(await while_connected(request.receive, service.whole(answer), service.ending))
 
 
 async def _tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:

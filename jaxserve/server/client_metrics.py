@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from jaxserve.server.fairness import Stage
-from jaxserve.server.metrics import PREFIX
+from jaxserve.settings.operations import PREFIX
 
 REASONS = ("queue_full", "queue_share", "queue_timeout", "token_rate")
 
@@ -16,19 +16,20 @@ REASONS = ("queue_full", "queue_share", "queue_timeout", "token_rate")
 class StageCollector(Collector):
     """A collector of each client's running, waiting, admitted and refused requests, read at each scrape."""
 
-    def __init__(self, stage: Stage, model_name: str) -> None:
+    def __init__(self, stage: Stage, model_name: str, prefix: str = PREFIX) -> None:
         self._stage = stage
         self._model = model_name
+        self._prefix = prefix
 
     def collect(self) -> Iterator[Metric]:
-        labels, clients = ["model_name", "api_key"], self._stage.clients
-        running = GaugeMetricFamily(PREFIX + "client_requests_running", "Requests in the engine.", labels=labels)
+        prefix, labels, clients = self._prefix, ["model_name", "api_key"], self._stage.clients
+        running = GaugeMetricFamily(prefix + "client_requests_running", "Requests in the engine.", labels=labels)
         waiting = GaugeMetricFamily(
-            PREFIX + "client_requests_waiting", "Requests waiting for admission.", labels=labels
+            prefix + "client_requests_waiting", "Requests waiting for admission.", labels=labels
         )
-        admitted = CounterMetricFamily(PREFIX + "client_requests", "Requests admitted: prompts times n.", labels=labels)
-        tokens = CounterMetricFamily(PREFIX + "client_tokens", "Prompt and generated tokens.", labels=[*labels, "kind"])
-        refused = CounterMetricFamily(PREFIX + "client_refusals", "Requests refused.", labels=[*labels, "reason"])
+        admitted = CounterMetricFamily(prefix + "client_requests", "Requests admitted: prompts times n.", labels=labels)
+        tokens = CounterMetricFamily(prefix + "client_tokens", "Prompt and generated tokens.", labels=[*labels, "kind"])
+        refused = CounterMetricFamily(prefix + "client_refusals", "Requests refused.", labels=[*labels, "reason"])
         for name, client in clients.items():
             own = [self._model, name]
             running.add_metric(own, client.inside)

@@ -7,18 +7,29 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from jaxserve.server.embedding_bodies import EmbeddingBody, PoolingBody, ScoreBody
 from jaxserve.server.openai import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     RestartBody,
     RolesBody,
-    StageSLO,
-    StreamOptions,
+    ScaleBody,
     TokenizeBody,
 )
 
-BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, RolesBody, RestartBody)
+BODIES = (
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    PoolingBody,
+    ScoreBody,
+    TokenizeBody,
+    DetokenizeBody,
+    RolesBody,
+    RestartBody,
+    ScaleBody,
+)
 _REF = "#/components/schemas/{model}"
 
 
@@ -50,16 +61,17 @@ def body_schema(kind: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def document(app: FastAPI) -> None:
-    """Add the schemas that the routes refer to."""
+def document(app: FastAPI, *bodies: type[BaseModel]) -> None:
+    """Add the schemas that the routes refer to. bodies: those besides BODIES."""
     describe = app.openapi
 
     def described() -> dict[str, Any]:
         made = describe()
         schemas = made.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (*BODIES, StreamOptions, StageSLO, ErrorDetail, ErrorAnswer):
+        kinds: tuple[type[BaseModel], ...] = (*BODIES, *bodies, ErrorDetail, ErrorAnswer)
+        for kind in kinds:
             schema = kind.model_json_schema(ref_template=_REF)
-            schema.pop("$defs", None)  # all nested models are in this loop themselves
+            schemas |= schema.pop("$defs", {})
             schemas[kind.__name__] = schema
         return made
 

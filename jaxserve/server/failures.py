@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -90,15 +90,15 @@ def body_of(refused: Refused) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param and param[:100], "code": code}}
 
 
-def response_of(error: Exception) -> Response:
-    """Return the HTTP response for an error."""
+def response_of(error: Exception, shape: Callable[[Refused], dict[str, Any]] = body_of) -> Response:
+    """Return the HTTP response for an error. shape: returns the body, as an API writes it."""
     refused = refusal(error)
     headers = dict(getattr(error, "headers", None) or {})
     if refused.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after)))
     if refused.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(body_of(refused), refused.status, headers)
+    return JSONResponse(shape(refused), refused.status, headers)
 
 
 def routes_of(app: FastAPI) -> dict[str, list[str]]:

@@ -88,6 +88,12 @@ class Stage:
         self._timeout = timeout
         self._ring: deque[Client] = deque()  # clients with a queue
 
+    def resize(self, window: int, bound: int) -> None:
+        """Change both sizes, as engines join and leave."""
+        self._window = window if len(self.clients) > 1 else None
+        self._bound = bound
+        self._serve()
+
     @asynccontextmanager
     async def admitted(self, name: str, outputs: int, prompt_tokens: int) -> AsyncGenerator[Client, None]:
         """Wait for admission; within the context the request is in the engine.

@@ -57,7 +57,9 @@ async def serve_remote(
     """Serve HTTP for the engines at `places` until shutdown; `index` is that of this front."""
     # Requests of two fronts must not share seeds: equal prompts would get equal samples.
     seed = f"{config.seed}.{index}" if index else str(config.seed)
-    engine = await Replicas.connect(places, seed, config.replica_routing, config.api_server_count)
+    engine = await Replicas.connect(
+        places, seed, config.replica_routing, config.api_server_count, partly=config.max_replicas is not None
+    )
     service = Service(engine, tokenizer, config)
     engine.on_continued = service.metrics.continued
     try:

@@ -10,14 +10,23 @@ from collections.abc import Callable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server.failures import Refused, response_of
+from jaxserve.server.failures import Refused, body_of, response_of
 from jaxserve.server.keys import LOOPBACK, Keys
+from jaxserve.server.messages.errors import PATH as ANTHROPIC
+from jaxserve.server.messages.errors import anthropic_body
 
 logger = logging.getLogger("jaxserve.server")
 
-_WORK = ("/v1", "/tokenize", "/detokenize")  # routes that need a key if keys are configured
-_ADMIN = "/v1/admin"
-_OPEN = "/health"  # never needs a key, even with --protect-metrics
+# Routes that need a key if keys are configured.
+_WORK = ("/v1", "/pooling", "/tokenize", "/detokenize", "/tokenizer_info")
+_ADMIN = (
+    "/v1/admin",
+    "/server_info",
+    "/reset_prefix_cache",
+    "/start_profile",
+    "/stop_profile",
+)  # routes that need an admin key
+_OPEN = ("/health", "/ping", "/livez", "/readyz")  # never need a key, even with --protect-metrics
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -60,14 +69,15 @@ class Guard:
         except Exception as error:
             if begun:
                 raise
-            await response_of(error)(scope, receive, named)
+            shape = anthropic_body if _below(str(scope["path"]), ANTHROPIC) else body_of
+            await response_of(error, shape)(scope, receive, named)
 
     def _check(self, scope: Scope, headers: Headers, state: dict[str, str]) -> None:
         path, post = str(scope["path"]), scope["method"] == "POST"
-        if _below(path, _ADMIN):
+        if any(_below(path, prefix) for prefix in _ADMIN):
             self._check_admin(scope, headers)
         elif self._keys.names and self._needs_key(path) and scope["method"] != "OPTIONS":
-            said = _bearer(headers)
+            said = _bearer(headers) or headers.get("x-api-key", "").strip()  # the latter is Anthropic's
             client = self._keys.client(said)
             if client is None:
                 raise _unauthorized("API key", said)
@@ -79,7 +89,7 @@ class Guard:
             raise too_large(self._max_body)
 
     def _needs_key(self, path: str) -> bool:
-        return path != _OPEN if self._protect else any(_below(path, prefix) for prefix in _WORK)
+        return path not in _OPEN if self._protect else any(_below(path, prefix) for prefix in _WORK)
 
     def _check_admin(self, scope: Scope, headers: Headers) -> None:
         """Require an admin key, and refuse requests that a web page could send (docs/guide/security.md).

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.server.failures import Refused
-from jaxserve.server.openai import Sampled
+from jaxserve.server.openai import Scheduled
 from jaxserve.settings.fields import HttpSettings
 from jaxserve.yamlio import load_yaml, nearest
 
@@ -37,7 +37,7 @@ class ClientLimits:
                 allowed = f"at least {low}" if high == inf else f"{low} to {high}"
                 raise InvalidValue(f"{name}={value!r} must be {allowed}", name)
 
-    def check(self, body: Sampled) -> None:
+    def check(self, body: Scheduled) -> None:
         """Raise Refused (403) if a body sets a field that this client may not set."""
         if body.priority is not None and not self.priority:
             raise Refused(403, "this API key may not set priority: leave it out", "priority", "not_allowed")

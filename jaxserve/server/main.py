@@ -8,10 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxserve.config import ServeConfig
+from jaxserve.engine.runtime.kv_events import check_events
 from jaxserve.errors import InvalidValue
 from jaxserve.models.source import find_tokenizer
 from jaxserve.remote.engines import Engines
 from jaxserve.remote.process import EngineProcesses
+from jaxserve.remote.scaler import ReplicaScaler
 from jaxserve.report.progress import bar
 from jaxserve.server.fronts import Fronts, begin_process, serve_remote
 from jaxserve.server.keys import Keys, warn_if_open
@@ -19,6 +21,8 @@ from jaxserve.server.limits import load_limits
 from jaxserve.server.service import Service
 from jaxserve.server.serving import listen_on, loop_factory, serve
 from jaxserve.server.signals import Signals, end_process
+from jaxserve.server.tls import check_tls
+from jaxserve.server.tracing import check_tracing
 
 
 def run(config: ServeConfig, start: Callable[[ServeConfig], Engines] = EngineProcesses) -> int:
@@ -32,6 +36,10 @@ def run(config: ServeConfig, start: Callable[[ServeConfig], Engines] = EnginePro
     warn_if_open(config, keys)
     load_limits(config, keys.names)
     check_processes(config, keys)
+    check_tls(config)
+    check_tracing(config)
+    if config.kv_events is not None:
+        check_events(config.kv_events)
     sock = listen_on(config.host, config.port)
     try:
         if config.api_server_count == 0:
@@ -43,8 +51,8 @@ def run(config: ServeConfig, start: Callable[[ServeConfig], Engines] = EnginePro
 
 def check_processes(config: ServeConfig, keys: Keys) -> None:
     """Raise InvalidValue if the settings need other processes than they ask for."""
-    if (len(config.replica_roles) > 1 or config.ray is not None) and config.api_server_count == 0:
-        what = f"replicas={len(config.replica_roles)}" if config.ray is None else f"engines in Ray (ray={config.ray!r})"
+    if (config.most_replicas > 1 or config.ray is not None) and config.api_server_count == 0:
+        what = config.replicas_said if config.ray is None else f"engines in Ray (ray={config.ray!r})"
         raise InvalidValue(f"{what} are processes of their own: use --api-server-count 1 or more", "replicas")
     if config.api_server_count > 1 and len(keys.names) > 1:
         raise InvalidValue(
@@ -72,12 +80,14 @@ def _run_alone(config: ServeConfig, sock: socket.socket) -> int:
 def _run_beside(config: ServeConfig, sock: socket.socket, start: Callable[[ServeConfig], Engines]) -> int:
     """Serve with every engine in a process of its own."""
     engines = start(config)
+    scaler = None if config.max_replicas is None else ReplicaScaler(engines, config)
     try:
-        if config.api_server_count > 1:
-            engines.wait()
-            return Fronts(config, engines.places, sock).run()
-        tokenizer = find_tokenizer(config)
+        tokenizer = find_tokenizer(config) if config.api_server_count == 1 else None
         engines.wait()
+        if scaler is not None:
+            scaler.start()
+        if tokenizer is None:
+            return Fronts(config, engines.places, sock).run()
         signals = Signals()
         with signals.handled():
             try:
@@ -86,6 +96,8 @@ def _run_beside(config: ServeConfig, sock: socket.socket, start: Callable[[Serve
             finally:
                 signals.served()
     finally:
+        if scaler is not None:
+            scaler.close()
         if not engines.close():
             end_process(1)
     return 0

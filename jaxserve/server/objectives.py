@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,12 +10,15 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import ECHO, InvalidValue, short
 from jaxserve.sched.api.request import STANDARD
 from jaxserve.sched.api.slo import LONGEST, SHORTEST, SLO
-from jaxserve.server.openai import Sampled
+from jaxserve.server.openai import Timed
 from jaxserve.settings.tiers import stages_over
 
 # In order of precedence. Gateways send the first name, load generators the second.
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+
+# The name of an InferenceObjective of the Gateway API inference extension, and of llm-d before.
+OBJECTIVE_HEADERS = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
 
 MAX_PRIORITY = 2**31 - 1  # must fit an integer column of the scheduler
 
@@ -29,13 +32,15 @@ class Objectives(NamedTuple):
     pace: bool = False  # send tokens no earlier than the objectives require
 
 
-def objectives_of(body: Sampled, headers: Mapping[str, str], config: ServeConfig) -> Objectives:
+def objectives_of(
+    body: Timed, headers: Mapping[str, str], config: ServeConfig, tiers: Collection[str] | None = None
+) -> Objectives:
     """Return the objectives of a request.
 
     Body fields take precedence over headers, headers over the tier, the tier over the server's
-    defaults. Raises InvalidValue that names the field or header.
+    defaults. `tiers`: those that the client may choose; None: all. Raises InvalidValue that names the field or header.
     """
-    tier, slo, name = config.tier(body.service_tier or STANDARD)
+    tier, slo, name = config.tier(body.service_tier or _gateway_tier(headers, config, tiers) or STANDARD)
     ttft = _first(("ttft_slo_ms", body.ttft_slo_ms), TTFT_HEADERS, headers)
     tpot = _first(("tpot_slo_ms", body.tpot_slo_ms), TPOT_HEADERS, headers)
     tbt = _first(("tbt_slo_ms", body.tbt_slo_ms), (), headers)
@@ -60,6 +65,12 @@ def objectives_of(body: Sampled, headers: Mapping[str, str], config: ServeConfig
         raise InvalidValue(message, "priority")
     pace = config.pace_tokens if body.pace_tokens is None else body.pace_tokens
     return Objectives(slo, priority, name, pace)
+
+
+def _gateway_tier(headers: Mapping[str, str], config: ServeConfig, tiers: Collection[str] | None) -> str | None:
+    """Return the tier that a gateway names as the request's objective; other objectives are the gateway's own."""
+    named = next((headers[name] for name in OBJECTIVE_HEADERS if name in headers), None)
+    return named if named in config.tiers and (tiers is None or named in tiers) else None
 
 
 def _first(field: tuple[str, float | None], names: tuple[str, ...], headers: Mapping[str, str]) -> float | None:

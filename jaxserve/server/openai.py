@@ -40,33 +40,9 @@ class Body(BaseModel):
     model: str | None = None
 
 
-class Sampled(Body):
-    """The fields that chat and text completions share."""
+class Timed(Body):
+    """The latency objectives of a request, and its end user."""
 
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    logit_bias: dict[str, float] | None = None
-    prompt_logprobs: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    add_special_tokens: bool | None = None
-    cache_salt: str | None = None  # as in vLLM: cached prefixes are shared among requests with equal salts
-    # latency objectives
     priority: int | None = None
     service_tier: str | None = None
     ttft_slo_ms: float | None = None
@@ -76,9 +52,60 @@ class Sampled(Body):
     pace_tokens: bool | None = None  # streams only
     # accepted without effect
     user: str | None = None
+
+
+class Scheduled(Timed):
+    """The fields that all requests for the engine share."""
+
+    add_special_tokens: bool | None = None
+    session_id: str | None = None  # the pages of a session wait for its next turn in the prefix cache
+    cache_salt: str | None = None  # as in vLLM: cached prefixes are shared among requests with equal salts
+    request_id: str | None = None
+
+
+class Drawn(Scheduled):
+    """How tokens are sampled: fields that all APIs share."""
+
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    logits_processors: list[str | dict[str, Any]] | None = None  # names, or objects with `name` and `argument`
+    # structured outputs: vLLM's field, and the older names of vLLM
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class Sampled(Drawn):
+    """The fields that chat and text completions share."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stop: str | list[str] | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    # accepted without effect
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    request_id: str | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -95,6 +122,22 @@ class ChatBody(Sampled):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """The variables of the chat template that the request sets."""
+        if (effort := self.reasoning_effort) is None:
+            return dict(self.chat_template_kwargs or {})
+        if effort not in EFFORTS:
+            allowed = ", ".join(EFFORTS)
+            raise InvalidValue(f"reasoning_effort={short(effort)} must be one of {allowed}", "reasoning_effort")
+        off = {"enable_thinking": False, "thinking": False} if effort == "none" else {}
+        return {"reasoning_effort": effort, **off, **(self.chat_template_kwargs or {})}
 
 
 class CompletionBody(Sampled):
@@ -114,6 +157,13 @@ class TokenizeBody(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """The variables of the chat template that the request sets."""
+        return dict(self.chat_template_kwargs or {})
 
 
 class DetokenizeBody(Body):
@@ -136,20 +186,18 @@ class RestartBody(Body):
     drain_timeout: float | None = None  # None: --drain-timeout
 
 
+class ScaleBody(Body):
+    """The body of `POST /v1/admin/replicas/scale`: the number of replicas, or null: as the load needs."""
+
+    replicas: int | None
+
+
 # Known fields that change the output and are not supported, with the values that have no effect.
 # Any other value is refused.
 _NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": _NOTHING,
-    "tool_choice": (*_NOTHING, "none", "auto"),
     "functions": _NOTHING,
     "function_call": (*_NOTHING, "none", "auto"),
-    "response_format": (*_NOTHING, {"type": "text"}),
-    "structured_outputs": _NOTHING,
-    "guided_json": _NOTHING,
-    "guided_regex": _NOTHING,
-    "guided_choice": _NOTHING,
-    "guided_grammar": _NOTHING,
     "modalities": (*_NOTHING, ["text"]),
     "audio": _NOTHING,
     "images": _NOTHING,
@@ -163,17 +211,14 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "adapter_id": _NOTHING,
     "use_beam_search": _NOTHING,
     "length_penalty": (None, 1, 1.0),
-    "allowed_token_ids": _NOTHING,
-    "bad_words": _NOTHING,
-    "logits_processors": _NOTHING,
-    "truncate_prompt_tokens": (None,),
     "prompt_embeds": _NOTHING,
     "chat_template": _NOTHING,  # clients must not run their own templates; the server has --chat-template
 }
 
-# Tools are ignored if the client says that none of them may be called.
-_CHOICES = {"tools": "tool_choice", "functions": "function_call"}
+# The older form of tools is ignored if the client says that none of them may be called.
+_CHOICES = {"functions": "function_call"}
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_REQUEST_ID = 1024  # characters
 
 _warned: set[str] = set()
@@ -192,8 +237,15 @@ def parse(raw: bytes, kind: type[M]) -> M:
         _check_unicode(data)
     if not isinstance(data, dict):
         raise InvalidValue(f"the body must be a JSON object, not {type(data).__name__}")
+    return validated(data, kind)
+
+
+def validated(data: dict[str, Any], kind: type[M]) -> M:
+    """Return a body of `kind` from its fields. Raises InvalidValue as `parse` does."""
     for name, neutral in _UNSUPPORTED.items():
-        if name in data and data[name] not in neutral and data.get(_CHOICES.get(name, "")) != "none":
+        if name in kind.model_fields or name not in data:
+            continue
+        if data[name] not in neutral and data.get(_CHOICES.get(name, "")) != "none":
             raise InvalidValue(f"{name} is not supported by this server: leave it out", name)
     try:
         body = kind.model_validate(data)
@@ -252,11 +304,7 @@ def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
         raise InvalidValue(
             f"best_of={short(body.best_of)} above n={short(body.n or 1)} is not supported: use n", "best_of"
         )
-    if body.cache_salt is not None:
-        check_salt(body.cache_salt)
-    if body.request_id is not None and not 1 <= len(body.request_id) <= MAX_REQUEST_ID:
-        what = f"request_id has {len(body.request_id)} characters: 1 to {MAX_REQUEST_ID} are allowed"
-        raise InvalidValue(what, "request_id")
+    check_names(body)
     given: dict[str, Any] = {
         "n": body.n,
         "min_tokens": body.min_tokens,
@@ -273,6 +321,10 @@ def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
         "ignore_eos": body.ignore_eos,
         "prompt_logprobs": body.prompt_logprobs,
         "logit_bias": _logit_bias(body.logit_bias or {}, vocab_size),
+        "allowed_token_ids": None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        "bad_words": tuple(body.bad_words or ()),
+        "truncate_prompt_tokens": body.truncate_prompt_tokens,
+        "logits_processors": body.logits_processors,
         "include_stop_str_in_output": body.include_stop_str_in_output,
         "skip_special_tokens": body.skip_special_tokens,
     }
@@ -281,9 +333,19 @@ def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
         given |= _of_chat(body)
     elif isinstance(body, CompletionBody):
         given |= _of_completion(body)
-    for token in given["stop_token_ids"]:
-        check_token(token, vocab_size, "stop_token_ids")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        for token in {min(given[name]), max(given[name])} if given.get(name) else ():
+            check_token(token, vocab_size, name)
     return SamplingParams(**given)
+
+
+def check_names(body: Scheduled) -> None:
+    """Raise InvalidValue for a `cache_salt` or `request_id` that is too long, or empty."""
+    if body.cache_salt is not None:
+        check_salt(body.cache_salt)
+    if body.request_id is not None and not 1 <= len(body.request_id) <= MAX_REQUEST_ID:
+        what = f"request_id has {len(body.request_id)} characters: 1 to {MAX_REQUEST_ID} are allowed"
+        raise InvalidValue(what, "request_id")
 
 
 def _of_chat(body: ChatBody) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from jaxserve.errors import InvalidValue, short
+from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import check_prompt_length
 from jaxserve.server.openai import (
     ChatBody,
@@ -17,6 +18,7 @@ from jaxserve.server.openai import (
 )
 from jaxserve.server.texts import TextThreads
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.tools.definitions import calls_in_history, tools_of
 
 MAX_OUTPUTS = 1024  # per HTTP request: prompts times n
 
@@ -42,22 +44,39 @@ class Prompts:
         """The number of texts that no thread has begun to process."""
         return self.texts.waiting
 
-    async def of(self, body: Sampled, n: int, check: Callable[[int, int], None]) -> list[Prompt]:
-        """Return the prompts of a body, each of which gets `n` outputs.
+    async def of(self, body: Sampled, params: SamplingParams, check: Callable[[int, int], None]) -> list[Prompt]:
+        """Return the prompts of a body, each of which gets `params.n` outputs, truncated if `params` says so.
 
         `check(prompts, n)` may raise InvalidValue; it is called before any text is encoded. Raises
         InvalidValue.
         """
+        n, room = params.n, params.room(self._context)
         count = prompt_count(body.prompt) if isinstance(body, CompletionBody) else 1
         if count * n > MAX_OUTPUTS:
             message = f"{count} prompts times n={short(n)} are {short(count * n)} outputs: at most {MAX_OUTPUTS}"
             raise InvalidValue(message, "n")
         check(count, n)
         if isinstance(body, ChatBody):
-            return [await self._conversation(body, bool(body.add_special_tokens))]  # templates contain special tokens
-        assert isinstance(body, CompletionBody)
-        special = body.add_special_tokens is not False
-        return [await self._completion(prompt, special) for prompt in prompts_of(body.prompt)]
+            # Templates contain special tokens.
+            made = [await self._conversation(body, bool(body.add_special_tokens))]
+        else:
+            assert isinstance(body, CompletionBody)
+            special = body.add_special_tokens is not False
+            made = [await self._completion(prompt, special, room) for prompt in prompts_of(body.prompt)]
+        if room is not None and isinstance(body, ChatBody):  # of which only the end of the text is read
+            return [(text, tokens[-room:]) for text, tokens in made]
+        return _truncated(made, room)
+
+    async def texts_of(
+        self, given: Any, name: str, special: bool, params: SamplingParams, check: Callable[[int, int], None]
+    ) -> list[Prompt]:
+        """Return the prompts of the field `name`: a text, token ids, or a list of either. `check`: as in `of`."""
+        if (count := prompt_count(given)) > MAX_OUTPUTS:
+            raise InvalidValue(f"{name} has {count} entries: at most {MAX_OUTPUTS} are allowed", name)
+        check(count, 1)
+        room = params.room(self._context)
+        made = [await self._completion(one, special, room, name) for one in prompts_of(given, name)]
+        return _truncated(made, room)
 
     async def tokenize(self, body: TokenizeBody) -> list[int]:
         """Return the token ids of a prompt or a conversation. Raises InvalidValue."""
@@ -67,12 +86,15 @@ class Prompts:
             return (await self._completion(body.prompt, body.add_special_tokens is not False))[1]
         return (await self._conversation(body, bool(body.add_special_tokens)))[1]
 
-    async def _completion(self, prompt: str | list[int], special: bool) -> Prompt:
+    async def _completion(
+        self, prompt: str | list[int], special: bool, room: int | None = None, name: str = "prompt"
+    ) -> Prompt:
         if isinstance(prompt, str):
-            return prompt, await self._encode(prompt, special, "prompt")
+            return prompt, await self._encode(prompt, special, name)
+        prompt = prompt if room is None else prompt[-room:]
         check_prompt_length(len(prompt), self._context)  # before the check of each id
         for token in prompt:
-            check_token(token, self._vocab_size, "prompt")
+            check_token(token, self._vocab_size, name)
         return None, prompt
 
     async def _conversation(self, body: ChatBody | TokenizeBody, special: bool) -> Prompt:
@@ -80,15 +102,17 @@ class Prompts:
         if len(given) > self._context:  # a template writes at least one token per message
             raise self._too_long(f"messages has {len(given)} entries", "messages")
         messages = messages_of(given)
-        arguments = body.chat_template_kwargs if isinstance(body, ChatBody) else None
+        choice = body.tool_choice if isinstance(body, ChatBody) else None
+        tools = tools_of(body.tools, choice)
         render = partial(
             self._tokenizer.chat,
             messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            arguments=arguments,
+            arguments=body.template_arguments,
+            tools=None if tools is None else tools.definitions,
         )
-        text = await self.texts.run(render, sum(len(message["content"]) for message in messages))
+        text = await self.texts.run(render, sum(len(message["content"] or "") for message in messages))
         return text, await self._encode(text, special, "messages")
 
     async def _encode(self, text: str, special: bool, param: str) -> list[int]:
@@ -107,8 +131,8 @@ class Prompts:
         )
 
 
-def prompts_of(prompt: Any) -> list[str | list[int]]:
-    """Return the prompts of a text completion: a text, token ids, or a list of either. Raises InvalidValue."""
+def prompts_of(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
+    """Return the prompts of the field `name`: a text, token ids, or a list of either. Raises InvalidValue."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -119,13 +143,20 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
         if all(isinstance(item, list) and item and all(map(_is_id, item)) for item in prompt):
             return list(prompt)
     raise InvalidValue(
-        f"prompt={short(prompt)} must be a text, a list of texts, a list of token ids, or a list of such lists",
-        "prompt",
+        f"{name}={short(prompt)} must be a text, a list of texts, a list of token ids, or a list of such lists",
+        name,
     )
 
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _truncated(prompts: list[Prompt], room: int | None) -> list[Prompt]:
+    """Return prompts with at most `room` tokens, their last; None: all."""
+    if room is None:
+        return prompts
+    return [(text, tokens) if len(tokens) <= room else (None, tokens[-room:]) for text, tokens in prompts]
 
 
 def prompt_count(prompt: Any) -> int:
@@ -144,19 +175,25 @@ def messages_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise InvalidValue(
-            f"{where}.role={short(message.get('role'))} must be a text: system, user or assistant", "messages"
+            f"{where}.role={short(message.get('role'))} must be a text: system, user, assistant or tool", "messages"
         )
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if message.get(name):
             raise InvalidValue(f"{where}.{name} is not supported by this server", "messages")
-    content = message.get("content")
+    content, calls = message.get("content"), {}
+    if message.get("tool_calls"):
+        if message["role"] != "assistant":
+            raise InvalidValue(f"{where}.tool_calls needs the role assistant", f"{where}.tool_calls")
+        calls = {"tool_calls": calls_in_history(message["tool_calls"], f"{where}.tool_calls")}
+        if not content:
+            return {**message, "content": None, **calls}
     if content is None:
         content = ""
     if isinstance(content, list):
         content = "\n".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
     if not isinstance(content, str):
         raise InvalidValue(f"{where}.content={short(content)} must be a text or a list of text parts", "messages")
-    return {**message, "content": content}
+    return {**message, "content": content, **calls}
 
 
 def _part(part: Any, where: str) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.queue import ROWS
 from jaxserve.errors import InvalidValue, short
+from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, check_length, merged, pieces
+from jaxserve.generation.session import session_of
 from jaxserve.generation.stops import Automaton
 from jaxserve.remote.replicas import Replicas
 from jaxserve.remote.rolling import Rolling
@@ -28,7 +31,13 @@ from jaxserve.server.objectives import objectives_of
 from jaxserve.server.openai import ChatBody, CompletionBody, Sampled, params_of
 from jaxserve.server.pacing import Pace, paced
 from jaxserve.server.prompts import Prompts
+from jaxserve.server.structured import compiled, constraint_of
+from jaxserve.server.tracing import Trace, Tracing
+from jaxserve.structured.compiler import Compiler
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.tools.definitions import Tools, tools_of
+from jaxserve.tools.events import Parser
+from jaxserve.tools.families import Parsers
 
 WINDOW = 2  # requests admitted to a shared engine, as a multiple of those it can run at a time
 
@@ -42,25 +51,41 @@ class Service:
         self.keys = Keys.of(config)
         # The keys are kept as digests only, in `keys`.
         self.config = replace(config.promising(engine.info.promise.slo), api_key=(), admin_key=())
-        self.metrics = Metrics(engine, config.names[0])
+        self.metrics = Metrics(engine, config.names[0], config.metrics_prefix)
         self.limits = limits = load_limits(config, self.keys.names)
-        instances, rows = max(1, len(engine.info.instances)), self._rows()
-        bound = instances * (config.max_num_queued_reqs or ROWS * rows)
         timeout = config.queue_timeout or None
-        self.stage = Stage(limits, self.keys.names, window=WINDOW * instances * rows, bound=bound, timeout=timeout)
-        self.metrics.register(StageCollector(self.stage, config.names[0]))
+        window, bound = self._sizes()
+        self.stage = Stage(limits, self.keys.names, window=window, bound=bound, timeout=timeout)
+        self.metrics.register(StageCollector(self.stage, config.names[0], config.metrics_prefix))
         self.rolling = Rolling(engine) if isinstance(engine, Replicas) else None
+        if isinstance(engine, Replicas):
+            engine.on_changed = lambda: self.stage.resize(*self._sizes())
+        self.tracing = Tracing.of(config)
         self.draining = False
         self.ending = asyncio.Event()  # set when a shutdown aborts the running requests
         self.active = 0  # HTTP requests that generate tokens
         self._mailbox: Mailbox | None = None
+        self.parsers = Parsers.of(config.tool_call_parser, config.reasoning_parser, tokenizer.template_text)
         self.prompts = Prompts(tokenizer, engine.info.vocab_size, engine.info.max_model_len)
+        # An engine in another process compiles for itself; here it is found out whether that will work.
+        shared: Compiler | None = getattr(engine, "compiler", None)
+        self._own = Compiler(tokenizer.json, engine.info.vocab_size, engine.info.eos) if shared is None else None
+        self.compiler: Compiler = self._own or engine.compiler
 
     def close(self) -> None:
-        """Stop the tokenizer threads, and a restart of replicas before its next one."""
+        """Send the traces that are left, stop the tokenizer threads, and a restart of replicas before its next one."""
         self.prompts.close()
+        if self._own is not None:
+            self._own.close()
+        if self.tracing is not None:
+            self.tracing.close()
         if self.rolling is not None:
             self.rolling.close()
+
+    def _sizes(self) -> tuple[int, int]:
+        """Return the outputs that may be in the engine at a time, and those that may wait."""
+        instances, rows = max(1, len(self.engine.info.instances)), self._rows()
+        return WINDOW * instances * rows, instances * (self.config.max_num_queued_reqs or ROWS * rows)
 
     def _rows(self) -> int:
         """Return the number of requests that one instance can run at a time."""
@@ -82,24 +107,41 @@ class Service:
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise InvalidValue("stream_options requires stream=true", "stream_options")
-        if body.stream and body.prompt_logprobs is not None:
-            raise InvalidValue("prompt_logprobs is not supported with stream=true", "prompt_logprobs")
         self.limits.of(client).check(body)
         params = params_of(body, self.engine.info.vocab_size)
-        goals = objectives_of(body, headers, self.config)
+        tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls) if isinstance(body, ChatBody) else None
+        if self.parsers.keeps_special(tools) and isinstance(body, ChatBody):
+            params = replace(params, skip_special_tokens=False)
+        if (wanted := constraint_of(body, tools)) is not None:
+            params = replace(params, structured_outputs=await compiled(self.compiler, wanted))
+        if params.bad_words:
+            params = await self.prompts.texts.run(
+                partial(with_bad_words, params, self.tokenizer), sum(map(len, params.bad_words))
+            )
+        goals = objectives_of(body, headers, self.config, self.limits.of(client).tiers)
         goals = goals._replace(pace=goals.pace and bool(body.stream))  # pacing affects streams only
         chat = isinstance(body, ChatBody)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or request_id}"
-        prompts = await self.prompts.of(body, params.n, self.engine.check_outputs)
+        prompts = await self.prompts.of(body, params, self.engine.check_outputs)
         stops = await self.prompts.texts.run(lambda: Automaton(params.stop), 0) if params.stop else Automaton(())
-        salt = self.keys.salt(client, body.cache_salt)
+        salt, session = self.keys.salt(client, body.cache_salt), session_of(client, body.session_id, headers)
         jobs = []
         for number, (text, tokens) in enumerate(prompts):
             check_length(len(tokens), params, self.engine.info.max_model_len)
             key = name if len(prompts) == 1 else f"{name}-{number}"
             jobs.append(
                 Submission(
-                    tokens, params, goals.slo, goals.priority, goals.tier, key, text, goals.pace, stops, salt=salt
+                    tokens,
+                    params,
+                    goals.slo,
+                    goals.priority,
+                    goals.tier,
+                    key,
+                    text,
+                    goals.pace,
+                    stops,
+                    salt=salt,
+                    session=session,
                 )
             )
         return Answer(
@@ -114,7 +156,18 @@ class Service:
             score_only=isinstance(body, CompletionBody) and body.max_tokens == 0,
             service_tier=body.service_tier,
             client=client,
+            reader=self._reader(tools, jobs[0].text or "") if isinstance(body, ChatBody) else None,
+            reasoning=isinstance(body, ChatBody) and body.include_reasoning,
+            trace=self.trace_of(headers, name),
         )
+
+    def trace_of(self, headers: Mapping[str, str], name: str) -> Trace | None:
+        """Return the trace of the request called `name`; None without traces."""
+        return None if self.tracing is None else self.tracing.begin(headers, name, self.config.names[0])
+
+    def _reader(self, tools: Tools | None, prompt: str) -> Callable[[], Parser] | None:
+        """Return what makes a parser for each output; None if its text is the answer."""
+        return partial(self.parsers.start, tools, prompt) if self.parsers.reads(tools) else None
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -134,7 +187,7 @@ class Service:
         mailbox = self._mailbox
         outputs, tokens = sum(job.params.n for job in answer.jobs), sum(len(job.prompt) for job in answer.jobs)
         arrived = time.monotonic()
-        async with self.stage.admitted(answer.client, outputs, tokens) as client:
+        async with self._traced(answer), self.stage.admitted(answer.client, outputs, tokens) as client:
             waited = time.monotonic() - arrived
             streams = [pieces(self.engine, self.tokenizer, replace(job, waited=waited), mailbox) for job in answer.jobs]
             if len(streams) == 1:
@@ -148,12 +201,30 @@ class Service:
                         self._count(answer, number, piece, client)
                         yield number, piece
 
+    @asynccontextmanager
+    async def _traced(self, answer: Answer) -> AsyncIterator[None]:
+        """Trace what is generated within the context, however it ends."""
+        begun, error = time.time_ns(), None
+        try:
+            yield
+        except (GeneratorExit, asyncio.CancelledError):
+            error = "the client has left"
+            raise
+        except Exception as failure:
+            error = str(failure)
+            raise
+        finally:
+            if answer.trace is not None:
+                answer.trace.close(begun, time.time_ns(), error)
+
     def _count(self, answer: Answer, number: int, piece: Piece, client: Client) -> None:
         """Count a piece. Raises GenerationFailed at a failed one."""
         job = answer.jobs[number]
         client.use("generation", len(piece.tokens))
         if answer.begin(number):
             self.metrics.begun(job)
+        if answer.trace is not None and piece.metrics is not None:
+            answer.trace.add(number, piece.choice, job, piece.metrics, piece.finish_reason)
         if piece.finish_reason in GIVEN_UP:
             raise GenerationFailed(piece.error or "the engine gave the request up", piece.finish_reason)
         self.metrics.news(job, piece)

@@ -18,10 +18,11 @@ from jaxserve.engine.runtime.info import Promise
 from jaxserve.errors import InvalidValue
 from jaxserve.report.table import print_table
 from jaxserve.server.app import create_app
-from jaxserve.server.metrics import StatsLine
 from jaxserve.server.protocol import limits_of, protocol_of
 from jaxserve.server.service import Service
 from jaxserve.server.signals import Signals
+from jaxserve.server.stats_line import StatsLine
+from jaxserve.server.tls import tls_of
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -81,6 +82,7 @@ async def serve(
         timeout_graceful_shutdown=5,
         lifespan="off",
         ws="none",
+        **tls_of(service.config),
     )
     server = Server(config)
     ending = Ending(service, server)
@@ -166,9 +168,10 @@ async def _announce(
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # nosec B104
     key = " -H 'Authorization: Bearer KEY'" if service.keys.names else ""
-    print(f"jaxserve is ready at http://{host}:{port}. Try:")
+    scheme = "http" if config.ssl_certfile is None else "https"
+    print(f"jaxserve is ready at {scheme}://{host}:{port}. Try:")
     print(
-        f"  curl http://{host}:{port}/v1/completions -H 'Content-Type: application/json'{key} "
+        f"  curl {scheme}://{host}:{port}/v1/completions -H 'Content-Type: application/json'{key} "
         """-d '{"prompt": "def main(", "max_tokens": 20}'"""
     )
     sys.stdout.flush()

@@ -35,6 +35,28 @@ def event(data: Mapping[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
+def named_event(data: Mapping[str, Any]) -> bytes:
+    """Encode a JSON object as one event that is named by its `type`."""
+    return b"event: " + str(data["type"]).encode() + b"\n" + event(data)
+
+
+class Dialect:
+    """How an API writes a stream: this is the one of chat and text completions."""
+
+    end = DONE  # after the last object
+
+    def item(self, data: Mapping[str, Any]) -> bytes:
+        """Encode an object of the stream."""
+        return event(data)
+
+    def failure(self, error: Exception) -> bytes:
+        """Encode an error after which the stream ends."""
+        return event(body_of(refusal(error)))
+
+
+COMPLETIONS = Dialect()
+
+
 async def gone(receive: Receive) -> None:
     """Wait until the client disconnects."""
     while True:
@@ -64,7 +86,7 @@ async def while_connected(receive: Receive, work: Awaitable[T], ending: asyncio.
 
 
 class EventStream(Response):
-    """A response that sends JSON objects as events, then `[DONE]`.
+    """A response that sends JSON objects as events, in the dialect of an API.
 
     Create it with `start`, which waits for the first object, so that an error before it gets its own
     status code. Later errors and shutdowns become events. A disconnect closes the source at once.
@@ -73,7 +95,11 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, source: AsyncGenerator[dict[str, Any], None], first: list[dict[str, Any]], ending: asyncio.Event
+        self,
+        source: AsyncGenerator[dict[str, Any], None],
+        first: list[dict[str, Any]],
+        ending: asyncio.Event,
+        dialect: Dialect = COMPLETIONS,
     ) -> None:
         super().__init__()
         del self.headers["content-length"]
@@ -82,11 +108,16 @@ class EventStream(Response):
         self._source = source
         self._first = first
         self._ending = ending
+        self._dialect = dialect
         self._begun = False
 
     @classmethod
     async def start(
-        cls, source: AsyncGenerator[dict[str, Any], None], receive: Receive, ending: asyncio.Event
+        cls,
+        source: AsyncGenerator[dict[str, Any], None],
+        receive: Receive,
+        ending: asyncio.Event,
+        dialect: Dialect = COMPLETIONS,
     ) -> EventStream:
         """Wait for the first object and return the response.
 
@@ -97,7 +128,7 @@ class EventStream(Response):
         except BaseException:
             await source.aclose()
             raise
-        return cls(source, first, ending)
+        return cls(source, first, ending, dialect)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(Disconnected):
@@ -111,26 +142,26 @@ class EventStream(Response):
         async with aclosing(self._source) as source:
             await self._begin(send)
             for item in self._first:
-                await _part(send, event(item))
+                await _part(send, self._dialect.item(item))
             try:
                 async for item in source:
-                    await _part(send, event(item))
+                    await _part(send, self._dialect.item(item))
             except OSError:
                 raise Disconnected from None
             except Exception as error:
-                await _part(send, event(body_of(refusal(error))))
-            await _part(send, DONE, more=False)
+                await _part(send, self._dialect.failure(error))
+            await _part(send, self._dialect.end, more=False)
 
     async def _begin(self, send: Send) -> None:
         self._begun = True
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
     async def _end(self, send: Send, error: Exception) -> None:
-        """End the stream early with an error event and `[DONE]`."""
+        """End the stream early with an error event."""
         if not self._begun:
             await self._begin(send)
-        await _part(send, event(body_of(refusal(error))))
-        await _part(send, DONE, more=False)
+        await _part(send, self._dialect.failure(error))
+        await _part(send, self._dialect.end, more=False)
 
 
 async def _part(send: Send, data: bytes, more: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from jaxserve.remote.address import Address
 from jaxserve.remote.client import RemoteEngine
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
-from tests.support.server.live import ADMIN, SMALL, Live
+from tests.support.server.live import ADMIN, ALONE, SMALL, Live
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,6 +41,18 @@ def engine() -> Iterator[Any]:
     made = Engine.start(ServeConfig.load(mesh="2x1", max_num_queued_reqs=200, **SMALL))
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def assembled() -> Callable[[str], Any]:
+    """A function that returns warm executors for a mesh, made once. One engine at a time may serve on them."""
+    from jaxserve.engine.startup.assemble import assemble
+
+    @cache
+    def made(mesh: str) -> Any:
+        return assemble(ServeConfig.load(mesh=mesh, **(ALONE if mesh == "1x1" else SMALL)))
+
+    return made
 
 
 @pytest.fixture(scope="session")

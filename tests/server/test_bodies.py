@@ -47,10 +47,7 @@ def test_invalid_bodies_are_refused(raw, said):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
-        ("response_format", {"type": "json_object"}),
         ("lora_request", {"name": "a"}),
         ("images", ["a"]),
         ("audio", {"voice": "a"}),
@@ -73,15 +70,11 @@ def test_unsupported_fields_without_effect_are_accepted():
     )
 
 
-def test_uncallable_tools_are_ignored():
-    """Agent frameworks list their tools in every call, with `tool_choice` "none" if they want text."""
-    offered = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    params_of(chat(tools=offered, tool_choice="none"), VOCAB)
+def test_uncallable_functions_are_ignored():
+    """The older form of tools is accepted only with `function_call` "none"."""
     params_of(chat(functions=[{"name": "look"}], function_call="none"), VOCAB)
-    for more in ({}, {"tool_choice": "auto"}, {"tool_choice": "required"}, {"function_call": "none"}):
-        with pytest.raises(InvalidValue, match="tool") as caught:
-            chat(tools=offered, **more)
-        assert caught.value.param in ("tools", "tool_choice")
+    with pytest.raises(InvalidValue, match="functions"):
+        chat(functions=[{"name": "look"}])
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_the_schema_is_valid(fake):
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", "/v1/responses"), ("GET", "/"), ("POST", "/v1/embeddings"), ("GET", "/v1/chat")]
+    ("method", "path"), [("POST", "/v1/moderations"), ("GET", "/"), ("POST", "/v1/images"), ("GET", "/v1/chat")]
 )
 def test_unknown_routes_list_the_known_ones(fake, method, path):
     answer = fake().http.request(method, path)

@@ -23,13 +23,14 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.cluster import prefix_fetch
-from tests.support.server.live import SMALL
+from tests.support.server.live import ALONE
 from tests.support.server.told import Told
 
 KEY = b"key"
 FULL = pytest.mark.full
 PAGE = 16
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED
+PLAIN = (None, None)
 STYLES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 11},
@@ -52,7 +53,7 @@ def pair(engine: Any) -> Iterator[list[Any]]:
     """Two engines of one instance each."""
     from jaxserve.engine.engine import Engine
 
-    made = [Engine.start(ServeConfig.load(mesh="1x1", max_num_queued_reqs=200, **SMALL)) for _ in range(2)]
+    made = [Engine.start(ServeConfig.load(mesh="1x1", max_num_queued_reqs=200, **ALONE)) for _ in range(2)]
     yield made
     for one in made:
         assert one.stats().compilations_after_warmup == 0
@@ -102,12 +103,15 @@ Work = Callable[[Replicated], Awaitable[None]]
 
 @pytest.fixture
 def serve(pair: list[Any], tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """Run a coroutine function with a replica for each role: prefill on the first engine, others on the second."""
+    """Run a coroutine function with a replica for each role: prefill on the first engine, others on the second.
 
-    def run(work: Work, transport: Transport = "auto", roles: tuple[Role, ...] = (PREFILL, DECODE)) -> None:
+    Replicas without a role are one of each engine.
+    """
+
+    def run(work: Work, transport: Transport = "auto", roles: tuple[Role | None, ...] = (PREFILL, DECODE)) -> None:
         for one in pair:
             assert one.reset_prefix_cache()
-        engines = [pair[role is not PREFILL] for role in roles]
+        engines = pair if roles == PLAIN else [pair[role is not PREFILL] for role in roles]
         servers = [
             EngineServer(one, KEY, KVShare(b"other", role, transport)) for one, role in zip(engines, roles, strict=True)
         ]
@@ -175,13 +179,62 @@ def test_the_kv_of_a_prompt_arrives(serve: Any, whole: list[Told]) -> None:
             pages += len(asked(at)[0]) // PAGE
             known += len(asked(at)[0]) + 1
         await made.replicas.refresh()
-        giver, taker = (one.stats() for one in made.replicas._engines)
+        giver, taker = (one.stats() for one in made.replicas.engines.values())
         assert taker.kv_fetched_pages == giver.kv_given_pages == pages
         assert taker.kv_fetch_fallbacks == 0 and taker.kv_fetched_bytes > 0
         assert made.computed()[1] - before == known - PAGE * taker.kv_fetched_pages
         assert giver.finished == taker.finished | giver.finished, "what is handed over has not ended"
 
     serve(work)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("transport", ["direct", "host"])
+def test_replicas_fetch_prefixes_that_others_have(serve: Any, whole: list[Told], transport: Transport) -> None:
+    """A request that cannot go to the replica with its prefix takes the pages from there, as many as it has."""
+
+    async def work(made: Replicated) -> None:
+        assert made.replicas.roles == (MIXED, MIXED)
+        begin = made.computed()
+        told = made.submit(6)
+        await told.ended.wait()
+        first = int(made.computed()[1] > begin[1])
+        prompt, params = asked(6)
+        longer = [*prompt, *range(8, 48)]
+        like = Request(0, longer, params, SLO(), 0.0)
+        while made.replicas._front.longer_hit(like, 1 - first) is None:
+            await asyncio.sleep(0.01)
+        made.replicas.drain(first)
+        before, told = made.engines[1 - first].stats(), Told()
+        made.replicas.submit(longer, params, slo=SLO(), on_delta=told)
+        await told.ended.wait()
+        await made.replicas.refresh()
+        giver, taker = (made.replicas._engines[at].stats() for at in (first, 1 - first))
+        pages = len(prompt) // PAGE
+        assert taker.kv_fetched_pages == giver.kv_given_pages == pages and taker.kv_fetch_fallbacks == 0
+        assert taker.prefix_fetch_pages - before.prefix_fetch_pages == pages
+        assert taker.prefix_fetch_failures == before.prefix_fetch_failures
+        assert taker.counters.prompt_tokens - before.counters.prompt_tokens == len(longer) - PAGE * pages
+        again = Told()
+        made.engines[first].submit(longer, params, slo=SLO(), on_delta=_elsewhere(again))
+        await again.ended.wait()
+        assert again.tokens == told.tokens
+
+    serve(work, transport, PLAIN)
+
+
+def _elsewhere(told: Told) -> Callable[[Any], Any]:
+    loop = asyncio.get_running_loop()
+    return lambda delta: loop.call_soon_threadsafe(told, delta)
+
+
+def test_plain_replicas_give_the_tokens_of_one_engine(serve: Any, whole: list[Told]) -> None:
+    async def work(made: Replicated) -> None:
+        for _ in range(2):
+            same(await made.answers(), whole)
+            await asyncio.sleep(0.06)  # reports of the caches
+
+    serve(work, "auto", PLAIN)
 
 
 def test_short_prompts_begin_where_they_decode(serve: Any, whole: list[Told]) -> None:
@@ -294,6 +347,12 @@ def test_different_numbers_of_both(serve: Any, whole: list[Told]) -> None:
         ({"prefill_replicas": 1, "decode_replicas": 1, "enable_prefix_caching": False}, "must be True"),
         ({"prefill_replicas": 1, "decode_replicas": 1, "mode": "disaggregated"}, "mode='disaggregated' must be left"),
         ({"kv_transfer": "rdma"}, "kv_transfer='rdma' must be one of auto, direct, host"),
+        ({"kv_transfer": "auto"}, "kv_transfer='auto' needs several engines: give --replicas, or leave it out"),
+        (
+            {"kv_transfer": "host", "replicas": 2, "ray": "local"},
+            "kv_transfer='host' must be left out with ray='local'",
+        ),
+        ({"kv_transfer": "host", "replicas": 2, "enable_prefix_caching": False}, "needs enable_prefix_caching"),
     ],
 )
 def test_bad_settings_name_what_is_allowed(settings: dict[str, Any], why: str) -> None:

@@ -54,10 +54,10 @@ async def rounds(engines: EngineProcesses) -> None:
     replicas = await Replicas.connect(engines.places)
     calm = await answers(replicas, b"calm")
     await replicas.refresh()
-    giver, taker = (one.stats() for one in replicas._engines)
+    giver, taker = (one.stats() for one in replicas.engines.values())
     assert taker.kv_fetched_pages == giver.kv_given_pages > 0 and taker.kv_fetch_fallbacks == 0
     for number, moment in enumerate(MOMENTS):
-        victim = engines._processes[number % 2]._process.pid
+        victim = engines.replicas[number % 2].pid
         told = await answers(replicas, bytes([number]), kill=victim, moment=moment)
         assert [one.tokens for one in told] == [one.tokens for one in calm]
         assert {one.deltas[-1].finish_reason for one in told} == {"length"}
@@ -66,6 +66,40 @@ async def rounds(engines: EngineProcesses) -> None:
             assert time.monotonic() < end, "the killed engine is not back"
             await asyncio.sleep(0.1)
     await replicas.refresh()
-    assert sum(one.stats().compilations_after_warmup for one in replicas._engines) == 0
+    assert sum(one.stats().compilations_after_warmup for one in replicas.engines.values()) == 0
+    replicas.close()
+    await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("transport", ["auto", "host"])
+def test_plain_replicas_fetch_from_each_other(transport: Any) -> None:
+    """Every second round goes to the replica that has computed nothing of it; the death of the other one is no harm."""
+    engines = EngineProcesses(ServeConfig.load(replicas=2, kv_transfer=transport, mesh="1x1", **SMALL))
+    try:
+        engines.wait()
+        asyncio.run(asyncio.wait_for(fetching(engines), 200))
+    finally:
+        assert engines.close()
+
+
+async def fetching(engines: EngineProcesses) -> None:
+    replicas = await Replicas.connect(engines.places)
+    for number in range(5):  # the first fetches may come too late, because they connect
+        replicas._draining = {1}
+        calm = await answers(replicas, bytes([number]))
+        await asyncio.sleep(0.2)  # reports of the caches
+        replicas._draining = {0}
+        told = await answers(replicas, bytes([number]))
+        assert [one.tokens for one in told] == [one.tokens for one in calm]
+    await replicas.refresh()
+    giver, taker = (one.stats() for one in replicas.engines.values())
+    assert 0 < taker.kv_fetched_pages <= giver.kv_given_pages and taker.kv_fetch_fallbacks == 0
+    assert taker.prefix_fetch_pages + taker.prefix_fetch_unused <= taker.kv_fetched_pages
+    replicas._draining = {1}
+    await answers(replicas, b"killed")
+    await asyncio.sleep(0.2)
+    replicas._draining = {0}
+    told = await answers(replicas, b"killed", kill=engines.replicas[0].pid, moment=0.01)
+    assert [one.tokens for one in told] == [one.tokens for one in calm]
     replicas.close()
     await asyncio.sleep(0.05)

@@ -28,6 +28,7 @@ from jaxserve.engine.runtime.gc_control import (
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
+from tests.support.server.live import ALONE
 
 
 class Cycle:
@@ -143,7 +144,7 @@ def test_process_settings_are_restored(process):
 
 def test_closing_an_llm_restores_process_settings(process):
     interval = sys.getswitchinterval()
-    with LLM(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=16, kv_cache_memory="4MiB") as llm:
+    with LLM(**ALONE) as llm:
         assert not gc.isenabled()
         assert llm.generate([5, 6], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].finished
     assert gc.isenabled() and sys.getswitchinterval() == interval

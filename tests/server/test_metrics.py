@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.engine.runtime.info import Promise
 from jaxserve.sched.api.slo import SLO
-from jaxserve.server.metrics import StatsLine
 from jaxserve.server.serving import promise_line
+from jaxserve.server.stats_line import StatsLine
 from tests.support.server.double import Double
 
 NAMES = [

@@ -13,7 +13,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +27,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.sched import admission, policies, routing
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
-from tests.support.server.live import MODEL, SMALL, Live
+from tests.support.server.live import MODEL, Live
 
 pytestmark = pytest.mark.slow
 
@@ -138,12 +138,6 @@ def serving(machine: Any, config: ServeConfig, tokenizer: Tokenizer) -> Iterator
         engine.close()
 
 
-def assembled(mesh: str) -> Any:
-    from jaxserve.engine.startup.assemble import assemble
-
-    return assemble(ServeConfig.load(mesh=mesh, **SMALL))
-
-
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> Iterator[None]:
     """Keep objects frozen from one engine to the next: each would scan all of them when it begins to serve."""
@@ -154,7 +148,7 @@ def frozen() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def machine() -> Any:
+def machine(assembled: Callable[[str], Any]) -> Any:
     return assembled("2x1")
 
 
@@ -169,7 +163,7 @@ def answer(live: Live, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reference(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def reference(assembled: Callable[[str], Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Return the answer of each request alone on 1x1."""
     alone = assembled("1x1")
     with serving(alone, replace(alone.config, policy="vllm"), tokenizer) as live:

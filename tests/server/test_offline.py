@@ -218,6 +218,24 @@ def test_the_tokenizer_matches_transformers(llm, allm):
     assert asyncio.run(allm.get_tokenizer()) is tokenizer
 
 
+def test_a_session_keeps_its_pages_until_it_ends(llm, allm, engine):
+    def pinned() -> int:
+        return sum(one.pages_pinned for one in engine.stats().instances)
+
+    prompt = llm.tokenizer.encode("import os\n" * 20)
+    llm.generate(prompt, GREEDY, session_id="offline")
+    assert pinned() > 0 and llm.end_session("offline") and pinned() == 0
+
+    async def turn() -> tuple[bool, bool]:
+        async for _ in allm.generate(prompt, GREEDY, session_id="offline"):
+            pass
+        return await allm.end_session("offline"), await allm.end_session("offline")
+
+    assert asyncio.run(turn()) == (True, False)
+    with pytest.raises(InvalidValue, match="session_id=''"):
+        llm.generate(prompt, GREEDY, session_id="")
+
+
 def test_the_prefix_cache_is_reset_only_when_idle(llm, allm, engine):
     prompt = llm.tokenizer.encode("import os\n" * 20)
     llm.generate(prompt, GREEDY)

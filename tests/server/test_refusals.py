@@ -33,14 +33,30 @@ def check(response: httpx.Response, status: int, param: str | None = None) -> di
         ({"temperature": [1]}, 400, "temperature"),
         ({"temperature": -1}, 400, "temperature"),
         ({"model": "gpt-17"}, 404, "model"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"response_format": {"type": "xml"}}, 400, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            400,
+            "response_format.json_schema.name",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "frob"}}}},
+            400,
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, 400, "guided_regex"),
+        ({"guided_json": {"unevaluatedItems": False, "type": "array"}}, 400, "guided_json"),
+        ({"guided_regex": "a("}, 400, "guided_regex"),
+        ({"guided_choice": []}, 400, "guided_choice"),
+        ({"guided_grammar": "start: nope"}, 400, "guided_grammar"),
+        ({"structured_outputs": {"regexp": "a"}}, 400, "structured_outputs.regexp"),
+        ({"structured_outputs": {}}, 400, "structured_outputs"),
         ({"lora_request": {"lora_name": "x"}}, 400, "lora_request"),
         ({"best_of": 5}, 400, "best_of"),
         ({"max_tokens": 100_000}, 400, "max_tokens"),
         ({"n": 100_000}, 400, "n"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
-        ({"stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
         ({"service_tier": "gold"}, 400, "service_tier"),
         ({"ttft_slo_ms": -5}, 400, "ttft_slo_ms"),
         ({"stop_token_ids": [10**9]}, 400, "stop_token_ids"),
@@ -124,7 +140,7 @@ def test_unknown_routes_are_404(fake):
 
 
 def test_a_full_queue_is_503(fake):
-    live = fake(bound=2, delay=0.05)
+    live = fake(bound=2, delay=0.4)  # the streams do not end before they are left
     streams = [live.http.stream("POST", "/v1/completions", json={**GOOD, "stream": True}) for _ in range(2)]
     with streams[0], streams[1]:
         refused = live.http.post("/v1/completions", json=GOOD)
@@ -135,6 +151,7 @@ def test_a_full_queue_is_503(fake):
     with live.http.stream("POST", "/v1/completions", json={**GOOD, "stream": True}):
         check(live.http.post("/v1/completions", json={**GOOD, "n": 2}), 503)
     live.quiet()
+    live.engine.delay = 0.0
     assert live.http.post("/v1/completions", json=GOOD).status_code == 200
 
 

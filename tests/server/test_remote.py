@@ -147,6 +147,7 @@ def test_roles_and_the_prefix_cache(beside: Any) -> None:
             await asyncio.to_thread(remote.set_roles, {7: Role.MIXED})
         assert await asyncio.to_thread(remote.set_roles, dict(enumerate(before))) == before
         assert await asyncio.to_thread(remote.reset_prefix_cache)
+        assert not await asyncio.to_thread(remote.end_session, "unknown")
 
     beside(work)
 

@@ -10,9 +10,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.errors import InvalidValue
+from jaxserve.generation.vectors import vector_of
 from jaxserve.remote.address import Address
 from jaxserve.remote.client import RemoteEngine
 from jaxserve.remote.replicas import Replicas
@@ -94,6 +96,33 @@ def test_a_lost_engine_changes_no_token(several: Any) -> None:
     several(work)
 
 
+def test_a_lost_engine_changes_no_vector(several: Any) -> None:
+    """Prompts of a lost engine are computed again, from their beginning, on another one."""
+
+    def submitted(replicas: Replicas) -> list[Told]:
+        told = [Told() for _ in range(12)]
+        for at, one in enumerate(told):
+            prompt, how = [at + 1, *range(20, 240)], SamplingParams(max_tokens=1, pooling=("last", "mean")[at % 2])
+            replicas.submit(prompt, how, slo=SLO(), salt=bytes([at]), on_delta=one)
+        return told
+
+    async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
+        calm = submitted(replicas)
+        await asyncio.gather(*(one.ended.wait() for one in calm))
+        told, continued = submitted(replicas), list[None]()
+        replicas.on_continued = lambda: continued.append(None)
+        await asyncio.to_thread(servers[0].close)
+        await asyncio.gather(*(one.ended.wait() for one in told))
+        for one, whole in zip(told, calm, strict=True):
+            assert one.deltas[-1].finish_reason in ("stop", "length") and not one.tokens
+            vector, expected = (vector_of(each.deltas[-1].pooled) for each in (one, whole))
+            np.testing.assert_allclose(vector, expected, atol=1e-4)
+            assert len(vector) == replicas.info.hidden_size
+        assert continued
+
+    several(work)
+
+
 def test_without_any_engine_requests_end_with_an_error(several: Any) -> None:
     async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
         told = await all_of(replicas, [SamplingParams(max_tokens=200, ignore_eos=True)] * 3)
@@ -127,7 +156,7 @@ def test_requests_are_spread_and_a_draining_replica_gets_none(several: Any) -> N
         params = [SamplingParams(max_tokens=4, ignore_eos=True)] * 6
         told = [Told() for _ in params]
         ids = [replicas.submit(PROMPT, how, slo=SLO(), on_delta=one) for one, how in zip(told, params, strict=True)]
-        assert Counter(replicas._asks[id].engine for id in ids) == dict.fromkeys(replicas._engines, 2)
+        assert Counter(replicas._asks[id].engine for id in ids) == dict.fromkeys(replicas.engines.values(), 2)
         replicas.drain(1)
         more = [replicas.submit(PROMPT, params[0], slo=SLO(), on_delta=Told()) for _ in range(4)]
         assert {replicas._asks[id].engine for id in more} == {replicas._engines[0], replicas._engines[2]}
@@ -152,6 +181,7 @@ def test_roles_totals_and_caches(several: Any) -> None:
         assert set(replicas.roles) == {Role.MIXED}  # of the one engine behind all three
         await asyncio.to_thread(replicas.set_roles, dict(enumerate(before)))
         assert await asyncio.to_thread(replicas.reset_prefix_cache)
+        assert not await asyncio.to_thread(replicas.end_session, "unknown")
 
     several(work)
 
@@ -170,7 +200,7 @@ def test_random_losses_change_no_token(several: Any, seed: int) -> None:
             at = draw.randrange(3)
             replicas._engines[at]._connection.close("killed")
             await asyncio.sleep(0)
-            replicas.rejoin(at, await RemoteEngine.connect(addresses[at], KEY))
+            replicas.join(at, await RemoteEngine.connect(addresses[at], KEY))
         told = await running
         await asyncio.gather(*(one.ended.wait() for one in told))
         assert [one.tokens for one in told] == [one.tokens for one in calm]

@@ -21,6 +21,7 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.server.admin import present_replicas, restart_replicas
 from jaxserve.server.failures import Refused
 from jaxserve.server.openai import RestartBody
+from tests.support.server.fronts import front
 from tests.support.server.told import Told
 
 KEY = b"key"
@@ -65,16 +66,7 @@ def pair(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def run(work: Work, pair: list[Restarting]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(60):
-            replicas = await Replicas.connect([one.place for one in pair])
-            try:
-                await work(replicas)
-            finally:
-                replicas.close()
-                await asyncio.sleep(0.01)
-
-    asyncio.run(limited())
+    front(work, [one.place for one in pair])
 
 
 async def streams(replicas: Replicas, rolling: Rolling) -> list[Told]:
@@ -167,4 +159,4 @@ def test_what_is_refused(pair: list[Restarting]) -> None:
     run(work, pair)
     with pytest.raises(InvalidValue, match="there are no replicas: serve with --replicas 2"):
         restart_replicas(None, RestartBody(), 0.0)
-    assert present_replicas(None) == {"object": "replicas", "replicas": [], "restart": None}
+    assert present_replicas(None) == {"object": "replicas", "replicas": [], "restart": None, "scaling": None}

@@ -5,27 +5,30 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import httpx
 import pytest
 
-from jaxserve.config import ServeConfig
 from jaxserve.server.service import Service
-from tests.support.server.live import SMALL, Live
+from tests.support.server.live import Live
 
+PAGES = 24  # KV for little more than one long request
 PROMPTS = [f"def add_{n}(a, b):\n    " + "x = a + b\n    " * 12 for n in range(8)]
 
 
 @pytest.fixture(scope="module")
-def start(tokenizer) -> Iterator[Callable[..., Live]]:
-    """A factory of servers with a real engine each."""
+def start(assembled, tokenizer) -> Iterator[Callable[..., Live]]:
+    """A factory of servers with a real engine on a mesh, whose schedulers see at most `pages`."""
     from jaxserve.engine.engine import Engine
 
     made: list[Live] = []
 
-    def begin(**settings) -> Live:
-        config = ServeConfig.load(**{**SMALL, **settings})
-        made.append(Live(Service(Engine.start(config), tokenizer, config)))
+    def begin(mesh: str, pages: int | None = None, **settings) -> Live:
+        machine = assembled(mesh)
+        config = replace(machine.config, **settings)
+        limits = replace(machine.limits, pages=pages or machine.limits.pages)
+        made.append(Live(Service(Engine.on(machine.serving(config, limits)), tokenizer, config)))
         return made[-1]
 
     yield begin
@@ -41,8 +44,8 @@ def deflecting(start) -> Live:
 
 @pytest.fixture(scope="module")
 def refusing(start) -> Live:
-    """A server with a KV pool for little more than one long request."""
-    return start(mesh="1x1", policy="fairbatching", admission="pab:refuse", kv_cache_memory="2304KiB")
+    """A server with few pages."""
+    return start(mesh="1x1", policy="fairbatching", admission="pab:refuse", pages=PAGES)
 
 
 def ask(live: Live, prompt: str, **more) -> httpx.Response:

@@ -36,6 +36,7 @@ class Double:
             eos=none,
             thinking=ThinkingMarkers(),
             startup_seconds=0.0,
+            hidden_size=8,
         )
         self.delay = delay
         self.bound = bound
@@ -60,6 +61,7 @@ class Double:
         tier: str = STANDARD,
         key: str = "",
         salt: bytes = b"",
+        session: str = "",
         waited: float = 0.0,
         progress: Progress | None = None,
         handed_over: bool = False,
@@ -85,6 +87,7 @@ class Double:
             key=key,
             limit=1,
             salt=salt,
+            session=session,
         )
         self.submitted.append(request)
         threading.Thread(target=self._run, args=(request, on_delta), daemon=True).start()

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SMALL = (
-    "--port 0 --max-model-len 256 --max-num-seqs 4 --max-num-batched-tokens 64 --kv-cache-memory 32MiB "
+SMALL = (  # the sizes of ALONE of tests/support/server/live.py, so that its programs are in the cache
+    "--port 0 --max-model-len 256 --max-num-seqs 8 --max-num-batched-tokens 64 --kv-cache-memory 16MiB "
     "--disable-log-stats"
 )
 JOIN = 60.0  # seconds
@@ -78,7 +78,7 @@ def served(flags: str, log: Path, *, replicas: int = 1) -> Iterator[Running]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
         assert process.stdout is not None
-        found = (re.search(r"ready at (http://[\d.:]+)\.", line) for line in process.stdout)
+        found = (re.search(r"ready at (https?://[\d.:]+)\.", line) for line in process.stdout)
         ready = next((match for match in found if match), None)
         assert ready is not None, log.read_text()[-2000:]
         yield Running(process, ready[1], replicas)

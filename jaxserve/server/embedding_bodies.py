@@ -1,0 +1,41 @@
+"""Request bodies of the routes for vectors, with OpenAI's and vLLM's fields."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from jaxserve.server.openai import Scheduled
+
+
+class Pooling(Scheduled):
+    """The fields that all requests for vectors share."""
+
+    prefix: ClassVar[str]  # of the names of requests
+    inputs: ClassVar[tuple[str, ...]]  # the fields with texts
+    truncate_prompt_tokens: int | None = None  # keep only so many tokens at the end; -1: as many as fit
+    pooling_type: Literal["last", "mean"] | None = None  # None: --pooling-type
+
+
+class EmbeddingBody(Pooling):
+    """The body of `POST /v1/embeddings`: a text, a list of texts, a list of token ids, or a list of such lists."""
+
+    prefix, inputs = "embd", ("input",)
+    input: Any
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None  # the first numbers of each vector only
+    normalize: bool = True  # scale vectors to length 1
+
+
+class PoolingBody(EmbeddingBody):
+    """The body of `POST /pooling`: as of /v1/embeddings, but vectors are not scaled."""
+
+    prefix = "pool"
+    normalize: bool = False
+
+
+class ScoreBody(Pooling):
+    """The body of `POST /v1/score`: one text and others to compare it with, or two lists of texts."""
+
+    prefix, inputs = "score", ("text_1", "text_2")
+    text_1: Any
+    text_2: Any

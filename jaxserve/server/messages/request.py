@@ -1,0 +1,198 @@
+"""The body of `POST /v1/messages`, and the chat request that it stands for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jaxserve.errors import InvalidValue, short
+from jaxserve.server.failures import Refused
+from jaxserve.server.messages.errors import NO_THREADS
+from jaxserve.server.openai import ChatBody, Drawn, validated
+from jaxserve.server.translated import chunked, object_of, shared_fields, text_of
+
+NAMES = {  # of the fields of chat, in errors
+    r"stop": "stop_sequences",
+    r"response_format(\.json_schema)?": "output_config.format",
+    r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    r"tool_choice\.function": "tool_choice",
+}
+TIERS = {"auto": None, "standard_only": None}  # Anthropic's; others are tiers of the server's configuration
+FORMAT_NAME = "output"  # chat wants a name of each format
+
+Message = dict[str, Any]
+
+
+class CountBody(Drawn):
+    """The body of `POST /v1/messages/count_tokens`."""
+
+    messages: list[Any]
+    system: str | list[Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesBody(CountBody):
+    """The body of `POST /v1/messages`."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None  # without effect
+    container: Any = None
+    mcp_servers: Any = None
+    thread: Any = None
+
+
+def chat_of(body: CountBody) -> ChatBody:
+    """Return the chat request of a body. Raises InvalidValue or Refused that names a field of the body."""
+    for name in ("container", "mcp_servers"):
+        if getattr(body, name, None):
+            raise InvalidValue(f"{name} is not supported by this server: leave it out", name)
+    if getattr(body, "thread", None):
+        # Ignoring it would drop the history: the next turn of a thread brings only the new messages.
+        what = "thread is not supported by this server, which holds no conversation: send all its messages"
+        raise Refused(400, what, "thread", NO_THREADS)
+    messages = _messages(body)
+    made: dict[str, Any] = {**shared_fields(body), "model": body.model, "messages": messages}
+    if body.service_tier in TIERS:
+        made["service_tier"] = TIERS[body.service_tier]
+    if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        made |= {"add_generation_prompt": False, "continue_final_message": True}
+    tools = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())]
+    more: dict[str, Any] = {
+        "chat_template_kwargs": _template_arguments(body),
+        "response_format": _format(body.output_config),
+        "tools": tools or None,
+        "tool_choice": _choice(body.tool_choice),
+    }
+    if (body.tool_choice or {}).get("disable_parallel_tool_use"):
+        more["parallel_tool_calls"] = False
+    if isinstance(body, MessagesBody):
+        more |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, **chunked(body.stream)}
+    made |= {name: value for name, value in more.items() if value is not None}
+    return validated(made, ChatBody)
+
+
+def _messages(body: CountBody) -> list[Message]:
+    made: list[Message] = []
+    if body.system:
+        made.append({"role": "system", "content": _texts(body.system, "system")})
+    for at, given in enumerate(body.messages):
+        where = f"messages[{at}]"
+        message = object_of(given, where)
+        role = message.get("role")
+        if role not in ("user", "assistant"):
+            what = f"{where}.role={short(role)} must be user or assistant; system is a field of its own"
+            raise InvalidValue(what, f"{where}.role")
+        content = message.get("content")
+        if isinstance(content, str):
+            made.append({"role": role, "content": content})
+        elif isinstance(content, list):
+            blocks = [object_of(block, f"{where}.content[{i}]") for i, block in enumerate(content)]
+            made += (_assistant if role == "assistant" else _user)(blocks, f"{where}.content")
+        else:
+            what = f"{where}.content={short(content)} must be a text or a list of blocks"
+            raise InvalidValue(what, f"{where}.content")
+    return made
+
+
+def _texts(given: str | list[Any], where: str) -> str | list[dict[str, Any]]:
+    """Return a text, or the text parts of a list of blocks."""
+    if isinstance(given, str):
+        return given
+    return [_text_block(object_of(block, f"{where}[{at}]"), f"{where}[{at}]") for at, block in enumerate(given)]
+
+
+def _text_block(block: dict[str, Any], where: str) -> dict[str, Any]:
+    if block.get("type") != "text":
+        what = f"{where} of type {short(block.get('type'))} is not supported here: only text is"
+        raise InvalidValue(what, f"{where}.type")
+    return {"type": "text", "text": text_of(block, "text", where)}
+
+
+def _user(blocks: list[dict[str, Any]], where: str) -> list[Message]:
+    """Return the messages of the user's blocks: one of each tool's result, then one of the text."""
+    results, parts = [], []
+    for at, block in enumerate(blocks):
+        here = f"{where}[{at}]"
+        if block.get("type") == "tool_result":
+            content = block.get("content")
+            if not isinstance(content, str | list | None):
+                what = f"{here}.content={short(content)} must be a text or a list of text blocks"
+                raise InvalidValue(what, f"{here}.content")
+            told = _texts(content or "", f"{here}.content")
+            results.append({"role": "tool", "tool_call_id": text_of(block, "tool_use_id", here), "content": told})
+        else:
+            parts.append(_text_block(block, here))
+    return [*results, *([{"role": "user", "content": parts}] if parts or not results else [])]
+
+
+def _assistant(blocks: list[dict[str, Any]], where: str) -> list[Message]:
+    """Return the message of the assistant's blocks."""
+    parts, calls, thoughts = [], [], []
+    for at, block in enumerate(blocks):
+        here, kind = f"{where}[{at}]", block.get("type")
+        if kind == "thinking":
+            thoughts.append(text_of(block, "thinking", here))
+        elif kind == "tool_use":
+            arguments = json.dumps(object_of(block.get("input"), f"{here}.input"))
+            function = {"name": text_of(block, "name", here), "arguments": arguments}
+            calls.append({"id": text_of(block, "id", here), "type": "function", "function": function})
+        elif kind != "redacted_thinking":  # which only Anthropic can read
+            parts.append(_text_block(block, here))
+    made: Message = {"role": "assistant", "content": parts}
+    if calls:
+        made["tool_calls"] = calls
+    if thoughts:
+        made["reasoning_content"] = "".join(thoughts)
+    return [made]
+
+
+def _template_arguments(body: CountBody) -> dict[str, Any] | None:
+    """Return the arguments of the chat template, with whether the model thinks, as templates call it."""
+    if body.thinking is None:
+        return body.chat_template_kwargs
+    kind = body.thinking.get("type")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        what = f"thinking.type={short(kind)} must be enabled, adaptive or disabled"
+        raise InvalidValue(what, "thinking.type")
+    return {"enable_thinking": kind != "disabled", **(body.chat_template_kwargs or {})}
+
+
+def _format(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the `response_format` of an `output_config`."""
+    given = (config or {}).get("format")
+    if given is None:
+        return None
+    where = "output_config.format"
+    if object_of(given, where).get("type") != "json_schema":
+        raise InvalidValue(f"{where}.type={short(given.get('type'))} must be json_schema", f"{where}.type")
+    return {"type": "json_schema", "json_schema": {"name": FORMAT_NAME, "schema": given.get("schema"), "strict": True}}
+
+
+def _tool(given: Any, where: str) -> dict[str, Any]:
+    tool = object_of(given, where)
+    if tool.get("type") not in (None, "custom"):
+        what = f"{where}.type={short(tool['type'])} is not supported: only custom tools are"
+        raise InvalidValue(what, f"{where}.type")
+    function: dict[str, Any] = {"name": text_of(tool, "name", where)}
+    function |= {"parameters": object_of(tool.get("input_schema"), f"{where}.input_schema")}
+    function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _choice(given: dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if given is None:
+        return None
+    kind = given.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": text_of(given, "name", "tool_choice")}}
+    made = {"auto": "auto", "any": "required", "none": "none"}.get(kind) if isinstance(kind, str) else None
+    if made is None:
+        raise InvalidValue(f"tool_choice.type={short(kind)} must be auto, any, tool or none", "tool_choice.type")
+    return made

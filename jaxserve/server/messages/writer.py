@@ -1,0 +1,158 @@
+"""The answer to `POST /v1/messages`, made from the chunks of a chat completion, and its events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.server.answers import Answer
+from jaxserve.server.failures import refusal
+from jaxserve.server.messages.errors import anthropic_body
+from jaxserve.server.sse import Dialect, named_event
+
+Event = dict[str, Any]
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+KINDS = {  # of blocks: of their deltas, and the field that these have
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+
+def new_message(answer: Answer) -> dict[str, Any]:
+    """Return the message of a request before its content."""
+    prompt = sum(len(job.prompt) for job in answer.jobs)
+    usage = {"input_tokens": prompt, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
+    return {
+        "id": f"msg_{secrets.token_hex(16)}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": usage,
+    }
+
+
+class Writer(Dialect):
+    """A message as far as it is generated. Writer: the coroutine that serves the request."""
+
+    end = b""
+
+    def __init__(self, message: dict[str, Any]) -> None:
+        """message: without content; changed here."""
+        self.message = message
+        self._kind: object = None  # of the block that is being written
+        self._texts: list[str] = []  # of that block
+
+    # as a dialect
+
+    def item(self, data: Mapping[str, Any]) -> bytes:
+        return named_event(data)
+
+    def failure(self, error: Exception) -> bytes:
+        return named_event(anthropic_body(refusal(error)))
+
+    # events
+
+    def begin(self) -> list[Event]:
+        """Return the first events."""
+        return [{"type": "message_start", "message": {**self.message, "content": []}}, {"type": "ping"}]
+
+    def add(self, chunk: Mapping[str, Any]) -> list[Event]:
+        """Add a chunk of a chat completion; return its events."""
+        if (usage := chunk.get("usage")) is not None:
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+            told = {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
+            self.message["usage"] |= {**told, "output_tokens": usage["completion_tokens"]}
+        made = []
+        for choice in chunk["choices"]:
+            delta = choice.get("delta") or {}
+            for kind, text in (("thinking", delta.get("reasoning_content")), ("text", delta.get("content"))):
+                if text:
+                    made += self._say(kind, text)
+            for call in delta.get("tool_calls") or ():
+                made += self._call(call["index"], call)
+            if (reason := choice.get("finish_reason")) is not None:
+                self._stop(reason, choice.get("stop_reason"))
+        return made
+
+    def finish(self) -> list[Event]:
+        """Complete the message, and return the last events."""
+        made = [] if self.message["content"] else self._open("text", {"type": "text", "text": ""})
+        made += self._close()
+        told = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
+        return [
+            *made,
+            {"type": "message_delta", "delta": told, "usage": dict(self.message["usage"])},
+            {"type": "message_stop"},
+        ]
+
+    def _stop(self, reason: str, sequence: object) -> None:
+        found = reason == "stop" and isinstance(sequence, str)
+        self.message["stop_reason"] = "stop_sequence" if found else REASONS.get(reason, "end_turn")
+        self.message["stop_sequence"] = sequence if found else None
+
+    # blocks
+
+    def _say(self, kind: str, text: str) -> list[Event]:
+        made = []
+        if self._kind != kind:
+            more = {"signature": ""} if kind == "thinking" else {}
+            made = self._open(kind, {"type": kind, KINDS[kind][1]: "", **more})
+        self._texts.append(text)
+        return [*made, self._delta(text)]
+
+    def _call(self, index: int, call: Mapping[str, Any]) -> list[Event]:
+        made, function = [], call.get("function") or {}
+        if self._kind != ("tool_use", index):
+            block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
+            made = self._open(("tool_use", index), block)
+        if arguments := function.get("arguments"):
+            self._texts.append(arguments)
+            made.append(self._delta(arguments))
+        return made
+
+    @property
+    def _current(self) -> dict[str, Any]:
+        block: dict[str, Any] = self.message["content"][-1]
+        return block
+
+    def _open(self, kind: object, block: dict[str, Any]) -> list[Event]:
+        """Begin a block, after the one before."""
+        made = self._close()
+        self._kind = kind
+        self.message["content"].append(block)
+        return [*made, {"type": "content_block_start", "index": self._index, "content_block": dict(block)}]
+
+    def _delta(self, text: str) -> Event:
+        kind, field = KINDS[self._current["type"]]
+        return {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, field: text}}
+
+    def _close(self) -> list[Event]:
+        """End the block that is being written, if there is one."""
+        if self._kind is None:
+            return []
+        text, kind = "".join(self._texts), self._current["type"]
+        self._kind, self._texts = None, []
+        if kind == "tool_use":
+            self._current["input"] = _arguments(text)
+        else:
+            self._current[KINDS[kind][1]] = text
+        return [{"type": "content_block_stop", "index": self._index}]
+
+    @property
+    def _index(self) -> int:
+        return len(self.message["content"]) - 1
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call; none if the output ended before they were complete."""
+    try:
+        made = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return made if isinstance(made, dict) else {}

@@ -1,0 +1,118 @@
+"""Items of the Responses API as messages of chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.errors import InvalidValue, short
+from jaxserve.server.translated import object_of, text_of
+
+Message = dict[str, Any]
+
+KINDS = "message, function_call, function_call_output, reasoning"
+ROLES = ("user", "assistant", "system", "developer")
+PARTS = ("input_text", "output_text", "text", "refusal")
+
+
+def messages_of_items(given: str | Sequence[Any], where: str = "input") -> list[Message]:
+    """Return the messages of chat that a text or a list of items stands for.
+
+    Reasoning and function calls belong to the message of the assistant that they stand beside. Raises
+    InvalidValue that names the item.
+    """
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    turns = _Turns()
+    for at, item in enumerate(given):
+        _add(turns, object_of(item, f"{where}[{at}]"), f"{where}[{at}]")
+    return turns.done()
+
+
+class _Turns:
+    """The messages so far. Items of one turn of the assistant are joined to one message."""
+
+    def __init__(self) -> None:
+        self.made: list[Message] = []
+        self._open: Message | None = None  # the turn of the assistant that is not complete
+
+    def add(self, message: Message) -> None:
+        """Add a message that is not the assistant's."""
+        self.done()
+        self.made.append(message)
+
+    def assistant(self) -> Message:
+        """Return the message of the assistant's turn."""
+        if self._open is None:
+            self._open = {"role": "assistant", "content": ""}
+        return self._open
+
+    def say(self, content: Any) -> None:
+        """Add what the assistant says."""
+        if self._open is not None and (self._open["content"] or "tool_calls" in self._open):
+            self.done()
+        self.assistant()["content"] = content
+
+    def reason(self, text: str) -> None:
+        """Add reasoning, which comes before what it leads to."""
+        if self._open is not None and (self._open["content"] or "tool_calls" in self._open):
+            self.done()
+        if text:
+            message = self.assistant()
+            message["reasoning_content"] = message.get("reasoning_content", "") + text
+
+    def done(self) -> list[Message]:
+        """End the assistant's turn, and return the messages."""
+        if self._open is not None:
+            self.made.append(self._open)
+            self._open = None
+        return self.made
+
+
+def _add(turns: _Turns, item: dict[str, Any], where: str) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        if role not in ROLES:
+            raise InvalidValue(f"{where}.role={short(role)} must be one of {', '.join(ROLES)}", f"{where}.role")
+        content = _content(item.get("content"), f"{where}.content")
+        if role == "assistant":
+            turns.say(content)
+        else:
+            turns.add({"role": role, "content": content})
+    elif kind == "function_call":
+        function = {"name": text_of(item, "name", where), "arguments": text_of(item, "arguments", where)}
+        call = {"id": text_of(item, "call_id", where), "type": "function", "function": function}
+        turns.assistant().setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        content = _content(item.get("output"), f"{where}.output")
+        turns.add({"role": "tool", "tool_call_id": text_of(item, "call_id", where), "content": content})
+    elif kind == "reasoning":
+        turns.reason(_reasoning(item, where))
+    else:
+        raise InvalidValue(f"{where} of type {short(kind)} is not supported: {KINDS} are", f"{where}.type")
+
+
+def _reasoning(item: dict[str, Any], where: str) -> str:
+    """Return the text of a reasoning item; "" if the client has none, as after another server."""
+    parts = item.get("content") or []
+    if not isinstance(parts, list):
+        raise InvalidValue(f"{where}.content={short(parts)} must be a list of parts", f"{where}.content")
+    found = (object_of(part, f"{where}.content[{at}]") for at, part in enumerate(parts))
+    return "".join(text_of(part, "text", f"{where}.content[{at}]") for at, part in enumerate(found))
+
+
+def _content(given: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return the content of a message of chat: a text, or text parts."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise InvalidValue(f"{where}={short(given)} must be a text or a list of text parts", where)
+    return [_part(object_of(part, f"{where}[{at}]"), f"{where}[{at}]") for at, part in enumerate(given)]
+
+
+def _part(part: dict[str, Any], where: str) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind not in PARTS:
+        raise InvalidValue(f"{where} of type {short(kind)} is not supported: only text is", f"{where}.type")
+    return {"type": "text", "text": text_of(part, "refusal" if kind == "refusal" else "text", where)}

@@ -1,0 +1,153 @@
+"""The body of `POST /v1/responses`, and the chat request that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from jaxserve.errors import InvalidValue, short
+from jaxserve.sched.api.params import MAX_LOGPROBS
+from jaxserve.server.openai import ChatBody, Drawn, validated
+from jaxserve.server.responses.items import Message
+from jaxserve.server.translated import chunked, object_of, shared_fields, text_of
+
+NAMES = {  # of the fields of chat, in errors
+    r"messages": "input",
+    r"max_(completion_)?tokens": "max_output_tokens",
+    r"response_format(\.json_schema)?": "text.format",
+    r"reasoning_effort": "reasoning.effort",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    r"tool_choice\.function": "tool_choice",
+}
+INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")  # the latter is always empty
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # OpenAI's: pairs, and characters
+
+
+class TextOptions(BaseModel):
+    """The `text` field."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None  # without effect
+
+
+class ReasoningOptions(BaseModel):
+    """The `reasoning` field."""
+
+    effort: str | None = None
+    summary: str | None = None  # without effect: reasoning is given in full
+
+
+class ResponsesBody(Drawn):
+    """The body of `POST /v1/responses`."""
+
+    input: str | list[Any]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None  # without effect
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None  # None: true if this server stores responses
+    metadata: dict[str, Any] | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    stop: str | list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # accepted without effect
+    max_tool_calls: int | None = None  # of built-in tools
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.top_logprobs is not None or INCLUDED[0] in (self.include or ())
+
+
+def check_body(body: ResponsesBody) -> None:
+    """Raise InvalidValue for what this server does not do, naming the field."""
+    for name, value, neutral, remedy in (
+        ("background", body.background, (None, False), "wait for the answer, or stream it"),
+        ("conversation", body.conversation, (None,), "use previous_response_id, or send the items"),
+        ("prompt", body.prompt, (None,), "send the text as instructions or input"),
+        ("truncation", body.truncation, (None, "disabled"), "leave it out, or use truncate_prompt_tokens"),
+    ):
+        if value not in neutral:
+            raise InvalidValue(f"{name}={short(value)} is not supported by this server: {remedy}", name)
+    for at, name in enumerate(body.include or ()):
+        if name not in INCLUDED:
+            raise InvalidValue(f"include[{at}]={short(name)} is not supported: {', '.join(INCLUDED)} are", "include")
+    if not 0 <= (body.top_logprobs or 0) <= MAX_LOGPROBS:
+        raise InvalidValue(f"top_logprobs={short(body.top_logprobs)} must be 0 to {MAX_LOGPROBS}", "top_logprobs")
+    _check_metadata(body.metadata or {})
+
+
+def _check_metadata(given: dict[str, Any]) -> None:
+    if len(given) > MAX_METADATA:
+        raise InvalidValue(f"metadata has {len(given)} entries: at most {MAX_METADATA} are allowed", "metadata")
+    for key, value in given.items():
+        if len(key) > MAX_KEY:
+            raise InvalidValue(f"metadata has a key of {len(key)} characters: at most {MAX_KEY}", "metadata")
+        if not isinstance(value, str) or len(value) > MAX_VALUE:
+            what = f"metadata.{key}={short(value)} must be a text of at most {MAX_VALUE} characters"
+            raise InvalidValue(what, "metadata")
+
+
+def chat_of(body: ResponsesBody, messages: Sequence[Message]) -> ChatBody:
+    """Return the chat request of a body. messages: of the input, and of what comes before it.
+
+    Raises InvalidValue that names a field of the body.
+    """
+    first = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
+    made: dict[str, Any] = {**shared_fields(body), "model": body.model, "messages": [*first, *messages]}
+    made |= {
+        name: value
+        for name, value in (
+            ("max_completion_tokens", body.max_output_tokens),
+            ("stop", body.stop),
+            ("chat_template_kwargs", body.chat_template_kwargs),
+            ("response_format", _format(body.text.format if body.text is not None else None)),
+            ("reasoning_effort", body.reasoning and body.reasoning.effort),
+            ("tools", [_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())] or None),
+            ("tool_choice", _choice(body.tool_choice)),
+            ("parallel_tool_calls", body.parallel_tool_calls),
+        )
+        if value is not None
+    }
+    if body.wants_logprobs:
+        made |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    return validated(made | chunked(body.stream), ChatBody)
+
+
+def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    if given is None or given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+def _tool(given: Any, where: str) -> dict[str, Any]:
+    tool = object_of(given, where)
+    if tool.get("type") != "function":
+        what = f"{where}.type={short(tool.get('type'))} is not supported: only tools of type 'function' are"
+        raise InvalidValue(what, f"{where}.type")
+    function = {"name": text_of(tool, "name", where)}
+    function |= {name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(given, dict):
+        return given
+    if given.get("type") != "function":
+        what = f"tool_choice.type={short(given.get('type'))} is not supported: auto, none, required and a function are"
+        raise InvalidValue(what, "tool_choice")
+    return {"type": "function", "function": {"name": text_of(given, "name", "tool_choice")}}

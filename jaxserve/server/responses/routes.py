@@ -1,0 +1,114 @@
+"""The routes below /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from jaxserve.errors import InvalidValue
+from jaxserve.server.documented import body_schema
+from jaxserve.server.openai import parse
+from jaxserve.server.replies import replied, streamed, written
+from jaxserve.server.responses.items import Message, messages_of_items
+from jaxserve.server.responses.request import NAMES, ResponsesBody, chat_of, check_body
+from jaxserve.server.responses.store import Store
+from jaxserve.server.responses.writer import Writer, new_response
+from jaxserve.server.service import Service
+from jaxserve.server.sse import while_connected
+from jaxserve.server.translated import renamed_fields
+
+
+def add_responses(app: FastAPI, service: Service) -> None:
+    """Add the routes to an application."""
+    config = service.config
+    # Several fronts have a store each, and would find a response only by chance.
+    store = Store(config.response_store_size if config.api_server_count <= 1 else 0, config.response_store_ttl)
+    app.state.responses = store
+
+    @app.post("/v1/responses", openapi_extra=body_schema(ResponsesBody))
+    async def create(request: Request) -> Response:
+        return await replied(request, _create(service, store, request))
+
+    @app.get("/v1/responses/{response_id}")
+    async def retrieve(request: Request, response_id: str) -> Response:
+        if request.query_params.get("stream", "").lower() in ("true", "1"):
+            raise InvalidValue("stream=true: stored responses are not streamed: leave it out", "stream")
+        stored = store.get(request.state.client, response_id, "response_id")
+        return Response(stored.response, media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete(request: Request, response_id: str) -> dict[str, Any]:
+        store.delete(request.state.client, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def items(request: Request, response_id: str) -> dict[str, Any]:
+        found = msgspec.json.decode(store.get(request.state.client, response_id, "response_id").items)
+        if request.query_params.get("order") != "asc":
+            found.reverse()
+        return {
+            "object": "list",
+            "data": found,
+            "has_more": False,
+            "first_id": found[0]["id"] if found else None,
+            "last_id": found[-1]["id"] if found else None,
+        }
+
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def cancel(request: Request, response_id: str) -> Response:
+        store.get(request.state.client, response_id, "response_id")
+        raise InvalidValue(
+            "only responses with background=true can be canceled, and this server has none", "background"
+        )
+
+
+async def _create(service: Service, store: Store, request: Request) -> Response:
+    body = parse(await request.body(), ResponsesBody)
+    check_body(body)
+    if body.store and not store.enabled:
+        why = "--api-server-count is above 1" if service.config.response_store_size else "--response-store-size is 0"
+        raise InvalidValue(f"store=true: this server stores no responses, because {why}: leave it out", "store")
+    client = request.state.client
+    before = _before(store, client, body)
+    messages = [*before, *messages_of_items(body.input)]
+    with renamed_fields(NAMES):
+        chat = chat_of(body, messages)
+        preparing = service.prepare(chat, request.headers, request.state.request_id, client)
+        answer = await while_connected(request.receive, preparing, service.ending)
+    stored = store.enabled and body.store is not False
+
+    def done(response: dict[str, Any]) -> None:
+        if stored:
+            own = messages_of_items(response["output"], "output")
+            store.put(client, response, _input_items(body.input, response["id"]), [*messages, *own])
+
+    writer = Writer(new_response(body, answer, stored), done)
+    if body.stream:
+        return await streamed(service, answer, chat, writer, writer, request)
+    await written(service, answer, chat, writer, request)
+    return JSONResponse(writer.response)
+
+
+def _before(store: Store, client: str, body: ResponsesBody) -> list[Message]:
+    """Return the messages of the conversation that a request continues."""
+    if body.previous_response_id is None:
+        return []
+    stored = store.get(client, body.previous_response_id, "previous_response_id")
+    return msgspec.json.decode(stored.messages, type=list[Message])
+
+
+def _input_items(given: str | list[Any], id: str) -> list[dict[str, Any]]:
+    """Return the items of an input, each with an id and its type."""
+    items: list[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    made = []
+    for at, item in enumerate(items):
+        item = {"type": "message", "id": f"{id.replace('resp', 'item')}_{at}", **item}
+        if item["type"] == "message" and isinstance(item["content"], str):
+            kind = "output_text" if item["role"] == "assistant" else "input_text"
+            more: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
+            item["content"] = [{"type": kind, "text": item["content"], **more}]
+        made.append({"status": "completed", **item})
+    return made

@@ -1,0 +1,234 @@
+"""The answer to `POST /v1/responses`, made from the chunks of a chat completion, and its events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxserve.server.answers import Answer
+from jaxserve.server.failures import Refused, body_of, refusal
+from jaxserve.server.responses.request import ResponsesBody
+from jaxserve.server.sse import Dialect, named_event
+
+Event = dict[str, Any]
+
+
+def new_response(body: ResponsesBody, answer: Answer, store: bool) -> dict[str, Any]:
+    """Return the response of a request before its output."""
+    params = answer.jobs[0].params
+    text = body.text
+    return {
+        "id": f"resp_{secrets.token_hex(16)}",
+        "object": "response",
+        "created_at": answer.created,
+        "status": "in_progress",
+        "background": False,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": answer.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": body.service_tier or "default",
+        "store": store,
+        "temperature": params.temperature,
+        "text": {"format": (text and text.format) or {"type": "text"}} | _some("verbosity", text and text.verbosity),
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _some(name: str, value: Any) -> dict[str, Any]:
+    return {} if value is None else {name: value}
+
+
+class Writer(Dialect):
+    """A response as far as it is generated. Writer: the coroutine that serves the request.
+
+    Items: reasoning, a message, function calls, in the order in which the model writes them.
+    """
+
+    end = b""
+
+    def __init__(self, response: dict[str, Any], done: Callable[[dict[str, Any]], None]) -> None:
+        """response: without output; changed here. done: called with the response before its last event."""
+        self.response = response
+        self._done = done
+        self._sequence = 0
+        self._kind: object = None  # of the item that is being written
+        self._texts: list[str] = []  # of that item
+        self._logprobs: list[Any] = []  # of tokens that are no text of a message; they come with its next text
+        self._finish: str | None = None
+
+    # as a dialect
+
+    def item(self, data: Mapping[str, Any]) -> bytes:
+        return named_event(data)
+
+    def failure(self, error: Exception) -> bytes:
+        return b"".join(map(named_event, self._failed(refusal(error))))
+
+    # events
+
+    def begin(self) -> list[Event]:
+        """Return the first events."""
+        return [self._whole("response.created"), self._whole("response.in_progress")]
+
+    def add(self, chunk: Mapping[str, Any]) -> list[Event]:
+        """Add a chunk of a chat completion; return its events."""
+        if (usage := chunk.get("usage")) is not None:
+            self.response["usage"] = _usage(usage)
+        made = []
+        for choice in chunk["choices"]:
+            delta = choice.get("delta") or {}
+            self._logprobs += (choice.get("logprobs") or {}).get("content") or []
+            if text := delta.get("reasoning_content"):
+                made += self._reason(text)
+            if delta.get("content") or (self._logprobs and self._kind == "message"):
+                made += self._say(delta.get("content") or "")
+            for call in delta.get("tool_calls") or ():
+                made += self._call(call["index"], call)
+            self._finish = choice.get("finish_reason") or self._finish
+        return made
+
+    def finish(self) -> list[Event]:
+        """Complete the response, and return the last events."""
+        cut = self._finish == "length"
+        made = [] if self.response["output"] else self._say("")
+        made += self._close("incomplete" if cut else "completed")
+        if cut:
+            self.response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        else:
+            self.response |= {"status": "completed", "completed_at": int(time.time())}
+        self._done(self.response)
+        return [*made, self._whole(f"response.{self.response['status']}")]
+
+    def _failed(self, refused: Refused) -> list[Event]:
+        """Return the last events of a response that cannot be completed."""
+        made = self._close("incomplete")
+        code = "rate_limit_exceeded" if refused.status == 429 else "server_error"
+        message = body_of(refused)["error"]["message"]
+        self.response |= {"status": "failed", "error": {"code": code, "message": message}}
+        return [*made, self._whole("response.failed")]
+
+    # items
+
+    def _reason(self, text: str) -> list[Event]:
+        made = []
+        if self._kind != "reasoning":
+            made = self._open("reasoning", {"type": "reasoning", "id": _id("rs"), "summary": [], "content": []})
+            made.append(self._part("added", {"type": "reasoning_text", "text": ""}))
+            self._current["content"].append({"type": "reasoning_text", "text": ""})
+        self._texts.append(text)
+        return [*made, self._at("response.reasoning_text.delta", content_index=0, delta=text)]
+
+    def _say(self, text: str) -> list[Event]:
+        made = []
+        logprobs, self._logprobs = self._logprobs, []
+        if self._kind != "message":
+            item = {"type": "message", "id": _id("msg"), "role": "assistant", "content": []}
+            made = self._open("message", item)
+            made.append(self._part("added", {"type": "output_text", "text": "", "annotations": [], "logprobs": []}))
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._current["content"].append(part)
+        self._texts.append(text)
+        self._current["content"][0]["logprobs"] += logprobs
+        if text or logprobs:
+            made.append(self._at("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs))
+        return made
+
+    def _call(self, index: int, call: Mapping[str, Any]) -> list[Event]:
+        made, function = [], call.get("function") or {}
+        if self._kind != ("call", index):
+            item = {"type": "function_call", "id": _id("fc"), "call_id": call["id"], "name": function["name"]}
+            made = self._open(("call", index), {**item, "arguments": ""})
+        if arguments := function.get("arguments"):
+            self._texts.append(arguments)
+            made.append(self._at("response.function_call_arguments.delta", delta=arguments))
+        return made
+
+    @property
+    def _current(self) -> dict[str, Any]:
+        item: dict[str, Any] = self.response["output"][-1]
+        return item
+
+    def _open(self, kind: object, item: dict[str, Any]) -> list[Event]:
+        """Begin an item, after the one before."""
+        made = self._close("completed")
+        self._kind = kind
+        self.response["output"].append({**item, "status": "in_progress"})
+        added = {**self._current, "content": []} if "content" in item else dict(self._current)
+        return [*made, self._event("response.output_item.added", output_index=self._index, item=added)]
+
+    def _close(self, status: str) -> list[Event]:
+        """End the item that is being written, if there is one."""
+        if self._kind is None:
+            return []
+        item, kind, text, made = self._current, self._kind, "".join(self._texts), []
+        self._kind, self._texts = None, []
+        item["status"] = status
+        if kind == "message":
+            part = item["content"][0]
+            part["text"] = text
+            told = {"text": text, "logprobs": part["logprobs"]}
+            made = [self._at("response.output_text.done", content_index=0, **told), self._part("done", dict(part))]
+        elif kind == "reasoning":
+            part = item["content"][0]
+            part["text"] = text
+            made = [self._at("response.reasoning_text.done", content_index=0, text=text)]
+            made.append(self._part("done", dict(part)))
+        else:
+            item["arguments"] = text
+            told = {"arguments": text, "name": item["name"]}
+            made = [self._at("response.function_call_arguments.done", **told)]
+        return [*made, self._event("response.output_item.done", output_index=self._index, item=dict(item))]
+
+    @property
+    def _index(self) -> int:
+        return len(self.response["output"]) - 1
+
+    def _part(self, what: str, part: dict[str, Any]) -> Event:
+        return self._at(f"response.content_part.{what}", content_index=0, part=part)
+
+    def _at(self, kind: str, **fields: Any) -> Event:
+        """Return an event of the item that is being written."""
+        return self._event(kind, item_id=self._current["id"], output_index=self._index, **fields)
+
+    def _whole(self, kind: str) -> Event:
+        return self._event(kind, response={**self.response, "output": list(self.response["output"])})
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        made = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return made
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(16)}"
+
+
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens", 0)
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": usage["total_tokens"],
+    }

@@ -1,0 +1,113 @@
+"""Structured outputs of requests: OpenAI's `response_format` and vLLM's fields."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, NamedTuple
+
+from jaxserve.errors import InvalidValue, short
+from jaxserve.sched.api.structured_outputs import StructuredOutputs
+from jaxserve.server.openai import Sampled
+from jaxserve.structured.compiler import PATIENCE, Compiler
+from jaxserve.tools.definitions import Tools
+from jaxserve.tools.forced import named_schema, required_schema
+
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+class Wanted(NamedTuple):
+    """A constraint, and the field of the request that it comes from."""
+
+    outputs: StructuredOutputs
+    field: str
+
+
+def structured_of(body: Sampled) -> Wanted | None:
+    """Return the constraint of a request, if it has one. Raises InvalidValue that names the field."""
+    found = [one for one in (_of_format(body.response_format), _of_fields(body)) if one is not None]
+    found += [_of_guided(name, value) for name in GUIDED if (value := getattr(body, name)) is not None]
+    if len(found) > 1:
+        fields = " and ".join(one.field for one in found)
+        raise InvalidValue(f"{fields} are given: a request can have one constraint", found[1].field)
+    return found[0] if found else None
+
+
+def constraint_of(body: Sampled, tools: Tools | None) -> Wanted | None:
+    """Return the constraint of a request: its own, or the calls that `tool_choice` demands.
+
+    Like OpenAI's, a `response_format` holds for answers, not for calls. Raises InvalidValue that names the field.
+    """
+    own = structured_of(body)
+    if tools is None or tools.mode == "auto":
+        return own
+    if own is not None and not own.field.startswith("response_format"):
+        raise InvalidValue(f"{own.field} and a tool_choice that demands a call are given: leave one out", "tool_choice")
+    if tools.mode == "required":
+        schema = required_schema(tools.schemas, tools.parallel)
+    else:
+        assert tools.name is not None
+        schema = named_schema(tools.schemas[tools.name])
+    # A weak model could spend max_tokens on whitespace between the tokens of its JSON.
+    return _made("tools", json=schema, lenient=not tools.strict, disable_any_whitespace=True)
+
+
+def _of_format(given: dict[str, Any] | None) -> Wanted | None:
+    if given is None:
+        return None
+    kind = given.get("type")
+    if kind not in FORMATS:
+        allowed = ", ".join(FORMATS)
+        raise InvalidValue(f"response_format.type={short(kind)} must be one of {allowed}", "response_format.type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Wanted(StructuredOutputs(json_object=True), "response_format")
+    if kind == "structural_tag":
+        return _made("response_format", structural_tag=given)
+    inner = given.get("json_schema")
+    field = "response_format.json_schema"
+    if not isinstance(inner, dict):
+        raise InvalidValue(f"{field}={short(inner)} must be an object with name and schema", field)
+    if not isinstance(inner.get("name"), str):
+        raise InvalidValue(f"{field}.name={short(inner.get('name'))} must be a text", f"{field}.name")
+    if not isinstance(inner.get("strict"), bool | None):
+        raise InvalidValue(f"{field}.strict={short(inner['strict'])} must be true or false", f"{field}.strict")
+    schema = inner.get("schema", {})
+    if not isinstance(schema, dict):
+        raise InvalidValue(f"{field}.schema={short(schema)} must be an object", f"{field}.schema")
+    return _made(f"{field}.schema", json=schema, lenient=inner.get("strict") is False)
+
+
+def _of_fields(body: Sampled) -> Wanted | None:
+    outputs = StructuredOutputs.of(body.structured_outputs)
+    return None if outputs is None else Wanted(outputs, "structured_outputs")
+
+
+def _of_guided(name: str, value: Any) -> Wanted:
+    return _made(name, **{GUIDED[name]: value})
+
+
+def _made(field: str, **given: Any) -> Wanted:
+    try:
+        return Wanted(StructuredOutputs(**given), field)
+    except InvalidValue as error:
+        raise InvalidValue(f"{field}: {error}", field) from error
+
+
+async def compiled(compiler: Compiler, wanted: Wanted) -> StructuredOutputs:
+    """Compile a constraint in another thread, and return it. Raises InvalidValue that names the field."""
+    compiling = asyncio.wrap_future(compiler.compile(wanted.outputs))
+    done, _ = await asyncio.wait([compiling], timeout=PATIENCE)
+    if not done:
+        raise InvalidValue(f"{wanted.field} took more than {PATIENCE:g} s to compile: simplify it", wanted.field)
+    try:
+        await compiling
+    except InvalidValue as error:
+        raise InvalidValue(f"{wanted.field}: {error}", wanted.field) from error
+    return wanted.outputs

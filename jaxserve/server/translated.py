@@ -1,0 +1,55 @@
+"""What APIs that are translated to chat share: fields of their own in its errors, and checks of their parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from jaxserve.errors import InvalidValue, short
+from jaxserve.server.openai import Drawn
+
+
+@contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Name the fields of another API in the errors of a chat request.
+
+    names: expressions of the beginnings of chat's fields, and what replaces them. The first that matches counts.
+    """
+    try:
+        yield
+    except InvalidValue as error:
+        field = error.param or ""
+        for chat, own in names.items():
+            if match := re.match(rf"(?:{chat})(?![^.\[])", field):
+                new = match.expand(own) + field[match.end() :]
+                message = re.sub(rf"(?<![\w.]){re.escape(field)}(?!\w)", lambda _, new=new: new, str(error))  # type: ignore[misc]
+                raise InvalidValue(message, new) from error
+        raise
+
+
+def shared_fields(body: Drawn) -> dict[str, Any]:
+    """Return the fields that a body of another API shares with chat, those that are set."""
+    return {name: getattr(body, name) for name in Drawn.model_fields if name in body.model_fields_set}
+
+
+def chunked(streams: bool | None) -> dict[str, Any]:
+    """Return the fields of a chat request that is read in chunks. streams: by its client, as they come."""
+    made = {"stream": True, "stream_options": {"include_usage": True}}
+    return made if streams else {**made, "pace_tokens": False}
+
+
+def text_of(part: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a text field of an object. Raises InvalidValue that names the field."""
+    value = part.get(name)
+    if not isinstance(value, str):
+        raise InvalidValue(f"{where}.{name}={short(value)} must be a text", f"{where}.{name}")
+    return value
+
+
+def object_of(value: Any, where: str) -> dict[str, Any]:
+    """Return a value that must be an object. Raises InvalidValue that names the field."""
+    if not isinstance(value, dict):
+        raise InvalidValue(f"{where}={short(value)} must be an object", where)
+    return value

@@ -1,0 +1,224 @@
+"""POST /v1/messages through Anthropic's client, on an engine double that repeats its prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+MODEL = "jaxserve-demo"
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+HI = [{"role": "user", "content": "Hi"}]
+Fake = Callable[..., Any]
+
+
+@pytest.fixture
+def client(fake: Fake) -> Iterator[Callable[..., anthropic.Anthropic]]:
+    """A factory of clients of a server."""
+    made: list[anthropic.Anthropic] = []
+
+    def connect(live: Any, key: str = "none") -> anthropic.Anthropic:
+        http = anthropic.DefaultHttpxClient(verify=False)
+        made.append(anthropic.Anthropic(base_url=live.url, api_key=key, max_retries=0, timeout=60, http_client=http))
+        return made[-1]
+
+    yield connect
+    for one in made:
+        one.close()
+
+
+def events(live: Any, **fields: Any) -> list[dict[str, Any]]:
+    """Return the events of a stream, named as their data says; all but pings and errors valid for Anthropic's types."""
+    made = live.http.post("/v1/messages", json={"messages": HI, "max_tokens": 3, "stream": True, **fields})
+    assert made.status_code == 200, made.text
+    found = []
+    for block in made.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+        if found[-1]["type"] not in ("ping", "error"):
+            EVENT.validate_python(found[-1])
+    return found
+
+
+def sent(live: Any) -> str:
+    """Return the prompt that the engine has received last."""
+    text: str = live.service.tokenizer.decode(live.engine.submitted[-1].prompt, skip_special_tokens=False)
+    return text
+
+
+def test_create(fake: Fake, client: Any) -> None:
+    live = fake()
+    made = client(live).messages.create(
+        model=MODEL, max_tokens=5, system="Be brief.", messages=HI, extra_body={"temperature": 0.5, "top_k": 7}
+    )
+    Message.model_validate(made.to_dict())
+    prompt = live.engine.submitted[0].prompt
+    assert made.content[0].text == live.service.tokenizer.decode(prompt[:5], skip_special_tokens=True)
+    assert (made.role, made.stop_reason, made.stop_sequence) == ("assistant", "max_tokens", None)
+    assert (made.usage.input_tokens, made.usage.output_tokens) == (len(prompt), 5)
+    params = live.engine.submitted[0].params
+    assert (params.max_tokens, params.temperature, params.top_k) == (5, 0.5, 7)
+    assert sent(live).index("Be brief.") < sent(live).index("Hi")
+
+
+def test_stop_reasons(fake: Fake, client: Any) -> None:
+    live = fake()
+    create = client(live).messages.create
+    made = create(model=MODEL, max_tokens=50, messages=[{"role": "user", "content": "one two"}], stop_sequences=["wo"])
+    assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "wo")
+    assert made.content[0].text.endswith("one t")
+    token = live.engine.submitted[0].prompt[0]
+    made = create(model=MODEL, max_tokens=50, messages=HI, extra_body={"stop_token_ids": [token]})
+    assert (made.stop_reason, made.stop_sequence) == ("end_turn", None)
+
+
+def test_the_events_of_a_stream(fake: Fake) -> None:
+    found = events(fake())
+    kinds = [event["type"] for event in found]
+    deltas = kinds.count("content_block_delta")
+    assert kinds == [
+        "message_start", "ping", "content_block_start", *["content_block_delta"] * deltas, "content_block_stop",
+        "message_delta", "message_stop",
+    ]  # fmt: skip
+    assert deltas > 0
+    assert found[0]["message"]["content"] == [] and found[0]["message"]["usage"]["input_tokens"] > 0
+    assert found[-2]["delta"]["stop_reason"] == "max_tokens"
+    assert found[-2]["usage"]["output_tokens"] == 3
+
+
+def test_a_stream_is_the_whole_answer(fake: Fake, client: Any) -> None:
+    connected = client(fake())
+    given = {"model": MODEL, "max_tokens": 6, "messages": HI}
+    whole = connected.messages.create(**given)
+    with connected.messages.stream(**given) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == whole.content[0].text == final.content[0].text
+    assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 6)
+
+
+def test_blocks_become_messages(fake: Fake, client: Any) -> None:
+    live = fake()
+    client(live).messages.create(
+        model=MODEL,
+        max_tokens=1,
+        system=[{"type": "text", "text": "Rules.", "cache_control": {"type": "ephemeral"}}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "One?"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                    {"type": "text", "text": "Two."},
+                ],
+            },
+            {"role": "user", "content": "Three?"},
+        ],
+    )
+    prompt = sent(live)
+    places = [prompt.index(text) for text in ("Rules.", "One?", "Two.", "Three?")]
+    assert places == sorted(places)
+
+
+def test_a_begun_answer_is_continued(fake: Fake, client: Any) -> None:
+    live = fake()
+    client(live).messages.create(
+        model=MODEL, max_tokens=1, messages=[*HI, {"role": "assistant", "content": "The answer is"}]
+    )
+    assert sent(live).endswith("The answer is")
+
+
+def test_objectives_are_those_of_chat(fake: Fake, client: Any) -> None:
+    live = fake()
+    client(live).messages.create(
+        model=MODEL, max_tokens=1, messages=HI, service_tier="standard_only",
+        extra_headers={"x-slo-tpot-ms": "70"}, extra_body={"ttft_slo_ms": 900},
+    )  # fmt: skip
+    assert (live.engine.submitted[0].slo.ttft, live.engine.submitted[0].slo.tpot) == (0.9, 0.07)
+
+
+def test_count_tokens(fake: Fake, client: Any) -> None:
+    live = fake()
+    connected = client(live)
+    given = {"model": MODEL, "messages": HI, "system": "Be brief."}
+    counted = connected.messages.count_tokens(**given).input_tokens
+    assert counted == connected.messages.create(**given, max_tokens=1).usage.input_tokens
+    assert len(live.engine.submitted) == 1
+
+
+def test_keys(fake: Fake, client: Any) -> None:
+    live = fake(config={"api_key": ("right",)})
+    assert client(live, "right").messages.create(model=MODEL, max_tokens=1, messages=HI).content
+    with pytest.raises(anthropic.AuthenticationError) as error:
+        client(live, "wrong").messages.create(model=MODEL, max_tokens=1, messages=HI)
+    assert error.value.body["error"]["type"] == "authentication_error"
+    bearer = {"Authorization": "Bearer right"}
+    body = {"max_tokens": 1, "messages": HI}
+    assert live.http.post("/v1/messages", json=body, headers=bearer).status_code == 200
+
+
+def test_failures(fake: Fake, client: Any) -> None:
+    live = fake()
+    live.engine.fail_after = 1
+    last = events(live)[-1]
+    assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+    with (
+        pytest.raises(anthropic.APIStatusError),
+        client(live).messages.stream(model=MODEL, max_tokens=3, messages=HI) as stream,
+    ):
+        stream.get_final_message()
+    live.engine.fail_after, live.engine.bound = None, 0
+    with pytest.raises(anthropic.APIStatusError) as error:
+        client(live).messages.create(model=MODEL, max_tokens=1, messages=HI)
+    assert error.value.body["type"] == "error"
+    live.service.draining = True
+    told = live.http.post("/v1/messages", json={"max_tokens": 1, "messages": HI})
+    assert (told.status_code, told.json()["error"]["type"]) == (503, "overloaded_error")
+
+
+REFUSALS: tuple[Any, ...] = (
+    ("max_tokens", {"max_tokens": 0}, "max_tokens=0"),
+    ("max_tokens", {"max_tokens": 100_000}, "max_tokens=100000"),
+    ("messages[0].role", {"messages": [{"role": "system", "content": "x"}]}, "field of its own"),
+    ("messages[0].content", {"messages": [{"role": "user", "content": 3}]}, "blocks"),
+    ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+    ("messages[0]", {"messages": [3]}, "object"),
+    ("messages", {"messages": []}, "at least one"),
+    ("stop_sequences", {"stop_sequences": [""]}, "not empty"),
+    ("thinking.type", {"thinking": {"type": "sometimes"}}, "adaptive"),
+    ("output_config.format.type", {"output_config": {"format": {"type": "xml"}}}, "json_schema"),
+    ("output_config.format.schema", {"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "object"),
+    ("mcp_servers", {"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+    ("tools[0].type", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
+    ("temperature", {"temperature": -1}, "temperature=-1"),
+)
+
+
+def test_refusals_name_the_field(fake: Fake) -> None:
+    live = fake()
+    for field, given, told in REFUSALS:
+        made = live.http.post("/v1/messages", json={"max_tokens": 1, "messages": HI, **given})
+        answer = made.json()
+        assert (made.status_code, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
+        assert answer["error"]["param"] == field and told in answer["error"]["message"]
+
+
+def test_other_refusals(fake: Fake) -> None:
+    http = fake().http
+    old = http.post("/v1/messages", json={"max_tokens": 1, "messages": HI}, headers={"anthropic-version": "2023-01-01"})
+    assert (old.status_code, old.json()["error"]["param"]) == (400, "anthropic-version")
+    missing = http.post("/v1/messages", json={"messages": HI})
+    assert (missing.status_code, missing.json()["error"]["param"]) == (400, "max_tokens")
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        held = http.post("/v1/messages", json={"max_tokens": 1, "messages": HI, "thread": thread})
+        told = held.json()["error"]
+        assert (held.status_code, told["type"], told["param"]) == (400, "invalid_request_error", "thread")
+        assert told["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    model = http.post("/v1/messages", json={"max_tokens": 1, "messages": HI, "model": "claude"})
+    assert (model.status_code, model.json()["error"]["type"]) == (404, "not_found_error")

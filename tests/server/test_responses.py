@@ -1,0 +1,300 @@
+"""POST /v1/responses through OpenAI's client, on an engine double that repeats its prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from jaxserve.server.responses.store import MAX_STORED, Store
+
+MODEL = "jaxserve-demo"
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+Fake = Callable[..., Any]
+
+
+def events(live: Any, **fields: Any) -> list[dict[str, Any]]:
+    """Return the events of a stream, each valid for OpenAI's types and named as its data says."""
+    made = live.http.post("/v1/responses", json={"input": "Hi", "stream": True, **fields})
+    assert made.status_code == 200, made.text
+    assert made.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in made.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        EVENT.validate_python(event)
+        assert name == f"event: {event['type']}"
+        found.append(event)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def refused(live: Any, field: str, **fields: Any) -> str:
+    """Return the message of a refusal that names the field."""
+    made = live.http.post("/v1/responses", json={"input": "Hi", **fields})
+    error = made.json()["error"]
+    assert (made.status_code, error["param"], error["type"]) == (400, field, "invalid_request_error"), made.text
+    return str(error["message"])
+
+
+def sent(live: Any) -> str:
+    """Return the prompt that the engine has received last."""
+    text: str = live.service.tokenizer.decode(live.engine.submitted[-1].prompt, skip_special_tokens=False)
+    return text
+
+
+def test_create(fake: Fake) -> None:
+    live = fake()
+    made = live.client.responses.create(
+        model=MODEL, input="Hello", instructions="Be brief.", max_output_tokens=5, temperature=0.5, top_p=0.9,
+        metadata={"trace": "7"}, user="me",
+    )  # fmt: skip
+    Response.model_validate(made.to_dict())
+    assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert made.output[0].status == "incomplete"
+    assert made.output_text == live.service.tokenizer.decode(
+        live.engine.submitted[0].prompt[:5], skip_special_tokens=True
+    )
+    assert (made.temperature, made.top_p, made.metadata, made.user) == (0.5, 0.9, {"trace": "7"}, "me")
+    assert made.usage.output_tokens == 5
+    assert made.usage.total_tokens == made.usage.input_tokens + 5
+    params = live.engine.submitted[0].params
+    assert (params.max_tokens, params.temperature, params.top_p) == (5, 0.5, 0.9)
+    assert "Be brief." in sent(live) and "Hello" in sent(live)
+
+
+def test_an_output_that_ends_is_completed(fake: Fake) -> None:
+    live = fake()
+    first = live.client.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
+    token = live.engine.submitted[0].prompt[0]
+    made = live.client.responses.create(model=MODEL, input="Hi", extra_body={"stop_token_ids": [token]})
+    assert (first.status, made.status, made.output[0].status) == ("incomplete", "completed", "completed")
+    assert made.incomplete_details is None
+
+
+def test_the_events_of_a_stream(fake: Fake) -> None:
+    found = events(fake(), max_output_tokens=3)
+    kinds = [event["type"].removeprefix("response.") for event in found]
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * (len(found) - 8),
+        "output_text.done", "content_part.done", "output_item.done", "incomplete",
+    ]  # fmt: skip
+    text = "".join(event["delta"] for event in found if event["type"].endswith(".delta"))
+    final = found[-1]["response"]
+    assert found[0]["response"]["output"] == [] and found[0]["response"]["usage"] is None
+    assert final["output"] == [found[-2]["item"]]
+    assert found[-2]["item"]["content"] == [found[-3]["part"]]
+    assert text == found[-4]["text"] == final["output"][0]["content"][0]["text"] != ""
+    assert final["usage"]["output_tokens"] == 3
+    assert len({event["item_id"] for event in found if "item_id" in event}) == 1
+
+
+def test_a_stream_is_the_whole_answer(fake: Fake) -> None:
+    live = fake()
+    live.client.responses.create(model=MODEL, input="Same", max_output_tokens=1)
+    prompt = live.engine.submitted[0].prompt
+    stop = next(token for at, token in enumerate(prompt) if at > 3 and token not in prompt[:at])
+    given: dict[str, Any] = {"model": MODEL, "input": "Same", "extra_body": {"stop_token_ids": [stop]}}
+    given |= {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    whole = live.client.responses.create(**given)
+    with live.client.responses.stream(**given) as stream:
+        seen = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert "response.output_text.delta" in seen
+    assert final.output_text == whole.output_text != ""
+    assert final.output[0].content[0].logprobs == whole.output[0].content[0].logprobs
+    assert {len(one.top_logprobs) for one in whole.output[0].content[0].logprobs} == {1}
+
+
+def test_items_become_messages(fake: Fake) -> None:
+    live = fake()
+    live.client.responses.create(
+        model=MODEL,
+        max_output_tokens=1,
+        input=[
+            {"role": "developer", "content": "Rules."},
+            {"role": "user", "content": [{"type": "input_text", "text": "One?"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            {
+                "type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+                "content": [{"type": "output_text", "text": "Two.", "annotations": []}],
+            },
+            {"type": "message", "role": "user", "content": "Three?"},
+        ],
+    )  # fmt: skip
+    prompt = sent(live)
+    places = [prompt.index(text) for text in ("Rules.", "One?", "Two.", "Three?")]
+    assert places == sorted(places)
+
+
+def test_objectives_are_those_of_chat(fake: Fake) -> None:
+    live = fake()
+    live.client.responses.create(
+        model=MODEL, input="Hi", max_output_tokens=1, extra_headers={"x-slo-tpot-ms": "70"},
+        extra_body={"ttft_slo_ms": 900, "priority": 3},
+    )  # fmt: skip
+    request = live.engine.submitted[0]
+    assert (request.slo.ttft, request.slo.tpot, request.priority) == (0.9, 0.07, 3)
+
+
+def test_a_conversation_is_continued(fake: Fake) -> None:
+    live = fake()
+    first = live.client.responses.create(model=MODEL, input="Red", instructions="Only once.", max_output_tokens=2)
+    second = live.client.responses.create(
+        model=MODEL, input="Green", previous_response_id=first.id, max_output_tokens=2
+    )
+    third = live.client.responses.create(model=MODEL, input="Blue", previous_response_id=second.id, max_output_tokens=1)
+    prompt = sent(live)
+    texts = ["Red", first.output_text, "Green", second.output_text, "Blue"]
+    at = 0
+    for text in texts:
+        at = prompt.index(text, at) + len(text)
+    assert "Only once." not in prompt  # instructions are of one response
+    assert third.previous_response_id == second.id
+
+
+def test_stored_responses(fake: Fake) -> None:
+    live = fake()
+    made = live.client.responses.create(model=MODEL, input="Hi", max_output_tokens=2)
+    assert made.to_dict()["store"] is True
+    assert live.client.responses.retrieve(made.id).to_dict() == made.to_dict()
+    items = live.client.responses.input_items.list(made.id)
+    assert [item.content[0].text for item in items] == ["Hi"]
+    several = [{"role": "user", "content": "One"}, {"role": "user", "content": "Two"}]
+    other = live.client.responses.create(model=MODEL, input=several, max_output_tokens=1)
+    for order, texts in (("asc", ["One", "Two"]), ("desc", ["Two", "One"])):
+        items = live.client.responses.input_items.list(other.id, order=order)
+        assert [item.content[0].text for item in items] == texts
+    streamed = events(live, max_output_tokens=2)[-1]["response"]
+    assert live.client.responses.retrieve(streamed["id"]).to_dict() == streamed
+    live.client.responses.delete(made.id)
+    for call in (live.client.responses.retrieve, live.client.responses.delete):
+        with pytest.raises(openai.NotFoundError) as error:
+            call(made.id)
+        assert error.value.param == "response_id"
+    with pytest.raises(openai.NotFoundError) as error:
+        live.client.responses.create(model=MODEL, input="Hi", previous_response_id=made.id)
+    assert error.value.param == "previous_response_id"
+
+
+def test_nothing_is_left_of_a_request_without_store(fake: Fake) -> None:
+    live = fake()
+    made = live.client.responses.create(model=MODEL, input="Hi", max_output_tokens=2, store=False)
+    events(live, max_output_tokens=2, store=False)
+    with pytest.raises(openai.NotFoundError):
+        live.client.responses.retrieve(made.id)
+    live.quiet()
+
+
+def test_keys_see_their_own_responses(fake: Fake) -> None:
+    live = fake(config={"api_key": ("one", "two")})
+    body = {"input": "Hi", "max_output_tokens": 1}
+    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    id = live.http.post("/v1/responses", json=body, headers=one).json()["id"]
+    assert live.http.get(f"/v1/responses/{id}", headers=one).status_code == 200
+    assert live.http.get(f"/v1/responses/{id}", headers=two).status_code == 404
+    assert live.http.delete(f"/v1/responses/{id}", headers=two).status_code == 404
+    body["previous_response_id"] = id
+    assert live.http.post("/v1/responses", json=body, headers=two).status_code == 404
+    assert live.http.get(f"/v1/responses/{id}").status_code == 401
+
+
+def test_a_server_without_a_store(fake: Fake) -> None:
+    live = fake(config={"response_store_size": "0"})
+    made = live.client.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
+    assert made.to_dict()["store"] is False
+    assert "--response-store-size" in refused(live, "store", store=True)
+    told = live.http.get(f"/v1/responses/{made.id}")
+    assert told.status_code == 404 and "--response-store-size" in told.json()["error"]["message"]
+
+
+def test_a_failure_amid_a_stream_is_the_last_event(fake: Fake) -> None:
+    live = fake()
+    live.engine.fail_after = 4
+    last = events(live)[-1]
+    assert last["type"] == "response.failed"
+    assert last["response"]["status"] == "failed"
+    assert last["response"]["error"]["code"] == "server_error"
+    assert last["response"]["output"][0]["status"] == "incomplete"
+    live.engine.fail_after = 0
+    made = live.http.post("/v1/responses", json={"input": "Hi", "stream": True})
+    assert made.status_code == 500  # before the first event
+
+
+REFUSALS: tuple[Any, ...] = (
+    ("background", {"background": True}, "wait"),
+    ("conversation", {"conversation": "conv_1"}, "previous_response_id"),
+    ("prompt", {"prompt": {"id": "pmpt_1"}}, "instructions"),
+    ("truncation", {"truncation": "auto"}, "auto"),
+    ("include", {"include": ["file_search_call.results"]}, "file_search_call.results"),
+    ("max_output_tokens", {"max_output_tokens": 0}, "max_output_tokens=0"),
+    ("max_output_tokens", {"max_output_tokens": 100_000}, "max_output_tokens=100000"),
+    ("top_logprobs", {"top_logprobs": 21}, "0 to 20"),
+    ("input[0].role", {"input": [{"role": "robot", "content": "x"}]}, "robot"),
+    ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "text"),
+    ("input[0].type", {"input": [{"type": "web_search_call"}]}, "web_search_call"),
+    ("input[0].call_id", {"input": [{"type": "function_call_output", "output": "1"}]}, "must be a text"),
+    ("input[0]", {"input": ["x"]}, "must be an object"),
+    ("input", {"input": []}, "at least one"),
+    ("text.format.name", {"text": {"format": {"type": "json_schema", "schema": {}}}}, "must be a text"),
+    ("text.format.type", {"text": {"format": {"type": "xml"}}}, "json_schema"),
+    ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "a", "schema": 3}}}, "object"),
+    ("reasoning.effort", {"reasoning": {"effort": "huge"}}, "medium"),
+    ("metadata", {"metadata": {"a": 1}}, "metadata.a=1"),
+    ("metadata", {"metadata": {str(n): "x" for n in range(17)}}, "at most 16"),
+    ("temperature", {"temperature": -1}, "temperature=-1"),
+    ("tools[0].type", {"tools": [{"type": "web_search"}]}, "web_search"),
+)
+
+
+def test_refusals_name_the_field(fake: Fake) -> None:
+    live = fake()
+    for field, given, told in REFUSALS:
+        assert told in refused(live, field, **given)
+
+
+def test_other_refusals(fake: Fake) -> None:
+    live = fake()
+    missing = live.http.post("/v1/responses", json={"model": MODEL})
+    assert (missing.status_code, missing.json()["error"]["param"]) == (400, "input")
+    other = live.http.post("/v1/responses", json={"model": "gpt-9", "input": "Hi"})
+    assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
+    made = live.client.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
+    with pytest.raises(openai.BadRequestError) as error:
+        live.client.responses.cancel(made.id)
+    assert error.value.param == "background"
+
+
+def put(store: Store, id: str, text: str = "", client: str = "") -> None:
+    store.put(client, {"id": id, "text": text}, [], [])
+
+
+def has(store: Store, id: str) -> bool:
+    try:
+        return bool(store.get("", id, "response_id"))
+    except Exception:
+        return False
+
+
+def test_the_store_is_bounded() -> None:
+    now = [0.0]
+    store = Store(110, 10.0, lambda: now[0])
+    put(store, "a")
+    put(store, "b")
+    assert has(store, "a")  # and is used later than b
+    put(store, "c", "x" * 30)
+    put(store, "d")
+    assert store.size <= 110 and [has(store, id) for id in "abcd"] == [True, False, True, True]
+    put(store, "e", "x" * 110)
+    assert not has(store, "e") and len(store) == 3
+    now[0] = 10.0
+    assert not has(store, "a") and (len(store), store.size) == (0, 0)
+    many = Store(1 << 30, 1.0)
+    for number in range(MAX_STORED + 5):
+        put(many, str(number))
+    assert len(many) == MAX_STORED and not has(many, "4") and has(many, "5")

@@ -1,0 +1,107 @@
+"""Structured outputs through OpenAI's client, on a real engine in front of which another process could be."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel
+
+MODEL = "jaxserve-demo"
+CHAT = [{"role": "user", "content": "Describe a pet."}]
+
+
+class Pet(BaseModel, extra="forbid"):
+    kind: Literal["cat", "dog"]
+    legs: Literal[3, 4]
+    tame: bool
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "pet", "schema": Pet.model_json_schema(), "strict": True}}
+
+
+def complete(live: Any, **fields: Any) -> str:
+    made = live.http.post("/v1/completions", json={"prompt": "A:", "max_tokens": 60, "temperature": 1.0, **fields})
+    assert made.status_code == 200, made.text
+    return str(made.json()["choices"][0]["text"])
+
+
+def test_parse(live: Any) -> None:
+    for seed in range(3):
+        made = live.client.chat.completions.parse(
+            model=MODEL, messages=CHAT, response_format=Pet, temperature=1.0, seed=seed
+        )
+        assert made.choices[0].finish_reason == "stop"
+        assert isinstance(made.choices[0].message.parsed, Pet)
+
+
+def test_a_stream_is_the_whole_answer(live: Any) -> None:
+    given = {"model": MODEL, "messages": CHAT, "response_format": FORMAT, "temperature": 1.0, "seed": 5}
+    whole = live.client.chat.completions.create(**given).choices[0].message.content
+    chunks = live.client.chat.completions.create(**given, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    Pet.model_validate_json(whole)
+
+
+@pytest.mark.parametrize(
+    ("fields", "right"),
+    [
+        ({"structured_outputs": {"regex": "[0-9]{4}-[a-f]{1,6}!"}}, r"[0-9]{4}-[a-f]{1,6}!"),
+        ({"guided_regex": "[xyz]{3}"}, r"[xyz]{3}"),
+        ({"guided_choice": ["north", "south"]}, "north|south"),
+        ({"guided_grammar": 'root ::= "<" [a-c] ">"'}, "<[a-c]>"),
+        ({"structured_outputs": {"choice": ["a", "b"]}, "temperature": 0.0}, "a|b"),
+        ({"guided_regex": "(ab){1,4}", "repetition_penalty": 1.3, "logprobs": 2}, "(ab){1,4}"),
+    ],
+    ids=str,
+)
+def test_fields_of_vllm(live: Any, fields: dict[str, Any], right: str) -> None:
+    assert re.fullmatch(right, complete(live, **fields))
+
+
+def test_each_request_has_its_own_constraint(live: Any) -> None:
+    """Constrained and free requests run together, and nothing is compiled for them."""
+    compiled = live.engine.stats().compilations_after_warmup
+    wanted = [{"guided_regex": "[ab]{30}"}, {}, {"response_format": {"type": "json_object"}}, {"guided_choice": ["c"]}]
+    with ThreadPoolExecutor(12) as pool:
+        texts = list(
+            pool.map(lambda number: complete(live, seed=number, ignore_eos=False, **wanted[number % 4]), range(12))
+        )
+    for number, text in enumerate(texts):
+        if number % 4 == 0:
+            assert re.fullmatch("[ab]{30}", text)
+        if number % 4 == 2:
+            assert text.startswith("{")
+        if number % 4 == 3:
+            assert text == "c"
+    assert live.engine.stats().compilations_after_warmup == compiled
+
+
+def test_several_outputs_share_a_constraint(live: Any) -> None:
+    made = live.client.completions.create(
+        model=MODEL,
+        prompt="A:",
+        n=3,
+        max_tokens=120,
+        temperature=1.0,
+        extra_body={"guided_json": Pet.model_json_schema()},
+    )
+    assert len(made.choices) == 3
+    for choice in made.choices:
+        Pet.model_validate(json.loads(choice.text))
+
+
+def test_a_hostile_schema_hurts_no_other_request(live: Any) -> None:
+    hostile = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(20_000)}}
+
+    def refused(_: int) -> int:
+        return int(live.http.post("/v1/completions", json={"prompt": "A:", "guided_json": hostile}).status_code)
+
+    with ThreadPoolExecutor(8) as pool:
+        codes = pool.map(refused, range(4))
+        texts = list(pool.map(lambda _: complete(live, guided_choice=["fine"]), range(4)))
+        assert list(codes) == [400] * 4
+    assert texts == ["fine"] * 4

@@ -1,0 +1,219 @@
+"""Tools and thinking through OpenAI's client, with the demo model in front of a template that knows tools."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+import jaxserve.demo
+from jaxserve.config import ServeConfig
+from jaxserve.server.service import Service
+from jaxserve.tokenizer import Tokenizer
+from tests.support.server.live import SMALL, Live
+
+MODEL = "jaxserve-demo"
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
+SCHEMAS = {"weather": CITY, "clock": EMPTY}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+ASK: list[Any] = [{"role": "user", "content": "Paris?"}]
+# Short, because the demo model's context is. A model that thinks ends its prompt like this one with `thinking`.
+TEMPLATE = """{% for m in messages %}{{ '<|user|>' if m.role in ('user', 'tool') else '<|assistant|>' }}
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.city }}{% endfor %}
+<|end|>{% endfor %}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}<|assistant|>
+{% if thinking %}<think>{% else %}{% if false %}</think>{% endif %}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def templated(engine: Any) -> Iterator[Live]:
+    tokenizer = Tokenizer.load(jaxserve.demo.model_path(), chat_template=TEMPLATE)
+    made = Live(Service(engine, tokenizer, ServeConfig.load(mesh="2x1", **SMALL)))
+    yield made
+    made.stop()
+
+
+def create(live: Live, **given: Any) -> Any:
+    given = {"messages": ASK, "tools": TOOLS, "temperature": 1.0, "max_tokens": 200, **given}
+    return live.client.chat.completions.create(model=MODEL, **given)
+
+
+def checked(calls: Any) -> list[tuple[str, Any]]:
+    """Return the names and arguments of calls, which follow their schemas."""
+    made = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+    for name, arguments in made:
+        jsonschema.validate(arguments, SCHEMAS[name])
+    assert len({call.id for call in calls}) == len(calls)
+    return made
+
+
+def test_required_calls_are_valid(templated: Live) -> None:
+    for seed in range(3):
+        choice = create(templated, tool_choice="required", parallel_tool_calls=False, seed=seed).choices[0]
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        assert len(checked(choice.message.tool_calls)) == 1
+        (call,) = choice.message.tool_calls
+        bare = re.sub(r'"(?:[^"\\]|\\.)*"', "", call.function.arguments)
+        assert not re.search(r"\s", bare), call.function.arguments
+
+
+def test_a_stream_has_the_calls_of_the_whole_answer(templated: Live) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        given = {"tool_choice": choice, "parallel_tool_calls": False, "seed": 4, "n": 2}
+        whole = create(templated, **given)
+        calls: dict[int, dict[int, dict[str, str]]] = {}
+        ends = {}
+        for chunk in create(templated, **given, stream=True):
+            one = chunk.choices[0]
+            ends[one.index] = one.finish_reason or ends.get(one.index)
+            for part in one.delta.tool_calls or ():
+                found = calls.setdefault(one.index, {})
+                if part.index not in found:
+                    assert part.id and part.type == "function" and part.function.arguments == ""
+                    found[part.index] = {"name": part.function.name, "arguments": ""}
+                else:
+                    assert part.id is None and part.function.name is None
+                    found[part.index]["arguments"] += part.function.arguments
+        for one in whole.choices:
+            streamed = [calls[one.index][at] for at in sorted(calls[one.index])]
+            given_whole = [{"name": c.function.name, "arguments": c.function.arguments} for c in one.message.tool_calls]
+            assert streamed == given_whole
+            assert checked(one.message.tool_calls)[0][0] in ("weather", "clock")
+            assert ends[one.index] == one.finish_reason == "tool_calls"
+
+
+def test_a_loop_of_two_steps(live: Live, templated: Live) -> None:
+    """The calls and their results come back in the history, also where the template knows no tools."""
+    for server, tools in ((templated, TOOLS), (live, TOOLS[1:])):
+        named = {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
+        first = create(server, tools=tools, tool_choice=named, max_tokens=80).choices[0].message
+        checked(first.tool_calls)
+        results: list[Any] = [
+            {"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in first.tool_calls
+        ]
+        history = [*ASK, first.model_dump(exclude_none=True), *results]
+        last = create(server, messages=history, tools=tools, tool_choice="none", max_tokens=8).choices[0]
+        assert last.message.tool_calls is None and last.message.content
+        assert last.finish_reason in ("stop", "length")
+
+
+def counted(live: Live) -> dict[tuple[str, str], float]:
+    """Return the requests that had, and those that attained, objectives of each phase."""
+    series = r'slo_(requests|attained)_total\{[^}]*phase="(\w+)"[^}]*slo_class="custom"[^}]*\} (\S+)'
+    return {(kind, phase): float(n) for kind, phase, n in re.findall(series, live.http.get("/metrics").text)}
+
+
+def test_a_tool_loop_is_one_session_and_each_request_has_its_stages(templated: Live) -> None:
+    """The second request finds the pages of the first; each is judged by the objectives of its own stages."""
+    before = counted(templated)
+    minute = {"tpot_slo_ms": 60_000}
+    question = "Rain in Paris or Rome? " * 4
+    asked = [{"role": "user", "content": question}]
+    named = {"type": "function", "function": {"name": "weather"}}
+
+    def turn(messages: list[Any], stages: dict[str, Any], **given: Any) -> Any:
+        extra = {"session_id": "loop", "ttft_slo_ms": 60_000, "stage_slo": stages}
+        return create(templated, messages=messages, extra_body=extra, **given)
+
+    first = turn(asked, {"thinking": minute, "answer": minute}, tool_choice=named, max_tokens=80)
+    (call,) = first.choices[0].message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    history = [*asked, first.choices[0].message.model_dump(exclude_none=True), result]
+    hasty = {"thinking": minute, "answer": {"tpot_slo_ms": 0.001}}
+    last = turn(history, hasty, tool_choice="none", max_tokens=8)
+    assert last.choices[0].message.content
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert last.usage.prompt_tokens_details.cached_tokens >= len(question) // 8
+    gained = {key: value - before.get(key, 0) for key, value in counted(templated).items()}
+    assert [gained["requests", phase] for phase in ("ttft", "tpot", "all")] == [2, 2, 2]
+    assert [gained["attained", phase] for phase in ("ttft", "tpot", "all")] == [2, 1, 1]  # the last answer was late
+    assert templated.http.delete("/v1/sessions/loop").json()["deleted"] is True
+
+
+def test_a_chosen_call_is_read_from_the_text(templated: Live) -> None:
+    """`auto` reads what the model writes; a grammar makes the demo model write a call here."""
+    arguments = '{"days": 2, "city": "Paris"}'
+    call = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    extra = {"structured_outputs": {"choice": [f"Yes. {call}"]}}
+    whole = create(templated, tool_choice="auto", extra_body=extra).choices[0]
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", "Yes.")
+    assert checked(whole.message.tool_calls) == [("weather", json.loads(arguments))]
+    assert whole.message.tool_calls[0].function.arguments == arguments
+    deltas = [chunk.choices[0].delta for chunk in create(templated, tool_choice="auto", extra_body=extra, stream=True)]
+    assert "".join(delta.content or "" for delta in deltas) == "Yes."
+    first, *others = [part for delta in deltas for part in delta.tool_calls or ()]
+    assert first.id and (first.function.name, first.function.arguments) == ("weather", "")
+    assert not any(part.id or part.function.name for part in others)
+    pieces = [part.function.arguments for part in others]
+    assert "".join(pieces) == arguments and len(pieces) > 5
+
+
+def test_thinking_is_split(templated: Live) -> None:
+    extra: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}, "seed": 1}
+    whole = create(templated, tools=None, max_tokens=12, extra_body=extra).choices[0].message
+    assert whole.reasoning_content and whole.reasoning == whole.reasoning_content
+    assert not whole.content  # it does not stop to think
+    chunks = create(templated, tools=None, max_tokens=12, extra_body=extra, stream=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == whole.reasoning_content
+    assert not any(delta.content for delta in deltas)
+    hidden = create(templated, tools=None, max_tokens=12, extra_body={**extra, "include_reasoning": False})
+    assert not hasattr(hidden.choices[0].message, "reasoning_content")
+
+
+def test_logprobs_of_all_tokens_are_sent(templated: Live) -> None:
+    given = {"tool_choice": "required", "parallel_tool_calls": False, "seed": 2, "logprobs": True}
+    whole = create(templated, **given).choices[0].logprobs.content
+    chunks = create(templated, **given, stream=True)
+    sent = [one for chunk in chunks if chunk.choices[0].logprobs for one in chunk.choices[0].logprobs.content]
+    assert [one.token for one in sent] == [one.token for one in whole]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"tools": "f"}, "tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/nowhere"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        (
+            {
+                "messages": [
+                    *ASK,
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]},
+                ]
+            },
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
+    ],
+    ids=str,
+)
+def test_bad_fields_are_refused_by_name(templated: Live, fields: dict[str, Any], param: str) -> None:
+    made = templated.http.post("/v1/chat/completions", json={"messages": ASK, "tools": TOOLS, **fields})
+    assert made.status_code == 400, made.text
+    assert made.json()["error"]["param"] == param
