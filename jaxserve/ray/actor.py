@@ -14,6 +14,7 @@ import ray
 from jaxserve.config import ServeConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.remote.address import Address
+from jaxserve.remote.kv_share import KVShare
 from jaxserve.remote.messages import Failure
 from jaxserve.report.logs import log_to_stderr
 
@@ -47,8 +48,13 @@ class EngineActor:
         self._listener = Listener((host, 0), authkey=key)
         return Span((host, free_port(host)), (host, self._listener.address[1]), key, processes, devices)
 
-    def start(self, config: ServeConfig, key: bytes, host: str | None, span: Span | None) -> str | Failure:
-        """Start the engine, and return its address, or what kept it from starting. host: None: this node's."""
+    def start(
+        self, config: ServeConfig, key: bytes, host: str | None, span: Span | None, kv: KVShare | None
+    ) -> str | Failure:
+        """Start the engine, and return its address, or what kept it from starting. host: None: this node's.
+
+        kv: how it exchanges KV with other engines.
+        """
         log_to_stderr(config.log_level)
         from jaxserve.engine.engine import Engine
         from jaxserve.remote.server import EngineServer
@@ -62,7 +68,7 @@ class EngineActor:
                 assert self._listener is not None
                 machine, self._leading = lead(config, span, self._listener)
                 self._engine = Engine.on(machine)
-            self._server = EngineServer(self._engine, key)
+            self._server = EngineServer(self._engine, key, kv)
             self._server.on_retired = self._over.set
             return str(self._server.start(Address(host=host or ray.util.get_node_ip_address())))
         except JaxserveError as error:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from ray import serve
@@ -19,7 +19,9 @@ from jaxserve.errors import InvalidValue, short
 from jaxserve.models.source import check_names, find_tokenizer
 from jaxserve.ray.engines import RayEngines
 from jaxserve.remote.address import Address, Place
+from jaxserve.remote.board import Board, Scale, ScaleState
 from jaxserve.remote.replicas import Replicas
+from jaxserve.remote.scaler import ReplicaScaler
 from jaxserve.server.app import create_app
 from jaxserve.server.fronts import begin_process
 from jaxserve.server.keys import Keys
@@ -31,7 +33,13 @@ log = logging.getLogger(__name__)
 
 LEARNING = 0.5  # seconds between two looks at where the engines are
 WORDS = {"true": True, "false": False}  # `serve run APP name=true` gives strings
-Known = list[tuple[str, bytes, str]]  # the address, key and name of each engine
+
+
+class Known(NamedTuple):
+    """What fronts need to know of the engines."""
+
+    places: list[tuple[str, bytes, str]]  # the address, key and name of each
+    scaling: ScaleState | None  # None: their number is fixed
 
 
 def settings_of(given: Any) -> ServeConfig:
@@ -89,12 +97,24 @@ class EnginesDeployment:
     def __init__(self, config: ServeConfig) -> None:
         self._engines = RayEngines(config)
         self._engines.wait()
+        self._scaler = None if config.max_replicas is None else ReplicaScaler(self._engines, config)
+        if self._scaler is not None:
+            self._scaler.start()
 
-    def known(self) -> Known:
-        """Return where the engines are now."""
-        return [(str(one.address), one.key, one.name) for one in self._engines.places]
+    def known(self, asked: Scale | None = None) -> Known:
+        """Return where the engines are now. asked: a number of replicas that a front was asked for."""
+        if self._scaler is None:
+            state = None
+        else:
+            state = self._scaler.board.state()
+            if asked is not None:
+                self._scaler.board.ask(asked)
+        return Known([(str(one.address), one.key, one.name) for one in self._engines.places], state)
 
     def __del__(self) -> None:
+        scaler: ReplicaScaler | None = getattr(self, "_scaler", None)
+        if scaler is not None:
+            scaler.close()
         if hasattr(self, "_engines"):
             self._engines.close()
 
@@ -108,15 +128,15 @@ class Front:
         self._engines = engines
         self._folder = Path(tempfile.mkdtemp(prefix="jaxserve-front-"))
         known: Known = await engines.known.remote()
-        self._keys = [key for _, key, _ in known]
+        self._keys = [key for _, key, _ in known.places]
         self._stale = False
+        self._board = Board(self._folder)
         self._write(known)
-        places = [
-            Place(Address(listed=str(self._folder / str(at))), key, name) for at, (_, key, name) in enumerate(known)
-        ]
+        places = [Place(self._address(at), key, name) for at, (_, key, name) in enumerate(known.places)]
         own = serve.get_replica_context().replica_id.unique_id
         routing, fronts = config.replica_routing, config.api_server_count
-        replicas = await Replicas.connect(places, f"{config.seed}.{own}", routing, fronts)
+        partly = config.max_replicas is not None
+        replicas = await Replicas.connect(places, f"{config.seed}.{own}", routing, fronts, partly=partly)
         self._service = Service(replicas, await tokenizer, config)
         replicas.on_continued = self._service.metrics.continued
         self._learning = asyncio.ensure_future(self._learn())
@@ -124,21 +144,28 @@ class Front:
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._service)
 
+    def _address(self, replica: int) -> Address:
+        return Address(listed=str(self._folder / str(replica)))
+
     def _write(self, known: Known) -> None:
-        for at, (address, _, _) in enumerate(known):
+        for at, (address, _, _) in enumerate(known.places):
             if ":" in address:
-                Address(listed=str(self._folder / str(at))).publish(Address.parse(address))
+                self._address(at).publish(Address.parse(address))
+            else:
+                self._address(at).vacate()
+        if known.scaling is not None:
+            self._board.publish(known.scaling)
 
     async def _learn(self) -> None:
         """Keep the addresses that connections are made to."""
         while True:
             await asyncio.sleep(LEARNING)
             try:
-                known: Known = await self._engines.known.remote()
+                known: Known = await self._engines.known.remote(self._board.asked())
             except Exception as error:  # whatever Serve raises while the deployment is away
                 log.warning("the engines' deployment does not answer: %s", error)
                 continue
-            self._stale = [key for _, key, _ in known] != self._keys
+            self._stale = [key for _, key, _ in known.places] != self._keys
             self._write(known)
 
     def check_health(self) -> None:

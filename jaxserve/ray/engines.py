@@ -6,114 +6,75 @@ import logging
 import secrets
 import shutil
 import tempfile
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import ray
 
 from jaxserve.config import ServeConfig
-from jaxserve.errors import JaxserveError
 from jaxserve.ray import cluster
 from jaxserve.ray.replica import RayReplica
 from jaxserve.remote.address import Address, Place
-from jaxserve.remote.engines import LASTING, own_settings, pause
-from jaxserve.remote.nodes import devices_of, lay_out
+from jaxserve.remote.engines import Engines, own_settings
+from jaxserve.remote.kv_share import KVShare
+from jaxserve.remote.nodes import Shares, devices_of, lay_out
 
 log = logging.getLogger(__name__)
 
 
-class RayEngines:
-    """One engine per replica, each in a placement group of its own. One that ends is started again."""
+class RayEngines(Engines):
+    """One engine per replica, each in a placement group of its own."""
 
     def __init__(self, config: ServeConfig) -> None:
         """Join the cluster of `config.ray` (None: this process has joined one) and reserve devices.
 
         Raises InvalidValue if the cluster cannot be reached, or its nodes are not able.
         """
+        super().__init__(len(config.replica_roles))
         self._joined = config.ray is not None
         if config.ray is not None:
-            cluster.connect(config.ray, cpus=config.replicas * devices_of(config))
+            cluster.connect(config.ray, cpus=config.most_replicas * devices_of(config))
         self._folder = tempfile.mkdtemp(prefix="jaxserve-ray-")  # only this user may enter it
-        self._replicas: list[RayReplica] = []
-        self._closing = threading.Event()
         try:
-            self._replicas = self._reserved(config)
+            model = cluster.model_folder(config.model)
+            shares = _shares(config, model)
+            config = replace(config, model=model or config.model)
+            host = "127.0.0.1" if config.ray == cluster.LOCAL else None
+            more = partial(self._more, config)
+            replicas = [
+                RayReplica(own_settings(config, at), self._place(at), more, host, kv)
+                for at, kv in enumerate(KVShare.each(config))
+            ]
+            self._keep(replicas)
+            for one, own in zip(replicas, shares, strict=False):
+                one.reserve(*own)
         except BaseException:
             self.close()
             raise
 
-    def _reserved(self, config: ServeConfig) -> list[RayReplica]:
-        found = cluster.nodes()
-        kind = cluster.kind_of(found)
-        able = [node for node in found if node.resources.get(kind, 0) >= 1]
-        shares = lay_out(config, kind, {node.name: int(node.resources[kind]) for node in able})
-        model = cluster.model_folder(config.model)
-        cluster.check_nodes(able, model)
-        config = replace(config, model=model or config.model)
-        host = "127.0.0.1" if config.ray == cluster.LOCAL else None
-        return [
-            RayReplica(own_settings(config, at), self._place(at), kind, share, host) for at, share in enumerate(shares)
-        ]
+    def _more(self, config: ServeConfig) -> tuple[str, Shares]:
+        """Return the devices of one more replica. Raises InvalidValue if the cluster has too few."""
+        running = sum(one.wanted for one in self.keepers)
+        return _shares(replace(config, replicas=running, max_replicas=None, min_replicas=None), config.model)[-1]
 
     def _place(self, at: int) -> Place:
         return Place(Address(listed=str(Path(self._folder) / str(at))), secrets.token_bytes(32), f"replica {at}")
 
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """Where fronts find the engines."""
-        return tuple(one.place for one in self._replicas)
-
-    def wait(self) -> None:
-        """Wait until all engines are ready. Raises what kept one from starting."""
-        for one in self._replicas:
-            one.placed()
-        with ThreadPoolExecutor(len(self._replicas)) as beside:
-            for started in [beside.submit(one.start, self._closing.is_set) for one in self._replicas]:
-                started.result()
-        for at, one in enumerate(self._replicas):
-            threading.Thread(target=self._keep, args=(one,), name=f"jaxserve-keeper-{at}", daemon=True).start()
-
-    def _keep(self, one: RayReplica) -> None:
-        """Start an engine again whenever it has ended, until `close`."""
-        failures, begun, closing, name = 0, time.monotonic(), self._closing.is_set, one.place.name
-        while (why := one.ended(closing)) is not None:
-            if not why:
-                failures = 0
-                log.info("%s starts again, as asked", name)
-            else:
-                failures = 1 if time.monotonic() - begun > LASTING else failures + 1
-                log.error("%s ended (%s); it starts again in %g s", name, why, pause(failures))
-            while not self._again(one, failures):
-                failures += 1
-                if closing():
-                    return
-            begun = time.monotonic()
-
-    def _again(self, one: RayReplica, failures: int) -> bool:
-        """Start an engine again after a pause; return whether it serves."""
-        if self._closing.wait(pause(failures)):
-            return False
-        try:
-            one.stop()
-            one.start(self._closing.is_set)
-        except (JaxserveError, ray.exceptions.RayError) as error:
-            if not self._closing.is_set():
-                log.error("%s did not start: %s", one.place.name, error)
-            return False
-        log.info("%s serves again", one.place.name)
-        return True
-
     def close(self) -> bool:
         """Close all engines, and leave the cluster; return False if one had to be killed."""
-        self._closing.set()
-        closers: list[Callable[[], bool]] = [one.close for one in self._replicas]
-        with ThreadPoolExecutor(max(1, len(closers))) as beside:
-            closed = [one.result() for one in [beside.submit(close) for close in closers]]
+        closed = super().close()
         if self._joined:
             ray.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
-        return all(closed)
+        return closed
+
+
+def _shares(config: ServeConfig, model: str | None) -> list[tuple[str, Shares]]:
+    """Return the kind of devices of each replica, and their numbers on nodes. Raises InvalidValue."""
+    found = cluster.nodes()
+    kind = cluster.kind_of(found)
+    able = [node for node in found if node.resources.get(kind, 0) >= 1]
+    shares = lay_out(config, kind, {node.name: int(node.resources[kind]) for node in able})
+    cluster.check_nodes(able, cluster.model_folder(model))
+    return [(kind, one) for one in shares]

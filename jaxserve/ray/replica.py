@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,7 @@ from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.ray.actor import THREADS, EngineActor
 from jaxserve.remote.address import Address, Place
 from jaxserve.remote.engines import CLOSING
+from jaxserve.remote.kv_share import KVShare
 from jaxserve.remote.messages import Failure
 from jaxserve.remote.nodes import Shares
 
@@ -26,16 +28,40 @@ GONE = (ray.exceptions.RayActorError, ray.exceptions.RaySystemError)
 
 
 class RayReplica:
-    """An engine in a cluster. `start`, `ended` and `stop` are called by one thread, `close` by any."""
+    """A Replica in a cluster, see remote/engines.py."""
 
-    def __init__(self, config: ServeConfig, place: Place, kind: str, shares: Shares, host: str | None) -> None:
-        """Reserve devices. kind: of the devices. host: where the engine listens; None: its node's address."""
-        self._config, self.place, self._kind, self._shares, self._host = config, place, kind, shares, host
-        strategy = "STRICT_PACK" if len(shares) == 1 else "STRICT_SPREAD"
-        self._group = placement_group([{kind: share} for share in shares], strategy=strategy, name=place.name)
-        self._actors = [self._actor(at) for at in range(len(shares))]
+    def __init__(
+        self,
+        config: ServeConfig,
+        place: Place,
+        more: Callable[[], tuple[str, Shares]],
+        host: str | None,
+        kv: KVShare | None = None,
+    ) -> None:
+        """Create a replica without devices.
+
+        more: finds devices for it, of one kind; it may raise. host: where the engine listens; None: its node's
+        address. kv: how it exchanges KV with other engines; None: it does not.
+        """
+        self._config, self.place, self._more, self._host, self._kv = config, place, more, host, kv
+        self._kind = ""
+        self._shares: Shares = ()
+        self._group: Any = None
+        self._actors: list[Any] = []
         self._running: list[Any] = []  # calls that return when the engine has ended
         self._pids: list[int] = []
+        self._lock = threading.Lock()  # between `reserve` and `close`
+        self._closed = False
+
+    def reserve(self, kind: str, shares: Shares) -> None:
+        """Ask for devices. kind: of the devices."""
+        strategy = "STRICT_PACK" if len(shares) == 1 else "STRICT_SPREAD"
+        with self._lock:
+            if self._closed:
+                raise JaxserveError("the server closes")
+            self._kind, self._shares = kind, shares
+            self._group = placement_group([{kind: one} for one in shares], strategy=strategy, name=self.place.name)
+            self._actors = [self._actor(at) for at in range(len(shares))]
 
     def _actor(self, at: int) -> Any:
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=at)
@@ -45,7 +71,7 @@ class RayReplica:
         options = {"num_cpus": 0, **takes, "scheduling_strategy": where, "max_concurrency": THREADS, "max_restarts": -1}
         return ray.remote(EngineActor).options(**options).remote()
 
-    def placed(self) -> None:
+    def _placed(self) -> None:
         """Wait for the devices. Raises InvalidValue if other jobs of the cluster hold them."""
         if not self._group.wait(PLACING):
             free = ray.available_resources().get(self._kind, 0)
@@ -58,6 +84,15 @@ class RayReplica:
 
     def start(self, closing: Callable[[], bool] = lambda: False) -> None:
         """Start the engine, wait until it is ready, and publish its address. Raises what kept it from starting."""
+        try:
+            if self._group is None:
+                self.reserve(*self._more())
+            self._placed()
+            self._start(closing)
+        except ray.exceptions.RayError as error:
+            raise JaxserveError(f"{self.place.name}: {_line(error)}") from error
+
+    def _start(self, closing: Callable[[], bool]) -> None:
         self._running = []
         self._pids = [self._patiently(actor.pid.remote, closing) for actor in self._actors]  # waits for restarts
         leader, *followers = self._actors
@@ -66,7 +101,8 @@ class RayReplica:
             meet = partial(leader.meet.remote, self.place.key, len(self._shares), self._shares[0])
             span = self._patiently(meet, closing)
         self._running = [one.follow.remote(self._config, span, rank) for rank, one in enumerate(followers, 1)]
-        made = self._patiently(partial(leader.start.remote, self._config, self.place.key, self._host, span), closing)
+        begin = partial(leader.start.remote, self._config, self.place.key, self._host, span, self._kv)
+        made = self._patiently(begin, closing)
         if isinstance(made, Failure):
             raise made.error()
         self._running.append(leader.watch.remote())
@@ -101,9 +137,13 @@ class RayReplica:
                 return _said(ended[0])
         return None
 
-    def stop(self) -> None:
-        """End what is left of the processes; Ray starts new ones, whose engines wait for `start`."""
-        for actor, pid in zip(self._actors, self._pids, strict=True):
+    def stop(self, *, keep: bool) -> None:
+        """End what is left of the processes; with `keep` Ray starts new ones, whose engines wait for `start`."""
+        self.place.address.vacate()
+        if not keep:
+            self._release()
+            return
+        for actor, pid in zip(self._actors, self._pids, strict=False):  # no pids: it has never started
             try:
                 ray.get(actor.leave.remote(pid), timeout=CLOSING)
             except ray.exceptions.GetTimeoutError:
@@ -112,14 +152,24 @@ class RayReplica:
                 continue  # it has left
 
     def close(self) -> bool:
+        with self._lock:
+            self._closed = True
+        return self._release()
+
+    def _release(self) -> bool:
         """Close the engine and give its devices back; return False if it had to be killed."""
-        closed = not self._pids  # it has never started
-        if not closed:
+        with self._lock:
+            actors, self._actors = self._actors, []
+            group, self._group = self._group, None
+            pids, self._pids = self._pids, []
+        closed = not pids  # it has never started
+        if actors and not closed:
             with suppress(ray.exceptions.RayError):
-                closed = bool(ray.get(self._actors[0].close.remote(), timeout=CLOSING))
-        for actor in self._actors:
+                closed = bool(ray.get(actors[0].close.remote(), timeout=CLOSING))
+        for actor in actors:
             ray.kill(actor)
-        remove_placement_group(self._group)
+        if group is not None:
+            remove_placement_group(group)
         return closed
 
 

@@ -52,10 +52,10 @@ class Address(NamedTuple):
         return Path(found).parent if found else None
 
     def vacate(self) -> None:
-        """Remove the socket that a killed process has left in the file system."""
-        if self.path:
+        """Remove what an engine that has ended has left in the file system: its socket, or its address."""
+        for left in filter(None, (self.path, self.listed)):
             with suppress(FileNotFoundError):
-                os.unlink(self.path)
+                os.unlink(left)
 
     def current(self) -> Address:
         """Return the address to connect to. Raises InvalidValue if the file does not have one yet."""

@@ -22,6 +22,7 @@ from jaxserve.remote.connection import Connection
 from jaxserve.remote.messages import (
     Answer,
     Cancel,
+    EndSession,
     Follow,
     FromEngine,
     FromFront,
@@ -29,12 +30,14 @@ from jaxserve.remote.messages import (
     Hello,
     Outputs,
     Prefetch,
+    Profile,
     Refused,
     Report,
     ResetPrefixCache,
     Restart,
     SetRoles,
     State,
+    Stay,
     Submit,
     decode_from_engine,
     encode,
@@ -46,6 +49,7 @@ from jaxserve.sched.api.plan import UNAVAILABLE, Delta
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import STANDARD, Progress
 from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.scaling.base import Arriving
 from jaxserve.version import __version__
 
 T = TypeVar("T")
@@ -70,6 +74,7 @@ class Submitting(ABC):
         tier: str = STANDARD,
         key: str = "",
         salt: bytes = b"",
+        session: str = "",
         waited: float = 0.0,
         progress: Progress | None = None,
         on_delta: Callable[[Delta], None],
@@ -80,7 +85,10 @@ class Submitting(ABC):
         """
         if params.seed is not None:
             params = replace(params, seed=params.seed & SEEDS)  # what the engine uses, and what a message can hold
-        return self.send(Submit(0, tuple(prompt), params, slo, priority, tier, key, salt, waited, progress), on_delta)
+        submit = Submit(
+            0, tuple(prompt), params, slo, priority, tier, key, salt, waited, progress, session=session
+        )  # fmt: skip
+        return self.send(submit, on_delta)
 
     @abstractmethod
     def send(self, request: Submit, on_delta: Callable[[Delta], None]) -> int:
@@ -88,7 +96,7 @@ class Submitting(ABC):
 
 
 class RemoteEngine(Submitting):
-    """An engine in another process. All methods but `set_roles` and `reset_prefix_cache` belong to one loop.
+    """An engine in another process. All methods belong to one loop, unless they say otherwise.
 
     It has the methods of `Engine` that a server uses. `submit` returns before the engine has seen the
     request: one that it does not accept ends with reason "rejected", and `refusal` has the error.
@@ -101,6 +109,8 @@ class RemoteEngine(Submitting):
         self.kv = ""  # where other engines get KV of this one; "": nowhere
         self._stats: Stats
         self._ailment: str | None = None
+        self.leaving = False  # it finishes its requests, and ends
+        self.arriving = Arriving()  # at the engine, from all fronts
         self._heard = time.monotonic()
         self._instances: Receiver
         self._ahead = inf  # seconds to add to times of the engine
@@ -240,9 +250,28 @@ class RemoteEngine(Submitting):
         asked = asyncio.run_coroutine_threadsafe(self._call(ResetPrefixCache), self._loop)
         return bool(asked.result())
 
+    def end_session(self, session: str) -> bool:
+        """Let the pages of a session go, as `Engine.end_session`; called from another thread."""
+        asked = asyncio.run_coroutine_threadsafe(self._call(EndSession, session), self._loop)
+        return bool(asked.result())
+
+    def profile(self, on: bool) -> bool:
+        """Start or end a trace of the engine's process, as `Engine.profile`; called from another thread."""
+        asked = asyncio.run_coroutine_threadsafe(self._call(Profile, on), self._loop)
+        return bool(asked.result())
+
     def restart(self, patience: float) -> None:
         """Ask the engine to finish its requests, up to `patience` seconds, and to start again. It is lost soon."""
         self._send(Restart(patience))
+
+    def stay(self) -> None:
+        """Ask an engine that is `leaving` to take requests again."""
+        self._send(Stay())
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection has ended."""
+        return self._gone is not None
 
     def close(self) -> bool:
         """Disconnect. The engine cancels what was submitted here."""
@@ -302,6 +331,7 @@ class RemoteEngine(Submitting):
 
     def _see(self, state: State) -> None:
         self._stats, self._ailment, self._heard = state.stats, state.ailment, time.monotonic()
+        self.leaving, self.arriving = state.leaving, state.arriving
         waiting = self._calls.get(-1 if state.call is None else state.call)
         if waiting is not None and not waiting.done():
             waiting.set_result(True)

@@ -12,7 +12,7 @@ def visible(config: ServeConfig, gpus: int, given: str | None) -> list[str | Non
     gpus: those of this machine. given: the variable's value here. Replicas share no GPU. Raises
     InvalidValue if there are too few.
     """
-    count = len(config.replica_roles)
+    count = config.most_replicas
     names = [str(at) for at in range(gpus)] if given is None else [one for one in given.split(",") if one]
     if count == 1 or not gpus or not names:
         return [None] * count
@@ -24,7 +24,7 @@ def visible(config: ServeConfig, gpus: int, given: str | None) -> list[str | Non
     if each < 1 or each * count > len(names):
         need = "a GPU each" if config.mesh is None else f"{each} GPUs each (mesh={config.mesh})"
         raise InvalidValue(
-            f"replicas={count} need {need}, and this process may use {len(names)}: ask for fewer replicas or "
+            f"{config.replicas_said} need {need}, and this process may use {len(names)}: ask for fewer replicas or "
             "a smaller --mesh",
             "replicas",
         )

@@ -7,7 +7,7 @@ they have, changes the time of a token and not the token. Every replica can do b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 
 from jaxserve.remote.client import RemoteEngine
 from jaxserve.remote.messages import Submit
@@ -15,28 +15,25 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Role
 
 
-def unfit(engines: Iterable[RemoteEngine], begun: bool) -> list[RemoteEngine]:
-    """Return the engines whose role is not to begin requests, or to continue those that have begun."""
+def unfit(engines: Mapping[int, RemoteEngine], begun: bool) -> set[int]:
+    """Return the replicas whose role is not to begin requests, or to continue those that have begun."""
     other = Role.PREFILL if begun else Role.DECODE
-    return [engine for engine in engines if all(role is other for role in engine.roles)]
+    return {at for at, one in engines.items() if one.kv and all(role is other for role in one.roles)}
 
 
-def splits(request: Submit, engines: Collection[RemoteEngine], engine: RemoteEngine) -> bool:
-    """Return whether an engine is to compute only the first token of a request, because others decode.
+def splits(request: Submit, engines: Mapping[int, RemoteEngine], replica: int) -> bool:
+    """Return whether a replica is to compute only the first token of a request, because others decode.
 
-    Requests for log-probabilities of the prompt stay, since whatever continues them computes the whole prompt.
+    engines: those that take the request. Requests for log-probabilities of the prompt stay, since
+    whatever continues them computes the whole prompt.
     """
+    engine = engines[replica]
+    if not engine.kv or short(request, engine) or request.params.whole_prompt:
+        return False
     info = engine.info
     most = min(request.params.max_tokens or info.max_model_len, info.max_model_len - len(request.prompt))
-    decoding = [one for one in engines if one.healthy and one not in unfit(engines, begun=True)]
-    return (
-        most > 1
-        and not short(request, engine)
-        and request.params.prompt_logprobs is None
-        and engine.kv != ""
-        and engine not in decoding
-        and bool(decoding)
-    )
+    prefilling = unfit(engines, begun=True)
+    return most > 1 and replica in prefilling and len(prefilling) < len(engines)
 
 
 def short(request: Submit, engine: RemoteEngine) -> bool:

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from jaxserve.remote.connection import Connection
 from jaxserve.remote.kv_direct import Direct
 from jaxserve.remote.kv_layout import Layout
 from jaxserve.remote.kv_messages import (
+    Await,
     Done,
     FromTaker,
     Greet,
@@ -28,6 +30,7 @@ from jaxserve.remote.kv_messages import (
     Offer,
     Parcel,
     Part,
+    There,
     Want,
     decode_from_giver,
 )
@@ -69,20 +72,13 @@ class Place(NamedTuple):
         ]
 
 
-class Arrived(NamedTuple):
-    """The KV of pages on the devices, and how long the other process waited for the first of them."""
-
-    kv_buffer: KVBuffer
-    waited: float
-
-
 class _Answer:
     """An answer that is arriving. Writer: its Giving."""
 
     def __init__(self) -> None:
         self.heard = asyncio.Event()  # set with every message
         self.complete = False
-        self.what: Parcel | Offer | None = None
+        self.what: There | Parcel | Offer | None = None
         self.content: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.filled = 0  # bytes
 
@@ -136,28 +132,40 @@ class Giving:
     def close(self) -> None:
         self._connection.close()
 
-    async def pages(self, digests: Sequence[bytes], seconds: float) -> Arrived | None:
-        """Return the first of these pages, as many as come in one answer; None if none is there within `seconds`.
+    async def there(self, digest: bytes, seconds: float) -> bool:
+        """Wait until a page is there, and return whether it is within `seconds`. Raises Unavailable as `pages`."""
+        with self._asking() as (call, answer):
+            self._send(Await(call, digest, seconds))
+            await self._arrival(answer, seconds)
+            return isinstance(answer.what, There) and answer.what.there
+
+    async def pages(self, digests: Sequence[bytes]) -> KVBuffer | None:
+        """Return the first of these pages, as many as come in one answer; None if the first is not there.
 
         Raises WrongKV if the content is not what was given, and Unavailable if the other process is lost or silent.
         """
-        call = next(self._calls)
-        answer = self._answers[call] = _Answer()
+        with self._asking() as (call, answer):
+            self._send(Want(call, tuple(digests), self.direct))
+            await self._arrival(answer)
+            match answer.what:
+                case Offer() as offer:
+                    return await self._pulled(offer)
+                case Parcel(pages=pages) as parcel if pages:
+                    return await asyncio.to_thread(_unpacked, parcel, answer.content, self._place)
+            return None
+
+    @contextmanager
+    def _asking(self) -> Iterator[tuple[int, _Answer]]:
+        """Number a call, and tell the other process once it is over."""
+        call, answer = next(self._calls), _Answer()
+        self._answers[call] = answer
         try:
-            self._send(Want(call, tuple(digests), seconds, self.direct))
-            await self._arrival(answer, seconds)
-            what = answer.what
-            if isinstance(what, Offer):
-                return Arrived(await self._pulled(what), what.waited)
-            assert what is not None
-            if not what.pages:
-                return None
-            return Arrived(await asyncio.to_thread(_unpacked, what, answer.content, self._place), what.waited)
+            yield call, answer
         finally:
             del self._answers[call]
             self._send(Done(call))
 
-    async def _arrival(self, answer: _Answer, seconds: float) -> None:
+    async def _arrival(self, answer: _Answer, seconds: float = 0.0) -> None:
         while not answer.complete:
             if self.gone is not None:
                 raise Unavailable(f"the process that gives KV pages has ended: {self.gone}")
@@ -201,7 +209,7 @@ class Giving:
             case Parcel():
                 answer.what, answer.content = message, np.empty(min(sum(message.sizes), self._most()), np.uint8)
                 answer.complete = not len(answer.content)
-            case Offer():
+            case There() | Offer():
                 answer.what, answer.complete = message, True
             case Part():
                 part = np.frombuffer(message.content, np.uint8)[: len(answer.content) - answer.filled]

@@ -35,8 +35,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-COMPUTED = 10.0  # seconds that a prefetch waits for the next page of a prompt
-PATIENCE = 60.0  # seconds for which a prefetch lasts
+PATIENCE = 60.0  # seconds for which a prefetch lasts: prompts that are late may wait long until they are computed
 
 
 class KVExchange:
@@ -142,26 +141,33 @@ class KVExchange:
     # roles
 
     def set_roles(self, roles: Mapping[int, Role]) -> None:
-        """Set the role of the replica. Raises InvalidValue if its instances were to have several."""
+        """Set the role of the replica, or those of its instances. Raises InvalidValue if it was to have several."""
+        if self.role is None:
+            self._engine.set_roles(roles)
+            return
         count = len(self._engine.info.instances)
-        wanted = {roles.get(index, self.role) for index in range(count)}
-        if len(wanted) > 1:
-            given = [roles.get(index, self.role).value for index in range(count)]
+        wanted = [roles.get(index, self.role) for index in range(count)]
+        if len(set(wanted)) > 1:
+            given = [role.value for role in wanted]
             raise InvalidValue(
                 f"roles={given} must be equal: all instances of a prefill or decode replica have its role", "roles"
             )
-        (self.role,) = wanted
+        self.role = wanted[0]
 
     def presented(self, info: EngineInfo) -> EngineInfo:
         """Return the facts about the engine with the role of the replica."""
-        return replace(info, instances=tuple(replace(one, role=self.role.value) for one in info.instances))
+        role = self.role
+        if role is None:
+            return info
+        return replace(info, instances=tuple(replace(one, role=role.value) for one in info.instances))
 
     def described(self, stats: Stats) -> Stats:
         """Return a snapshot with the role of the replica, and what was fetched and given."""
-        remote = self._remote
+        remote, role = self._remote, self.role
+        if role is not None:
+            stats = replace(stats, instances=tuple(replace(one, role=role.value) for one in stats.instances))
         return replace(
             stats,
-            instances=tuple(replace(one, role=self.role.value) for one in stats.instances),
             kv_fetched_pages=remote.pages,
             kv_fetched_bytes=remote.bytes,
             kv_fetch_seconds=remote.fetch_seconds,
@@ -176,8 +182,8 @@ class _EnginePages:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._pages = engine, engine.kv_pages()
 
-    async def arrive(self, digests: Sequence[bytes], seconds: float) -> bool:
-        return await self._asked(lambda: self._pages.arrive(digests, seconds))
+    async def arrive(self, digest: bytes, seconds: float) -> bool:
+        return await self._asked(lambda: self._pages.arrive(digest, seconds))
 
     async def export(self, digests: Sequence[bytes], most: int, summed: bool) -> Export | None:
         return await self._asked(lambda: self._pages.export(digests, most, summed))
@@ -199,4 +205,4 @@ class _Ahead:
         return 0.0
 
     async def fetch(self, request: Request, digests: Sequence[bytes], start: int) -> KVBuffer | None:
-        return await self._remote.fetch(request, digests, start, COMPUTED)
+        return await self._remote.fetch(request, digests, start, PATIENCE)

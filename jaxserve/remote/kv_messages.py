@@ -20,12 +20,19 @@ class Greet(Message, frozen=True):
     digest: bytes
 
 
+class Await(Message, frozen=True):
+    """Ask to be told once a page is there, or after some seconds without it."""
+
+    call: int
+    digest: bytes
+    seconds: float
+
+
 class Want(Message, frozen=True):
-    """Ask for the first of these pages that are there, and wait some seconds until there is one."""
+    """Ask for the first of these pages that are there."""
 
     call: int
     digests: tuple[bytes, ...]
-    seconds: float
     direct: bool
 
 
@@ -47,8 +54,15 @@ class Greeting(Message, frozen=True):
     direct: str | None
 
 
+class There(Message, frozen=True):
+    """The answer to Await: whether the page is there."""
+
+    call: int
+    there: bool
+
+
 class Parcel(Message, frozen=True):
-    """The content of the first `pages` pages that were asked for, after `waited` seconds; 0: none came in time.
+    """The content of the first `pages` pages that were asked for; 0: none is there.
 
     Arrays of `sizes` bytes follow in Parts, with a CRC-32 for each. All pages of an array are one
     contiguous block.
@@ -56,7 +70,6 @@ class Parcel(Message, frozen=True):
 
     call: int
     pages: int
-    waited: float = 0.0
     sizes: tuple[int, ...] = ()
     sums: tuple[int, ...] = ()
 
@@ -71,20 +84,18 @@ class Part(Message, frozen=True):
 class Offer(Message, frozen=True):
     """The first `pages` pages that were asked for can be pulled: a piece of `size` pages, under `uuid`.
 
-    waited: seconds until the first one was there. sums: the checksums of all shards of each array
-    (programs/checksum.py), over the whole piece.
+    sums: the checksums of all shards of each array (programs/checksum.py), over the whole piece.
     """
 
     call: int
     pages: int
-    waited: float
     size: int
     uuid: int
     sums: tuple[int, ...]
 
 
-FromTaker = Greet | Want | Done
-FromGiver = Greeting | Parcel | Part | Offer
+FromTaker = Greet | Await | Want | Done
+FromGiver = Greeting | There | Parcel | Part | Offer
 
 decode_from_taker = msgspec.msgpack.Decoder(FromTaker).decode
 decode_from_giver = msgspec.msgpack.Decoder(FromGiver).decode

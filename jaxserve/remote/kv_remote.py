@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 ASIDE = 2.0  # seconds for which a process is not asked again after a fault
 LEARNING = 0.1  # weight of the last fetch in its predicted seconds, in each of their two parts
-FETCHES = 4  # at a time: each may hold a piece that is not in a pool yet
+FETCHES = 4  # at a time, of pages that are there: each holds a piece that is not in a pool yet
 
 
 class RemoteKV:
@@ -50,10 +50,13 @@ class RemoteKV:
         self._closed = False  # guarded by _lock
 
     def find(self, request: Request, digests: Sequence[bytes]) -> int:
-        """Return how many leading pages to expect: all pages of the prompt, at the address that the request names."""
-        if self._closed or not request.kv_from or self._aside.get(request.kv_from, 0.0) > self._now():
+        """Return how many leading pages to expect at the address that the request names: all, unless it says less."""
+        if not digests or self._closed or not request.kv_from or self._aside.get(request.kv_from, 0.0) > self._now():
             return 0
-        return len(digests)
+        if not request.kv_tokens:
+            return len(digests)
+        there = request.kv_tokens // self._place.layout.page_size
+        return max(0, min(len(digests), there - request.digests.index(digests[0])))
 
     def seconds(self, pages: int) -> float:
         """Predict the seconds to fetch this many pages, from the fetches so far."""
@@ -70,19 +73,22 @@ class RemoteKV:
 
     async def _fetch(self, address: str, digests: Sequence[bytes], wait: float) -> KVBuffer | None:
         try:
-            async with self._fetches:
-                giving = await self._giving(address)
-                began = self._now()
-                arrived = await giving.pages(digests, wait)
+            giving = await self._giving(address)
+            kv_buffer = None
+            # Pages that are not computed yet are waited for outside of `_fetches`: those that are must not queue.
+            if not wait or await giving.there(digests[0], wait):
+                async with self._fetches:
+                    began = self._now()
+                    kv_buffer = await giving.pages(digests)
         except JaxserveError as error:
             self.fallbacks += 1
             self._fail(address, error)
             return None
-        if arrived is None:
+        if kv_buffer is None:
             self.fallbacks += 1
             return None
-        self._note(arrived.kv_buffer, max(0.0, self._now() - began - arrived.waited))
-        return arrived.kv_buffer
+        self._note(kv_buffer, self._now() - began)
+        return kv_buffer
 
     def _note(self, kv_buffer: KVBuffer, seconds: float) -> None:
         self.pages += kv_buffer.pages

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import zlib
 from collections.abc import Sequence
 from typing import Protocol
@@ -18,6 +17,7 @@ from jaxserve.remote.connection import Connection
 from jaxserve.remote.kv_direct import Direct
 from jaxserve.remote.kv_layout import Layout
 from jaxserve.remote.kv_messages import (
+    Await,
     Done,
     FromGiver,
     Greet,
@@ -25,6 +25,7 @@ from jaxserve.remote.kv_messages import (
     Offer,
     Parcel,
     Part,
+    There,
     Want,
     decode_from_taker,
 )
@@ -37,14 +38,14 @@ Bytes = npt.NDArray[np.uint8]
 PARCEL = 32 << 20  # bytes of pages in an answer, but at least one page
 PART = 1 << 20  # bytes in a Part: encoding one holds the interpreter lock for a fraction of a millisecond
 COPIES = 4  # answers whose copies of pages may exist at a time
-WAIT = 20.0  # most seconds that an answer waits for its first page
+WAIT = 60.0  # most seconds that an answer waits for a page
 OFFERED = 30.0  # seconds until an offer that is not pulled ends
 
 
 class Giver(Protocol):
     """The pages of an engine."""
 
-    async def arrive(self, digests: Sequence[bytes], seconds: float) -> bool: ...  # wait for the first one
+    async def arrive(self, digest: bytes, seconds: float) -> bool: ...  # wait for a page
     async def export(self, digests: Sequence[bytes], most: int, summed: bool) -> Export | None: ...  # see KVPages
 
 
@@ -111,11 +112,11 @@ class _Taker:
         match message:
             case Greet():
                 self._greet(message)
-            case Want() if self._equal:
+            case Await() | Want() if self._equal:
                 task = asyncio.ensure_future(self._answer(message))
                 self._calls[message.call] = task
                 task.add_done_callback(lambda done: self._calls.pop(message.call, None))
-            case Want():
+            case Await() | Want():
                 self.connection.close("pages are wanted, but the layouts differ")
             case Done():
                 self._done(message.call)
@@ -141,44 +142,46 @@ class _Taker:
         elif call in self._calls:
             self._calls[call].cancel()
 
-    async def _answer(self, want: Want) -> None:
+    async def _answer(self, message: Await | Want) -> None:
+        giver = self._server.giver
         try:
-            await self._give(want)
+            if isinstance(message, Want):
+                await self._give(message)
+            else:
+                self._send(There(message.call, await giver.arrive(message.digest, min(message.seconds, WAIT))))
         except Exception:
             log.exception("giving KV pages failed")
-            self._send(Parcel(want.call, 0))
+            self._send(Parcel(message.call, 0) if isinstance(message, Want) else There(message.call, False))
 
     async def _give(self, want: Want) -> None:
-        server, began = self._server, time.monotonic()
-        if await server.giver.arrive(want.digests, min(want.seconds, WAIT)):
-            waited = time.monotonic() - began
-            async with server.copies:
-                direct = server.direct if want.direct else None
-                export = await server.giver.export(want.digests, server.most, direct is not None)
-                if export is not None:
-                    server.pages += export.pages
-                    if direct is None:
-                        await self._send_parcel(want, export, waited)
-                    else:
-                        await self._offer(want, export, waited, direct)
-                    return
-        self._send(Parcel(want.call, 0))
+        server = self._server
+        async with server.copies:
+            direct = server.direct if want.direct else None
+            export = await server.giver.export(want.digests, server.most, direct is not None)
+            if export is None:
+                self._send(Parcel(want.call, 0))
+                return
+            server.pages += export.pages
+            if direct is None:
+                await self._send_parcel(want, export)
+            else:
+                await self._offer(want, export, direct)
 
-    async def _send_parcel(self, want: Want, export: Export, waited: float) -> None:
+    async def _send_parcel(self, want: Want, export: Export) -> None:
         arrays, sums = await asyncio.to_thread(_packed, export)
-        self._send(Parcel(want.call, export.pages, waited, tuple(map(len, arrays)), sums))
+        self._send(Parcel(want.call, export.pages, tuple(map(len, arrays)), sums))
         for array in arrays:
             for at in range(0, len(array), PART):
                 self._send(Part(want.call, array[at : at + PART].tobytes()))
                 await self.connection.drained()
 
-    async def _offer(self, want: Want, export: Export, waited: float, direct: Direct) -> None:
+    async def _offer(self, want: Want, export: Export, direct: Direct) -> None:
         """Offer a piece, and keep it until it has been pulled: jax does not keep deleted arrays."""
         sums = await asyncio.to_thread(lambda: [int(x) for one in export.sums for x in np.asarray(one)])
         taken = self._taken[want.call] = asyncio.Event()
         try:
             number = direct.offer(export.piece, OFFERED)
-            self._send(Offer(want.call, export.pages, waited, export.piece[0].shape[2], number, tuple(sums)))
+            self._send(Offer(want.call, export.pages, export.piece[0].shape[2], number, tuple(sums)))
             async with asyncio.timeout(OFFERED):
                 await taken.wait()
         except TimeoutError:

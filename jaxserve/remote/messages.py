@@ -20,6 +20,7 @@ from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Progress
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.stats import Sizes
+from jaxserve.sched.scaling.base import Arriving
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -44,6 +45,8 @@ class Submit(Message, frozen=True):
     progress: Progress | None = None
     handed_over: bool = False  # end it after its first token: another engine continues it
     kv_from: str = ""  # where the KV of its prompt is
+    kv_tokens: int = 0  # that have KV there; 0: all
+    session: str = ""
 
 
 class Prefetch(Message, frozen=True):
@@ -84,10 +87,31 @@ class ResetPrefixCache(Message, frozen=True):
     call: int
 
 
+class EndSession(Message, frozen=True):
+    """Ask to let the pages of a session go."""
+
+    call: int
+    session: str
+
+
+class Profile(Message, frozen=True):
+    """Ask to start or to end a trace of the engine's process."""
+
+    call: int
+    on: bool
+
+
 class Restart(Message, frozen=True):
-    """Ask an engine to take no more requests, to finish those that it has, and to start again."""
+    """Ask an engine to take no more requests, to finish those that it has, and to end.
+
+    The process that keeps it starts it again, unless it has become one too many.
+    """
 
     patience: float  # seconds to finish
+
+
+class Stay(Message, frozen=True):
+    """Ask an engine that finishes its requests after a Restart to take requests again. Too late, it ends anyway."""
 
 
 # from the engine
@@ -126,6 +150,8 @@ class State(Message, frozen=True):
     stats: Stats
     ailment: str | None
     call: int | None = None  # of the GetStats that asked
+    leaving: bool = False  # since a Restart
+    arriving: Arriving = Arriving()  # requests of all fronts
 
 
 class Hello(Message, frozen=True):
@@ -162,14 +188,16 @@ class Refused(Message, frozen=True):
 
 
 class Answer(Message, frozen=True):
-    """The result of SetRoles or ResetPrefixCache."""
+    """The result of SetRoles, ResetPrefixCache, EndSession or Profile."""
 
     call: int
     value: bool = True
     failure: Failure | None = None
 
 
-FromFront = Submit | Prefetch | Cancel | GetStats | SetRoles | ResetPrefixCache | Follow | Restart
+FromFront = (
+    Submit | Prefetch | Cancel | GetStats | SetRoles | ResetPrefixCache | EndSession | Profile | Follow | Restart | Stay
+)
 FromEngine = Hello | State | Report | Outputs | Refused | Answer
 
 

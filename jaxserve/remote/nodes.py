@@ -26,7 +26,7 @@ def lay_out(config: ServeConfig, kind: str, nodes: Mapping[str, int]) -> list[Sh
     is lacking.
     """
     free, made = dict(nodes), list[Shares]()
-    for _ in range(config.replicas):
+    for _ in config.replica_roles:
         shares = _one(config, free)
         if shares is None:
             raise InvalidValue(_lacking(config, kind, nodes, len(made)), "replicas")
@@ -51,8 +51,8 @@ def _one(config: ServeConfig, free: Mapping[str, int]) -> Shares | None:
 
 
 def spans(config: ServeConfig) -> bool:
-    """Whether a replica may span nodes: one instance only, because pages do not travel between such instances."""
-    return config.mesh is not None and parse_mesh(config.mesh)[0] == 1
+    """Whether a replica may span nodes: one instance only, because no pages travel to or from such an instance."""
+    return config.mesh is not None and parse_mesh(config.mesh)[0] == 1 and config.prefill_replicas is None
 
 
 def _lacking(config: ServeConfig, kind: str, nodes: Mapping[str, int], placed: int) -> str:
@@ -61,8 +61,10 @@ def _lacking(config: ServeConfig, kind: str, nodes: Mapping[str, int], placed: i
     whole = "" if spans(config) or config.mesh is None else " on one node"
     remedy = "add nodes, ask for fewer replicas, or a smaller --mesh"
     if not spans(config) and need > max(nodes.values(), default=0) and total >= need:
-        remedy = "only meshes of one instance (1xT) span nodes; " + remedy
+        alone = config.prefill_replicas is None
+        what = "meshes of one instance (1xT)" if alone else "replicas that also decode (--replicas)"
+        remedy = f"only {what} span nodes; {remedy}"
     return (
-        f"replicas={config.replicas} need {need} {kind} each{whole} (mesh={config.mesh or '1x1'}), and the Ray cluster "
-        f"has {total} ({where}), enough for {placed}: {remedy}"
+        f"replicas={len(config.replica_roles)} need {need} {kind} each{whole} (mesh={config.mesh or '1x1'}), and the "
+        f"Ray cluster has {total} ({where}), enough for {placed}: {remedy}"
     )

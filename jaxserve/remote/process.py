@@ -10,7 +10,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -20,7 +19,7 @@ from jaxserve.engine.startup.environment import gpus_here
 from jaxserve.errors import JaxserveError
 from jaxserve.remote.address import Address, Place
 from jaxserve.remote.devices import visible
-from jaxserve.remote.engines import CLOSING, LASTING, own_settings, pause
+from jaxserve.remote.engines import CLOSING, POLL, Closing, Engines, own_settings
 from jaxserve.remote.kv_share import KVShare
 from jaxserve.remote.messages import Failure
 from jaxserve.report.logs import log_to_stderr
@@ -53,6 +52,7 @@ class EngineProcess:
         self._reaping = threading.Lock()  # the exit status can be collected once
         process.start()
         theirs.close()
+        self.pid: int = process.pid
         self.sentinel: int = process.sentinel  # readable once the process has ended
 
     def wait(self) -> None:
@@ -99,77 +99,84 @@ class EngineProcess:
             return not self._process.is_alive()
 
 
-class EngineProcesses:
-    """The engines of a server, one per replica. An engine that ends is started again at the same place."""
+class LocalReplica:
+    """A Replica in a child process."""
+
+    def __init__(self, config: ServeConfig, place: Place, gpus: str | None, share: KVShare | None) -> None:
+        self.place = place
+        self._own = config, place, gpus, share  # arguments of each EngineProcess
+        self._process: EngineProcess | None = None
+        self._lock = threading.Lock()  # between the start of a process and `close`
+        self._closed = False
+
+    @property
+    def pid(self) -> int:
+        """The id of the process. Call it while the engine runs."""
+        assert self._process is not None
+        return self._process.pid
+
+    def launch(self) -> EngineProcess:
+        """Start the process, unless it has been, without waiting for the engine."""
+        with self._lock:
+            if self._closed:
+                raise JaxserveError("the server closes")
+            if self._process is None:
+                self.place.address.vacate()
+                self._process = EngineProcess(*self._own)
+            return self._process
+
+    def start(self, closing: Closing) -> None:
+        self.launch().wait()
+
+    def ended(self, closing: Closing) -> str | None:
+        process = self._process
+        assert process is not None
+        while not wait([process.sentinel], timeout=POLL):
+            if closing():
+                return None
+        process.join()  # its sentinel is readable a moment before its exit status
+        return "" if process.retired else process.end
+
+    def stop(self, *, keep: bool) -> None:
+        if self._process is not None:
+            self._process.close()
+        with self._lock:
+            self._process = None
+        self.place.address.vacate()
+
+    def close(self) -> bool:
+        with self._lock:
+            self._closed, process = True, self._process
+        return process is None or process.close()
+
+
+class EngineProcesses(Engines):
+    """The engines of a server in processes of this machine."""
 
     def __init__(self, config: ServeConfig) -> None:
         """Start the processes; `wait` waits until all engines are ready.
 
         Raises InvalidValue if there are too few GPUs.
         """
+        super().__init__(len(config.replica_roles))
         gpus = visible(config, gpus_here(), os.environ.get(CUDA))
         self._folder = tempfile.mkdtemp(prefix="jaxserve-")  # only this user may enter it
-        roles, several = config.replica_roles, len(config.replica_roles) > 1
-        self.places = tuple(
-            Place(
-                Address(path=os.path.join(self._folder, str(at))),
-                secrets.token_bytes(32),
-                f"replica {at}" if several else "the engine process",
-            )
-            for at in range(len(roles))
-        )
-        configs = [own_settings(config, at) for at in range(len(roles))]
-        key = secrets.token_bytes(32)
-        shares = [KVShare(key, role, config.kv_transfer) if config.prefill_replicas else None for role in roles]
-        self._own = list(zip(configs, self.places, gpus, shares, strict=True))  # arguments of each EngineProcess
-        self._processes = [EngineProcess(*own) for own in self._own]
-        self._lock = threading.Lock()  # between the start of an engine and `close`
-        self._closing = threading.Event()
+        replicas = [
+            LocalReplica(own_settings(config, at), self._place(at, len(gpus) > 1), *own)
+            for at, own in enumerate(zip(gpus, KVShare.each(config), strict=True))
+        ]
+        self._keep(replicas)
+        for one in replicas[: self.begin]:
+            one.launch()
 
-    def wait(self) -> None:
-        """Wait until all engines are ready. Raises what kept one from starting."""
-        for process in self._processes:
-            process.wait()
-        for at in range(len(self._processes)):
-            threading.Thread(target=self._keep, args=(at,), name=f"jaxserve-keeper-{at}", daemon=True).start()
+    def _place(self, at: int, several: bool) -> Place:
+        address = Address(path=os.path.join(self._folder, str(at)))
+        return Place(address, secrets.token_bytes(32), f"replica {at}" if several else "the engine process")
 
     def close(self) -> bool:
-        """Close all engines; return False if one had to be killed."""
-        with self._lock:
-            self._closing.set()
-        closed = [process.close() for process in self._processes]
+        closed = super().close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        return all(closed)
-
-    def _keep(self, at: int) -> None:
-        """Start an engine again whenever it has ended. Writer of its process, until `close`."""
-        failures, begun, name = 0, time.monotonic(), self.places[at].name
-        while True:
-            while not wait([self._processes[at].sentinel], timeout=0.2):
-                if self._closing.is_set():
-                    return
-            self._processes[at].join()  # its sentinel is readable a moment before its exit status
-            if self._processes[at].retired:
-                failures = 0
-                log.info("%s starts again, as asked", name)
-            else:
-                failures = 1 if time.monotonic() - begun > LASTING else failures + 1
-                log.error("%s ended (%s); it starts again in %g s", name, self._processes[at].end, pause(failures))
-            if self._closing.wait(pause(failures)):
-                return
-            self.places[at].address.vacate()
-            with self._lock:
-                if self._closing.is_set():
-                    return
-                self._processes[at].close()
-                self._processes[at] = EngineProcess(*self._own[at])
-            begun = time.monotonic()
-            try:
-                self._processes[at].wait()
-            except JaxserveError as error:
-                log.error("%s did not start: %s", name, error)
-            else:
-                log.info("%s serves again", name)
+        return closed
 
 
 def _serve(

@@ -14,6 +14,7 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,10 @@ from pathlib import Path
 from msgspec import structs
 
 from jaxserve.engine.runtime.info import EngineInfo, Stats
-from jaxserve.engine.runtime.merged import merged_info, merged_stats
+from jaxserve.engine.runtime.merged import merged_info, merged_stats, totals
 from jaxserve.outputs import RequestMetrics
 from jaxserve.remote.address import Place
+from jaxserve.remote.board import Board
 from jaxserve.remote.client import REMEMBERED, RemoteEngine, Submitting
 from jaxserve.remote.handoff import check_replica_roles, short, splits, unfit
 from jaxserve.remote.messages import Submit
@@ -33,6 +35,7 @@ from jaxserve.sched.api.errors import InvalidValue, JaxserveError, QueueFull, Un
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import Progress, Request
+from jaxserve.sched.routing.base import Fleet
 from jaxserve.sched.routing.front import Front
 
 log = logging.getLogger(__name__)
@@ -82,77 +85,163 @@ class _Ask:
 class Replicas(Submitting):
     """Engines in other processes as one engine. All methods belong to one loop, as those of RemoteEngine."""
 
-    def __init__(self, engines: Sequence[RemoteEngine], seed: str = "0", router: str = ROUTER, fronts: int = 1) -> None:
-        """Use connected engines; the seeds of requests without one come from `seed`. `router`: by name.
+    def __init__(
+        self,
+        engines: Sequence[RemoteEngine | None],
+        seed: str = "0",
+        router: str = ROUTER,
+        fronts: int = 1,
+    ) -> None:
+        """Use connected engines, by the numbers of their replicas; None: one that may `join` later.
 
-        Raises InvalidValue if they do not serve the same model in the same way.
+        The seeds of requests without one come from `seed`. `router`: by name. Raises InvalidValue if the engines do
+        not serve the same model in the same way, or there is none.
         """
-        self.info: EngineInfo = merged_info([engine.info for engine in engines])
-        self._engines = list(engines)
-        counts = [len(engine.info.instances) for engine in engines]
-        page_size, drawn = self.info.instances[0].page_size, zlib.crc32(seed.encode())
+        self._engines = {at: engine for at, engine in enumerate(engines) if engine is not None}
+        if not self._engines:
+            raise InvalidValue("no replica runs", "replicas")
+        self._like = next(iter(self._engines.values()))  # the others are like it; it may have left
+        self._slots = len(engines)
+        self.info: EngineInfo  # of the engines that are here; set by _changed
+        self.on_changed: Callable[[], None] = lambda: None  # told when an engine has joined or left
+        self._changed()
+        counts = [len((self._engines.get(at) or self._like).info.instances) for at in range(self._slots)]
+        page_size, drawn = self._like.info.instances[0].page_size, zlib.crc32(seed.encode())
         self._front = Front(routing.make(router), counts, page_size, fronts=fronts, seed=drawn)
-        for at, engine in enumerate(engines):
+        for at, engine in self._engines.items():
             self._follow(at, engine)
         self._seed = seed
         self._ids = itertools.count()
         self._asks: dict[int, _Ask] = {}  # unfinished
         self._over: OrderedDict[int, _Ask] = OrderedDict()  # ended, and not read with `record` or `refusal` yet
+        self._ended: tuple[Stats, ...] = ()  # the sum of what engines that have ended had counted, if there are any
         self._draining = set[int]()
-        self._returning = set[asyncio.Task[None]]()  # connections to engines that were lost
+        self._watching = set[asyncio.Task[None]]()  # connections to replicas without an engine
         self._closed = False
         self.folder: Path | None = None  # that all fronts of this machine have in common
         self.on_continued: Callable[[], None] = lambda: None  # told when a request goes on after a loss
 
     @classmethod
-    async def connect(cls, places: Sequence[Place], seed: str = "0", router: str = ROUTER, fronts: int = 1) -> Replicas:
-        """Connect to engines that are ready, and again to each that comes back after it was lost.
+    async def connect(
+        cls,
+        places: Sequence[Place],
+        seed: str = "0",
+        router: str = ROUTER,
+        fronts: int = 1,
+        *,
+        partly: bool = False,
+    ) -> Replicas:
+        """Connect to engines that are ready, and to each that comes, or comes back, later.
 
-        Raises InvalidValue if one does not answer, or differs from the others.
+        partly: some may not run yet, but one must. Raises InvalidValue if one does not answer, or differs from the
+        others.
         """
-        replicas = cls([await RemoteEngine.connect(*place) for place in places], seed, router, fronts)
+        found = [await _connected(place) if partly else await RemoteEngine.connect(*place) for place in places]
+        replicas = cls(found, seed, router, fronts)
         replicas.folder = places[0].address.folder
         for at, place in enumerate(places):
             replicas._watch(at, place)
         return replicas
 
     def _watch(self, at: int, place: Place) -> None:
-        def lost(why: str) -> None:
-            if not self._closed:
-                log.error("%s is lost: %s", place.name, why)
-                task = asyncio.ensure_future(self._reconnect(at, place))
-                self._returning.add(task)
-                task.add_done_callback(self._returning.discard)
+        """Connect to a replica again whenever its engine is lost, or now if it has none."""
 
-        self._engines[at].on_lost = lost
+        def lost(why: str) -> None:
+            if self._closed:
+                return
+            if engine is not None and engine.leaving:
+                log.info("%s has left", place.name)
+                self.leave(at)
+            else:
+                log.error("%s is lost: %s", place.name, why)
+            self._await(at, place)
+
+        engine = self._engines.get(at)
+        if engine is not None:
+            engine.on_lost = lost
+        else:
+            self._await(at, place)
+
+    def _await(self, at: int, place: Place) -> None:
+        task = asyncio.ensure_future(self._connect(at, place))
+        self._watching.add(task)
+        task.add_done_callback(self._watching.discard)
 
     def _follow(self, at: int, engine: RemoteEngine) -> None:
         """Let the router know the instances of an engine."""
         self._front.forget(at)
         self._report(at, engine, engine.updates, -1)
-        if len(self._engines) > 1:
+        if self._slots > 1:
             engine.follow(partial(self._report, at, engine))
 
     def _report(self, at: int, engine: RemoteEngine, updates: Mapping[int, Update], mark: int) -> None:
-        if self._engines[at] is not engine:
+        if self._engines.get(at) is not engine:
             return
         first = self._front.instances(at).start
         for index, one in updates.items():
             self._front.caches(first + index, one.gained, one.lost, one.anew)
         self._front.update(at, {first + index: one.snapshot for index, one in updates.items()}, mark)
 
-    async def _reconnect(self, at: int, place: Place) -> None:
+    async def _connect(self, at: int, place: Place) -> None:
         while True:
             await asyncio.sleep(RETRY)
             try:
-                engine = await RemoteEngine.connect(*place)
-                self.rejoin(at, engine)
+                self.join(at, await RemoteEngine.connect(*place))
             except InvalidValue as error:
-                log.debug("%s is not back: %s", place.name, error)
+                log.debug("%s is not there: %s", place.name, error)
             else:
                 self._watch(at, place)
-                log.info("%s is back", place.name)
+                log.info("%s is there", place.name)
                 return
+
+    # replicas that join and leave
+
+    def join(self, replica: int, engine: RemoteEngine) -> None:
+        """Use an engine for a replica from now on. Raises InvalidValue if it differs from the others."""
+        merged_info({-1: self._like.info, replica: engine.info})
+        count, own = len(self._front.instances(replica)), len(engine.info.instances)
+        if own != count:
+            raise InvalidValue(f"the replica has {own} instances, and each of the others has {count}", "mesh")
+        self._retain(replica)
+        self._engines[replica] = self._like = engine
+        self._engines = dict(sorted(self._engines.items()))
+        self._follow(replica, engine)
+        self._draining.discard(replica)
+        self._changed()
+
+    def leave(self, replica: int) -> None:
+        """Forget the engine of a replica, which has ended as it should."""
+        self._retain(replica)
+        del self._engines[replica]
+        self._front.forget(replica)
+        self._draining.discard(replica)
+        self._changed()
+
+    def _retain(self, replica: int) -> None:
+        """Keep what the last engine of a replica has counted."""
+        engine = self._engines.get(replica)
+        if engine is not None:
+            self._ended = (merged_stats({}, [*self._ended, totals(engine.stats())], alone=True),)
+
+    def _changed(self) -> None:
+        if self._engines:
+            self.info = merged_info({at: one.info for at, one in self._engines.items()}, alone=self._slots == 1)
+        self.on_changed()
+
+    @property
+    def engines(self) -> Mapping[int, RemoteEngine]:
+        """The engine of each replica that has one; it may be lost."""
+        return self._engines
+
+    def fleet(self, now: float) -> Fleet:
+        """Return the instances of all replicas that take requests, as a router sees them."""
+        instances = [
+            self._front.instance(index)
+            for at, engine in self._engines.items()
+            if engine.healthy and at not in self._draining
+            for index in self._front.instances(at)
+        ]
+        return Fleet(now, [one for one in instances if one is not None], lambda tokens: 0.0)
 
     # requests
 
@@ -175,7 +264,7 @@ class Replicas(Submitting):
 
     def check_outputs(self, prompts: int, n: int) -> None:
         """Raise InvalidValue if the queues can never hold `n` outputs of each of `prompts` prompts."""
-        self._engines[0].check_outputs(prompts, n, sum(engine.entries for engine in self._engines))
+        self._like.check_outputs(prompts, n, sum(engine.entries for engine in self._engines.values()))
 
     def cancel(self, request: int, reason: str = "abort") -> None:
         """End a request early; no effect if it has ended."""
@@ -196,44 +285,65 @@ class Replicas(Submitting):
 
     # routing
 
-    def _choose(self, ask: _Ask, others: Collection[RemoteEngine] = ()) -> int | None:
+    def _choose(self, ask: _Ask, others: Collection[int] = ()) -> int | None:
         """Return the instance that the router chooses, among those of replicas that take the request but `others`."""
-        without = [at for at, one in enumerate(self._engines) if one in others or not self._takes(ask, one)]
+        without = [at for at in range(self._slots) if at in others or not self._takes(ask, at)]
         return self._front.choose(ask.routed, time.monotonic(), without)
 
     def _pick(self, ask: _Ask) -> int | None:
         """Return an instance with the role to begin or continue a request; one with another role if there is none."""
-        if ask.target is not None and ask.output and self._takes(ask, self._engines[self._front.group(ask.target)]):
+        if ask.target is not None and ask.output and self._takes(ask, self._front.group(ask.target)):
             return ask.target
-        begun = bool(ask.output) or short(ask.request, self._engines[0])
-        found = self._choose(ask, unfit(self._engines, begun=begun))
-        return self._choose(ask) if found is None else found
+        begun = bool(ask.output) or short(ask.request, self._like)
+        others = unfit(self._engines, begun=begun)
+        found = self._choose(ask, others)
+        return self._choose(ask) if found is None and others else found
 
-    def _takes(self, ask: _Ask, engine: RemoteEngine) -> bool:
-        draining = self._engines.index(engine) in self._draining
-        return engine.healthy and not draining and engine not in ask.tried
+    def _takes(self, ask: _Ask, replica: int) -> bool:
+        engine = self._engines.get(replica)
+        return engine is not None and engine.healthy and replica not in self._draining and engine not in ask.tried
 
     def _start(self, ask: _Ask, instance: int) -> None:
         """Send a request to the engine of an instance. The engine may use another one of its own."""
-        now, engine = time.monotonic(), self._engines[self._front.group(instance)]
+        now, replica = time.monotonic(), self._front.group(instance)
+        engine = self._engines[replica]
         request = structs.replace(ask.request, waited=now - ask.arrival, progress=ask.progress(now))
         if not ask.output:
-            self._plan(ask, engine)
+            self._plan(ask, replica)
         handed_over = ask.split = ask.split and not ask.output
-        kv_from = "" if engine.kv == ask.kv_from else ask.kv_from
-        request = structs.replace(request, handed_over=handed_over, kv_from=kv_from)
+        kv_from, kv_tokens = self._kv_of(ask, instance)
+        request = structs.replace(request, handed_over=handed_over, kv_from=kv_from, kv_tokens=kv_tokens)
         ask.engine, ask.remote = engine, engine.send(request, partial(self._told, ask, engine))
         self._front.sent(instance, ask.routed, ask.remote)
 
-    def _plan(self, ask: _Ask, engine: RemoteEngine) -> None:
-        """Decide whether an engine hands a request over, and let the one that continues it fetch the KV meanwhile."""
-        others = [one for one in self._engines if self._takes(ask, one)]
-        ask.kv_from, ask.target, ask.split = engine.kv, None, splits(ask.request, others, engine)
+    def _kv_of(self, ask: _Ask, instance: int) -> tuple[str, int]:
+        """Return where the engine of an instance can fetch KV, and of how many tokens (0: of the whole prompt).
+
+        For a request that has begun that is where its prompt was computed, and else another replica that has
+        more of its prefix.
+        """
+        engine = self._engines[self._front.group(instance)]
+        if ask.kv_from not in ("", engine.kv):
+            return ask.kv_from, 0
+        longer = self._front.longer_hit(ask.routed, instance) if engine.kv else None
+        if longer is None:
+            return "", 0
+        holder = self._engines.get(self._front.group(longer[0]))
+        return (holder.kv, longer[1]) if holder is not None and holder.healthy else ("", 0)
+
+    def _plan(self, ask: _Ask, replica: int) -> None:
+        """Decide whether a replica hands a request over, and let the one that continues it fetch the KV meanwhile."""
+        kv = ask.kv_from = self._engines[replica].kv
+        ask.target, ask.split = None, False
+        if not kv:
+            return
+        others = {at: one for at, one in self._engines.items() if self._takes(ask, at)}
+        ask.split = splits(ask.request, others, replica)
         if ask.split:
             ask.target = self._choose(ask, unfit(self._engines, begun=True))
         if ask.target is not None:
             there = self._engines[self._front.group(ask.target)]
-            there.prefetch(ask.request.prompt, ask.request.salt, engine.kv)
+            there.prefetch(ask.request.prompt, ask.request.salt, kv)
 
     def _told(self, ask: _Ask, engine: RemoteEngine, delta: Delta) -> None:
         """Pass on what an engine says of a request, or continue it elsewhere if the engine is lost."""
@@ -291,7 +401,7 @@ class Replicas(Submitting):
     @property
     def roles(self) -> tuple[Role, ...]:
         """The roles of all instances."""
-        return tuple(role for engine in self._engines for role in engine.roles)
+        return tuple(role for engine in self._engines.values() for role in engine.roles)
 
     @property
     def healthy(self) -> bool:
@@ -301,36 +411,48 @@ class Replicas(Submitting):
     @property
     def ailment(self) -> str | None:
         """Why no engine takes requests; None if one does."""
-        found = [engine.ailment for at, engine in enumerate(self._engines) if at not in self._draining]
-        if found and None in found:
+        found = [engine.ailment for at, engine in self._engines.items() if at not in self._draining]
+        if None in found:
             return None
         return "; ".join(dict.fromkeys(filter(None, found))) or "all replicas are draining"
 
     def stats(self) -> Stats:
-        """Return the sum of the engines' last snapshots."""
-        ready = sum(engine.healthy for engine in self._engines)
-        return replace(merged_stats([engine.stats() for engine in self._engines]), replicas=ready)
+        """Return the sum of the engines' last snapshots, and of what those that have ended had counted."""
+        several = self._engines.values()
+        stats = merged_stats({at: one.stats() for at, one in self._engines.items()}, self._ended, self._slots == 1)
+        ready, draining = sum(one.healthy for one in several), sum(one.leaving and not one.lost for one in several)
+        return replace(stats, replicas=ready, replicas_draining=draining, replicas_wanted=self._wanted())
+
+    @property
+    def board(self) -> Board | None:
+        """Where the process that starts engines says how many there are; None: nowhere."""
+        return None if self.folder is None else Board(self.folder)
+
+    def _wanted(self) -> int:
+        state = None if self.board is None else self.board.state()
+        return self._slots if state is None else state.wanted
 
     async def refresh(self) -> None:
         """Fetch snapshots of now."""
-        await asyncio.gather(*(engine.refresh() for engine in self._engines))
+        await asyncio.gather(*(engine.refresh() for engine in self._engines.values()))
 
     def set_roles(self, roles: Mapping[int, Role]) -> tuple[Role, ...]:
         """Set the roles of instances, as `Engine.set_roles`; called from another thread.
 
         Instances are numbered over all replicas. Replicas before one that refuses keep their new roles.
         """
+        engines = tuple(self._engines.values())
         begin, unknown = 0, set(roles)
-        for engine in self._engines:
+        for engine in engines:
             own = range(begin, begin + len(engine.roles))
             unknown -= set(own)
             begin = own.stop
         if unknown:
             raise InvalidValue(f"instance={min(unknown)!r} must be 0 to {begin - 1}", "instance")
-        if any(engine.kv for engine in self._engines):
+        if any(engine.kv for engine in engines):
             check_replica_roles(roles.get(at, role) for at, role in enumerate(self.roles))
         begin = 0
-        for engine in self._engines:
+        for engine in engines:
             count = len(engine.roles)
             if own_roles := {at - begin: role for at, role in roles.items() if begin <= at < begin + count}:
                 engine.set_roles(own_roles)
@@ -339,15 +461,35 @@ class Replicas(Submitting):
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix caches of all engines; False if one could not."""
-        emptied = [engine.reset_prefix_cache() for engine in self._engines]
+        emptied = [engine.reset_prefix_cache() for engine in tuple(self._engines.values())]
         return all(emptied)
+
+    def end_session(self, session: str) -> bool:
+        """Let the pages of a session go in all engines; return whether one kept any."""
+        kept = False
+        for engine in tuple(self._engines.values()):
+            with suppress(Unavailable):  # what is lost keeps nothing
+                kept |= engine.end_session(session)
+        return kept
+
+    def profile(self, on: bool) -> bool:
+        """Start or end traces of all engines. Raises the error of the first that fails, after asking all."""
+        failures = []
+        for engine in tuple(self._engines.values()):
+            try:
+                engine.profile(on)
+            except JaxserveError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return True
 
     def close(self) -> bool:
         """Disconnect from all engines."""
         self._closed = True
-        for task in self._returning:
+        for task in self._watching:
             task.cancel()
-        closed = [engine.close() for engine in self._engines]
+        closed = [engine.close() for engine in self._engines.values()]
         return all(closed)
 
     def drain(self, replica: int) -> None:
@@ -357,33 +499,33 @@ class Replicas(Submitting):
     async def renew(self, replica: int, patience: float) -> None:
         """Let a replica finish its requests, up to `patience` seconds, and start again; return once it is back.
 
-        Waits first until all others take requests.
+        Waits first until all others that run take requests. Returns at once if the replica does not run.
         """
-        while not all(engine.healthy for at, engine in enumerate(self._engines) if at != replica):
+        while not all(engine.healthy for at, engine in self._engines.items() if at != replica):
             await asyncio.sleep(RETRY)
-        before = self._engines[replica]
+        before = self._engines.get(replica)
+        if before is None:
+            return
         self.drain(replica)
         before.restart(patience)
-        while self._engines[replica] is before or not self._engines[replica].healthy:
+        while (engine := self._engines.get(replica)) is before or engine is None or not engine.healthy:
             await asyncio.sleep(RETRY)
 
     def standing(self) -> list[tuple[str, str | None, int]]:
-        """Return the name of each replica, why it takes no requests (None: it does), and its number of requests."""
+        """Return the name of each replica that runs, why it takes no requests, or None, and its requests."""
         return [
             (
                 engine.name,
                 "draining" if at in self._draining and engine.healthy else engine.ailment,
                 engine.stats().running + engine.stats().waiting,
             )
-            for at, engine in enumerate(self._engines)
+            for at, engine in self._engines.items()
         ]
 
-    def rejoin(self, replica: int, engine: RemoteEngine) -> None:
-        """Use another engine for a replica from now on. Raises InvalidValue if it differs from the others."""
-        merged_info([self.info, engine.info])
-        count, own = len(self._front.instances(replica)), len(engine.info.instances)
-        if own != count:
-            raise InvalidValue(f"the replica has {own} instances, and the one that it replaces had {count}", "mesh")
-        self._engines[replica] = engine
-        self._follow(replica, engine)
-        self._draining.discard(replica)
+
+async def _connected(place: Place) -> RemoteEngine | None:
+    try:
+        return await RemoteEngine.connect(*place)
+    except InvalidValue as error:
+        log.debug("%s is not there: %s", place.name, error)
+        return None

@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 from contextlib import AbstractContextManager, nullcontext
 
+from jaxserve.remote.board import Board
 from jaxserve.remote.replicas import RETRY, Replicas
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError
 
@@ -30,6 +31,16 @@ class Rolling:
     def standing(self) -> list[tuple[str, str | None, int]]:
         """See `Replicas.standing`."""
         return self._replicas.standing()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of the replicas in `standing`."""
+        return tuple(self._replicas.engines)
+
+    @property
+    def board(self) -> Board | None:
+        """Where the process that starts engines says how many there are; None: nowhere."""
+        return self._replicas.board
 
     def start(self, patience: float) -> None:
         """Begin; each replica may take `patience` seconds to finish its requests, the rest continue elsewhere.
@@ -64,7 +75,7 @@ class Rolling:
 
     async def _run(self, count: int, patience: float, claim: AbstractContextManager[object]) -> None:
         with claim:
-            for replica in range(count):
+            for replica in self.numbers:
                 await self._replicas.renew(replica, patience)
                 self.restarted += 1
                 await asyncio.sleep(SETTLING)

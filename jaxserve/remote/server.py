@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from jaxserve.remote.kv_share import KVShare
 from jaxserve.remote.messages import (
     Answer,
     Cancel,
+    EndSession,
     Failure,
     Follow,
     FromEngine,
@@ -30,12 +32,14 @@ from jaxserve.remote.messages import (
     Hello,
     Outputs,
     Prefetch,
+    Profile,
     Refused,
     Report,
     ResetPrefixCache,
     Restart,
     SetRoles,
     State,
+    Stay,
     Submit,
     decode_from_front,
     encode,
@@ -44,13 +48,14 @@ from jaxserve.remote.reports import Feed, InstanceReport
 from jaxserve.sched.api.errors import JaxserveError, Unavailable
 from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.policy import Role
+from jaxserve.sched.scaling.base import Arrivals
 from jaxserve.version import __version__
 
 log = logging.getLogger(__name__)
 
 SHARING = 1.0  # seconds between two States
 REPORTING = 0.05  # least seconds between two Reports: a front counts what it sent since the last one itself
-LEAVING = "this replica starts again"
+LEAVING = "this replica takes no more requests"
 POLL = 0.02  # seconds between two looks at the requests of an engine that starts again
 
 
@@ -68,6 +73,7 @@ class EngineServer:
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._listening: asyncio.Server | None = None
         self._retiring: asyncio.Task[None] | None = None  # at the request of a front
+        self._arrivals = Arrivals()
         self.on_retired: Callable[[], None] = lambda: None  # called once the process may end and start again
 
     def start(self, address: Address) -> Address:
@@ -112,7 +118,8 @@ class EngineServer:
         stats = self.engine.stats()
         if self.exchange is not None:
             stats = self.exchange.described(stats)
-        return State(stats, LEAVING if self.retiring else self.engine.ailment, call)
+        ailment = LEAVING if self.retiring else self.engine.ailment
+        return State(stats, ailment, call, self.retiring, self._arrivals.at(self.engine.now))
 
     @property
     def retiring(self) -> bool:
@@ -128,6 +135,18 @@ class EngineServer:
         if self._retiring is None:
             self._retiring = asyncio.ensure_future(self._retire(patience))
             self._tell_all()
+
+    def stay(self) -> None:
+        """Take requests again after `retire`, unless that has come to its end."""
+        if self._retiring is not None and not self._retiring.done():
+            self._retiring.cancel()
+            self._retiring = None
+            self._tell_all()
+
+    def arrived(self, message: Submit) -> None:
+        """Count a request, unless it continues here."""
+        if message.progress is None:
+            self._arrivals.count(len(message.prompt), message.slo.ttft, self.engine.now)
 
     async def _retire(self, patience: float) -> None:
         end = asyncio.get_running_loop().time() + patience
@@ -202,6 +221,7 @@ class _Front:
         self._server = server
         self._engine = server.engine
         self._loop = asyncio.get_running_loop()
+        self._compiling = set[int]()  # requests of this front whose structured outputs are being compiled
         self._running: dict[int, int] = {}  # requests of this front: its id -> the engine's
         self._deltas: list[Delta] = []  # to send
         self._ended: dict[int, RequestMetrics] = {}  # likewise
@@ -213,7 +233,7 @@ class _Front:
     @property
     def busy(self) -> bool:
         """Whether requests run, or outputs are still to be sent."""
-        return bool(self._running or self._deltas)
+        return bool(self._running or self._deltas or self._compiling)
 
     def opened(self, connection: Connection) -> None:
         self._send(self._server.hello())
@@ -226,6 +246,7 @@ class _Front:
         for id in self._running.values():
             self._engine.cancel(id)
         self._running.clear()
+        self._compiling.clear()
 
     def received(self, frame: bytes) -> None:
         try:
@@ -234,12 +255,12 @@ class _Front:
             self.connection.close(f"a message that cannot be decoded: {error}")
             return
         match message:
+            case Submit() if message.params.structured_outputs is not None:
+                self._compile(message)
             case Submit():
                 self._submit(message)
             case Cancel():
-                id = self._running.get(message.id)
-                if id is not None:
-                    self._engine.cancel(id, message.reason)
+                self._cancel(message)
             case GetStats():
                 self._send(self._server.state(message.call))
             case Prefetch():
@@ -249,11 +270,25 @@ class _Front:
                 self._call(message.call, lambda: self._server.set_roles(message.roles))
             case ResetPrefixCache():
                 self._call(message.call, self._engine.reset_prefix_cache)
+            case EndSession():
+                self._call(message.call, lambda: self._engine.end_session(message.session))
+            case Profile():
+                self._call(message.call, lambda: self._engine.profile(message.on))
             case Follow():
                 self.follows = True
                 self._send(self._server.report(self._mark))
             case Restart():
                 self._server.retire(message.patience)
+            case Stay():
+                self._server.stay()
+
+    def _cancel(self, message: Cancel) -> None:
+        id = self._running.get(message.id)
+        if id is not None:
+            self._engine.cancel(id, message.reason)
+        elif message.id in self._compiling:
+            self._compiling.discard(message.id)
+            self._told(message.id, Delta(-1, finish_reason=message.reason))
 
     def report(self, instances: Sequence[msgspec.Raw]) -> None:
         """Send encoded reports of the instances, if there are any or a request has entered since the last ones."""
@@ -267,7 +302,30 @@ class _Front:
     def _send(self, message: FromEngine) -> None:
         self.connection.send(encode(message))
 
+    def _compile(self, message: Submit) -> None:
+        """Submit a request once its structured outputs are compiled, without keeping the engine's thread waiting."""
+        wanted = message.params.structured_outputs
+        assert wanted is not None
+        compiling = self._engine.machine.compiler.compile(wanted)
+        if compiling.done():
+            self._submit(message)
+            return
+        self._compiling.add(message.id)
+
+        def submitted() -> None:
+            if message.id in self._compiling:  # otherwise the front has cancelled it, or is gone
+                self._compiling.discard(message.id)
+                self._submit(message)
+
+        compiling.add_done_callback(lambda _: self._later(submitted))
+
+    def _later(self, call: Callable[[], None]) -> None:
+        """Call from another thread, on the engine's."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(call)
+
     def _submit(self, message: Submit) -> None:
+        self._server.arrived(message)
         try:
             if self._server.retiring:
                 raise Unavailable(LEAVING)
@@ -279,10 +337,12 @@ class _Front:
                 tier=message.tier,
                 key=message.key,
                 salt=message.salt,
+                session=message.session,
                 waited=message.waited,
                 progress=message.progress,
                 handed_over=message.handed_over,
                 kv_from=message.kv_from,
+                kv_tokens=message.kv_tokens,
                 on_delta=partial(self._told, message.id),
             )
         except JaxserveError as error:

@@ -65,7 +65,7 @@ def test_a_killed_engine_changes_no_token(engines: Any) -> None:
         for one in told:
             replicas.submit(range(20, 50), PARAMS, slo=SLO(), on_delta=one)
         await asyncio.gather(*(one.begun.wait() for one in told))
-        os.kill(engines._replicas[0]._pids[0], signal.SIGKILL)
+        os.kill(engines.replicas[0]._pids[0], signal.SIGKILL)
         await asyncio.gather(*(one.ended.wait() for one in told))
         assert all(one.tokens == whole for one in told) and continued
         await ready(replicas)
@@ -79,7 +79,7 @@ def test_replicas_start_again_without_a_lost_request(engines: Any) -> None:
     from jaxserve.remote.rolling import Rolling
 
     async def work(replicas: Any) -> None:
-        whole, before, told = await calm(replicas), [one._pids for one in engines._replicas], list[Told]()
+        whole, before, told = await calm(replicas), [one._pids for one in engines.replicas], list[Told]()
         rolling = Rolling(replicas)
         rolling.start(30.0)
         while rolling.running:
@@ -88,7 +88,7 @@ def test_replicas_start_again_without_a_lost_request(engines: Any) -> None:
             await asyncio.sleep(0.2)
         await asyncio.gather(*(one.ended.wait() for one in told))
         assert all(one.tokens == whole for one in told) and len(told) > 5
-        after = [one._pids for one in engines._replicas]
+        after = [one._pids for one in engines.replicas]
         assert all(old != new for old, new in zip(before, after, strict=True))
 
     connected(engines, work)

@@ -59,7 +59,7 @@ def test_a_mesh_over_two_nodes_serves_and_comes_back(two_nodes: Any, small: dict
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)
     whole = expected(range(20, 60), params, small)
     engines = RayEngines(ServeConfig.load(None, **{**small, "mesh": "1x2"}))
-    assert [one._shares for one in engines._replicas] == [(1, 1)]
+    assert [one._shares for one in engines.replicas] == [(1, 1)]
 
     async def tokens(replicas: Replicas) -> list[int]:
         told = Told()
@@ -73,7 +73,7 @@ def test_a_mesh_over_two_nodes_serves_and_comes_back(two_nodes: Any, small: dict
             (found,) = replicas.info.instances
             assert len(found.devices) == 2
             assert await tokens(replicas) == whole
-            os.kill(engines._replicas[0]._pids[1], signal.SIGKILL)  # a follower: the whole instance starts again
+            os.kill(engines.replicas[0]._pids[1], signal.SIGKILL)  # a follower: the whole instance starts again
             while replicas.healthy:
                 await asyncio.sleep(0.05)
             while not replicas.healthy:

@@ -79,9 +79,9 @@ class Room:
 
 async def fetched(giving: Giving) -> Any:
     """Return the first pages, which are there."""
-    arrived = await giving.pages(DIGESTS, 0.0)
-    assert arrived is not None
-    return arrived.kv_buffer
+    kv_buffer = await giving.pages(DIGESTS)
+    assert kv_buffer is not None
+    return kv_buffer
 
 
 def asked(address: str) -> Request:
@@ -108,10 +108,8 @@ def test_pages_arrive_as_they_were_given(tmp_path: Path, direct: Direct, transpo
         assert giving.direct == (transport == "direct")
         at = 0
         while at < PAGES:
-            arrived = await giving.pages(DIGESTS[at:], 0.0)
-            assert arrived is not None
-            at = room.check(arrived.kv_buffer, at)
-        assert await giving.pages([b"unknown"], 0.0) is None
+            at = room.check(await giving.pages(DIGESTS[at:]), at)
+        assert await giving.pages([b"unknown"]) is None
         room.server.close()
 
     run(work)
@@ -125,15 +123,14 @@ def test_pages_arrive_once_they_are_computed(tmp_path: Path, direct: Direct, tra
         await room.serve()
         giving, at = await room.connect(transport), 0
         while at < 20:
-            waiting = asyncio.ensure_future(giving.pages(DIGESTS[at:20], 5.0))
+            waiting = asyncio.ensure_future(giving.there(DIGESTS[at], 5.0))
             if at >= room.given.there:
                 await asyncio.sleep(0.01)
                 assert not waiting.done()
                 room.given.there += 7
-            arrived = await waiting
-            assert arrived is not None
-            at = room.check(arrived.kv_buffer, at)
-        assert await giving.pages(DIGESTS[30:], 0.01) is None
+            assert await waiting
+            at = room.check(await giving.pages(DIGESTS[at:20]), at)
+        assert not await giving.there(DIGESTS[30], 0.01)
         room.server.close()
 
     run(work)
@@ -203,10 +200,30 @@ def test_wrong_content_is_not_used(
         monkeypatch.setattr(kv_server, "_packed", flipped)
         room.given.wrong = 1
         with pytest.raises(WrongKV, match="were given"):
-            await (await room.connect(transport)).pages(DIGESTS, 0.0)
+            await (await room.connect(transport)).pages(DIGESTS)
         remote = room.remote(transport)
         assert await remote.fetch(asked(str(room.address)), DIGESTS, 0) is None
         assert remote.fallbacks == 1 and remote.pages == 0
+        room.server.close()
+
+    run(work)
+
+
+def test_pages_that_are_there_do_not_wait_for_those_that_are_not(tmp_path: Path, direct: Direct) -> None:
+    async def work() -> None:
+        room = Room(tmp_path, direct)
+        room.given.there = 16
+        await room.serve()
+        remote, request = room.remote("host"), asked(str(room.address))
+        later = [asyncio.ensure_future(remote.fetch(request, DIGESTS, 16 + at, 30.0)) for at in range(8)]
+        await asyncio.sleep(0.02)
+        room.check(await asyncio.wait_for(remote.fetch(request, DIGESTS, 0, 30.0), 5.0), 0)
+        assert not any(one.done() for one in later)
+        room.given.there = PAGES
+        for at, one in enumerate(later):
+            room.check(await one, 16 + at)
+        assert remote.fallbacks == 0
+        await remote.close()
         room.server.close()
 
     run(work)
@@ -222,6 +239,22 @@ def test_a_source_counts_what_came(tmp_path: Path, direct: Direct, transport: Tr
         at = room.check(await remote.fetch(request, DIGESTS[:30], 5), 5)
         assert at == 21 and remote.pages == 16 and remote.bytes == 16 * room.kv[:, :, 0].nbytes
         assert 0 < remote.seconds(10) < 60 and remote.fallbacks == 0
+        await remote.close()
+        room.server.close()
+
+    run(work)
+
+
+def test_a_source_expects_the_pages_that_the_request_names(tmp_path: Path, direct: Direct) -> None:
+    async def work() -> None:
+        room = Room(tmp_path, direct)
+        await room.serve()
+        remote, request = room.remote("host"), asked(str(room.address))
+        request.digests = list(DIGESTS)
+        for tokens, start, expected in ((0, 3, PAGES - 3), (40, 0, 10), (43, 4, 6), (40, 10, 0), (40, 20, 0)):
+            request.kv_tokens = tokens
+            assert remote.find(request, DIGESTS[start:]) == expected
+        assert remote.find(request, []) == 0
         await remote.close()
         room.server.close()
 
@@ -262,7 +295,7 @@ def test_a_cancelled_fetch_leaves_nothing(tmp_path: Path, direct: Direct) -> Non
         room.given.there = 0
         await room.serve()
         giving = await room.connect("host")
-        waiting = asyncio.ensure_future(giving.pages(DIGESTS, 30.0))
+        waiting = asyncio.ensure_future(giving.there(DIGESTS[0], 30.0))
         await asyncio.sleep(0.02)
         (taker,) = room.server._takers
         assert len(taker._calls) == 1
@@ -319,7 +352,7 @@ def test_silence_ends_a_fetch(tmp_path: Path, direct: Direct, monkeypatch: pytes
         transport: Any = taker.connection._transport
         transport.pause_reading()
         with pytest.raises(Unavailable, match=r"no KV came for 0\.05 s"):
-            await giving.pages(DIGESTS, 0.0)
+            await giving.pages(DIGESTS)
         room.server.close()
 
     run(work)
@@ -335,7 +368,7 @@ def test_an_offer_that_is_not_pulled_ends(tmp_path: Path, direct: Direct, monkey
         giving = await room.connect("direct")
         never = asyncio.get_running_loop().create_future()
         monkeypatch.setattr(giving, "_pulled", lambda offer: never)
-        waiting = asyncio.ensure_future(giving.pages(DIGESTS, 0.0))
+        waiting = asyncio.ensure_future(giving.pages(DIGESTS))
         (taker,) = room.server._takers
         await asyncio.sleep(0.03)
         assert taker._taken

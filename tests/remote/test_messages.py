@@ -14,6 +14,7 @@ from jaxserve.outputs import RequestMetrics
 from jaxserve.remote.messages import (
     Answer,
     Cancel,
+    EndSession,
     Failure,
     Follow,
     FromEngine,
@@ -59,6 +60,9 @@ PARAMS = st.builds(
     stop_token_ids=TOKENS,
     logit_bias=st.dictionaries(st.integers(0, 99), st.floats(-100, 100), max_size=4),
     logprobs=st.none() | st.integers(0, 5),
+    logits_processors=st.dictionaries(st.text(min_size=1, max_size=5), st.floats(-9, 9), max_size=2).map(
+        lambda given: tuple(given.items())
+    ),
 )
 SLOS = st.builds(
     SLO,
@@ -101,6 +105,7 @@ FRONT = (
     | st.builds(GetStats, IDS)
     | st.builds(SetRoles, IDS, ROLES)
     | st.builds(ResetPrefixCache, IDS)
+    | st.builds(EndSession, IDS, st.text())
     | st.just(Follow())
 )
 STATS = st.builds(

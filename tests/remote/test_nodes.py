@@ -13,6 +13,13 @@ from jaxserve.errors import InvalidValue
 from jaxserve.remote.nodes import devices_of, lay_out
 
 
+def test_prefill_and_decode_replicas_count_and_stay_on_a_node() -> None:
+    config = ServeConfig(mesh="1x2", prefill_replicas=2, decode_replicas=1)
+    assert lay_out(config, "GPU", {"node0": 4, "node1": 2}) == [(2,)] * 3
+    with pytest.raises(InvalidValue, match=r"replicas=3 need 2 GPU each on one node .* only replicas that also decode"):
+        lay_out(config, "GPU", {f"node{at}": 1 for at in range(6)})
+
+
 @given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 4), st.lists(st.integers(1, 8), min_size=1, max_size=5))
 def test_shares_fit_and_are_those_of_a_mesh(instances: int, degree: int, replicas: int, rooms: list[int]) -> None:
     config = ServeConfig(mesh=f"{instances}x{degree}", replicas=replicas)

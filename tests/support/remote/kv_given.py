@@ -59,10 +59,10 @@ class Given:
         self.exports = 0
         self._sharding = sharding(tp)
 
-    async def arrive(self, digests: Sequence[bytes], seconds: float) -> bool:
+    async def arrive(self, digest: bytes, seconds: float) -> bool:
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
-        while digests[0] not in DIGESTS[: self.there]:
+        while digest not in DIGESTS[: self.there]:
             if loop.time() >= end:
                 return False
             await asyncio.sleep(0.001)
