@@ -1,9 +1,10 @@
 """Kill engines of a server amid streams: every stream must end with the tokens of an undisturbed run.
 
-A server with `--replicas` engines of the demo model serves `--streams` requests, greedy and sampled with seeds,
-undisturbed. Then the same requests run again `--kills` times, and at a random moment one engine gets SIGKILL; it must
-be back before the next round. Printed for each round: how many requests continued elsewhere, and how long streams
-stood still: the longest gap between two chunks of a stream, beside that of the undisturbed run.
+A server with `--replicas` engines of the demo model serves `--streams` requests, greedy and sampled with seeds, a
+third of them with a JSON schema, undisturbed. Then the same requests run again `--kills` times, and at a random
+moment one engine gets SIGKILL; it must be back before the next round. Printed for each round: how many requests
+continued elsewhere, and how long streams stood still: the longest gap between two chunks of a stream, beside that of
+the undisturbed run.
 
     python benchmarks/failover.py
     python benchmarks/failover.py --ray local       # engines in a Ray cluster of this machine
@@ -33,6 +34,9 @@ LIMITS = (
     "--mesh", "2x1", "--max-model-len", "256", "--max-num-seqs", "32", "--max-num-batched-tokens", "128",
     "--kv-cache-memory", "128MiB", "--disable-log-stats", "--ttft-slo", "1000s", "--tpot-slo", "100s",
 )  # fmt: skip
+# An array that no output reaches the end of, so that all have their number of tokens.
+ITEM = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]}
+SCHEMA = {"type": "array", "items": ITEM, "minItems": 500}
 PATIENCE = 120.0  # seconds until a killed engine must be back
 
 
@@ -50,7 +54,7 @@ class Stream:
 
 
 def bodies(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the requests: half greedy, half sampled with seeds."""
+    """Return the requests: half greedy, half sampled with seeds, and a third of each with a JSON schema."""
     draw = random.Random(args.seed)
     return [
         {
@@ -61,6 +65,7 @@ def bodies(args: argparse.Namespace) -> list[dict[str, Any]]:
             "ignore_eos": True,
             "logprobs": 0,  # names each token, also those without text
             "stream": True,
+            **({"guided_json": SCHEMA} if number % 3 == 0 else {}),
         }
         for number in range(args.streams)
     ]

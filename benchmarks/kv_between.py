@@ -65,7 +65,7 @@ def give(path: str, layers: int) -> None:
     (one,) = where.arrays
 
     class Pages:
-        async def arrive(self, digests: Any, seconds: float) -> bool:
+        async def arrive(self, digest: bytes, seconds: float) -> bool:
             return True
 
         async def export(self, digests: Any, most: int, summed: bool) -> Export:
@@ -92,9 +92,9 @@ async def take(path: str, transport: Any, pages: int, layers: int) -> dict[str, 
     async def fetch(count: int) -> float:
         began, left = time.perf_counter(), count
         while left:
-            arrived = await giving.pages([b"page"] * left, 0.0)
-            assert arrived is not None
-            left -= arrived.kv_buffer.pages
+            kv_buffer = await giving.pages([b"page"] * left)
+            assert kv_buffer is not None
+            left -= kv_buffer.pages
         return time.perf_counter() - began
 
     await fetch(21)  # every size once

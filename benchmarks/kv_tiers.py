@@ -6,8 +6,9 @@
 hbm, host, disk: share of the prompt tokens found in the prefix caches alone, fetched from host memory, and from disk.
 best: the share that a cache without limit would find. Bandwidths are those of `sched.sim.tiers.Tiers` (ASSUMED).
 
-served: output tokens/s of the demo model without any hit, without and with host memory, in alternating rounds; and TTFT
-of a returning prompt that is computed, or fetched from host memory or disk.
+served: three engines of the demo model side by side (no tier, host memory, disk), which take turns in short rounds.
+Output tokens/s without any hit, until the last page has been copied; and TTFT of prompts that come back after others
+have evicted them. Ratios to the engine without tiers are means over rounds.
 """
 
 from __future__ import annotations
@@ -17,17 +18,16 @@ import queue
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, stdev
 from typing import Any
 
 from common import add_output, save
 
 from jaxserve.config import ServeConfig, load_yaml, preset
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.startup.assemble import Machine, assemble
 from jaxserve.report.table import print_table
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta
@@ -45,6 +45,8 @@ FILES = {
     "synthetic": TRACES / "synthetic_trace.head12min.jsonl.gz",
 }
 GB, TB = 10**9, 10**12
+STREAMS, TOKENS = 16, 64  # served: requests of a round, and their output tokens
+POOL, AGAIN = 8, 4  # served: prompts that the pool holds, and those that come back in a round
 SIZES = {
     "HBM alone": Tiers(),
     "+ 256 GB": Tiers(256 * GB),
@@ -111,43 +113,96 @@ def drawn(count: int, length: int, seed: int) -> list[list[int]]:
     return [[draw.randrange(5, 300) for _ in range(length)] for _ in range(count)]
 
 
-def rates(machine: Machine, rounds: int, host: int) -> dict[str, float]:
-    """Return the output tokens/s without and with host memory, on prompts that share nothing."""
-    found: dict[str, list[float]] = {"off": [], "on": []}
-    for turn in range(rounds):
-        for name in ("off", "on") if turn % 2 else ("on", "off"):
-            engine = Engine.on(machine.serving(replace(machine.config, kv_host_memory=host if name == "on" else 0)))
-            prompts = drawn(64, 128, turn)
-            found[name].append(64 * 64 / ask(engine, prompts, 64))
-            engine.close()
-    return {name: median(several) for name, several in found.items()}
+def settle(engine: Engine) -> None:
+    """Wait until the pages of ended requests have been copied to the tiers."""
+    engine.run(engine.copied)
 
 
-def returning(machine: Machine, length: int, **settings: Any) -> float:
-    """Return the median seconds to the first token of prompts that come back after others have evicted them."""
-    engine = Engine.on(machine.serving(replace(machine.config, **settings)))
-    prompts, others = drawn(5, length, 1), drawn(12, length, 2)
-    for prompt in [*prompts, *others]:
-        ask(engine, [prompt], 1)
-    took = median([ask(engine, [prompt], 1) for prompt in prompts])
-    engine.close()
-    return took
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the mean and its standard error."""
+    return {"mean": mean(values), "se": stdev(values) / len(values) ** 0.5}
+
+
+def costs(engines: Mapping[str, Engine], rounds: int) -> dict[str, Any]:
+    """Return output tokens/s on prompts that share nothing, in turn, until the last page has been copied."""
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(-1, rounds):  # the first round warms up
+        names = list(engines)[:: 1 if turn % 2 else -1]
+        for name in names:
+            began = time.perf_counter()
+            ask(engines[name], drawn(STREAMS, 128, 1000 + turn), TOKENS)
+            settle(engines[name])
+            if turn >= 0:
+                found[name].append(STREAMS * TOKENS / (time.perf_counter() - began))
+    ratios = {
+        name: spread([one / alone for one, alone in zip(rates, found["none"], strict=True)])
+        for name, rates in found.items()
+    }
+    return {"tokens_per_second": {name: spread(rates) for name, rates in found.items()}, "ratio": ratios}
+
+
+def returning(engines: Mapping[str, Engine], rounds: int, length: int) -> dict[str, Any]:
+    """Return the seconds to the first token of prompts that come back after others have evicted them, in turn."""
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(-1, rounds):
+        prompts, others = drawn(AGAIN, length, 2 * turn), drawn(POOL + 2, length, 2 * turn + 1)
+        for name in list(engines)[:: 1 if turn % 2 else -1]:
+            engine = engines[name]
+            for prompt in [*prompts, *others]:
+                ask(engine, [prompt], 1)
+                settle(engine)
+            times = [ask(engine, [prompt], 1) for prompt in prompts]
+            settle(engine)
+            if turn >= 0:
+                found[name].append(mean(times))
+    ratios = {
+        name: spread([one / alone for one, alone in zip(times, found["none"], strict=True)])
+        for name, times in found.items()
+    }
+    return {"ttft": {name: spread(times) for name, times in found.items()}, "ratio": ratios}
 
 
 def served(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the demo model: what copies cost, and what fetches save."""
-    length, host = args.length, 1 << 30
-    config = ServeConfig(mesh="1x1", max_num_seqs=16, max_model_len=length + 64, kv_cache_memory=8 * length * 6144)
-    machine = assemble(config)
-    result: dict[str, Any] = {"tokens_per_second": rates(machine, args.rounds, host), "prompt_tokens": length}
+    """Measure engines of the demo model side by side: what copies cost, and what fetches save."""
+    length, room = args.length, 4 << 30
+    config = ServeConfig(
+        mesh="1x1", max_num_seqs=16, max_model_len=length + 64, kv_cache_memory=POOL * length * 6144, policy="vllm"
+    )
     with tempfile.TemporaryDirectory() as folder:
-        result["ttft"] = {
-            "computed": returning(machine, length),
-            "host": returning(machine, length, kv_host_memory=host),
-            "disk": returning(machine, length, kv_disk=folder, kv_disk_size=host),
+        settings: dict[str, dict[str, Any]] = {
+            "none": {},
+            "host": {"kv_host_memory": room},
+            "disk": {"kv_disk": folder, "kv_disk_size": room},
         }
-    print(result)
+        engines = {name: Engine.start(replace(config, **own)) for name, own in settings.items()}
+        result = {
+            "prompt_tokens": length,
+            "cost": costs({name: engines[name] for name in ("none", "host")}, args.rounds),
+            "returning": returning(engines, args.rounds, length),
+            "fetched": {name: engine.stats().prefix_fetch_pages for name, engine in engines.items()},
+        }
+        for engine in engines.values():
+            engine.close()
+    cost, back = result["cost"], result["returning"]
+    rows = [
+        [
+            name,
+            *(_shown(cost[kind].get(name), 1.0) for kind in ("tokens_per_second", "ratio")),
+            _shown(back["ttft"][name], 1e3),
+            _shown(back["ratio"][name], 1.0),
+        ]
+        for name in engines
+    ]
+    heads = ("tier", "tokens/s", "of none", f"TTFT of {length} tokens again, ms", "of none")
+    print_table("served, mean and standard error", heads, rows)
     return result
+
+
+def _shown(one: Mapping[str, float] | None, scale: float) -> str:
+    if one is None:
+        return ""
+    digits = 3 if scale == 1.0 and one["mean"] < 10 else 1
+    return f"{scale * one['mean']:.{digits}f} ± {scale * one['se']:.{digits}f}"
 
 
 def main() -> None:
@@ -161,7 +216,7 @@ def main() -> None:
     parser.add_argument("--tpot", type=float, default=0.1, help="objective in seconds [%(default)s]")
     parser.add_argument("--simulated", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--served", action="store_true", help="also measure the demo model on this machine")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="served: rounds [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=12, metavar="N", help="served: rounds [%(default)s]")
     parser.add_argument("--length", type=int, default=960, metavar="N", help="served: prompt tokens [%(default)s]")
     add_output(parser, "kv-tiers")
     args = parser.parse_args()

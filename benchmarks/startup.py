@@ -16,9 +16,9 @@ from typing import Any
 import common
 
 from jaxserve.bench.client import Outcome, Target, open_sender
+from jaxserve.bench.discover import discover
 from jaxserve.bench.drive import drive
 from jaxserve.bench.load import random_calls
-from jaxserve.bench.session import discover
 from jaxserve.report.table import print_table
 
 

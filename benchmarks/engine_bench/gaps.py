@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 
+from jaxserve.sched.journal import result_of
+
 
 def gaps(lines: Iterable[str], began: float, rows: int) -> dict[str, float]:
     """Return the times of the full steps of `rows` rows after `began`, and of the gaps between them, from a journal."""
-    results = [record["result"] for record in map(json.loads, lines) if record["kind"] == "settle"]
-    steps = [(start, end) for _, start, end, tokens, _ in results if start > began and len(tokens) == rows]
+    results = [result_of(record) for record in map(json.loads, lines) if record["kind"] == "settle"]
+    steps = [(one.started, one.finished) for one in results if one.started > began and len(one.tokens) == rows]
     taken = [end - start for start, end in steps]
     found = [start - end for (_, end), (start, _) in pairwise(steps)]
     return {

@@ -9,7 +9,8 @@ from typing import Any
 
 from benchmarks.engine_bench.steps import Spans, decodes_of, queued, repeated, submitted
 from jaxserve.engine.programs.inputs import InputBuilder, SlotTable
-from jaxserve.engine.runtime.executor import JaxExecutor, read
+from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.runtime.results import read
 from jaxserve.sched.api.plan import StepPlan
 
 from . import engine, floors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ TIMEOUT = 6 * 3600.0  # seconds; a benchmark waits for the slowest request
 class Outcome:
     """The result of one call. Times in seconds: `start` since the run began, the others since `start`.
 
-    Writer: the task that sends the call. `error` is "" if the request succeeded.
+    Writer: the task that sends the call. `error` is "" if the request succeeded. `text`: the answer, without
+    thinking. `thoughts`: chunks of thinking before it; None if the server does not tell them apart. `counted`: the
+    server reported the numbers of tokens.
     """
 
     call: Call
@@ -33,6 +36,9 @@ class Outcome:
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str = ""
+    text: str = ""
+    thoughts: int | None = None
+    counted: bool = False
 
     @property
     def ok(self) -> bool:
@@ -74,10 +80,11 @@ class Target:
         if self.chat:
             if not isinstance(call.prompt, str):
                 raise InvalidValue("a chat endpoint takes text, not token ids", "backend")
-            body["messages"] = [{"role": "user", "content": call.prompt}]
+            messages = [*call.history, ("user", call.prompt)]
+            body["messages"] = [{"role": role, "content": text} for role, text in messages]
             body["max_completion_tokens"] = call.output_tokens
         else:
-            body["prompt"] = list(call.prompt) if not isinstance(call.prompt, str) else call.prompt
+            body["prompt"] = list(call.text) if not isinstance(call.text, str) else call.text
             body["max_tokens"] = call.output_tokens
         return body
 
@@ -100,17 +107,22 @@ class Sender(Protocol):
 class Clock:
     """Records the arrival of tokens in an outcome."""
 
-    __slots__ = ("_last", "_outcome", "_sent", "chunks")
+    __slots__ = ("_last", "_outcome", "_parts", "_sent", "chunks")
 
     def __init__(self, outcome: Outcome, began: float) -> None:
         self._outcome = outcome
         self._sent = self._last = perf_counter()
         self.chunks = 0
+        self._parts: list[str] = []
         outcome.start = self._sent - began
 
-    def token(self) -> None:
-        """Record a chunk with at least one token."""
+    def token(self, text: str = "", thought: bool = False) -> None:
+        """Record a chunk with at least one token: its text, and whether it is thinking."""
         now, outcome = perf_counter(), self._outcome
+        if thought:
+            outcome.thoughts = self.chunks + 1
+        else:
+            self._parts.append(text)
         if self.chunks == 0:
             outcome.ttft = now - self._sent
         else:
@@ -120,11 +132,13 @@ class Clock:
 
     def usage(self, prompt_tokens: int, output_tokens: int) -> None:
         self._outcome.prompt_tokens, self._outcome.output_tokens = prompt_tokens, output_tokens
+        self._outcome.counted = True
 
     def end(self) -> None:
         """Record the end of the stream; without usage from the server, a chunk counts as a token."""
         outcome = self._outcome
         outcome.latency = self._last - self._sent
+        outcome.text = "".join(self._parts)
         outcome.output_tokens = outcome.output_tokens or self.chunks
         outcome.prompt_tokens = outcome.prompt_tokens or outcome.call.prompt_tokens
         if not self.chunks and not outcome.error:
@@ -140,14 +154,37 @@ def read_event(event: Mapping[str, Any], clock: Clock) -> str:
         delta = choice.get("delta")
         if delta is None:
             # Some tokens have no text. The last event may have a finish reason and no token.
-            fresh = bool(choice.get("text")) or choice.get("finish_reason") is None
-        else:  # the role has an event of its own, which is not a token
-            fresh = bool(delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"))
-        if fresh:
-            clock.token()
+            if choice.get("text") or choice.get("finish_reason") is None:
+                clock.token(choice.get("text") or "")
+        else:
+            _read_delta(delta, clock)
     if usage := event.get("usage"):
         clock.usage(usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0))
     return ""
+
+
+def _read_delta(delta: Mapping[str, Any], clock: Clock) -> None:
+    """Record a chat delta; the role has an event of its own, which is not a token."""
+    if text := delta.get("content"):
+        clock.token(text)
+    elif delta.get("reasoning_content") or delta.get("reasoning"):
+        clock.token(thought=True)
+
+
+def refusal(status: int, body: str) -> str:
+    """Return status and message of an error response, whatever form its body has."""
+    try:
+        said = json.loads(body)
+    except ValueError:
+        return f"HTTP {status}: {body[:SHOWN]}".rstrip(": ")
+    if isinstance(said, dict):
+        for name in ("error", "detail", "message"):
+            said = said.get(name, said) if isinstance(said, dict) else said
+    if isinstance(said, list):  # FastAPI's list of invalid fields
+        fields = [one for one in said if isinstance(one, dict) and "msg" in one]
+        said = "; ".join(f"{'.'.join(map(str, one.get('loc', ())))}: {one['msg']}" for one in fields) or said
+    text = said if isinstance(said, str) else json.dumps(said)
+    return f"HTTP {status}: {text[:SHOWN]}"
 
 
 class OpenAISender:
@@ -168,7 +205,7 @@ class OpenAISender:
                 async for event in stream:
                     self._read(event, clock)
         except openai.APIStatusError as error:  # its message omits bodies that are not in OpenAI's format
-            outcome.error = f"HTTP {error.status_code}: {error.response.text[:SHOWN]}"
+            outcome.error = refusal(error.status_code, error.response.text)
         except (openai.OpenAIError, OSError) as error:
             outcome.error = f"{type(error).__name__}: {error}"
         except Exception as error:  # of the HTTP library, which has another name in other versions of openai
@@ -181,13 +218,11 @@ class OpenAISender:
     def _read(self, event: Any, clock: Clock) -> None:
         """Do as `read_event`, on the client's objects instead of dictionaries."""
         for choice in event.choices:
-            if not self._target.chat:
-                fresh = bool(choice.text) or choice.finish_reason is None
-            else:
+            if self._target.chat:
                 delta = choice.delta
-                fresh = bool(delta.content or (delta.model_extra or {}).get("reasoning_content"))
-            if fresh:
-                clock.token()
+                _read_delta({**(delta.model_extra or {}), "content": delta.content}, clock)
+            elif choice.text or choice.finish_reason is None:
+                clock.token(choice.text or "")
         if event.usage is not None:
             clock.usage(event.usage.prompt_tokens, event.usage.completion_tokens)
 
@@ -212,8 +247,7 @@ class HttpSender:
         try:
             async with self._client.post(target.base_url + target.path, json=body) as response:
                 if response.status != 200:
-                    text = await response.text(errors="replace")
-                    outcome.error = f"HTTP {response.status}: {text[:SHOWN]}"
+                    outcome.error = refusal(response.status, await response.text(errors="replace"))
                 else:
                     outcome.error = await _read_stream(response.content.iter_any(), clock)
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from jaxserve.bench.client import Outcome, Sender
 from jaxserve.bench.load import Call
 
 Progress = Callable[..., None]  # (done, total)
+
+NOT_SENT = "not sent: the request before it in its session failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ async def drive(
 ) -> Run:
     """Send all calls, ordered by `at`, and wait for them.
 
+    A call `after` another is sent when that one has its answer; if it failed, the call fails without being sent.
     With max_concurrency, a call waits here until another one ends; the wait counts as `lag`, not as
     TTFT.
     """
@@ -38,10 +41,19 @@ async def drive(
     done = 0
     began = perf_counter()
 
-    async def one(call: Call) -> Outcome:
+    async def one(call: Call, before: asyncio.Task[Outcome] | None) -> Outcome:
         nonlocal done
-        async with gate:
-            outcome = await sender.send(call, began)
+        failed = False
+        if before is not None:
+            last = await before
+            call, failed = _next_turn(call, last, perf_counter() - began), not last.ok
+        if failed:
+            outcome = Outcome(call, call.at, error=NOT_SENT)
+        else:
+            if before is not None:
+                await asyncio.sleep(call.delay)
+            async with gate:
+                outcome = await sender.send(call, began)
         done += 1
         if progress is not None:
             progress(done, len(calls))
@@ -53,13 +65,22 @@ async def drive(
             wait = began + call.at - perf_counter()
             if wait > 0:
                 await asyncio.sleep(wait)
-            tasks.append(asyncio.create_task(one(call)))
+            before = None if call.after is None else tasks[call.after]
+            tasks.append(asyncio.create_task(one(call, before)))
         outcomes = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return Run(tuple(outcomes), max(perf_counter() - began, 1e-9))
+
+
+def _next_turn(call: Call, before: Outcome, now: float) -> Call:
+    """Return a call with its time and the conversation before it."""
+    history = call.history
+    if call.grows and isinstance(before.call.prompt, str):
+        history = (*before.call.history, ("user", before.call.prompt), ("assistant", before.text))
+    return replace(call, at=now + call.delay, history=history)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isinf
@@ -13,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.errors import InvalidValue
+from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.api.slo import ANSWER, NO_SLO, THINKING
 from jaxserve.sched.sim.traces import load_trace
-from jaxserve.sched.sim.workload import Arrival
+from jaxserve.sched.sim.workload import Arrival, Mix, Workload, scale
 
 Prompt = str | tuple[int, ...]
+Message = tuple[str, str]  # (role, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,12 @@ class Objective:
     tbt_slo_ms: float | None = None
     service_tier: str | None = None
     stages: tuple[tuple[str, float], ...] = ()  # (stage, milliseconds per token)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The objectives that are set, in milliseconds: ttft, tpot, tbt, and those of stages by their names."""
+        own = {"ttft": self.ttft_slo_ms, "tpot": self.tpot_slo_ms, "tbt": self.tbt_slo_ms, **dict(self.stages)}
+        return {metric: value for metric, value in own.items() if value is not None}
 
     def body(self) -> dict[str, Any]:
         """Return the fields of the request body; None are omitted by the client."""
@@ -47,13 +54,32 @@ NONE = Objective()
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request to send `at` seconds after the start of the run."""
+    """A request to send `at` seconds after the start of the run.
+
+    history: messages before the prompt. after: index of an earlier call in the list, whose answer this one
+    waits for; it is sent `delay` seconds after that answer, and `at` is that of the first call of the session.
+    grows: the prompt continues the conversation of that call, with the answer that the server gave.
+    thinking_tokens: leading tokens of the output that are a model's thinking, as its workload says.
+    """
 
     at: float
     prompt: Prompt
     prompt_tokens: int  # 0: unknown until the server has counted
     output_tokens: int
     slo: Objective = NONE
+    history: tuple[Message, ...] = ()
+    after: int | None = None
+    delay: float = 0.0
+    grows: bool = False
+    thinking_tokens: int = 0
+
+    @property
+    def text(self) -> Prompt:
+        """The whole prompt of a server of completions: the texts of the conversation, one below the other."""
+        if not self.history:
+            return self.prompt
+        assert isinstance(self.prompt, str)
+        return "\n".join([*(text for _, text in self.history), self.prompt])
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> NDArray[np.float64]:
@@ -103,31 +129,6 @@ def random_calls(
     return [Call(0.0, words(int(n), vocabulary, rng), int(n), int(m)) for n, m in zip(prompts, outputs, strict=True)]
 
 
-def custom_calls(path: Path, count: int, output_len: int) -> list[Call]:
-    """Read one JSON object per line: `prompt`, optional `output_tokens`, `ttft_slo_ms`, `tpot_slo_ms`.
-
-    Lines repeat if there are fewer than `count`. Raises InvalidValue naming the line.
-    """
-    known = {"prompt", "output_tokens", "ttft_slo_ms", "tpot_slo_ms"}
-    made: list[Call] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InvalidValue(f"{path}:{number}: not JSON: {error}", "dataset_path") from error
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise InvalidValue(f"{path}:{number}: the line must be an object with a string `prompt`", "dataset_path")
-        if unknown := set(row) - known:
-            raise InvalidValue(f"{path}:{number}: unknown {sorted(unknown)}; allowed: {sorted(known)}", "dataset_path")
-        slo = Objective(row.get("ttft_slo_ms"), row.get("tpot_slo_ms"))
-        made.append(Call(0.0, row["prompt"], 0, int(row.get("output_tokens", output_len)), slo))
-    if not made:
-        raise InvalidValue(f"{path} has no requests", "dataset_path")
-    return [made[i % len(made)] for i in range(count)]
-
-
 def trace_calls(
     path: Path,
     *,
@@ -150,20 +151,57 @@ def trace_calls(
         prompt_scale=prompt_scale,
         output_scale=output_scale,
     )
+    return calls_of(arrivals, vocabulary, seed)
+
+
+def workload_calls(
+    source: Workload | Mix,
+    *,
+    count: int,
+    rate: float,
+    vocabulary: Sequence[int],
+    prompt_scale: float = 1.0,
+    output_scale: float = 1.0,
+    seed: int = 0,
+) -> list[Call]:
+    """Draw `count` requests of a simulator's workload at `rate` per second; all at once if it is infinite.
+
+    Rounds of a request (tool calls) are calls of their own, each after the one before; their prompts contain all
+    earlier rounds, with drawn tokens in place of the server's answers. Raises InvalidValue.
+    """
+    if not rate > 0:
+        raise InvalidValue(f"request_rate={rate!r} must be positive", "request_rate")
+    drawn = scale(source.draw(count, 1.0 if isinf(rate) else rate, seed), prompt=prompt_scale, output=output_scale)
+    calls = calls_of(drawn, vocabulary, seed)
+    return [replace(call, at=0.0) for call in calls] if isinf(rate) else calls
+
+
+def calls_of(arrivals: Sequence[Arrival], vocabulary: Sequence[int], seed: int) -> list[Call]:
+    """Return a call for each arrival of the simulator, with tokens of `vocabulary`."""
     return [
         Call(
-            item.time, _trace_prompt(item, index, vocabulary, seed), item.prompt_tokens, item.output_tokens, _slo(item)
+            item.time,
+            _prompt(item, index, vocabulary, seed),
+            item.prompt_tokens,
+            item.output_tokens,
+            _slo(item),
+            after=item.after,
+            delay=item.delay,
+            thinking_tokens=item.thinking_tokens,
         )
         for index, item in enumerate(arrivals)
     ]
 
 
 def _slo(arrival: Arrival) -> Objective:
-    ttft, tpot = (None if isinf(value) else value * 1e3 for value in (arrival.slo.ttft, arrival.slo.tpot))
-    return Objective(ttft, tpot, arrival.class_)
+    slo = arrival.slo
+    ttft, tpot = (None if isinf(value) else value * 1e3 for value in (slo.ttft, slo.tpot))
+    tier = BEST_EFFORT if arrival.tier == BEST_EFFORT else None
+    stages = tuple((stage, value * 1e3) for stage, value in slo.stages)
+    return Objective(ttft, tpot, arrival.class_, None if slo.tbt is None else slo.tbt * 1e3, tier, stages)
 
 
-def _trace_prompt(arrival: Arrival, index: int, vocabulary: Sequence[int], seed: int) -> tuple[int, ...]:
+def _prompt(arrival: Arrival, index: int, vocabulary: Sequence[int], seed: int) -> tuple[int, ...]:
     """Map the simulator's unbounded token names to the server's vocabulary.
 
     Equal names become equal tokens, so requests share the prefixes that they share in the trace.
@@ -214,20 +252,37 @@ def parse_slo_class(text: str) -> SloClass:
 
 
 def with_classes(calls: Sequence[Call], classes: Sequence[SloClass], seed: int) -> list[Call]:
-    """Give each call the objectives of a class, drawn by share; calls with their own keep them."""
+    """Give each call the objectives of a class, drawn by share; calls of a session are of one class.
+
+    A call that names a class gets those of that class; other calls with objectives of their own keep them.
+    """
     if not classes:
         return list(calls)
     shares = np.array([item.share for item in classes])
+    named = {item.slo.name: item.slo for item in classes if item.slo.name}
     drawn = np.random.default_rng([seed, 1]).choice(len(classes), size=len(calls), p=shares / shares.sum())
-    return [
-        call if call.slo != NONE else replace(call, slo=classes[int(index)].slo)
-        for call, index in zip(calls, drawn, strict=True)
-    ]
+    made: list[Call] = []
+    for call, index in zip(calls, drawn, strict=True):
+        slo = named.get(call.slo.name, call.slo)
+        if slo == NONE:
+            slo = classes[int(index)].slo if call.after is None else made[call.after].slo
+        made.append(replace(call, slo=slo))
+    return made
 
 
 def schedule(calls: Sequence[Call], times: Sequence[float] | NDArray[np.float64]) -> list[Call]:
-    """Return the calls at the given times."""
-    return [replace(call, at=float(at)) for call, at in zip(calls, times, strict=True)]
+    """Return the calls at the given times: one for each call that is not `after` another."""
+    made: list[Call] = []
+    first = iter(times)
+    for call in calls:
+        at = float(next(first)) if call.after is None else made[call.after].at
+        made.append(replace(call, at=at))
+    return made
+
+
+def starts(calls: Sequence[Call]) -> int:
+    """Return the number of calls that are sent at their own time; the others follow an answer."""
+    return sum(call.after is None for call in calls)
 
 
 def faster(calls: Sequence[Call], factor: float) -> list[Call]:

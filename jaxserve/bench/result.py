@@ -12,9 +12,11 @@ import numpy as np
 
 from jaxserve.bench.client import Outcome
 from jaxserve.errors import InvalidValue
+from jaxserve.sched.api.slo import ANSWER, THINKING
 from jaxserve.sched.metrics import Measured, summarize
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
+STAGES = (THINKING, ANSWER)
 TITLES = {
     "ttft": "time to first token",
     "tpot": "time per output token",
@@ -48,20 +50,42 @@ class Goals:
     def of(self, outcome: Outcome) -> dict[str, float]:
         """Return the objectives of a request; its own take precedence.
 
-        A request with stage objectives is not judged by TPOT: only the server knows each token's stage.
+        A request with stage objectives is judged by those instead of TPOT, or by neither if only the server knows
+        each token's stage.
         """
         slo = outcome.call.slo
-        own = {"ttft": slo.ttft_slo_ms, "tpot": slo.tpot_slo_ms, "tbt": slo.tbt_slo_ms}
-        held = {**self.limits, **{metric: value for metric, value in own.items() if value is not None}}
-        return {metric: value for metric, value in held.items() if not (slo.stages and metric == "tpot")}
+        held = {**self.limits, **slo.limits}
+        if slo.stages:
+            known, tpot = thoughts(outcome) is not None, held.pop("tpot", None)
+            for stage in STAGES:
+                limit = held.pop(stage, tpot)
+                if known and limit is not None:
+                    held[stage] = limit
+        return held
 
     def kept(self, outcome: Outcome) -> dict[str, bool]:
         """Return which objectives the request met; a failed request met none."""
         return {metric: outcome.ok and milliseconds(outcome, metric) <= v for metric, v in self.of(outcome).items()}
 
 
+def thoughts(outcome: Outcome) -> int | None:
+    """Return the leading chunks of an output that are thinking, or None if neither server nor workload tells."""
+    if outcome.thoughts is None and outcome.call.thinking_tokens:
+        chunks = len(outcome.itls) + 1
+        return round(outcome.call.thinking_tokens * chunks / max(outcome.output_tokens, 1))
+    return outcome.thoughts
+
+
 def milliseconds(outcome: Outcome, metric: str) -> float:
-    """Return ttft, tpot, tbt (the largest gap) or e2el; tpot and tbt are 0 for one output token."""
+    """Return ttft, tpot, tbt (the largest gap), e2el, or the mean per token of a stage.
+
+    All but ttft and e2el are 0 without a second token (of the stage).
+    """
+    if metric in STAGES:
+        split = max((thoughts(outcome) or 0) - 1, 0)  # the gap before the first answer token is the answer's
+        gaps = outcome.itls[:split] if metric == THINKING else outcome.itls[split:]
+        tokens = len(gaps) * outcome.output_tokens / (len(outcome.itls) + 1)  # a chunk may carry several
+        return sum(gaps) / tokens * 1e3 if tokens else 0.0
     if metric == "tbt":
         return max(outcome.itls, default=0.0) * 1e3
     seconds = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.latency}[metric]
@@ -75,7 +99,7 @@ def samples(outcomes: Sequence[Outcome], metric: str) -> list[float]:
         return [gap * 1e3 for outcome in good for gap in outcome.itls]
     if metric == "client_lag":
         return [outcome.lag * 1e3 for outcome in outcomes]
-    if metric == "tpot":
+    if metric in ("tpot", "tbt"):
         good = [outcome for outcome in good if outcome.output_tokens > 1]
     return [milliseconds(outcome, metric) for outcome in good]
 
@@ -152,8 +176,42 @@ def measured(number: int, outcome: Outcome, kept: Mapping[str, bool]) -> Measure
         ended=outcome.start + outcome.latency if good else nan,
         reason="length" if good else "error",
         ttft_attained=good and kept.get("ttft", True) and kept.get("e2el", True),
-        tpot_attained=good and kept.get("tpot", True) and kept.get("tbt", True),
+        tpot_attained=good and all(kept.get(metric, True) for metric in ("tpot", "tbt", *STAGES)),
     )
+
+
+def by_class(outcomes: Sequence[Outcome], goals: Goals, percentiles: Sequence[float]) -> dict[str, dict[str, Any]]:
+    """Return requests, attainment, objectives and percentiles of each class, if there are classes.
+
+    Latencies in ms. `tbt` is the largest gap of a request. `slo_attainment` is None without an objective.
+    """
+    names = list(dict.fromkeys(outcome.call.slo.name for outcome in outcomes))
+    found: dict[str, dict[str, Any]] = {}
+    for name in sorted(names) if any(names) else ():
+        own = [outcome for outcome in outcomes if outcome.call.slo.name == name]
+        first = own[0].call.slo
+        shares = attainment(own, goals)
+        found[name or "(none)"] = {
+            "requests": len(own),
+            "failed": sum(not outcome.ok for outcome in own),
+            "tier": first.service_tier,
+            "slos_ms": _common([{**goals.limits, **outcome.call.slo.limits} for outcome in own]),
+            "slo_attainment": shares.get("slo_attainment"),
+            "slo_attainment_by_metric": shares.get("slo_attainment_by_metric", {}),
+        }
+        for metric in ("ttft", "tpot", "tbt"):
+            values = samples(own, metric)
+            for percentile in dict.fromkeys((50.0, *percentiles)):
+                value = float(np.percentile(values, percentile)) if values else None
+                found[name or "(none)"][f"{percentile_name(percentile)}_{metric}_ms"] = value
+    return found
+
+
+def _common(limits: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
+    """Return each objective of a class, None where its requests differ, as with a slowdown by prompt length."""
+    names = list(dict.fromkeys(name for one in limits for name in one))
+    values = {name: {one.get(name) for one in limits} for name in names}
+    return {name: next(iter(each)) if len(each) == 1 else None for name, each in values.items()}
 
 
 def summary(
@@ -185,6 +243,8 @@ def summary(
         "max_concurrent_requests": peak_concurrency(outcomes),
         **attainment(outcomes, goals),
     }
+    if classes := by_class(outcomes, goals, percentiles):
+        found["by_class"] = classes
     for metric in (*metrics, "client_lag"):
         found |= statistics(samples(outcomes, metric), metric, percentiles)
     return found

@@ -62,6 +62,10 @@ class TokenizerWriter:
     def vocabulary(self) -> Sequence[int]:
         return self._ids
 
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a text, without special tokens."""
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
+
     def write(self, tokens: Sequence[int]) -> tuple[str, int]:
         """Convert ids to a text that encodes to as many tokens, if possible.
 

@@ -10,15 +10,21 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.backends import BACKENDS
+from jaxserve.bench.backends import AUTO, BACKENDS
 from jaxserve.bench.client import Target
-from jaxserve.bench.load import parse_slo_class
+from jaxserve.bench.load import SloClass, parse_slo_class
+from jaxserve.bench.plan import DATASETS, FILES, Plan
 from jaxserve.bench.result import METRICS
-from jaxserve.bench.session import Plan, Session
+from jaxserve.bench.session import Session
+from jaxserve.bench.slo_file import load_slo_file
+from jaxserve.cli.simulate.workloads import find_workload
 from jaxserve.errors import InvalidValue
 from jaxserve.yamlio import seconds
 
 EPILOG = """examples:
+  jaxserve bench --base-url http://other:8080 --num-prompts 50 --request-rate 2 --tokenizer FOLDER
+  jaxserve bench --dataset-name multi-turn --dataset-path chats.json --think-time 5s --request-rate 1
+  jaxserve bench --workload slos-serve-toolllm --own-slowdown --request-rate 2 --prompt-scale 4 --output-scale 4
   jaxserve bench --dataset-name random --num-prompts 100 --request-rate 4 --goodput ttft:500 tpot:50
   jaxserve bench --trace azure_conv.csv --num-prompts 200 --prompt-scale 8 --ttft-slo 2s --tpot-slo 50ms
   jaxserve bench --slo-class chat=0.7,ttft:500,tpot:50 --slo-class batch=0.3,ttft:8000,tpot:200 --find-goodput
@@ -39,10 +45,11 @@ def _add_server(group: Any) -> None:
     add = group.add_argument
     add(
         "--backend",
-        choices=BACKENDS,
-        default="jaxserve",
+        choices=(AUTO, *BACKENDS),
+        default=AUTO,
         help="request format: openai has standard fields and text only; vllm and sglang add token ids and "
-        "ignore_eos; jaxserve adds objectives; -chat uses /v1/chat/completions with text [jaxserve]",
+        "ignore_eos; jaxserve adds objectives; -chat uses /v1/chat/completions with text; auto asks the server what "
+        "it is, and is openai or openai-chat if it does not say [auto]",
     )
     add("--base-url", metavar="URL", help="instead of --host and --port")
     add("--host", default="127.0.0.1")
@@ -52,8 +59,9 @@ def _add_server(group: Any) -> None:
     add(
         "--tokenizer",
         metavar="NAME",
-        help="model folder or Hugging Face name, for text prompts of exact lengths. Without it, the -chat and openai "
-        "backends send common words, about one token each, and the others send token ids",
+        help="model folder or Hugging Face name: random prompts are texts of exact lengths, and tokens are counted "
+        "where the server does not report them. Without it, the -chat and openai backends send common words, about one "
+        "token each, the others send token ids, and texts of files are taken to have a token for four characters",
     )
     add("--api-key", default="none")
     add("--header", nargs="+", default=[], type=_pair, metavar="NAME=VALUE", help="sent with every request")
@@ -68,21 +76,48 @@ def _add_server(group: Any) -> None:
 
 def _add_requests(group: Any) -> None:
     add = group.add_argument
-    add("--dataset-name", choices=("random", "custom", "trace"), default="random")
+    add(
+        "--dataset-name",
+        choices=DATASETS,
+        default="random",
+        help="custom, sharegpt, hf and multi-turn read --dataset-path; trace and workload have flags of their own "
+        "[random]",
+    )
     add(
         "--dataset-path",
         type=Path,
         metavar="FILE",
-        help="custom: JSON lines with prompt and optional output_tokens",
+        help="JSON list or JSON lines; hf and multi-turn also parquet. custom: prompt and optional output_tokens, "
+        "ttft_slo_ms, tpot_slo_ms, tbt_slo_ms, service_tier, class. sharegpt and multi-turn: conversations of "
+        "{from, value} or messages of {role, content}, with an optional delay in seconds before a question",
     )
     add("--trace", type=Path, metavar="FILE", help="Azure, Mooncake or plain CSV; implies --dataset-name trace")
-    add("--num-prompts", type=int, default=None, metavar="N", help="[100; trace: all]")
+    add(
+        "--workload",
+        metavar="NAME|FILE",
+        help="lengths, objectives, classes and rounds (tool calls) of a workload of `jaxserve simulate`, as in "
+        "slos-serve-toolllm; implies --dataset-name workload and needs --request-rate",
+    )
+    add(
+        "--own-slowdown",
+        action="store_true",
+        help="workload: base objectives that are slowdowns on the TTFT of this server when idle, which is measured "
+        "first, instead of the paper's",
+    )
+    _add_files(add)
+    add(
+        "--num-prompts",
+        type=int,
+        default=None,
+        metavar="N",
+        help="requests; of multi-turn and workload, sessions [100; trace: all]",
+    )
     add("--random-input-len", type=int, default=128, metavar="TOKENS")
     add("--random-output-len", type=int, default=32, metavar="TOKENS")
     add("--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths uniform in mean·(1±R) [0]")
     add("--random-ids", type=_range, metavar="LOW:HIGH", help="token ids of prompts [those of a text, from /tokenize]")
-    add("--prompt-scale", type=float, default=1.0, metavar="X", help="trace: divide prompt lengths by X")
-    add("--output-scale", type=float, default=1.0, metavar="X", help="trace: divide output lengths by X")
+    add("--prompt-scale", type=float, default=1.0, metavar="X", help="trace, workload: divide prompt lengths by X")
+    add("--output-scale", type=float, default=1.0, metavar="X", help="trace, workload: divide output lengths by X")
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
@@ -91,9 +126,32 @@ def _add_requests(group: Any) -> None:
     add("--seed", type=int, default=0)
 
 
+def _add_files(add: Callable[..., Any]) -> None:
+    """Add the flags of data sets that are files."""
+    add("--output-len", type=int, metavar="TOKENS", help="output length of all requests, not that of the data set")
+    add("--max-len", type=int, metavar="TOKENS", help="files: skip longer prompts with outputs [sharegpt: 2048]")
+    add("--prompt-column", default="prompt", metavar="NAME", help="hf: column of texts or conversations [prompt]")
+    add("--output-column", metavar="NAME", help="hf: column of answers, or of numbers of output tokens")
+    add(
+        "--think-time",
+        type=_seconds,
+        default=0.0,
+        metavar="TIME",
+        help="multi-turn: mean time before each further question, exponential, as in 5s; the file's delays come first "
+        "[0]",
+    )
+    add("--max-turns", type=int, metavar="N", help="multi-turn: most questions of a conversation [all]")
+
+
 def _add_load(group: Any) -> None:
     add = group.add_argument
-    add("--request-rate", type=float, default=inf, metavar="RPS", help="[inf: all at once]")
+    add(
+        "--request-rate",
+        type=float,
+        default=inf,
+        metavar="RPS",
+        help="requests, or sessions, per second [inf: all at once]",
+    )
     add("--burstiness", type=float, default=1.0, metavar="SHAPE", help="shape of gamma gaps; 1 is Poisson [1]")
     add(
         "--time-scale",
@@ -104,6 +162,7 @@ def _add_load(group: Any) -> None:
     )
     add("--max-concurrency", type=int, metavar="N", help="most concurrent calls; waits count as the client's delay")
     add("--num-warmups", type=int, default=0, metavar="N", help="requests sent first, not counted")
+    add("--num-runs", type=int, default=1, metavar="N", help="repeat with other prompts and arrival times [1]")
     add("--find-goodput", action="store_true", help="search for the highest rate that reaches --attainment")
     add("--attainment", type=float, default=0.9, metavar="SHARE")
 
@@ -125,6 +184,13 @@ def _add_objectives(group: Any) -> None:
         metavar="NAME=SHARE,ttft:MS,tpot:MS",
         help="objectives of a share of the requests; repeat for each class. Also tbt:MS, thinking:MS and answer:MS "
         "(TPOT of a stage, judged by the server) and tier:NAME (sent; judged here by the other objectives)",
+    )
+    add(
+        "--slo-file",
+        type=Path,
+        metavar="FILE",
+        help="YAML with `classes`, each with share, ttft, tpot, tbt, stages, tier, or best_effort; or the server's "
+        "file of tiers. Requests that name a class (custom, trace, workload) get its objectives",
     )
     add(
         "--goodput",
@@ -190,28 +256,19 @@ def _range(text: str) -> range:
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """Build the plan from the flags. Raises InvalidValue."""
-    dataset = "trace" if args.trace else args.dataset_name
-    if dataset == "trace" and args.trace is None and args.dataset_path is None:
-        raise InvalidValue("--dataset-name trace needs --trace FILE", "trace")
-    if dataset == "custom" and args.dataset_path is None:
-        raise InvalidValue("--dataset-name custom needs --dataset-path FILE", "dataset_path")
-    for name in ("num_prompts", "max_concurrency"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise InvalidValue(f"{name}={getattr(args, name)} must be at least 1", name)
+    dataset = _dataset(args)
+    _check_numbers(args)
     try:
         percentiles = tuple(float(number) for number in args.metric_percentiles.split(","))
     except ValueError as error:
         raise InvalidValue(f"metric_percentiles={args.metric_percentiles!r}: {error}", "metric_percentiles") from error
-    for one in args.slo_class:
-        if not BACKENDS[args.backend].objectives and (one.slo.service_tier or one.slo.stages):
-            what = f"slo_class of {one.slo.name!r} has a tier or a stage, which the server judges"
-            raise InvalidValue(f"{what}, and --backend {args.backend} sends no objectives: use jaxserve", "slo_class")
     own = {name: getattr(args, name) for name in Plan.__dataclass_fields__ if hasattr(args, name)}
     own |= {
         "dataset_name": dataset,
         "dataset_path": args.trace or args.dataset_path,
         "num_prompts": args.num_prompts or (None if dataset == "trace" else 100),
-        "slo_class": tuple(args.slo_class),
+        "workload": find_workload(args.workload) if args.workload else None,
+        "slo_class": _classes(args),
         "goodput": tuple(args.goodput),
         "percentile_metrics": tuple(args.percentile_metrics.split(",")),
         "metric_percentiles": percentiles,
@@ -221,19 +278,54 @@ def plan_of(args: argparse.Namespace) -> Plan:
     return Plan(**own)
 
 
+def _dataset(args: argparse.Namespace) -> str:
+    """Return the data set that the flags name together. Raises InvalidValue."""
+    implied = {"trace": args.trace, "workload": args.workload}
+    named = [name for name, value in implied.items() if value is not None]
+    dataset = str(named[0] if named else args.dataset_name)
+    if len(named) > 1 or (named and args.dataset_name not in ("random", dataset)):
+        given = f"--{named[0]}" + (
+            f" and --{named[1]}" if len(named) > 1 else f" and --dataset-name {args.dataset_name}"
+        )
+        raise InvalidValue(f"{given} name two data sets: give one", "dataset_name")
+    if dataset == "trace" and args.trace is None and args.dataset_path is None:
+        raise InvalidValue("--dataset-name trace needs --trace FILE", "trace")
+    if dataset == "workload" and args.workload is None:
+        raise InvalidValue("--dataset-name workload needs --workload NAME", "workload")
+    if dataset in FILES and args.dataset_path is None:
+        raise InvalidValue(f"--dataset-name {dataset} needs --dataset-path FILE", "dataset_path")
+    if args.own_slowdown and dataset != "workload":
+        raise InvalidValue("--own-slowdown needs --workload NAME", "own_slowdown")
+    return dataset
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for name in ("num_prompts", "max_concurrency", "num_runs", "output_len", "max_len", "max_turns"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise InvalidValue(f"{name}={getattr(args, name)} must be at least 1", name)
+    if not 0 <= args.think_time < inf:
+        raise InvalidValue(f"think_time={args.think_time:g} must be at least 0 seconds", "think_time")
+    if args.num_runs > 1 and args.find_goodput:
+        raise InvalidValue(f"num_runs={args.num_runs} repeats a run, --find-goodput searches: give one", "num_runs")
+
+
+def _classes(args: argparse.Namespace) -> tuple[SloClass, ...]:
+    if args.slo_file is None:
+        return tuple(args.slo_class)
+    if args.slo_class:
+        raise InvalidValue("--slo-file and --slo-class both define classes: give one", "slo_file")
+    return load_slo_file(args.slo_file)
+
+
 def target_of(args: argparse.Namespace) -> Target:
-    """Build the target from the flags; the model may still be "", see `Session`."""
-    backend = BACKENDS[args.backend]
+    """Build the target from the flags. `Session` settles the model, if it is "", and what the backend sends."""
     base = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/").removesuffix("/v1")
     return Target(
         base_url=base,
         model=args.model or "",
-        chat=backend.chat,
         endpoint=args.endpoint,
         headers=dict(args.header),
         extra_body=args.extra_body,
-        ignore_eos=backend.ignore_eos if args.ignore_eos is None else args.ignore_eos,
-        objectives=backend.objectives,
         api_key=args.api_key,
     )
 
@@ -241,5 +333,5 @@ def target_of(args: argparse.Namespace) -> Target:
 def main(args: argparse.Namespace) -> int:
     """Run the benchmark; return 0 if at least one request succeeded."""
     plan, target = plan_of(args), target_of(args)
-    session = Session(plan, target, args.client)
+    session = Session(plan, target, args.client, args.ignore_eos)
     return asyncio.run(session.run())

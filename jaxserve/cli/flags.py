@@ -22,6 +22,7 @@ _GROUPS = {
     "scheduling": "scheduling and objectives",
     "memory": "KV cache",
     "server": "HTTP server",
+    "operations": "operations",
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")  # Okabe and Ito
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -17,18 +18,26 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line; `low` and `high` are drawn as a band, for the spread over seeds."""
+    """A line; `low` and `high` are drawn as a band, for the spread over seeds.
+
+    steps: draw a step function, which has its value from each x on, without markers.
+    """
 
     x: Sequence[float]
     y: Sequence[float]
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     dashed: bool = False
+    steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A set of axes. `level` is a dashed horizontal mark, for a goal."""
+    """A set of axes.
+
+    level: a dotted horizontal mark, for a goal. marks: dashed vertical marks in the color of a series, for
+    objectives. ticks: positions of the x axis's labels.
+    """
 
     title: str
     xlabel: str
@@ -37,6 +46,8 @@ class Panel:
     ylim: tuple[float, float] | None = None
     level: float | None = None
     log_x: bool = False
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    ticks: Sequence[float] | None = None
 
 
 def lines(path: str | Path, panels: Panel | Sequence[Panel], *, title: str = "", columns: int = 2) -> Path:
@@ -73,7 +84,7 @@ def cdf(
     level: float | None = None,
     log_x: bool = False,
 ) -> Path:
-    """Draw cumulative distributions, one line per name; `level` marks a value on the x axis, an SLO."""
+    """Draw cumulative distributions as steps, one per name; a finite `level` marks a value on the x axis, an SLO."""
     figure = Figure(figsize=(5.6, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -83,11 +94,11 @@ def cdf(
         if len(ordered):
             share = np.arange(1, len(ordered) + 1) / len(ordered)
             axes.step(ordered, share, where="post", label=name, color=COLORS[index % len(COLORS)])
-    if level is not None:
-        axes.axvline(level, color="grey", linestyle="--", linewidth=1)
-    if log_x:
-        axes.set_xscale("log")
-    axes.set(title=title, xlabel=xlabel, ylabel="share", ylim=(0, 1.02))
+    if level is not None and np.isfinite(level):
+        axes.axvline(level, color="grey", linestyle="--", linewidth=1, label="objective")
+    if log_x and any(value > 0 for values in series.values() for value in values):
+        _log(axes)
+    axes.set(title=title, xlabel=xlabel, ylabel="share of requests", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     if series:
         axes.legend(frameon=False)
@@ -103,27 +114,41 @@ def bars(
     level: float | None = None,
     level_name: str = "",
     at_least: Collection[str] = (),
+    below: Collection[str] = (),
 ) -> Path:
     """Draw one bar per name with its value on top.
 
-    level: a dashed horizontal mark, for a bound. at_least: names with values that are lower bounds;
-    their bars are hatched and labeled.
+    level: a dashed horizontal mark, for a bound. at_least, below: names with values that are lower and upper bounds;
+    their bars are hatched or outlined, with an open arrowhead and a label.
     """
     figure = Figure(figsize=(max(4.0, 1.1 * len(values) + 1.5), 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     colors = [COLORS[index % len(COLORS)] for index in range(len(values))]
     drawn = axes.bar(range(len(values)), list(values.values()), color=colors)
-    labels = [f"{'≥ ' * (name in at_least)}{value:.3g}" for name, value in values.items()]
-    axes.bar_label(drawn, labels=labels, padding=2)
+    signs = {**dict.fromkeys(at_least, "≥ "), **dict.fromkeys(below, "< ")}
+    labels = [f"{signs.get(name, '')}{value:.3g}" for name, value in values.items()]
+    axes.bar_label(drawn, labels=labels, padding=7 if signs else 2)
     for name, bar in zip(values, drawn, strict=True):
         if name in at_least:
             bar.set(hatch="//", edgecolor="white")
+        elif name in below:
+            bar.set(fill=False, linestyle="--", edgecolor=bar.get_facecolor())
+    for names, marker, meaning in ((at_least, "^", "at least"), (below, "v", "below")):
+        if places := [(index, value) for index, (name, value) in enumerate(values.items()) if name in names]:
+            style: dict[str, Any] = {
+                "linestyle": "none",
+                "markerfacecolor": "white",
+                "markeredgecolor": "black",
+                "markersize": 9,
+            }
+            axes.plot(*zip(*places, strict=True), marker=marker, label=meaning, clip_on=False, **style)
     tilt = 30 if len(values) > 4 or max(map(len, values), default=0) > 12 else 0
     axes.set_xticks(range(len(values)), list(values), rotation=tilt, ha="right" if tilt else "center")
     if level is not None and np.isfinite(level):
         axes.axhline(level, color="grey", linestyle="--", linewidth=1, label=level_name)
-        axes.legend(frameon=False)
+    if axes.get_legend_handles_labels()[1]:
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
     axes.set(title=title, ylabel=ylabel)
     axes.margins(y=0.12)
     return _save(figure, path)
@@ -133,17 +158,32 @@ def _draw(axes: Any, panel: Panel) -> None:
     for index, (name, line) in enumerate(panel.series.items()):
         color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
         style = "--" if line.dashed else "-"
-        axes.plot(line.x, line.y, style, color=color, marker=marker, markersize=4, linewidth=1.6, label=name)
+        if line.steps:
+            axes.step(line.x, line.y, style, where="post", color=color, linewidth=1.6, label=name)
+        else:
+            axes.plot(line.x, line.y, style, color=color, marker=marker, markersize=4, linewidth=1.6, label=name)
+        for mark in panel.marks.get(name, ()):
+            axes.axvline(mark, color=color, linestyle="--", linewidth=1)
         if line.low is not None and line.high is not None:
             axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.15, linewidth=0)
     if panel.level is not None:
         axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1)
     if panel.ylim:
         axes.set_ylim(*panel.ylim)
-    if panel.log_x:
-        axes.set_xscale("log")
+    if panel.log_x and any(x > 0 for line in panel.series.values() for x in line.x):
+        _log(axes)
+    if panel.ticks is not None:
+        axes.set_xticks(list(panel.ticks), [f"{tick:g}" for tick in panel.ticks], minor=False)
+        axes.set_xticks([], minor=True)
     axes.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
     axes.grid(alpha=0.3)
+
+
+def _log(axes: Any) -> None:
+    """Make the x axis logarithmic, with plain numbers."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _save(figure: Any, path: str | Path) -> Path:

@@ -49,7 +49,7 @@ class _Bar:
                 self._show(done, total, note)
             else:
                 self._next = now + PLAIN_EVERY
-                share = f"{done:g}/{total:g}" if total else f"{done:g}"
+                share = f"{done:.3g}/{total:.3g}" if total else f"{done:.3g}"
                 line = f"{self._label}: {share} after {now - self._began:.0f} s {note}".rstrip()
                 print(line, file=self._console.file, flush=True)
 

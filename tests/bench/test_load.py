@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.bench import load
+from jaxserve.bench.datasets import Source
 from jaxserve.bench.load import Call, Objective, SloClass
 from jaxserve.errors import InvalidValue
 
@@ -82,7 +83,7 @@ def test_custom_prompts(tmp_path: Path) -> None:
     path = tmp_path / "load.jsonl"
     rows = [{"prompt": "a b"}, {"prompt": "c", "output_tokens": 7, "ttft_slo_ms": 100}]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    calls = load.custom_calls(path, 3, 4)
+    calls = Source(path).custom(3, 4)
     assert [(call.prompt, call.output_tokens) for call in calls] == [("a b", 4), ("c", 7), ("a b", 4)]
     assert calls[1].slo == Objective(100, None)
 
@@ -99,10 +100,10 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, part: str) -> None
     path = tmp_path / "load.jsonl"
     path.write_text('{"prompt": "x"}\n' + line)
     with pytest.raises(InvalidValue, match=part):
-        load.custom_calls(path, 3, 4)
+        Source(path).custom(3, 4)
     path.write_text("")
     with pytest.raises(InvalidValue, match="no request"):
-        load.custom_calls(path, 3, 4)
+        Source(path).custom(3, 4)
 
 
 def test_plain_traces_provide_objectives(tmp_path: Path) -> None:

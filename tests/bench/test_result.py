@@ -11,8 +11,8 @@ from jaxserve.bench import result
 from jaxserve.bench.client import Outcome
 from jaxserve.bench.drive import Run, find_goodput
 from jaxserve.bench.load import NONE, Call, Objective
+from jaxserve.bench.plots import distribution, share_at
 from jaxserve.bench.result import Goals
-from jaxserve.bench.session import distribution, share_at
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Request

@@ -15,6 +15,7 @@ import pytest
 from jaxserve.report.table import markdown
 
 SCRIPTS = [
+    "autoscaled",
     "autoscaling",
     "azure_replay",
     "cascade",
@@ -30,6 +31,7 @@ SCRIPTS = [
     "growth",
     "host_gap",
     "http_cost",
+    "json_schemas",
     "kv_between",
     "latent_cache",
     "kv_tiers",
@@ -48,6 +50,7 @@ SCRIPTS = [
     "soak",
     "speculation",
     "startup",
+    "structured",
     "throughput_floor",
     "unified",
     "vs_sglang_jax",
@@ -120,7 +123,7 @@ def test_scheduler_cost(repo: Path, tmp_path: Path) -> None:
 def test_growth(repo: Path, tmp_path: Path) -> None:
     """Each row grows one of three; memory grows with all."""
     path = tmp_path / "growth.json"
-    sizes = "--replicas 4 40 --in-flight 40 400 --pages 640 6400 --base 4 40 640 --requests 8 --reports 2"
+    sizes = "--replicas 4 16 --in-flight 40 160 --pages 640 2560 --base 4 40 640 --requests 8 --reports 2"
     run(repo, "growth", *sizes.split(), "--output", str(path))
     rows = json.loads(path.read_text())["rows"]
     assert [row["grown"] for row in rows] == [grown for grown in ("replicas", "in_flight", "pages") for _ in range(2)]
@@ -241,6 +244,15 @@ def test_http_cost(repo: Path, tmp_path: Path) -> None:
     run(repo, "http_cost", *flags.split(), str(tmp_path / "cost.json"), timeout=600)
     rounds = json.loads((tmp_path / "cost.json").read_text())["rounds"]
     assert sorted(rounds) == ["0", "1", "offline"] and all(one["tokens_per_s"] > 0 for (one,) in rounds.values())
+
+
+@pytest.mark.full
+def test_structured(repo: Path, tmp_path: Path) -> None:
+    flags = "--rows 2 --tokens 8 --repeats 1 --output"
+    run(repo, "structured", *flags.split(), str(tmp_path / "s.json"), timeout=600)
+    found = json.loads((tmp_path / "s.json").read_text())
+    assert [one["rows"] for one in found["costs"]] == [2] and found["costs"][0]["ratio"] > 0
+    assert {one["said"] == "compiled" for one in found["compilation"]} == {True, False}
 
 
 @pytest.mark.full

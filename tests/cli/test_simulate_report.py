@@ -2,6 +2,7 @@
 
 import io
 import re
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from jaxserve.cli.simulate.report import _goodput, goodput
 from jaxserve.cli.simulate.results import Results
+from jaxserve.cli.simulate.workloads import common_slo, describe
 from jaxserve.report import origin, plot, progress, table
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.sim import NAMED
 
 
 def test_table_shows_every_cell_and_refuses_ragged_rows() -> None:
@@ -74,6 +79,54 @@ def test_goodput_at_the_highest_rate_is_a_lower_bound() -> None:
     found = {"kairos": 5.0, "edf": 2.0, "sjf": None}
     assert Results("", reports, found).at_least == {"kairos"}  # type: ignore[arg-type]
     assert Results("", reports, found, searched=True).at_least == frozenset()  # type: ignore[arg-type]
+
+
+def test_a_goal_missed_at_a_lower_rate_bounds_goodput_from_above() -> None:
+    def report(rate: float, attained: float) -> Any:
+        return SimpleNamespace(policy="kairos", rate=rate, seed=0, summary=SimpleNamespace(attained=attained))
+
+    dips = [report(2.0, 0.82), report(3.0, 0.74), report(5.0, 0.93)]
+    found = goodput(dips)
+    results = Results("", dips, found)
+    assert found == {"kairos": None} and results.below == {"kairos"} and not results.at_least
+    assert _goodput(results, "kairos", None) == "below 2 requests/s (misses 90% at 2, though it reaches it at 5)"
+    later = [report(1.0, 0.95), *dips]
+    results = Results("", later, goodput(later))
+    assert _goodput(results, "kairos", 1.0) == "1 requests/s (misses 90% at 2, though it reaches it at 5)"
+    steady = [report(2.0, 0.95), report(3.0, 0.91)]
+    assert _goodput(Results("", steady, goodput(steady)), "kairos", 3.0) == "at least 3 requests/s"
+    never = [report(2.0, 0.5)]
+    assert _goodput(Results("", never, goodput(never)), "kairos", None) == "no rate here reaches 90%"
+
+
+def test_bounds_from_above_are_outlined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "_save", lambda figure, path: drawn.append(figure))
+    plot.bars(tmp_path / "goodput.png", {"kairos": 2.0, "edf": 3.0}, below={"kairos"}, at_least={"edf"})
+    (axes,) = drawn[0].axes
+    assert [text.get_text() for text in axes.texts] == ["< 2", "≥ 3"]
+    assert [bar.get_fill() for bar in axes.patches] == [False, True]
+    assert [(line.get_label(), line.get_marker()) for line in axes.lines] == [("at least", "^"), ("below", "v")]
+
+
+def test_objectives_and_steps_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "_save", lambda figure, path: drawn.append(figure))
+    steps = plot.Series([1.0, 10.0], [0.5, 1.0], steps=True)
+    plot.lines(tmp_path / "x.png", plot.Panel("t", "ms", "share", {"a": steps}, log_x=True, marks={"a": (5.0,)}))
+    plot.cdf(tmp_path / "x.png", {"a": [1.0, 2.0]}, level=8.0, log_x=True)
+    for figure, mark in zip(drawn, (5.0, 8.0), strict=True):
+        (axes,) = figure.axes
+        assert axes.get_xscale() == "log" and axes.lines[0].get_drawstyle() == "steps-post"
+        assert list(axes.lines[1].get_xdata()) == [mark, mark]
+
+
+def test_every_built_in_workload_is_explained() -> None:
+    for name, workload in NAMED.items():
+        text = describe(workload)
+        assert text.startswith(f"{name}: ") and "tokens" in text and "TPOT" in text
+    assert common_slo(NAMED["K128"]) == SLO(8.0, 0.05)
+    assert common_slo(NAMED["slos-serve-mixed"]) == SLO(inf, inf)
 
 
 def test_results_name_their_source() -> None:

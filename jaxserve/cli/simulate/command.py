@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import multiprocessing
-import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxserve.cli.simulate.flags import add_arguments
+from jaxserve.cli.simulate.pool import count, processes
 from jaxserve.cli.simulate.report import goodput, print_report, write_report
 from jaxserve.cli.simulate.results import VALUES, Results
-from jaxserve.cli.simulate.workloads import find_workload
+from jaxserve.cli.simulate.workloads import common_slo, describe, find_workload
 from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
 from jaxserve.report import progress
@@ -41,13 +39,17 @@ from jaxserve.sched.sim import (
 from jaxserve.sched.sim.bounds import STAYING, bounds, goodput_bounds
 from jaxserve.sched.sim.explain import explain
 from jaxserve.sched.sim.record import Recorder
-from jaxserve.sched.sim.sweep import Case, Run, goodput_search
+from jaxserve.sched.sim.simulate import check_mesh
+from jaxserve.sched.sim.sweep import Run, goodput_search
 from jaxserve.sched.sim.tiers import Tiers
 from jaxserve.sched.sim.timeline import trace
 from jaxserve.sched.sim.workload import for_server
 from jaxserve.yamlio import load_yaml
 
 __all__ = ["add_arguments", "main", "parse_policies", "parse_rates", "processes"]
+
+
+PATIENCE = 0.5  # seconds before the first line, which an error of the settings should not follow
 
 
 class Study(NamedTuple):
@@ -62,20 +64,75 @@ class Study(NamedTuple):
     seeds: range
     num_requests: int | None
 
+    @property
+    def cases(self) -> int:
+        """The simulations of a sweep."""
+        return len(self.policies) * len(self.rates) * len(self.seeds)
+
+
+class _Tick:
+    """Draws the progress of all simulations: those that ended, and the shares of those that run.
+
+    Prints a line first that says what runs, if it does not end at once.
+    """
+
+    def __init__(self, draw: Callable[..., None], announcement: str, total: int) -> None:
+        self._bar = draw
+        self._announcement = announcement
+        self._began = time.monotonic()
+        self._total = total
+
+    def whole(self, done: int, total: int) -> None:
+        """Take the number of simulations that ended, and of those known to be needed."""
+        self._total = max(total, self._total)
+        self._draw(done)
+
+    def part(self, done: float) -> None:
+        """Take the number of simulations including parts of running ones."""
+        self._draw(done)
+
+    def _draw(self, done: float) -> None:
+        if self._announcement and time.monotonic() - self._began > PATIENCE:
+            print(self._announcement, file=sys.stderr, flush=True)
+            self._announcement = ""
+        self._bar(done, self._total)
+
+
+def _announcement(args: argparse.Namespace, study: Study) -> str:
+    """Return the line that is printed before the first simulation."""
+    what = f"{', '.join(study.policies)} on {args.workload}, {study.mesh} of {study.latency.name}"
+    if args.goodput:
+        return f"searching for the goodput of {what}; each step simulates {len(study.seeds)} seeds of each policy"
+    workers = min(count(args.jobs), study.cases)
+    number = f"{study.cases} simulation{'s' * (study.cases > 1)}"
+    return f"simulating {what}: {number} on {workers} process{'es' * (workers > 1)}"
+
+
+def _run(args: argparse.Namespace, study: Study, recorder: Recorder | None, tick: _Tick) -> list[Report]:
+    if not args.goodput and study.cases == 1:
+        return [_one(study, recorder, lambda done, total: tick.part(done / total))]
+    with processes(args.jobs, tick.part) as run:
+        return _search(args, study, tick.whole, run) if args.goodput else _sweep(study, tick.whole, run)
+
 
 def main(args: argparse.Namespace) -> int:
     """Run the simulations. Raises InvalidValue for invalid settings."""
     study = _study(args)
     recorder = _recorder(args, study)
-    with progress.bar("simulating") as tick, processes(args.jobs) as run:
-        if recorder is not None:
-            reports = [_one(study, recorder, tick)]
-        elif args.goodput:
-            reports = _search(args, study, tick, run)
-        else:
-            reports = _sweep(study, tick, run)
+    with progress.bar("simulating") as draw:
+        tick = _Tick(draw, _announcement(args, study), 0 if args.goodput else study.cases)
+        reports = _run(args, study, recorder, tick)
     title = f"{args.workload} on {study.mesh} of {study.latency.name}"
-    results = Results(title, reports, goodput(reports, args.attain, args.goal), args.goal, args.attain, args.goodput)
+    results = Results(
+        title,
+        reports,
+        goodput(reports, args.attain, args.goal),
+        args.goal,
+        args.attain,
+        args.goodput,
+        slo=common_slo(study.workload),
+        legend=(describe(study.workload),),
+    )
     if args.bound:
         results = _bounded(args, study, results)
     print_report(results)
@@ -128,6 +185,7 @@ def _study(args: argparse.Namespace) -> Study:
         timer=time.process_time,
     )
     options.device(latency)
+    check_mesh(mesh, latency)
     rates: list[float | None] = [*parse_rates(args.qps)] if args.qps else [None]
     seeds = range(args.seed, args.seed + args.seeds)
     return Study(names, _read_workload(args, latency), mesh, latency, options, rates, seeds, args.num_requests)
@@ -137,11 +195,10 @@ def _recorder(args: argparse.Namespace, study: Study) -> Recorder | None:
     """Return a recorder if a timeline or an explanation is requested."""
     if args.timeline is None and args.explain is None:
         return None
-    cases = len(study.policies) * len(study.rates) * len(study.seeds)
-    if cases != 1 or args.goodput:
+    if study.cases != 1 or args.goodput:
         raise InvalidValue(
             "--timeline and --explain need a single simulation: one policy, one rate, one seed, and no --goodput; "
-            f"this is {'a search' if args.goodput else f'{cases} simulations'}",
+            f"this is {'a search' if args.goodput else f'{study.cases} simulations'}",
             "timeline",
         )
     return Recorder()
@@ -163,8 +220,6 @@ def _one(study: Study, recorder: Recorder | None, tick: Callable[..., None]) -> 
 
 
 def _sweep(study: Study, tick: Callable[..., None], run: Run) -> list[Report]:
-    if len(study.policies) * len(study.rates) * len(study.seeds) == 1:
-        return [_one(study, None, tick)]
     return sweep(
         study.workload,
         study.policies,
@@ -307,30 +362,6 @@ def _read_workload(args: argparse.Namespace, latency: Latency) -> Workload | Mix
         devices = latency.solve()
         workload = for_server(workload, lambda tokens: devices.step_time(Load().add_chunk(tokens, 0)))
     return replace(workload, **given)
-
-
-@contextmanager
-def processes(jobs: int | None) -> Iterator[Run]:
-    """Yield an ordered map over cases that uses several processes, started for two or more cases."""
-    if jobs is not None and jobs < 1:
-        raise InvalidValue(f"jobs={jobs} must be at least 1", "jobs")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pools: list[Any] = []
-
-    def run(cell: Callable[[Case], Report], cases: Sequence[Case]) -> Iterable[Report]:
-        if min(jobs or cores, len(cases)) == 1:
-            return map(cell, cases)
-        if not pools:
-            pools.append(multiprocessing.get_context("spawn").Pool(min(jobs or cores, max(len(cases), 2))))
-        reports: Iterable[Report] = pools[0].imap(cell, cases)
-        return reports
-
-    try:
-        yield run
-    finally:
-        for pool in pools:
-            pool.terminate()
-            pool.join()
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,8 @@ from jaxserve.cli.simulate.results import FIGURES, SHARES, VALUES, Results, Valu
 from jaxserve.report import plot
 from jaxserve.sched.metrics import CLASSES
 
+TICKS = 8  # most labels of the axis of rates
+
 
 def draw(out: Path, results: Results) -> list[Path]:
     """Plot curves and bars over several rates, and distributions at the middle rate; return the paths."""
@@ -31,14 +33,21 @@ def _curves(out: Path, results: Results) -> list[Path]:
         bound = results.bound_at()
         line = plot.Series([*bound], [100 * share for share in bound.values()], dashed=True)
         paper[0] = plot.Panel(
-            name, "QPS", "% of requests", {**paper[0].series, "bound": line}, paper[0].ylim, paper[0].level
+            name,
+            "QPS",
+            "% of requests",
+            {**paper[0].series, "bound": line},
+            paper[0].ylim,
+            paper[0].level,
+            ticks=paper[0].ticks,
         )
     hidden = [_panel(results, f"Prompts {length}", "% attained", SHARES[length]) for length, _ in CLASSES]
     hidden += [
         _panel(results, "Weighted by prompt tokens", "% attained", VALUES["tokens"]),
         _panel(results, "All requests together", "tokens/s", FIGURES["all"], 1.0),
     ]
-    bars = {policy: rate or 0.0 for policy, rate in results.goodput.items()}
+    lowest = min(one.rate for one in results.reports)
+    bars = {policy: lowest if rate is None else rate for policy, rate in results.goodput.items()}
     return [
         plot.lines(out / "attainment.png", paper, title=results.title),
         plot.lines(out / "by-length.png", hidden, title=results.title, columns=3),
@@ -50,6 +59,7 @@ def _curves(out: Path, results: Results) -> list[Path]:
             level=results.goodput_bound,
             level_name="bound",
             at_least=results.at_least,
+            below=results.below,
         ),
     ]
 
@@ -62,7 +72,10 @@ def _panel(results: Results, name: str, ylabel: str, value: Value, scale: float 
         spread = [[scale * value(one.summary) for one in cells[policy, rate]] for rate in rates]
         lines[policy] = plot.Series(rates, [*map(fmean, spread)], [*map(min, spread)], [*map(max, spread)])
     share = scale == 100.0
-    return plot.Panel(name, "QPS", ylabel, lines, (0, 102) if share else None, 100 * results.goal if share else None)
+    ends = (0, 102) if share else None
+    rates = sorted({rate for _, rate in cells})
+    level = 100 * results.goal if share else None
+    return plot.Panel(name, "QPS", ylabel, lines, ends, level, ticks=rates[:: -(-len(rates) // TICKS)])
 
 
 def _distributions(out: Path, results: Results, rate: float) -> list[Path]:
@@ -75,9 +88,13 @@ def _distributions(out: Path, results: Results, rate: float) -> list[Path]:
                 values.setdefault(one.policy, []).extend(getattr(each, name) for each in one.measured)
         return values
 
+    slo = results.slo
     title = f"{results.title}, " + ("each at its goodput" if results.searched else f"{rate:.3g} requests/s")
     return [
-        plot.cdf(out / "ttft.png", of("ttft"), title=title, xlabel="TTFT, s"),
-        plot.cdf(out / "tpot.png", of("tpot"), title=title, xlabel="mean TPOT, s"),
-        plot.cdf(out / "tbt.png", of("largest_gap"), title=title, xlabel="largest gap between two tokens, s"),
+        plot.cdf(out / f"{file}.png", of(name), title=title, xlabel=f"{label}, s", level=level, log_x=True)
+        for file, name, label, level in (
+            ("ttft", "ttft", "TTFT", slo.ttft),
+            ("tpot", "tpot", "mean TPOT", slo.tpot),
+            ("tbt", "largest_gap", "largest gap between two tokens", slo.tbt),
+        )
     ]

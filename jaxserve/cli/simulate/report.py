@@ -32,9 +32,17 @@ from jaxserve.sched.metrics import GOAL, goodput_rate
 from jaxserve.sched.sim import Report
 from jaxserve.version import __version__
 
+LEGEND = (
+    "QPS: requests per second. both: requests that attain TTFT and TPOT; tokens: weighted by prompt tokens; <4K and so",
+    "on: by prompt length. tok/s: decode speed of the median request; all: output tokens per second of all requests.",
+)
+
 
 def goodput(reports: Sequence[Report], attain: str = "both", goal: float = GOAL) -> dict[str, float | None]:
-    """Return each policy's highest rate at which mean attainment over seeds reaches the goal."""
+    """Return each policy's goodput: the highest rate such that it and all lower ones reach the goal.
+
+    Attainment is the mean over seeds.
+    """
     cells = Results("", reports, {}).cells()
     found: dict[str, float | None] = {}
     for policy in dict.fromkeys(report.policy for report in reports):
@@ -76,17 +84,29 @@ def print_report(results: Results) -> None:
         ]
         print_table("attainment by class, in %", ["QPS", "policy", *classes], by_class)
     _print_times(shown)
+    print(*results.legend, *LEGEND, "", sep="\n")
     of = "" if results.attain == "both" else f" ({results.attain})"
     for policy, best in results.goodput.items():
-        none = "no rate reaches" if results.searched else "no rate here reaches"
-        least = "at least " if policy in results.at_least else ""
-        text = f"{least}{best:.3g} requests/s" if best else f"{none} {results.goal:.0%}"
-        print(f"goodput of {policy}{of}: {text}")
+        print(f"goodput of {policy}{of}: {_goodput(results, policy, best)}")
     if results.goodput_bound is not None:
         limit = (
             f"{results.goodput_bound:.3g} requests/s" if isfinite(results.goodput_bound) else "no rate that is known"
         )
         print(f"no policy reaches {results.goal:.0%} above {limit}")
+
+
+def _goodput(results: Results, policy: str, best: float | None) -> str:
+    """Return a policy's goodput in words: bounds as such, and rates that reach the goal above one that does not."""
+    goal = f"{results.goal:.0%}"
+    again = results.again(policy)
+    if again:
+        missed = min(rate for rate in results.attained(policy) if rate > (best or 0.0))
+        upper = f"{best:.3g} requests/s" if best else f"below {missed:.3g} requests/s"
+        rates = ", ".join(f"{rate:.3g}" for rate in again)
+        return f"{upper} (misses {goal} at {missed:.3g}, though it reaches it at {rates})"
+    if best:
+        return f"{'at least ' * (policy in results.at_least)}{best:.3g} requests/s"
+    return f"no rate {'here ' * (not results.searched)}reaches {goal}"
 
 
 def _shown(results: Results) -> Iterator[tuple[float, str, list[Report]]]:
@@ -171,6 +191,7 @@ def _document(settings: Mapping[str, Any], results: Results) -> dict[str, Any]:
         "settings": settings,
         "goal": {"share": results.goal, "of": results.attain, "searched": results.searched},
         "goodput": results.goodput,
+        "reached_again": {policy: results.again(policy) for policy in results.policies},
         "goodput_bound": limit if limit is not None and isfinite(limit) else None,
         "bounds": [{"qps": one.rate, "seed": one.seed, **one.bound._asdict()} for one in results.bounds],
         "results": [

@@ -7,6 +7,7 @@ from math import nan
 from statistics import fmean
 from typing import NamedTuple
 
+from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.metrics import CLASSES, GOAL, Summary
 from jaxserve.sched.sim import Report
 from jaxserve.sched.sim.bounds import Bounded
@@ -72,7 +73,8 @@ class Results(NamedTuple):
     """All simulated reports, and derived figures.
 
     goodput: requests per second by policy; None if no rate reached the goal. searched: the rates come
-    from a search. bounds, goodput_bound: upper bounds for all policies, if requested.
+    from a search. bounds, goodput_bound: upper bounds for all policies, if requested. slo: the objectives that all
+    requests have in common. legend: lines that explain names in the tables.
     """
 
     title: str
@@ -83,6 +85,8 @@ class Results(NamedTuple):
     searched: bool = False
     bounds: Sequence[Bounded] = ()
     goodput_bound: float | None = None
+    slo: SLO = NO_SLO
+    legend: Sequence[str] = ()
 
     @property
     def policies(self) -> list[str]:
@@ -109,6 +113,21 @@ class Results(NamedTuple):
         if self.searched:
             return frozenset()
         return frozenset(policy for policy, rate in self.goodput.items() if rate is not None and rate == highest)
+
+    @property
+    def below(self) -> frozenset[str]:
+        """Policies that missed the goal at the lowest simulated rate: their goodput is lower."""
+        return frozenset(policy for policy, rate in self.goodput.items() if rate is None)
+
+    def attained(self, policy: str) -> dict[float, float]:
+        """Return attainment by rate, as a mean over seeds."""
+        cells = sorted((rate, cell) for (name, rate), cell in self.cells().items() if name == policy)
+        return {rate: fmean(VALUES[self.attain](one.summary) for one in cell) for rate, cell in cells}
+
+    def again(self, policy: str) -> list[float]:
+        """Return rates that reach the goal above a rate that misses it; they do not count as goodput."""
+        limit = self.goodput.get(policy) or 0.0
+        return [rate for rate, share in self.attained(policy).items() if rate > limit and share >= self.goal]
 
     def classes(self) -> list[str]:
         return sorted({name for one in self.reports for name in one.summary.by_class})

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from math import inf
 from pathlib import Path
 
 from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.sim import NAMED, Mix, Workload
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.sim import NAMED, Arrival, Mix, Workload
+from jaxserve.sched.sim.draws import Lengths
+from jaxserve.sched.sim.workload import Slowdown
 from jaxserve.yamlio import load_yaml, nearest
 
 
@@ -31,3 +35,67 @@ def find_workload(name: str) -> Workload | Mix:
     except FileNotFoundError as error:
         raise InvalidValue(f"workload {path} does not exist", "workload") from error
     return load_yaml(path, Mix) if mixture else load_yaml(path, Workload)
+
+
+def describe(source: Workload | Mix | list[Arrival]) -> str:
+    """Explain a workload in a line or a few: lengths, arrivals and objectives."""
+    if isinstance(source, list):
+        tokens = [
+            sum(getattr(one, name) for one in source) / len(source) for name in ("prompt_tokens", "output_tokens")
+        ]
+        return f"trace: {len(source)} requests of {tokens[0]:.0f} prompt and {tokens[1]:.0f} output tokens on average"
+    if isinstance(source, Mix):
+        total = sum(part.share for part in source.parts)
+        parts = [f"  {part.share / total:.0%} {_kind(part.workload)}" for part in source.parts]
+        return "\n".join([f"{source.name}: a mix of", *parts])
+    return _kind(source)
+
+
+def _kind(one: Workload) -> str:
+    prompts = f"prompts of {_lengths(one.prompt)}"
+    if one.tail is not None:
+        prompts += f" ({one.tail.share:.1%} of {_lengths(one.tail.lengths)})"
+    parts = [prompts, f"outputs of {_lengths(one.output)}"]
+    if one.thinking is not None:
+        parts.append(f"thinking of {_lengths(one.thinking)}")
+    if one.rounds is not None:
+        parts.append(f"{one.rounds.mean:g} ± {one.rounds.std:g} rounds")
+    parts.append(f"{one.arrivals.kind} arrivals")
+    ttft = f"{one.ttft.times:g} × alone" if isinstance(one.ttft, Slowdown) else _time(one.ttft)
+    return f"{one.name}: {', '.join(parts)}; TTFT {ttft}, TPOT {_time(one.tpot)}"
+
+
+def _lengths(one: Lengths) -> str:
+    if one.kind == "fixed":
+        return f"{one.value} tokens"
+    if one.mean is None and one.median is None:
+        return f"{one.low:,.0f} to {one.high:,.0f} tokens"
+    middle = f"mean {one.mean:,.0f}" if one.mean is not None else f"median {one.median:,.0f}"
+    return f"{middle} tokens ({one.kind})"
+
+
+def _time(seconds: float) -> str:
+    if seconds == inf:
+        return "none"
+    return f"{seconds:g} s" if seconds >= 1 else f"{1e3 * seconds:g} ms"
+
+
+def common_slo(source: Workload | Mix | list[Arrival]) -> SLO:
+    """Return the objectives that all requests have; infinite (TBT: None) where they differ or have none."""
+    if isinstance(source, list):
+        slos = {one.slo for one in source}
+        ttfts: set[float | Slowdown] = {one.ttft for one in slos}
+        tpots, tbts = {one.tpot for one in slos}, {one.tbt for one in slos}
+    else:
+        kinds = [source] if isinstance(source, Workload) else [part.workload for part in source.parts]
+        ttfts = {one.ttft for one in kinds}
+        tpots, tbts = {one.tpot for one in kinds}, {one.tbt for one in kinds}
+        if isinstance(source, Mix):
+            ttfts = ttfts if source.ttft is None else {source.ttft}
+            tpots = tpots if source.tpot is None else {source.tpot}
+    ttft = ttfts.pop() if len(ttfts) == 1 else inf
+    return SLO(
+        inf if isinstance(ttft, Slowdown) else ttft,
+        tpots.pop() if len(tpots) == 1 else inf,
+        tbts.pop() if len(tbts) == 1 else None,
+    )

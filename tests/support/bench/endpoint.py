@@ -20,7 +20,7 @@ class Endpoint:
 
     fail: every `fail`th request gets a 503. cut: every `cut`th stream breaks off after two tokens.
     slots: requests served at once, the others wait; 0 is no limit. strict: 422 for fields outside
-    OpenAI's API and for prompts that are not text, and no /tokenize.
+    OpenAI's API and for prompts that are not text, and no /tokenize. owner: what /v1/models says the server is.
 
     Writer of `bodies` and `headers`: the server's thread; read them only after it has stopped.
     """
@@ -34,6 +34,7 @@ class Endpoint:
     tokenize: bool = True
     strict: bool = False
     in_stream_error: bool = False
+    owner: str = "jaxserve"
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -87,10 +88,12 @@ class Endpoint:
         self, method: str, path: str, headers: dict[str, str], body: dict[str, Any], writer: asyncio.StreamWriter
     ) -> None:
         if path == "/v1/models":
-            return _json(writer, 200, {"object": "list", "data": [{"id": "toy", "object": "model"}]})
+            return _json(writer, 200, {"object": "list", "data": [{"id": "toy", "owned_by": self.owner}]})
         if path == "/tokenize":
             found = {"tokens": [10, 11, 12, 11]} if self.tokenize else {"error": "no such path"}
             return _json(writer, 200 if self.tokenize and not self.strict else 404, found)
+        if not body:  # asks whether the path exists
+            return _json(writer, 422, {"detail": "Field required"})
         self.bodies.append(body)
         self.headers.append(headers)
         number = len(self.bodies)

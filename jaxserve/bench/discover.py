@@ -1,0 +1,77 @@
+"""What a server is: its model, its request format, and token ids of its vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+
+from jaxserve.bench import backends, texts
+from jaxserve.bench.client import Target
+from jaxserve.errors import InvalidValue
+
+FALLBACK = range(32, 256)  # token ids if the server has no /tokenize
+ABSENT = (404, 405, 501)  # statuses of a path that a server does not have
+
+
+async def choose_backend(target: Target, chat: bool = False) -> str:
+    """Ask the server which backend of `BACKENDS` it is; `chat` for conversations.
+
+    Raises InvalidValue if it cannot be reached.
+    """
+    async with _open(target) as http:
+        try:
+            found = await _models(http, target)
+            own = next((one for one in found if one.get("id") == target.model), found[0] if found else {})
+            # An empty body is refused by every server that has the path, and costs it nothing.
+            async with http.post(target.base_url + "/v1/completions", json={}) as answer:
+                completions = answer.status not in ABSENT
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise _unreachable(target, error) from error
+    return backends.choose(own, completions, chat)
+
+
+async def discover(target: Target, vocabulary: Sequence[int]) -> tuple[Target, Sequence[int]]:
+    """Ask the server for the model's name and for token ids of its vocabulary, if they are not given.
+
+    Raises InvalidValue if the server cannot be reached.
+    """
+    async with _open(target) as http:
+        try:
+            if not target.model:
+                found = await _models(http, target)
+                if not found or "id" not in found[0]:
+                    raise InvalidValue(f"{target.base_url}/v1/models lists no model: set --model", "model")
+                target = replace(target, model=str(found[0]["id"]))
+            if not vocabulary:
+                body = {"model": target.model, "prompt": texts.SAMPLE, "add_special_tokens": False}
+                async with http.post(target.base_url + "/tokenize", json=body) as answer:
+                    tokens = (await answer.json()).get("tokens") if answer.status == 200 else None
+                vocabulary = sorted(set(tokens)) if tokens else FALLBACK
+        except InvalidValue:
+            raise
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as error:
+            raise _unreachable(target, error) from error
+    return target, vocabulary
+
+
+def _open(target: Target) -> aiohttp.ClientSession:
+    headers = {"Authorization": f"Bearer {target.api_key}", **target.headers}
+    return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=30.0))
+
+
+async def _models(http: aiohttp.ClientSession, target: Target) -> list[dict[str, Any]]:
+    """Return the entries of /v1/models; none if the server has no such path but the model's name is given."""
+    async with http.get(target.base_url + "/v1/models") as answer:
+        if answer.status in ABSENT and target.model:
+            return []
+        answer.raise_for_status()
+        found = (await answer.json()).get("data")
+    return [one for one in found or () if isinstance(one, dict)]
+
+
+def _unreachable(target: Target, error: Exception) -> InvalidValue:
+    problem = f"{type(error).__name__}: {error}"
+    return InvalidValue(f"no OpenAI-compatible server responds at {target.base_url} ({problem})")

@@ -1,0 +1,85 @@
+"""The tables that a run prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxserve.bench import result
+from jaxserve.bench.drive import Probe
+from jaxserve.report.table import print_table
+
+COMPARED = (  # figures of runs that are repeated
+    "request_throughput",
+    "output_throughput",
+    "median_ttft_ms",
+    "median_tpot_ms",
+    "slo_attainment",
+    "request_goodput",
+)
+
+
+def show(title: str, found: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> None:
+    """Print latencies, throughput, attainment, and a row for each class."""
+    names = ["mean", "median", "std", *map(result.percentile_name, percentiles)]
+    print_table(f"{title}, ms", ["", *names], result.rows(found, metrics, percentiles))
+    facts = [
+        ["requests completed / failed", f"{found['completed']} / {found['failed']}"],
+        ["duration, s", found["duration"]],
+        ["requests per s, offered / done", f"{found['request_rate']} / {found['request_throughput']:.4g}"],
+        ["input / output tokens", f"{found['total_input_tokens']} / {found['total_output_tokens']}"],
+        ["output tokens per s, mean / peak", f"{found['output_throughput']:.4g} / {found['max_output_tokens_per_s']}"],
+        ["most requests at once", found["max_concurrent_requests"]],
+    ]
+    if "slo_attainment" in found:
+        facts.append(["on time, share of requests sent", found["slo_attainment"]])
+        facts.append(["on time per s (request_goodput)", found["request_goodput"]])
+        facts += [[f"  {m} kept", share] for m, share in found["slo_attainment_by_metric"].items()]
+    print_table("", ["", ""], facts)
+    if "by_class" in found:
+        _show_classes(found["by_class"], result.percentile_name(percentiles[-1] if percentiles else 99.0))
+
+
+def _show_classes(classes: Mapping[str, Mapping[str, Any]], high: str) -> None:
+    rows: list[list[object]] = []
+    for name, one in classes.items():
+        times = [one.get(f"{part}_{metric}_ms") for metric in ("ttft", "tpot", "tbt") for part in ("p50", high)]
+        objectives = " ".join(f"{m}:{'varies' if v is None else f'{v:g}'}" for m, v in one["slos_ms"].items())
+        shares = " ".join(f"{metric}:{share:.3g}" for metric, share in one["slo_attainment_by_metric"].items())
+        requests = f"{one['requests']} / {one['failed']}"
+        rows.append([name, one["tier"], objectives or "–", requests, one["slo_attainment"], shares or "–", *times])
+    columns = ["class", "tier", "objectives, ms", "requests / failed", "on time", "by objective"]
+    columns += [f"{metric} {part}" for metric in ("TTFT", "TPOT", "TBT") for part in ("p50", high)]
+    print_table("by class; times in ms, TBT is a request's largest gap", columns, rows)
+
+
+def show_runs(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Print the main figures of repeated runs, with their mean and standard deviation."""
+    rows: list[list[object]] = []
+    for name in COMPARED:
+        values = [float(one[name]) for one in runs if one.get(name) is not None]
+        if len(values) == len(runs):
+            rows.append([name, *values, float(np.mean(values)), float(np.std(values, ddof=1))])
+    print_table(f"{len(runs)} runs", ["", *map(str, range(1, len(runs) + 1)), "mean", "std"], rows)
+
+
+def mean_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mean of every number of several results, and the other values of the first one."""
+    made: dict[str, Any] = {}
+    for name, value in runs[0].items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        values = [one[name] for one in runs if isinstance(one.get(name), int | float)]
+        made[name] = float(np.mean(values)) if number and len(values) == len(runs) else value
+    return made
+
+
+def show_probes(goal: float, peak: float, probes: Sequence[Probe], tried: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rates that a search tried."""
+    order = sorted(range(len(probes)), key=lambda i: probes[i].rate)
+    table = [
+        [probes[i].rate, probes[i].attainment, tried[i].get("p99_ttft_ms"), tried[i].get("p99_tpot_ms")] for i in order
+    ]
+    title = f"{goal:.0%} on time up to {peak:.4g} requests/s"
+    print_table(title, ["requests/s", "on time", "p99 TTFT, ms", "p99 TPOT, ms"], table)
