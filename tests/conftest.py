@@ -52,7 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Shared by the processes of a run and by later runs; keyed by jax on the program, its flags
         # and versions.
         "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"jaxserve-tests-{os.getuid()}"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # compiling takes longer than loading for the smallest too
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # operations without their call stack, a tenth of the time of a load
         "HF_HUB_OFFLINE": "1",  # no test uses the network
         "TOKENIZERS_PARALLELISM": "false",
         "MPLBACKEND": "Agg",

@@ -20,7 +20,8 @@ from jaxserve.cli import main as cli
 from jaxserve.cli.flags import TeachingParser, add_arguments, config_of
 from jaxserve.config import ServeConfig
 
-SMALL = "--max-model-len 128 --max-num-seqs 4 --max-num-batched-tokens 32 --kv-cache-memory 16MiB".split()  # noqa: SIM905
+# The sizes of ALONE of tests/support/server/live.py, so that its programs are in the cache.
+SMALL = "--max-model-len 256 --max-num-seqs 8 --max-num-batched-tokens 64 --kv-cache-memory 16MiB".split()  # noqa: SIM905
 
 
 def parsed(words: str = "") -> ServeConfig:
@@ -211,7 +212,9 @@ def test_a_server_ends_on_sigint():
 
 @pytest.mark.timeout(240)
 def test_a_mesh_needs_no_other_flag_on_a_cpu():
-    with Process("--mesh", "2x1") as server:
+    # Two devices instead of the eight of the other tests, so no program is in the cache: as few as possible.
+    few = ["--max-model-len", "32", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"]
+    with Process("--mesh", "2x1", *few) as server:
         assert "prefill-0" in "".join(server.said)
         server.child.send_signal(signal.SIGINT)
         began = time.monotonic()

@@ -167,14 +167,21 @@ def test_the_license_is_the_complete_apache_2(repo: Path) -> None:
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text and len(text) > 11_000
 
 
-def test_ci_pins_a_version_of_everything_it_installs(repo: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "extras"),
+    [
+        ("constraints.txt", ("train", "test", "dev", "audit", "fuzz", "ray")),
+        ("constraints-clients.txt", ("train", "test", "clients")),
+    ],
+)
+def test_ci_pins_a_version_of_everything_it_installs(repo: Path, file: str, extras: tuple[str, ...]) -> None:
     """New or stricter dependencies need new pins, as the head of the file says."""
     project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
     asked = list(project["dependencies"])
-    for extra in ("train", "test", "dev", "audit", "fuzz", "ray"):
+    for extra in extras:
         asked += project["optional-dependencies"][extra]
     pins: dict[str, list[Requirement]] = {}
-    for line in (repo / ".ci" / "constraints.txt").read_text().splitlines():
+    for line in (repo / ".ci" / file).read_text().splitlines():
         if line and not line.startswith("#"):
             pin = Requirement(line)
             pins.setdefault(canonicalize_name(pin.name), []).append(pin)
@@ -182,7 +189,7 @@ def test_ci_pins_a_version_of_everything_it_installs(repo: Path) -> None:
         name = canonicalize_name(requirement.name)
         if name == "jaxserve":
             continue
-        assert name in pins, f"{name} is not in .ci/constraints.txt"
+        assert name in pins, f"{name} is not in .ci/{file}"
         for pin in pins[name]:
             (version,) = (one.version for one in pin.specifier)
             assert requirement.specifier.contains(version), (
@@ -190,6 +197,7 @@ def test_ci_pins_a_version_of_everything_it_installs(repo: Path) -> None:
             )
     run = (repo / ".ci" / "run").read_text()
     assert run.count("pip install --quiet -c .ci/constraints.txt") == 3
+    assert run.count("install --quiet -c .ci/constraints-clients.txt") == 1
 
 
 @pytest.mark.parametrize("name", ["run", "nightly", "compiler"])

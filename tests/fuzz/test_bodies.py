@@ -78,6 +78,8 @@ def judge(one: Case, status: int, body: bytes) -> str | None:
         if status == 503 and error["code"] not in OURS:
             return "a 503 that is not ours to give"
         return "megabytes repeated" if len(body) > 1500 or b"Q" * 201 in body else None
+    if body.startswith(b"event: "):
+        return judge_named(body)
     if not body.startswith(b"data: "):
         json.loads(body)
         return None
@@ -89,6 +91,22 @@ def judge(one: Case, status: int, body: bytes) -> str | None:
         if "error" in data and data["error"]["code"] not in OURS:
             return "an error amid a stream"
     return None
+
+
+ENDS = ("response.completed", "response.incomplete", "message_stop")
+
+
+def judge_named(body: bytes) -> str | None:
+    """Return what is wrong with a stream of responses or messages, or None."""
+    events = []
+    for block in body.decode().split("\n\n")[:-1]:
+        name, _, data = block.partition("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        if name != f"event: {events[-1]['type']}":
+            return "an event that is not what its name says"
+    if events[-1]["type"] == "error" and events[-1]["error"]["code"] in OURS:
+        return None
+    return None if events[-1]["type"] in ENDS else "a stream without an end"
 
 
 def memory() -> float:

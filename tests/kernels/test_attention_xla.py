@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from itertools import combinations, cycle, product
+from itertools import cycle, product
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.ops.kv_write.xla import write_kv
 from pallas_kernels.ops.paged_attention import xla as attention_xla
 from pallas_kernels.ops.paged_attention import xla as rows_of
-from tests.support.examples import examples
+from tests.support.examples import examples, pairwise
 from tests.support.kernels import reference
 from tests.support.kernels.ragged import deal, make
 
@@ -62,20 +61,6 @@ KINDS: dict[str, list[tuple[int, int]]] = {
     "mixed": [(5, 5), (1, 33), (4, 9), (1, 1), (PAGE, PAGE), (20, 40), (0, 0), (PAGE - 1, PAGE - 1), (2, 32)],
 }
 EVERYTHING = list(product(WINDOWS, CAPS, STORED, [False, True], KINDS))  # heads first or not
-
-
-def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Choose a few of the rows that together contain every pair of values that any row contains."""
-
-    def pairs(row: tuple[Any, ...]) -> set[Any]:
-        return set(combinations(enumerate(map(str, row)), 2))
-
-    wanted = set().union(*map(pairs, rows))
-    chosen = []
-    while wanted:
-        chosen.append(max(rows, key=lambda row: len(pairs(row) & wanted)))
-        wanted -= pairs(chosen[-1])
-    return chosen
 
 
 FEW = list(product(WINDOWS[:3], CAPS, STORED, [False, True], KINDS))
@@ -241,8 +226,16 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         attend(values(3, 2, DIM), *pools(2), ragged, decode=True)
 
 
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("columns", [1, 5, 12, 16])
+SHORT = {(1, False), (5, True), (12, True), (16, False)}
+
+
+@pytest.mark.parametrize(
+    ("columns", "first"),
+    [
+        pytest.param(*case, marks=[] if case in SHORT else pytest.mark.full)
+        for case in product([1, 5, 12, 16], [False, True])
+    ],
+)
 def test_a_short_block_table_does_not_make_it_copy_the_pool(columns: int, first: bool) -> None:
     """Check the compiled memory: with a table of one chunk, XLA copied every pool at each decode step."""
     pool, q = jnp.zeros((4096, *((2, 16) if first else (16, 2)), 128)), jnp.zeros((1, 4, 128))

@@ -154,7 +154,7 @@ def test_hopper_plans_each_row_once_and_rows_of_one_token_as_such(few: bool) -> 
     tables = deal(rows, page=16, pool=64)
     ragged = make(rows, tables, page=16, pool=64, tokens=96, padded_rows=8)
     attention = mosaic_gpu.MosaicAttention(replace(H200, page=16), decode=False, few=few)
-    work = attention.plan(jax.tree.map(jnp.asarray, ragged))
+    work = jax.jit(attention.plan)(ragged)
     decoded = np.asarray(work.decode[0].splits) > 0
     if few:
         assert not work.prefill and list(np.flatnonzero(decoded)) == list(range(len(rows)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -110,11 +111,11 @@ def test_hopper_latent(config: latent.Config, stored: Any, rows: Sequence[tuple[
 def test_hopper_plans_name_no_page_but_the_rows_own() -> None:
     """Tables are padded to whole tiles; the padding names the row's last page."""
     ragged, tables = ragged_of(DECODE, 16, width=3)
-    arrays = jax.tree.map(jnp.asarray, ragged)
-    for work in (
-        DecodeConfig(workers=2, stages=2, tile=64).plan(arrays, page=16, window=None),
-        PrefillConfig(heads=2, keys=64, blocks=2).plan(arrays, page=16),
+    for plan in (
+        partial(DecodeConfig(workers=2, stages=2, tile=64).plan, page=16, window=None),
+        partial(PrefillConfig(heads=2, keys=64, blocks=2).plan, page=16),
     ):
+        work = jax.jit(plan)(ragged)
         assert work.table.shape == (3, 4)
         for row, pages in enumerate(tables):
             assert set(np.asarray(work.table)[row].tolist()) == set(pages)

@@ -14,11 +14,12 @@ BARE = (("Gemma3", "2x1", 64, TIGHT), ("DeepseekV2", "2x1", 64, TIGHT))
 CASES = [
     (name, mesh, chunk, pages) for name in FAMILIES for mesh, chunk, pages in (("2x1", 16, TIGHT), ("2x2", 64, ROOMY))
 ]
+CASES += BARE  # with programs of their own
 
 
 @pytest.mark.parametrize(("name", "mesh", "chunk", "pages"), BARE)
 def test_no_schedule_changes_the_tokens_of_a_family(name: str, mesh: str, chunk: int, pages: int) -> None:
-    hold(model(name), asks(1, 6), mesh, chunk, pages, ROOMY)
+    hold(model(name), asks(1, 6), mesh, chunk, pages, ROOMY, narrow=True)
 
 
 @pytest.mark.full

@@ -5,43 +5,21 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import random
 from unittest.mock import patch
 
 import pytest
 
 from jaxserve.cli.replay import perf_of
-from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.routing.base import Router
 from tests.support.parity.asks import ROOMY, TIGHT, alone, asks, setup
 from tests.support.parity.law import compare
+from tests.support.parity.roles import RandomRoles
 
 CASES = list(itertools.product(("2x1", "4x2"), (ROOMY, TIGHT), ("distserve", "kairos", "unified"), (1, 2)))
 BARE = [("2x1", ROOMY, "unified", 1), ("2x1", TIGHT, "distserve", 2), ("4x2", ROOMY, "kairos", 1)]
-
-
-class RandomRoles:
-    """Random role changes every few steps. Writer: the cluster's loop."""
-
-    def __init__(self, seed: int, every: int) -> None:
-        self._draw = random.Random(seed)
-        self._every = every
-        self._steps = 0
-        self.done = 0
-
-    def __call__(self, cluster: Cluster) -> None:
-        self._steps += 1
-        if self._steps % self._every:
-            return
-        before = [core.scheduler.role for core in cluster.cores]
-        try:
-            cluster.set_roles({index: self._draw.choice(list(Role)) for index in range(len(before))})
-        except InvalidValue:
-            return
-        self.done += [core.scheduler.role for core in cluster.cores] != before
 
 
 def check(case: tuple[str, int, str, int]) -> None:
@@ -61,7 +39,7 @@ def test_no_change_of_roles_changes_a_token(case: tuple[str, int, str, int]) -> 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [case for case in CASES if case not in BARE], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_change_of_roles_changes_a_token_anywhere(case: tuple[str, int, str, int]) -> None:
     check(case)
 

@@ -69,6 +69,6 @@ def test_no_demotion_deflection_or_drop_changes_a_token(case: tuple[str, int, st
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [case for case in CASES if case not in BARE], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_demotion_deflection_or_drop_changes_a_token_anywhere(case: tuple[str, int, str, str]) -> None:
     check(case)

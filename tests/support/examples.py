@@ -1,12 +1,35 @@
-"""Numbers of hypothesis examples by profile."""
+"""Numbers of hypothesis examples by profile, and samples of matrices."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
 
 from hypothesis import settings
 
 LEAST, USUAL = 5, 100
 
 
+def whole() -> bool:
+    """Return whether this run checks whole matrices, as the profile `full` does."""
+    return settings.default.max_examples >= USUAL
+
+
 def examples(count: int) -> int:
     """Return `count` in the profile `full`, scaled for the other profiles (tests/conftest.py)."""
     return max(LEAST, count * settings.default.max_examples // USUAL)
+
+
+def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Choose a few of the rows that together contain every pair of values that any row contains."""
+
+    def pairs(row: tuple[Any, ...]) -> set[Any]:
+        return set(combinations(enumerate(map(str, row)), 2))
+
+    wanted = set().union(*map(pairs, rows))
+    chosen = []
+    while wanted:
+        chosen.append(max(rows, key=lambda row: len(pairs(row) & wanted)))
+        wanted -= pairs(chosen[-1])
+    return chosen

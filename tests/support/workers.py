@@ -15,13 +15,15 @@ FEW = 3  # up to this many files given by name run in this process
 # last would run alone at the end. Every other file is a group of its own.
 GROUPS = {
     "server": ("tests/server/",),
-    "schedules": ("tests/parity/test_law.py", "tests/parity/test_roles.py", "tests/parity/test_served_journal.py",
-                  "tests/parity/test_tiers.py"),
+    # These share the executors of tests/support/parity/asks.py.
+    "schedules": ("tests/parity/test_filtered.py", "tests/parity/test_law.py", "tests/parity/test_pooled.py",
+                  "tests/parity/test_resumed.py", "tests/parity/test_roles.py", "tests/parity/test_served_journal.py",
+                  "tests/parity/test_speculation.py", "tests/parity/test_structured.py", "tests/parity/test_tiers.py"),
+    "parity": ("tests/parity/",),
     "steps": ("tests/engine/test_executor.py", "tests/engine/test_hosts.py", "tests/engine/test_mesh.py",
               "tests/engine/test_parameters.py", "tests/engine/test_segments.py"),
-    "parity": ("tests/parity/",),
     "precision": ("tests/engine/test_kv_dtype.py", "tests/engine/test_quantized.py"),
-    "names": ("tests/server/test_names.py",),
+    "names": ("tests/server/test_names.py", "tests/server/test_tiers.py"),
     "scripts": ("tests/bench/test_scripts.py",),
     "distillation": ("tests/training/",),
     "logits": ("tests/models/test_parity.py",),

@@ -16,7 +16,25 @@ SAMPLED = {
     "tbt_slo_ms": 200.5, "stage_slo": {"answer": {"tpot_slo_ms": 20}}, "pace_tokens": False, "cache_salt": "s",
     "request_id": "r", "skip_special_tokens": False, "include_stop_str_in_output": True, "model": "jaxserve-demo",
 }  # fmt: skip
-OFTEN = ("max_tokens",)  # kept in most bodies, so that they end soon
+DRAWN = {
+    "temperature": 0.7, "top_p": 0.9, "seed": 7, "stream": True, "bad_words": ["ab", " c"], "ttft_slo_ms": 500,
+    "allowed_token_ids": [5, 6, 7, 8], "truncate_prompt_tokens": 20, "metadata": {"a": "b"}, "model": "jaxserve-demo",
+}  # fmt: skip
+ITEMS = [
+    {"role": "developer", "content": "Be brief."},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "What?"}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "That."}]},
+    {"role": "user", "content": "Why?"},
+]
+BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": "What?", "cache_control": {"type": "ephemeral"}}]},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "That."}]},
+    {"role": "user", "content": "Why?"},
+]
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+OFTEN = ("max_tokens", "max_output_tokens")  # kept in most bodies, so that they end soon
 SEEDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": "def main(", **SAMPLED, "logprobs": 2, "echo": True}),
     ("/v1/completions", {"prompt": ["def", "class A:"], **SAMPLED}),
@@ -24,6 +42,62 @@ SEEDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 2}),
     ("/v1/chat/completions", {"messages": CHAT, **SAMPLED, "logprobs": True, "top_logprobs": 2}),
     ("/v1/chat/completions", {"messages": CHAT, "max_completion_tokens": 3, "chat_template_kwargs": {"a": 1}}),
+    (
+        "/v1/responses",
+        {
+            "input": ITEMS,
+            **DRAWN,
+            "max_output_tokens": 3,
+            "instructions": "Well?",
+            "store": True,
+            "text": {"format": {**SCHEMA, "name": "a", "strict": True}},
+            "reasoning": {"effort": "low"},
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+            "parallel_tool_calls": True,
+        },
+    ),
+    ("/v1/responses", {"input": "What?", "max_output_tokens": 3, "previous_response_id": "resp_1", "stream": False}),
+    (
+        "/v1/messages",
+        {
+            "messages": BLOCKS,
+            **DRAWN,
+            "max_tokens": 3,
+            "system": [{"type": "text", "text": "Be brief."}],
+            "stop_sequences": ["ab"],
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "output_config": {"format": SCHEMA},
+            "top_k": 5,
+        },
+    ),
+    ("/v1/messages", {"messages": CHAT[1:], "max_tokens": 3, "system": "Be brief."}),
+    (
+        "/v1/messages",
+        {
+            "messages": [
+                {"role": "user", "content": "What?"},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]},
+            ],
+            "max_tokens": 3,
+            "tools": [{"name": "f", "input_schema": OBJECT}],
+            "tool_choice": {"type": "any"},
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "3"},
+            ],
+            "tools": [{"type": "function", "name": "f", "parameters": OBJECT}],
+            "tool_choice": "required",
+            "max_output_tokens": 3,
+        },
+    ),
+    ("/v1/messages/count_tokens", {"messages": BLOCKS, "system": "Be brief."}),
     ("/tokenize", {"prompt": "def main(", "add_special_tokens": False, "return_token_strs": True}),
     ("/tokenize", {"messages": CHAT, "add_generation_prompt": False}),
     ("/detokenize", {"tokens": [5, 6, 7]}),
@@ -43,9 +117,19 @@ NAMES = (
     "response_format", "best_of", "suffix", "lora_request", "chat_template", "chat_template_kwargs",
     "add_special_tokens",
     "continue_final_message", "prompt_logprobs", "roles", "role", "instance", "tokens", "unknown", "", "__class__",
+    *DRAWN, "input", "instructions", "text", "reasoning", "system", "thinking", "store", "previous_response_id",
     LONG,
 )  # fmt: skip
-HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "x-slo-tpot-ms", "x-request-id", "authorization", "content-type")
+HEADERS = (
+    "anthropic-version",
+    "x-api-key",
+    "x-slo-ttft-ms",
+    "x-llm-d-slo-ttft-ms",
+    "x-slo-tpot-ms",
+    "x-request-id",
+    "authorization",
+    "content-type",
+)
 
 
 class Case(NamedTuple):

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 from functools import cache
 
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.structured_outputs import StructuredOutputs
+from jaxserve.settings.speculative import Speculative
+from tests.support.examples import whole
 from tests.support.parity.law import LENGTH, PAGE, SPEC, Ask, Setup
+from tests.support.parity.policies import DRAFT
 
 ROOMY, TIGHT = 200, LENGTH // PAGE + 2  # pages: for all requests, and for little more than the longest one
+NGRAM = Speculative("ngram", DRAFT, prompt_lookup_min=1, prompt_lookup_max=3)
 STYLES = (
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -18,6 +25,20 @@ STYLES = (
     {"temperature": 0.8, "top_k": 12},
     {"temperature": 1.2, "min_p": 0.02, "presence_penalty": 0.5},
     {"temperature": 0.0, "min_tokens": 6, "logit_bias": ((11, 2.0),)},
+)
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["left", "right"]}, "c": {"type": "boolean"}},
+    "required": ["a", "b", "c"],
+    "additionalProperties": False,
+}
+KINDS = (
+    StructuredOutputs(json=json.dumps(SCHEMA), disable_any_whitespace=True),
+    None,
+    StructuredOutputs(regex=r"[a-f]{3,9}(-[0-9]{2})+!"),
+    StructuredOutputs(choice=("yes, gladly", "yes, but", "no")),
+    StructuredOutputs(grammar='start: "<" /[^<>]{4,12}/ ">" end\nend: "." | ";"'),
 )
 
 
@@ -40,8 +61,39 @@ def asks(seed: int, count: int = 12, *, cancel: bool = False) -> list[Ask]:
 
 
 @cache
-def setup(mesh: str, tokens: int, pages: int, mode: str = "auto") -> Setup:
-    return Setup(mesh, tokens, pages, mode)
+def constrained(seed: int) -> tuple[Ask, ...]:
+    """Return requests of all kinds of sampling, four of five with a constraint."""
+    made = []
+    for index, ask in enumerate(asks(seed)):
+        params = replace(ask.params, structured_outputs=KINDS[index % len(KINDS)], min_tokens=ask.params.min_tokens)
+        made.append(replace(ask, params=replace(params, max_tokens=max(40, ask.params.max_tokens or 0))))
+    return tuple(made)
+
+
+WIDEST = 256  # tokens of a step of the executors that a bare run shares
+OWN = (("1x1", 16),)  # bare runs build these sizes too, whose steps have a program smaller than any shared one
+
+
+@cache
+def setup(mesh: str, tokens: int, pages: int) -> Setup:
+    """Return executors of this size; in a bare run shared ones of the mesh, whose schedulers see this size.
+
+    Every size compiles programs of its own, which takes most of the time of a parity test.
+    """
+    if whole() or (mesh, tokens) in OWN:
+        return Setup(mesh, tokens, pages)
+    return _widest("2x1" if mesh == "1x1" else mesh).narrowed(mesh, tokens, pages)
+
+
+@cache
+def _widest(mesh: str) -> Setup:
+    return Setup(mesh, WIDEST, ROOMY)
+
+
+@cache
+def guessing() -> Setup:
+    """Return an executor whose rows draft from their own tokens."""
+    return Setup("1x1", 64, ROOMY, speculative=NGRAM)
 
 
 @cache

@@ -9,7 +9,7 @@ one comparison in a hundred stops, the law is broken.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -25,6 +25,7 @@ from jaxserve.engine.programs import sampling
 from jaxserve.engine.programs.inputs import Limits as Shapes
 from jaxserve.engine.programs.inputs import SlotTable
 from jaxserve.engine.programs.mesh import plan_mesh
+from jaxserve.engine.programs.processors import Processor
 from jaxserve.engine.programs.sampling import MOST_COUNTED, SEEN_IN_PROMPT, Column, SamplingRows
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.startup import build
@@ -42,8 +43,12 @@ from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.journal import Journal
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.perf.recipe import Recipe
+from jaxserve.structured.compiler import Compiler
+from jaxserve.structured.constraint import Constraint
+from jaxserve.structured.token_filter import TokenFilter, Words, words
 from pallas_kernels.attention.api import attention
 from pallas_kernels.layout import Ragged
+from tests.support.structured.bytes import END, tokenizer_json
 
 CLOSE = 1e-3
 LENGTH, PAGE, ROWS = 256, 16, 6
@@ -56,6 +61,10 @@ SPEC: ModelSpec = registry.spec_from_config(
         "hidden_act": "silu", "eos_token_id": 7,
     }
 )  # fmt: skip
+
+
+assert SPEC.eos == (END,)
+COMPILER = Compiler(tokenizer_json, SPEC.vocab, SPEC.eos)
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ class Setup:
                 for spec in (model.spec, options.get("draft"))
                 if spec is not None
             ),
-            **{"warm": False, **options},
+            **{"warm": False, "compiler": COMPILER if model.spec.vocab == 256 else None, **options},
         )  # fmt: skip
         self.tokens = tokens
         self.patience = 1500 if config.interpret else 240  # seconds: interpreted kernels take minutes
@@ -238,7 +247,13 @@ def _cancelling(cluster: Cluster, id: int) -> Callable[[Delta], None]:
     return heard
 
 
-def compare(asks: Sequence[Ask], served: Sequence[Request], reference: Sequence[Request], model: Model = TINY) -> int:
+def compare(
+    asks: Sequence[Ask],
+    served: Sequence[Request],
+    reference: Sequence[Request],
+    model: Model = TINY,
+    processors: Mapping[str, Processor] | None = None,
+) -> int:
     """Assert the law for each request; return the number of comparisons that stopped at a close call."""
     stopped = 0
     for ask, mine, alone in zip(asks, served, reference, strict=True):
@@ -248,7 +263,7 @@ def compare(asks: Sequence[Ask], served: Sequence[Request], reference: Sequence[
         if tokens == expected:
             continue
         first = next(i for i, (a, b) in enumerate(zip([*tokens, -1], [*expected, -1], strict=False)) if a != b)
-        gap = margins(ask, alone.output, model)[first]
+        gap = margins(ask, alone.output, model, processors)[first]
         assert gap < model.close, (
             f"{ask}: token {first} differs, though the best scores are {gap} apart: {mine} {alone}"
         )
@@ -259,18 +274,34 @@ def compare(asks: Sequence[Ask], served: Sequence[Request], reference: Sequence[
 @cache
 def alone(model: Model, requests: tuple[Ask, ...], pages: int) -> tuple[Request, ...]:
     """Serve each request alone on 1x1 as the reference."""
-    setup = Setup("1x1", 64, pages, model=model)
+    return alone_on(Setup("1x1", 64, pages, model=model), model, requests)
+
+
+def alone_on(setup: Setup, model: Model, requests: Sequence[Ask]) -> tuple[Request, ...]:
+    """Serve each request alone with a setup."""
     assert {str(part.dtype) for pool in setup.executors[0].state.pools for part in pool} == {str(model.stored)}
     return tuple(setup.run([ask])[0][0] for ask in requests)
 
 
-def hold(model: Model, requests: Sequence[Ask], mesh: str, chunk: int, pages: int, roomy: int) -> None:
-    """Assert the law for requests served together with `pages`, each compared to itself alone with `roomy` pages."""
-    served, cluster = Setup(mesh, chunk, pages, model=model).run(requests, "unified")
+def hold(
+    model: Model, requests: Sequence[Ask], mesh: str, chunk: int, pages: int, roomy: int, *, narrow: bool = False
+) -> None:
+    """Assert the law for requests served together with `pages`, each compared to itself alone with `roomy` pages.
+
+    narrow: use the programs of the reference, whose schedulers see fewer pages and smaller chunks, which compiles half
+    as many. The mesh has one device per instance.
+    """
+    if narrow:
+        setup = Setup(mesh, 64, roomy, model=model)
+        reference = alone_on(setup.narrowed("1x1", 64, roomy), model, requests)
+        setup = setup.narrowed(mesh, chunk, pages)
+    else:
+        setup, reference = Setup(mesh, chunk, pages, model=model), alone(model, tuple(requests), roomy)
+    served, cluster = setup.run(requests, "unified")
     assert all(request.finish_reason in ("stop", "length") for request in served)
     if not mesh.startswith("1x"):
         assert cluster.kv_transfers.transfers > 0, "no KV was transferred"
-    assert compare(requests, served, alone(model, tuple(requests), roomy), model) <= 1
+    assert compare(requests, served, reference, model) <= 1
 
 
 # the reference's scores
@@ -300,7 +331,22 @@ def _forward(model: Model, tree: Any, tokens: jax.Array, length: jax.Array) -> j
     return registry.logits(model.spec, tree, hidden)
 
 
-def margins(ask: Ask, output: Sequence[int], model: Model = TINY) -> list[float]:
+def masks_of(ask: Ask, output: Sequence[int], spec: ModelSpec = SPEC) -> Words:
+    """Return the masks [n, W] of the positions of an output of n tokens."""
+    wanted = ask.params.structured_outputs
+    make = None if wanted is None else partial(COMPILER.matcher, wanted)
+    one = Constraint(make, prompt=ask.prompt, output=(), ends=spec.eos, least=ask.params.min_tokens,
+                     tokens=TokenFilter.of(ask.params, spec.vocab))  # fmt: skip
+    masks = np.zeros((len(output), words(spec.vocab)), np.int32)
+    for mask, token in zip(masks, output, strict=True):
+        one.fill(mask)
+        one.tell((token,))
+    return masks
+
+
+def margins(
+    ask: Ask, output: Sequence[int], model: Model = TINY, processors: Mapping[str, Processor] | None = None
+) -> list[float]:
     """Return the distance of the two best scores at each output position, as the sampler sees them."""
     spec = model.spec
     tree, forward = _model(model)
@@ -318,6 +364,10 @@ def margins(ask: Ask, output: Sequence[int], model: Model = TINY) -> list[float]
     columns = slots.columns[:n].copy()
     columns[:, Column.POSITION] = prompt + np.arange(n)
     rows = SamplingRows(jnp.asarray(columns))
+    for name, argument in ask.params.logits_processors:
+        logits = (processors or {})[name](logits, jnp.full(n, argument, jnp.float32))
+    if ask.params.constrained:
+        logits = sampling.only_allowed(logits, jnp.asarray(masks_of(ask, output, spec)))
     x = sampling._penalized(logits, jnp.asarray(counts), rows)
     if ask.params.temperature > 0:
         x = sampling.heated_and_cut(x, rows) + sampling.gumbel(rows, spec.vocab)

@@ -1,0 +1,99 @@
+"""Anthropic's client on the Messages API: answers, streams, tools, a class as the format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.support.server.live import MODEL, Live
+from tests.support.shapes import ASK, CITIES, WEATHER, Trip, weather
+
+FUNCTION = WEATHER["function"]
+TOOL: Any = {
+    "name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"],
+    "strict": True,
+}  # fmt: skip
+NAMED: Any = {"type": "tool", "name": "weather"}
+GIVEN: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 80}
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[anthropic.Anthropic]:
+    http = anthropic.DefaultHttpxClient(verify=False)
+    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=120, http_client=http) as made:
+        yield made
+
+
+def sizes(made: anthropic.types.Message) -> tuple[int, int]:
+    """Return the tokens of the prompt, cached or not, and of the answer."""
+    return made.usage.input_tokens + (made.usage.cache_read_input_tokens or 0), made.usage.output_tokens
+
+
+def test_a_stream_is_the_whole_answer(client: anthropic.Anthropic) -> None:
+    given = {**GIVEN, "max_tokens": 12, "system": "Be brief.", "extra_body": {"temperature": 0}}
+    whole = client.messages.create(**given)
+    with client.messages.stream(**given) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    events = [event.type for event in client.messages.create(**given, stream=True)]
+    assert text == final.content[0].text == whole.content[0].text != ""
+    assert sizes(final) == sizes(whole) and whole.usage.output_tokens > 0
+    assert (events[0], events[-1]) == ("message_start", "message_stop")
+
+
+def test_count_tokens(client: anthropic.Anthropic) -> None:
+    counted = client.messages.count_tokens(model=MODEL, messages=ASK, tools=[TOOL]).input_tokens
+    assert counted == sizes(client.messages.create(**{**GIVEN, "max_tokens": 1}, tools=[TOOL]))[0]
+
+
+def test_a_tool_and_its_result(client: anthropic.Anthropic) -> None:
+    first = client.messages.create(**GIVEN, tools=[TOOL], tool_choice=NAMED)
+    (call,) = first.content
+    assert (first.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "weather")
+    assert call.input["city"] in CITIES
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": weather(**call.input)}
+    history = [*ASK, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    last = client.messages.create(model=MODEL, messages=history, tools=[TOOL], max_tokens=8)
+    assert last.content[0].text and sizes(last)[0] > sizes(first)[0]
+
+
+def test_calls_arrive_in_a_stream(client: anthropic.Anthropic) -> None:
+    with client.messages.stream(**GIVEN, tools=[TOOL], tool_choice=NAMED) as stream:
+        parts = [event.partial_json for event in stream if event.type == "input_json"]
+        (call,) = stream.get_final_message().content
+    assert len(parts) > 1 and call.input["city"] in CITIES
+
+
+def test_the_tool_runner(client: anthropic.Anthropic) -> None:
+    """The client's own loop calls the function and sends its result back, with all of the conversation."""
+    called = []
+
+    @anthropic.beta_tool
+    def forecast(city: str) -> str:
+        """Tell the weather of a city."""
+        called.append(city)
+        return weather("Paris")
+
+    choice = {"type": "tool", "name": "forecast", "disable_parallel_tool_use": True}
+    runner = client.beta.messages.tool_runner(
+        model=MODEL, messages=ASK, tools=[forecast], tool_choice=choice, max_tokens=200, max_iterations=2,
+        extra_body={"seed": 1},
+    )  # fmt: skip
+    first, second = runner
+    assert first.stop_reason == "tool_use" and called
+    assert sizes(second)[0] > sum(sizes(first))
+
+
+def test_parse(client: anthropic.Anthropic) -> None:
+    made = client.messages.parse(**GIVEN, output_format=Trip)
+    assert isinstance(made.parsed_output, Trip)
+
+
+def test_errors_are_of_their_class(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="other"):
+        client.messages.create(**{**GIVEN, "model": "other"})
+    with pytest.raises(anthropic.BadRequestError, match="temperature"):
+        client.messages.create(**GIVEN, extra_body={"temperature": -1})
