@@ -53,7 +53,10 @@ def cluster() -> Iterator[Any]:
     """The module of Ray, connected to a cluster of four CPUs, which ends with the tests of a file."""
     import ray
 
-    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=OBJECTS, log_to_driver=False)
+    from jaxserve.ray.cluster import PRIORITY
+
+    options: dict[str, Any] = {"object_store_memory": OBJECTS, "_system_config": PRIORITY, "log_to_driver": False}
+    ray.init(address="local", num_cpus=4, include_dashboard=False, **options)
     yield ray
     ray.shutdown()
     assert not left(), "Ray leaves processes behind"

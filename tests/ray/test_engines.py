@@ -57,6 +57,11 @@ async def ready(replicas: Any) -> None:
         await asyncio.sleep(0.05)
 
 
+def test_an_engine_gets_its_share_of_the_cores(engines: Any) -> None:
+    pids = [pid for one in engines.replicas for pid in one._pids]
+    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in pids] == [0] * len(pids) and pids
+
+
 def test_a_killed_engine_changes_no_token(engines: Any) -> None:
     async def work(replicas: Any) -> None:
         whole, before = await calm(replicas), str(engines.places[0].address)

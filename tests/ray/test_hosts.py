@@ -25,8 +25,11 @@ def two_nodes() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
+    from jaxserve.ray.cluster import PRIORITY
+
     node = {"num_cpus": 1, "object_store_memory": OBJECTS}
-    made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    head = {**node, "include_dashboard": False, "_system_config": PRIORITY}
+    made = Cluster(initialize_head=True, head_node_args=head)
     made.add_node(**node)
     ray.init(address=made.address, log_to_driver=False)
     yield made
