@@ -12,9 +12,10 @@ from jaxserve.bench.drive import Run, drive
 from jaxserve.bench.load import Call, Objective
 from jaxserve.errors import InvalidValue
 from tests.support.bench.endpoint import Endpoint
+from tests.support.timing import in_time, once_in_time
 
 CLIENTS = ["openai", "http"]
-SLACK = 0.06  # seconds that a busy two-core machine may add
+SLACK = 0.06  # seconds
 
 
 def go(endpoint: Endpoint, calls: list[Call], client: str, **target: Any) -> Run:
@@ -31,6 +32,7 @@ def alone(endpoint: Endpoint, call: Call, client: str, **target: Any) -> Outcome
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("chat", [False, True])
+@once_in_time
 def test_latencies_match_the_servers_delays(client: str, chat: bool) -> None:
     prompt = "one two three" if chat else (1, 2, 3)
     with Endpoint(ttft=0.2, gap=0.03).running() as endpoint:
@@ -38,9 +40,10 @@ def test_latencies_match_the_servers_delays(client: str, chat: bool) -> None:
         outcome = alone(endpoint, Call(0.0, prompt, 3, 6), client, chat=chat)
     assert outcome.error == ""
     assert (outcome.prompt_tokens, outcome.output_tokens, len(outcome.itls)) == (3, 6, 5)
-    assert 0.2 <= outcome.ttft < 0.2 + SLACK
-    assert outcome.tpot == pytest.approx(0.03, abs=SLACK / 5)  # a late first token makes it smaller
     assert outcome.latency == pytest.approx(outcome.ttft + sum(outcome.itls))
+    assert outcome.ttft >= 0.2
+    in_time(outcome.ttft < 0.2 + SLACK, f"{outcome.ttft=}")
+    in_time(outcome.tpot == pytest.approx(0.03, abs=SLACK / 5), f"{outcome.tpot=}")  # less after a late first token
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -86,16 +89,19 @@ def test_without_usage_each_chunk_counts_as_a_token(client: str) -> None:
     assert (outcome.prompt_tokens, outcome.output_tokens) == (2, 7)
 
 
+@once_in_time
 def test_calls_are_sent_on_time_whatever_the_outcome_of_others() -> None:
     with Endpoint(ttft=0.3, gap=0.0).running() as endpoint:
         alone(endpoint, Call(0.0, (1,), 1, 1), "http")
         run = go(endpoint, [Call(at, (1,), 1, 1) for at in (0.0, 0.1, 0.2)], "http")
     for outcome in run.outcomes:
-        assert outcome.start == pytest.approx(outcome.call.at, abs=SLACK)
-        assert outcome.ttft == pytest.approx(0.3, abs=SLACK)
-    assert run.duration == pytest.approx(0.5, abs=2 * SLACK)
+        assert outcome.start >= outcome.call.at and outcome.ttft >= 0.3
+        in_time(outcome.start == pytest.approx(outcome.call.at, abs=SLACK), f"{outcome.start=}")
+        in_time(outcome.ttft == pytest.approx(0.3, abs=SLACK), f"{outcome.ttft=}")
+    in_time(run.duration == pytest.approx(0.5, abs=2 * SLACK), f"{run.duration=}")
 
 
+@once_in_time
 def test_waiting_for_a_connection_counts_as_lag_and_not_ttft() -> None:
     async def run(endpoint: Endpoint) -> Run:
         async with open_sender("http", Target(endpoint.url, "toy")) as sender:
@@ -103,8 +109,9 @@ def test_waiting_for_a_connection_counts_as_lag_and_not_ttft() -> None:
 
     with Endpoint(ttft=0.1, gap=0.0).running() as endpoint:
         outcomes = asyncio.run(run(endpoint)).outcomes
-    assert [outcome.lag for outcome in outcomes] == pytest.approx([0.0, 0.1, 0.2], abs=2 * SLACK)
-    assert all(outcome.ttft < 0.1 + SLACK for outcome in outcomes)
+    lags = [outcome.lag for outcome in outcomes]
+    in_time(lags == pytest.approx([0.0, 0.1, 0.2], abs=2 * SLACK), f"{lags=}")
+    in_time(all(outcome.ttft < 0.1 + SLACK for outcome in outcomes), f"{outcomes=}")
 
 
 def test_progress_counts_all_calls() -> None:
