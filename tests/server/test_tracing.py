@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -194,6 +195,7 @@ def test_a_collector_gets_the_spans(fake, collector):
 
 def test_a_collector_that_is_away_harms_no_request(fake, monkeypatch):
     monkeypatch.setattr(tracing, "CLOSING", 0.5)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")  # seconds in which the exporter tries again
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nothing listens
         live = fake(config={"otlp_traces_endpoint": f"http://127.0.0.1:{taken.getsockname()[1]}/v1/traces"})
@@ -202,6 +204,10 @@ def test_a_collector_that_is_away_harms_no_request(fake, monkeypatch):
         with suppress(OSError):
             live.stop()
         assert time.monotonic() - begun < tracing.CLOSING + 3
+    for thread in threading.enumerate():  # its random waits would disturb tests of hypothesis
+        if thread.name == "jaxserve-traces":
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("url", ["localhost:4317", "grpc://a:4317", "http://", "http://a:x/", "http://a:99999"])
