@@ -20,10 +20,13 @@ from jaxserve.version import __version__
 LOCAL, AUTO, CLIENT = "local", "auto", "ray://"
 REACHING = 5.0  # seconds in which a cluster's address must accept a connection
 LOOKING = 60.0  # seconds in which each node must describe itself
-OBJECTS = 100 << 20  # bytes of the object store of a local cluster: no engine uses it
-# Ray's workers have niceness 15 by default: while the front, or any process of the machine, wants the cores, an engine
-# would get a thirtieth of its share.
-PRIORITY = {"worker_niceness": 0}
+# Options of a cluster that this process starts. No engine uses the object store (bytes). Ray's workers have niceness 15
+# by default, to which Linux gives a 28th of the share of the front, or of any other process that wants the cores.
+OWN: dict[str, Any] = {
+    "include_dashboard": False,
+    "object_store_memory": 100 << 20,
+    "_system_config": {"worker_niceness": 0},
+}
 KINDS = ("GPU", "TPU")  # resources that jax prefers over CPUs, in this order
 
 Facts = Mapping[str, Any]
@@ -44,8 +47,7 @@ def connect(address: str, cpus: int) -> None:
     """
     if address == LOCAL:
         most = max(cpus, os.cpu_count() or 1)
-        store = {"object_store_memory": OBJECTS, "_system_config": PRIORITY}
-        _init(address, address="local", num_cpus=most, include_dashboard=False, **store)
+        _init(address, address="local", num_cpus=most, **OWN)
         return
     if address != AUTO:
         _reach(address)

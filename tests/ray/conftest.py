@@ -19,7 +19,6 @@ SMALL: dict[str, Any] = {
     "profile_time": 2.0,
     "disable_log_stats": True,
 }
-OBJECTS = 100 << 20  # bytes; Ray would take a third of the memory
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,10 +52,9 @@ def cluster() -> Iterator[Any]:
     """The module of Ray, connected to a cluster of four CPUs, which ends with the tests of a file."""
     import ray
 
-    from jaxserve.ray.cluster import PRIORITY
+    from jaxserve.ray.cluster import OWN
 
-    options: dict[str, Any] = {"object_store_memory": OBJECTS, "_system_config": PRIORITY, "log_to_driver": False}
-    ray.init(address="local", num_cpus=4, include_dashboard=False, **options)
+    ray.init(address="local", num_cpus=4, log_to_driver=False, **OWN)
     yield ray
     ray.shutdown()
     assert not left(), "Ray leaves processes behind"

@@ -55,6 +55,17 @@ def test_no_cluster_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: A
         cluster.connect("auto", 1)
 
 
+def test_a_cluster_of_its_own_has_devices_and_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxserve.ray import cluster
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("ray.init", given.update)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    cluster.connect("local", 6)
+    assert given["address"] == "local" and given["num_cpus"] == 6
+    assert given["_system_config"] == {"worker_niceness": 0}
+
+
 def test_nodes_are_asked_and_a_missing_model_is_named(cluster: Any, tmp_path: Any) -> None:
     from jaxserve.ray.cluster import check_nodes, kind_of, model_folder, nodes
 

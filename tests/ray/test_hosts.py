@@ -15,7 +15,6 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from tests.support.server.told import Told
 
-OBJECTS = 100 << 20
 BACK = 180.0  # seconds
 
 
@@ -25,12 +24,10 @@ def two_nodes() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from jaxserve.ray.cluster import PRIORITY
+    from jaxserve.ray.cluster import OWN
 
-    node = {"num_cpus": 1, "object_store_memory": OBJECTS}
-    head = {**node, "include_dashboard": False, "_system_config": PRIORITY}
-    made = Cluster(initialize_head=True, head_node_args=head)
-    made.add_node(**node)
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **OWN})
+    made.add_node(num_cpus=1, object_store_memory=OWN["object_store_memory"])
     ray.init(address=made.address, log_to_driver=False)
     yield made
     ray.shutdown()
