@@ -111,7 +111,9 @@ async def through_ray(args: argparse.Namespace) -> dict[str, Any]:
     """Measure a streaming generator of an actor, in a cluster of this machine."""
     import ray
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
+    from jaxserve.ray.cluster import OWN
+
+    ray.init(address="local", num_cpus=2, **OWN)
     try:
         actor: Any = ray.remote(Sender).remote()
         ages, theirs = list[float](), await actor.cpu.remote()
