@@ -111,9 +111,9 @@ async def through_ray(args: argparse.Namespace) -> dict[str, Any]:
     """Measure a streaming generator of an actor, in a cluster of this machine."""
     import ray
 
-    from jaxserve.ray.cluster import OWN
+    from jaxserve.ray.cluster import own_options
 
-    ray.init(address="local", num_cpus=2, **OWN)
+    ray.init(address="local", num_cpus=2, **own_options())
     try:
         actor: Any = ray.remote(Sender).remote()
         ages, theirs = list[float](), await actor.cpu.remote()

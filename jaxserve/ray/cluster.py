@@ -20,13 +20,7 @@ from jaxserve.version import __version__
 LOCAL, AUTO, CLIENT = "local", "auto", "ray://"
 REACHING = 5.0  # seconds in which a cluster's address must accept a connection
 LOOKING = 60.0  # seconds in which each node must describe itself
-# Options of a cluster that this process starts. No engine uses the object store (bytes). Ray's workers have niceness 15
-# by default, to which Linux gives a 28th of the share of the front, or of any other process that wants the cores.
-OWN: dict[str, Any] = {
-    "include_dashboard": False,
-    "object_store_memory": 100 << 20,
-    "_system_config": {"worker_niceness": 0},
-}
+OBJECTS = 100 << 20  # bytes of the object store of a cluster that this process starts: no engine uses it
 KINDS = ("GPU", "TPU")  # resources that jax prefers over CPUs, in this order
 
 Facts = Mapping[str, Any]
@@ -47,11 +41,21 @@ def connect(address: str, cpus: int) -> None:
     """
     if address == LOCAL:
         most = max(cpus, os.cpu_count() or 1)
-        _init(address, address="local", num_cpus=most, **OWN)
+        _init(address, address="local", num_cpus=most, **own_options())
         return
     if address != AUTO:
         _reach(address)
     _init(address, address=address)
+
+
+def own_options() -> dict[str, Any]:
+    """Return the options of a cluster that this process starts.
+
+    Ray's workers have niceness 15 by default, to which Linux gives a 28th of the share of the front, or of any other
+    process that wants the cores. The options are made anew because Ray adds those of the session to `_system_config`.
+    """
+    system = {"worker_niceness": 0}
+    return {"include_dashboard": False, "object_store_memory": OBJECTS, "_system_config": system}
 
 
 def _reach(address: str) -> None:

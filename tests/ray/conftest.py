@@ -52,9 +52,9 @@ def cluster() -> Iterator[Any]:
     """The module of Ray, connected to a cluster of four CPUs, which ends with the tests of a file."""
     import ray
 
-    from jaxserve.ray.cluster import OWN
+    from jaxserve.ray.cluster import own_options
 
-    ray.init(address="local", num_cpus=4, log_to_driver=False, **OWN)
+    ray.init(address="local", num_cpus=4, log_to_driver=False, **own_options())
     yield ray
     ray.shutdown()
     assert not left(), "Ray leaves processes behind"

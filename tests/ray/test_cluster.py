@@ -58,12 +58,18 @@ def test_no_cluster_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: A
 def test_a_cluster_of_its_own_has_devices_and_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxserve.ray import cluster
 
-    given: dict[str, Any] = {}
-    monkeypatch.setattr("ray.init", given.update)
+    def init(*, _system_config: dict[str, Any], **options: Any) -> None:
+        given.append(options | {"_system_config": dict(_system_config)})
+        _system_config["object_spilling_config"] = "folder of this session"  # as Ray does
+
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr("ray.init", init)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     cluster.connect("local", 6)
-    assert given["address"] == "local" and given["num_cpus"] == 6
-    assert given["_system_config"] == {"worker_niceness": 0}
+    cluster.connect("local", 1)
+    assert [one["address"] for one in given] == ["local", "local"]
+    assert [one["num_cpus"] for one in given] == [6, 2]
+    assert [one["_system_config"] for one in given] == [{"worker_niceness": 0}] * 2
 
 
 def test_nodes_are_asked_and_a_missing_model_is_named(cluster: Any, tmp_path: Any) -> None:

@@ -24,10 +24,10 @@ def two_nodes() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from jaxserve.ray.cluster import OWN
+    from jaxserve.ray.cluster import OBJECTS, own_options
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **OWN})
-    made.add_node(num_cpus=1, object_store_memory=OWN["object_store_memory"])
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **own_options()})
+    made.add_node(num_cpus=1, object_store_memory=OBJECTS)
     ray.init(address=made.address, log_to_driver=False)
     yield made
     ray.shutdown()
