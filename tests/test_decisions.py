@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -72,8 +73,8 @@ def test_every_field_of_a_span_is_hashed(decisions: ModuleType) -> None:
 
 
 def test_the_script_has_help_and_lists_combinations(repo: Path) -> None:
-    script = [str(repo / "scripts" / "decisions")]
-    helped = subprocess.run([*script, "--help"], capture_output=True, text=True, env={**os.environ})
+    script, env = str(repo / "scripts" / "decisions"), {**os.environ, "PYTHON": sys.executable}
+    helped = subprocess.run([script, "--help"], capture_output=True, text=True, env=env)
     assert helped.returncode == 0 and "scripts/decisions --compare before.txt" in helped.stdout
-    wrong = subprocess.run([*script, "nothing"], capture_output=True, text=True, env={**os.environ})
+    wrong = subprocess.run([script, "nothing"], capture_output=True, text=True, env=env)
     assert wrong.returncode == 2 and "no combination has 'nothing'" in wrong.stderr and "kairos" in wrong.stderr
