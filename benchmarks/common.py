@@ -70,9 +70,19 @@ def origin() -> dict[str, Any]:
 
 def add_output(parser: argparse.ArgumentParser, name: str) -> None:
     """Add `--output`, and `--note` for circumstances that a reader must know, such as a busy machine."""
-    default = RESULTS / f"{name}-{time.strftime('%Y-%m-%d')}.json"
+    default = _result(name)
     parser.add_argument("--output", type=Path, default=default, metavar="FILE", help="JSON [%(default)s]")
     parser.add_argument("--note", default="", help="stored in the JSON file")
+
+
+def name_output(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str) -> None:
+    """Give the result of a mode a name of its own, unless `--output` was given."""
+    if args.output == parser.get_default("output"):
+        args.output = _result(name)
+
+
+def _result(name: str) -> Path:
+    return RESULTS / f"{name}-{time.strftime('%Y-%m-%d')}.json"
 
 
 def save(args: argparse.Namespace, payload: dict[str, Any], *, quiet: bool = False) -> None:

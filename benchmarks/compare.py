@@ -36,7 +36,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -189,8 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--page", type=Path, metavar="FILE", help="write the tables between the markers of this page")
     common.add_output(parser, "compare")
     args = parser.parse_args(argv)
-    if args.http and args.output == parser.get_default("output"):
-        args.output = args.output.with_name(f"compare_http-{time.strftime('%Y-%m-%d')}.json")
+    if args.http:
+        common.name_output(parser, args, "compare_http")
     if not (min(args.rates) > 0 < args.slo_scale and min(args.starts, args.warmups, args.repeats) > 0 < args.duration):
         parser.error("--rates, --slo-scale, --duration, --starts, --warmups and --repeats must be positive")
     if args.tokens < 2:

@@ -153,8 +153,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of prompts and moments [%(default)s]")
     common.add_output(parser, "failover")
     args = parser.parse_args()
-    if args.ray and args.output == parser.get_default("output"):
-        args.output = args.output.with_name(f"failover_ray-{time.strftime('%Y-%m-%d')}.json")
+    if args.ray:
+        common.name_output(parser, args, "failover_ray")
     draw, asked, rows = random.Random(args.seed), bodies(args), list[dict[str, Any]]()
     placed = [] if args.ray is None else ["--ray", args.ray]
     with common.server(["--replicas", str(args.replicas), *placed, *LIMITS]) as server:

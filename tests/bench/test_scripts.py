@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -227,6 +230,16 @@ def test_compare_refuses_an_unusable_server(repo: Path, flags: str, why: str) ->
     command = [sys.executable, "benchmarks/compare.py", *flags.split()]
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and why in done.stderr
+
+
+def test_a_mode_has_a_result_of_its_own_unless_a_file_is_named(load_file: Callable[[str], ModuleType]) -> None:
+    common, parser = load_file("benchmarks/common.py"), argparse.ArgumentParser()
+    common.add_output(parser, "plain")
+    default, given = parser.parse_args([]), parser.parse_args(["--output", "mine.json"])
+    for args in (default, given):
+        common.name_output(parser, args, "mode")
+    assert re.fullmatch(r"mode-\d{4}-\d\d-\d\d\.json", default.output.name)
+    assert default.output.parent == parser.get_default("output").parent and given.output == Path("mine.json")
 
 
 @pytest.mark.full
