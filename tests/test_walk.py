@@ -104,7 +104,7 @@ def test_the_walk_of_a_prompt(walk: ModuleType, capsys: pytest.CaptureFixture[st
     assert walk.main(["prompt"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("LLM.generate: ")
-    assert "thread MainThread: " in out and "jaxserve/llm.py" in out and "sched/scheduler.py" in out
+    assert "thread MainThread: " in out and "jaxserve/llm.py" in out and "sched/instance/scheduler.py" in out
 
 
 def test_an_unknown_walk_is_refused(walk: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
