@@ -187,7 +187,16 @@ class Tokenizer:
     @cached_property
     def special(self) -> frozenset[int]:
         """Ids that `skip_special_tokens` omits from the text."""
-        return frozenset(self._hf.all_special_ids)
+        if self._backend is None:
+            return frozenset(self._hf.all_special_ids)
+        added = self._backend.get_added_tokens_decoder()  # reserved tokens too, which have no role in the config
+        return frozenset(id for id, token in added.items() if token.special)
+
+    def has_text(self, token: int, skip_special_tokens: bool = False) -> bool:
+        """Whether decoding a token gives text: ids beyond the vocabulary do not, nor do omitted ones."""
+        if skip_special_tokens and token in self.special:
+            return False
+        return self._hf.convert_ids_to_tokens(token) is not None
 
     @cached_property
     def byte_fallback(self) -> frozenset[int]:

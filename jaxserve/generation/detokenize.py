@@ -1,4 +1,9 @@
-"""Incremental detokenization, up to a stop string that may span tokens."""
+"""Incremental detokenization, up to a stop string that may span tokens.
+
+The text of an output is what the tokenizer decodes for prompt and output together, less the prompt:
+decoders treat the first token in their own way (that of Llama 2 strips its space), and an output may
+complete a character that the prompt began.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +18,52 @@ _CONTEXT = 4  # tokens kept as context for the next ones; a character has at mos
 _BROKEN = "\ufffd"
 
 
+def common(a: str, b: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    return next((at for at, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))
+
+
 class Decoder(Protocol):
     """The part of a tokenizer that `Detokenizer` needs."""
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+    def has_text(self, token: int, skip_special_tokens: bool = False) -> bool: ...
     @property
     def byte_fallback(self) -> Set[int]: ...
 
 
 class Detokenizer:
-    """Converts a stream of tokens into a stream of text that concatenates to the whole text.
+    """Converts the tokens of an output into a stream of text that concatenates to its whole text.
 
     A character that spans several tokens is emitted whole, and so is a run of byte-fallback tokens,
     which is valid UTF-8 only as a whole. The amortized work per token is constant, also for endless
     invalid bytes.
     """
 
-    def __init__(self, tokenizer: Decoder, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Decoder, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
+        """prompt: the tokens before the output; only its last ones are read."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window: list[int] = []  # tokens decoded together: some emitted ones as context, then the new ones
-        self._shown = 0  # characters of the window's text that were emitted
+        self._window = self._end_of(prompt)  # tokens decoded together: some as context, then the new ones
+        self._prompt: str | None = self._decode() if self._window else ""  # of the window, until text is emitted
+        self._shown = 0  # characters of the window's text that were emitted, or belong to the prompt
         self._run = False  # the window ends in byte-fallback tokens
+
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """Return the last tokens of the prompt that have text, with all of a byte-fallback run at its end."""
+        end: list[int] = []
+        for token in reversed(prompt):
+            run = end and end[-1] in self._tokenizer.byte_fallback and token in self._tokenizer.byte_fallback
+            if len(end) >= _CONTEXT and not run:
+                break
+            if self._tokenizer.has_text(token, self._skip):
+                end.append(token)
+        return end[::-1]
 
     def add(self, token: int) -> str:
         """Add a token and return the text that is now certain, possibly none."""
+        if not self._tokenizer.has_text(token, self._skip):
+            return ""  # as context it would push out tokens that have text
         self._window.append(token)
         self._run = token in self._tokenizer.byte_fallback
         return "" if self._run else self._emit(final=False)
@@ -53,6 +79,8 @@ class Detokenizer:
             if len(self._window) < _WINDOW:
                 return ""  # the last character may be incomplete
             end -= 1  # only the last character can be incomplete; earlier ones are invalid for good
+        if self._prompt is not None:  # not just its length: the output may have completed its last character
+            self._shown, self._prompt = common(self._prompt, text), None
         new = text[self._shown : end]
         self._shown = max(self._shown, end)
         if len(self._window) >= _WINDOW and not final:
@@ -76,9 +104,11 @@ class Gain(NamedTuple):
 class TextStream:
     """Converts the tokens of one output to text, up to its first stop string."""
 
-    def __init__(self, tokenizer: Decoder, params: SamplingParams, stops: Automaton | None = None) -> None:
+    def __init__(
+        self, tokenizer: Decoder, params: SamplingParams, stops: Automaton | None = None, prompt: Sequence[int] = ()
+    ) -> None:
         """stops: the automaton of `params.stop`, if the outputs of a request share one."""
-        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, prompt)
         self._stops = StopStrings(params.stop if stops is None else stops, params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._include = params.include_stop_str_in_output

@@ -114,7 +114,7 @@ class Choice:
         self.count = 0  # tokens of the output
         self._engine = engine
         self._params = job.params
-        self._stream = TextStream(tokenizer, job.params, job.stops)
+        self._stream = TextStream(tokenizer, job.params, job.stops, job.prompt)
         self._stop: str | None = None
 
     def feed(self, delta: Delta) -> Piece:

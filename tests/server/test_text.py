@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
-from jaxserve.generation.detokenize import Detokenizer, TextStream
+from jaxserve.generation.detokenize import Detokenizer, TextStream, common
 from jaxserve.generation.stops import StopStrings
 from jaxserve.sched.api.params import SamplingParams
+from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
+from tests.support.examples import examples
+from tests.support.server.double import Double
+from tests.support.server.live import Live
+from tests.support.tokenizers import KINDS, tokenizer_of
 
 WORDS = ["▁the", "▁cat", "s", "▁", "<s>", "</s>", "é"]
 
@@ -31,8 +38,8 @@ def fallback() -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>"))
 
 
-def streamed(tokenizer, ids):
-    detokenizer = Detokenizer(tokenizer)
+def streamed(tokenizer, ids, prompt=(), skip=True):
+    detokenizer = Detokenizer(tokenizer, skip, prompt)
     parts = [detokenizer.add(id) for id in ids]
     return [*parts, detokenizer.flush()]
 
@@ -47,6 +54,22 @@ def test_any_tokens_of_a_byte_level_vocabulary(tokenizer, data):
 def test_any_tokens_with_byte_fallback(fallback, data):
     ids = data.draw(st.lists(st.integers(0, 255 + len(WORDS)) | st.integers(0xB0, 0xF0), max_size=60))
     assert "".join(streamed(fallback, ids)) == fallback.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=examples(100))
+@given(data=st.data())
+def test_text_is_what_transformers_decodes_less_the_prompt(kind, data):
+    tokenizer, skip = tokenizer_of(kind), data.draw(st.booleans())
+    ids = st.integers(0, 3) | st.integers(0, len(tokenizer) + 2)
+    prompt = data.draw(st.lists(ids, max_size=24) | st.text(max_size=8).map(tokenizer.encode))
+    output = data.draw(st.lists(ids, max_size=40))
+    before, whole = (
+        tokenizer.hf.decode(some, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        for some in (prompt, prompt + output)
+    )
+    # The output may complete a character of the prompt, whose text is then no beginning of the whole.
+    assert "".join(streamed(tokenizer, output, prompt, skip)) == whole[common(before, whole) :]
 
 
 @given(st.text(max_size=40))
@@ -68,6 +91,7 @@ def test_the_work_per_token_is_bounded(tokenizer):
 
     class Counting:
         byte_fallback = frozenset()
+        has_text = tokenizer.has_text
 
         def decode(self, tokens, skip_special_tokens=False):
             sizes.append(len(tokens))
@@ -157,3 +181,43 @@ def test_random_words_round_trip(tokenizer):
     rng = random.Random(0)
     text = "".join(rng.choice("ab é🎉你\n\t") for _ in range(2000))
     assert "".join(streamed(tokenizer, tokenizer.encode(text))) == text
+
+
+@pytest.fixture(scope="module")
+def repeating():
+    """A server whose model repeats the prompt, with a tokenizer that strips the first space of a text."""
+    service = Service(Double(), tokenizer_of("sentencepiece"), ServeConfig.load(disable_log_stats=True))
+    made = Live(service)
+    yield made
+    made.stop()
+
+
+def answers(live, path, **body):
+    """Return the text of the whole answer and of the streamed one."""
+    whole = live.http.post(path, json=body).json()["choices"][0]
+    with live.http.stream("POST", path, json={**body, "stream": True}) as response:
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    if "message" in whole:
+        return whole["message"]["content"], "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
+    return whole["text"], "".join(event["choices"][0]["text"] for event in events)
+
+
+def test_an_answer_keeps_its_first_space(repeating):
+    prompt = "The capital of France is"
+    length = len(repeating.service.tokenizer.encode(prompt))
+    ask = {"prompt": prompt, "max_tokens": length}
+    assert answers(repeating, "/v1/completions", **ask) == (" " + prompt,) * 2
+    assert answers(repeating, "/v1/completions", **ask, echo=True) == (f"{prompt} {prompt}",) * 2
+    assert answers(repeating, "/v1/completions", **ask, stop=[" is"]) == (" The capital of France",) * 2
+    assert answers(repeating, "/v1/completions", **ask, stop=[" The"]) == ("",) * 2
+    ask["prompt"] = repeating.service.tokenizer.encode(prompt)
+    assert answers(repeating, "/v1/completions", **ask, echo=True) == (f"{prompt} {prompt}",) * 2
+
+
+def test_a_continued_message_keeps_its_first_space(repeating):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a cat"}]
+    text = "[user] hi [assistant] a cat"
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    length = len(repeating.service.tokenizer.encode(text))
+    got = answers(repeating, "/v1/chat/completions", messages=talk, max_tokens=length, **more)
+    assert got == (" " + text,) * 2
