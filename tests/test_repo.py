@@ -45,7 +45,7 @@ def wheel(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(repo / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(work), "."]
     subprocess.run(command, cwd=source, check=True, timeout=120)
-    (built,) = work.glob("jaxserve-*.whl")
+    (built,) = work.glob("jaxserve_llm-*.whl")
     with zipfile.ZipFile(built) as archive:
         archive.extractall(work / "site")
     return work / "site"
@@ -187,7 +187,7 @@ def test_ci_pins_a_version_of_everything_it_installs(repo: Path, file: str, extr
             pins.setdefault(canonicalize_name(pin.name), []).append(pin)
     for requirement in map(Requirement, asked):
         name = canonicalize_name(requirement.name)
-        if name == "jaxserve":
+        if name == project["name"]:
             continue
         assert name in pins, f"{name} is not in .ci/{file}"
         for pin in pins[name]:

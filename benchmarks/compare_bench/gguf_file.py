@@ -14,6 +14,8 @@ from typing import Any
 import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensors looks up by name
 import numpy as np
 
+from jaxserve.install import needs
+
 
 def rope_pairs_adjacent(weight: np.ndarray, heads: int) -> np.ndarray:
     """Reorder the rows of a q or k projection, [heads * head_dim, hidden], for llama.cpp's RoPE.
@@ -84,7 +86,7 @@ def write(folder: Path, path: Path) -> Path:
     try:
         import gguf
     except ImportError as error:
-        raise ValueError("the gguf package is missing: pip install 'jaxserve[bench]'") from error
+        raise ValueError(f"the gguf package is missing: {needs('bench')}") from error
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config["model_type"] != "llama":
         raise ValueError(f"model_type {config['model_type']!r} cannot be written as GGUF here; it must be 'llama'")

@@ -14,6 +14,7 @@ import msgspec
 
 from jaxserve.bench.load import Call
 from jaxserve.errors import InvalidValue
+from jaxserve.install import needs
 
 SHOWN = 300  # characters of an error response
 TIMEOUT = 6 * 3600.0  # seconds; a benchmark waits for the slowest request
@@ -278,7 +279,7 @@ async def open_sender(kind: str, target: Target, connections: int = 4096) -> Asy
         kind = "openai" if importlib.util.find_spec("openai") and target.endpoint is None else "http"
     if kind == "openai":
         if importlib.util.find_spec("openai") is None:
-            raise InvalidValue("--client openai needs the openai package: pip install 'jaxserve[bench]'", "client")
+            raise InvalidValue(f"--client openai needs the openai package: {needs('bench')}", "client")
         if target.endpoint is not None:
             raise InvalidValue("--client openai uses its own endpoints; --endpoint needs --client http", "endpoint")
         from openai import AsyncOpenAI

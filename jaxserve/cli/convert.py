@@ -10,7 +10,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.models.quantization import FLAG
 
 DESCRIPTION = """Convert a model's safetensors to an Orbax checkpoint: with fused weights, quantized if requested, and
-read by each device for itself. Needs orbax-checkpoint: pip install 'jaxserve[orbax]'."""
+read by each device for itself. Needs orbax-checkpoint, the extra `orbax`."""
 
 EXAMPLES = """
 examples

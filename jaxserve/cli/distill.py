@@ -9,11 +9,12 @@ from typing import Any
 
 from jaxserve.cli.flags import add_setting, settings_of
 from jaxserve.errors import InvalidValue
+from jaxserve.install import needs
 
 DESCRIPTION = """Train a small draft model: a Llama with the target's tokenizer that predicts the target's next tokens,
 so that several are verified in one step (speculative decoding). The target answers prompts, the draft learns its
 probabilities, and a report gives the acceptance rate. An interrupted run continues from its last checkpoint.
-Needs optax and orbax-checkpoint: pip install 'jaxserve[train]'."""
+Needs optax and orbax-checkpoint, the extra `train`."""
 
 EPILOG = """
 examples
@@ -102,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
         import optax  # noqa: F401
         import orbax.checkpoint  # noqa: F401
     except ModuleNotFoundError as error:
-        raise InvalidValue(f"{error.name} is missing: pip install 'jaxserve[train]'") from error
+        raise InvalidValue(f"{error.name} is missing: {needs('train')}") from error
     from jaxserve.distillation import job
 
     made = job_of(args)

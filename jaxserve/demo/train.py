@@ -1,6 +1,6 @@
 """Train the demo model on a CPU in one to two hours.
 
-    pip install "jaxserve[train]"                         # optax and orbax
+    pip install '.[train]'                         # optax and orbax
     python -m jaxserve.demo.train --minutes 80            # the learning rate follows the elapsed time
     python -m jaxserve.demo.train --steps 4000            # ... or the step, the same on any machine
     python -m jaxserve.demo.train --minutes 80 --resume   # resume from the newest checkpoint in --work

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxserve.install import needs
 from jaxserve.models.hub import FILES
 from jaxserve.models.layers import Info, Tree
 from jaxserve.models.manifest import FOLDER, NAME, Manifest, find
@@ -96,7 +97,7 @@ def _orbax() -> Any:
         import orbax.checkpoint as ocp
     except ImportError as error:
         raise InvalidValue(
-            f"Orbax checkpoints need a missing package ({error}): pip install 'jaxserve[orbax]'", "load_format"
+            f"Orbax checkpoints need a missing package ({error}): {needs('orbax')}", "load_format"
         ) from error
     return ocp
 

@@ -10,6 +10,7 @@ import importlib.util
 from typing import Any
 
 from jaxserve.errors import InvalidValue
+from jaxserve.install import needs
 
 __all__ = ["MissingRay", "build_app"]
 
@@ -19,7 +20,7 @@ class MissingRay(InvalidValue, ImportError):
 
 
 if importlib.util.find_spec("ray") is None:
-    raise MissingRay("ray is not installed: pip install 'jaxserve[ray]'", "ray")
+    raise MissingRay(f"ray is not installed: {needs('ray')}", "ray")
 
 
 def build_app(settings: Any) -> Any:

@@ -144,7 +144,7 @@ def looker() -> Callable[[str | None], Facts]:
         try:
             from jaxserve.version import __version__ as ours
         except ImportError:
-            ours = installed("jaxserve")  # type: ignore[assignment]
+            ours = None  # type: ignore[assignment]
         versions = {"python": platform.python_version(), "jax": installed("jax"), "jaxserve": ours}
         return {**versions, "model": model is None or os.path.exists(model)}
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxserve.errors import InvalidValue
 from jaxserve.generation.generate import Submission
+from jaxserve.install import needs
 from jaxserve.outputs import RequestMetrics
 from jaxserve.settings.operations import OperationSettings
 from jaxserve.version import __version__
@@ -214,4 +215,4 @@ def check_tracing(settings: OperationSettings) -> None:
             found = None
         if found is None:
             given = f"{name}={settings.otlp_traces_endpoint!r}"
-            raise InvalidValue(f"{given} needs OpenTelemetry: pip install 'jaxserve[otel]'", name)
+            raise InvalidValue(f"{given} needs OpenTelemetry: {needs('otel')}", name)

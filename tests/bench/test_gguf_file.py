@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-gguf = pytest.importorskip("gguf", reason="gguf is not installed; pip install 'jaxserve[bench]'")
+gguf = pytest.importorskip("gguf", reason="gguf is not installed; pip install '.[bench]'")
 
 CONFIG = {
     "model_type": "llama",

@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))
             needed = NEEDS.get(item.path.stem)
             if needed and importlib.util.find_spec(needed) is None:
-                item.add_marker(pytest.mark.skip(f"{needed} is not installed: pip install 'jaxserve[clients]'"))
+                item.add_marker(pytest.mark.skip(f"{needed} is not installed: pip install '.[clients]'"))
 
 
 @pytest.fixture(scope="session")

@@ -233,5 +233,5 @@ def test_a_port_in_use_and_a_missing_package(pair, monkeypatch):
     with pytest.raises(InvalidValue, match=f"{port}.* cannot be used"):
         KVEventFeed(KVEvents(True, endpoint=f"tcp://*:{port}"), given)
     monkeypatch.setattr(kv_events.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(InvalidValue, match=r"pip install 'jaxserve\[events\]'"):
+    with pytest.raises(InvalidValue, match=r"pip install .*\[events\]'"):
         KVEventFeed(parse_kv_events('{"enable_kv_cache_events": true}'), given)

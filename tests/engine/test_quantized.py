@@ -45,7 +45,7 @@ def test_weights_and_cache_in_8_bits_together() -> None:
 
 
 def test_a_converted_folder_is_served_like_its_source(tiny: Path, tmp_path: Path) -> None:
-    pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed; pip install 'jaxserve[orbax]'")
+    pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed; pip install '.[orbax]'")
     assert dispatch("convert", ["--model", str(tiny), "--out", str(tmp_path / "made"), "--quantization", "int8"]) == 0
     source = executors(tiny, spec=registry.load_spec(tiny).quantized_as("int8"), warm=False)[0]
     made = executors(tmp_path / "made", warm=False)[0]

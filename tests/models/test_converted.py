@@ -20,7 +20,7 @@ from jaxserve.models.weights import WeightsError, load_weights
 from tests.support.models.configs import CASES
 from tests.support.models.driver import mesh, peer
 
-pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed; pip install 'jaxserve[orbax]'")
+pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed; pip install '.[orbax]'")
 
 
 def make(folder: Path, case: str = "minimax-m2", **changes: Any) -> Path:

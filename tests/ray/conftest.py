@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.ray)
             item.add_marker(pytest.mark.filterwarnings("default"))
             if importlib.util.find_spec("ray") is None:
-                item.add_marker(pytest.mark.skip("ray is not installed: pip install 'jaxserve[ray]'"))
+                item.add_marker(pytest.mark.skip("ray is not installed: pip install '.[ray]'"))
 
 
 @pytest.fixture(scope="session")

@@ -70,19 +70,21 @@ def test_the_notebook_runs_in_a_kernel(
     assert done.returncode == 0, done.stderr
     run = nbformat.read(path, as_version=4)
     said = [printed(cell) for cell in run.cells if cell.cell_type == "code"]
-    assert said[0] == "", "the install cell found jaxserve and changed nothing"
-    assert "def main(" in said[2] and "class Stack:" in said[2]
-    assert said[3].count("kept:") == 2
-    assert "programs compiled while serving: 0" in said[4]
+    assert said[:2] == ["", ""], "the install cell found jaxserve and changed nothing"
+    assert "def main(" in said[3] and "class Stack:" in said[3]
+    assert said[4].count("kept:") == 2
+    assert "programs compiled while serving: 0" in said[5]
     assert "the same tokens: True" in said[-1]
 
 
 @pytest.fixture
-def install_cell(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def install_cell(notebook: Any, repo: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Run the install cell as on another machine; returns the arguments of each pip call."""
     (source,) = (cell.source for cell in notebook.cells if cell.get("id") == "install")
 
-    def run(*, smi: str | None = None, tpu: bool = False, environ: dict[str, str] | None = None) -> list[str]:
+    def run(
+        *, smi: str | None = None, tpu: bool = False, environ: dict[str, str] | None = None, given: str = str(repo)
+    ) -> list[str]:
         called: list[str] = []
 
         def ran(command: list[str], **_: Any) -> SimpleNamespace:
@@ -96,13 +98,11 @@ def install_cell(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[...
             patch.setattr("importlib.util.find_spec", lambda name: None)
             patch.setattr("shutil.which", lambda name: None if smi is None else f"/usr/bin/{name}")
             patch.setattr("glob.glob", lambda pattern: ["/dev/accel0"] if tpu and "accel" in pattern else [])
-            patch.setattr("os.path.isfile", lambda path: False)
             patch.setattr(subprocess, "run", ran)
-            for name in ("TPU_ACCELERATOR_TYPE", "JAXSERVE_SOURCE"):
-                patch.delenv(name, raising=False)
+            patch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
             for name, value in (environ or {}).items():
                 patch.setenv(name, value)
-            exec(source, {})
+            exec(source, {"SOURCE": given})
         return called
 
     return run
@@ -110,18 +110,25 @@ def install_cell(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 def test_the_install_cell_selects_the_extra_for_the_machine(install_cell: Callable[..., list[str]], repo: Path) -> None:
     old, new = "| Driver Version: 550.54.15  CUDA Version: 12.4 |", "| CUDA Version: 13.0 |"
-    assert install_cell() == ["install --quiet jaxserve"]
-    assert install_cell(smi=old) == ["install --quiet jaxserve[cuda12]"]
+    assert install_cell() == [f"install --quiet {repo}"]
+    assert install_cell(smi=old) == [f"install --quiet {repo}[cuda12]"]
     assert install_cell(smi=new) == [
         "uninstall --quiet --yes jax-cuda12-plugin jax-cuda12-pjrt",
-        "install --quiet jaxserve[cuda]",
+        f"install --quiet {repo}[cuda]",
     ]
-    assert install_cell(smi="NVIDIA-SMI has failed") == ["install --quiet jaxserve"]
-    assert install_cell(tpu=True) == ["install --quiet jaxserve[tpu]"]
-    assert install_cell(environ={"TPU_ACCELERATOR_TYPE": "v5e-1"}) == ["install --quiet jaxserve[tpu]"]
-    assert install_cell(environ={"JAXSERVE_SOURCE": "/content/jaxserve"}) == ["install --quiet /content/jaxserve"]
+    assert install_cell(smi="NVIDIA-SMI has failed") == [f"install --quiet {repo}"]
+    assert install_cell(tpu=True) == [f"install --quiet {repo}[tpu]"]
+    assert install_cell(environ={"TPU_ACCELERATOR_TYPE": "v5e-1"}) == [f"install --quiet {repo}[tpu]"]
     extras = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {"cuda", "cuda12", "tpu"} <= set(extras)
+
+
+def test_the_install_cell_takes_a_wheel_or_a_git_url(install_cell: Callable[..., list[str]]) -> None:
+    (wheel, url) = "/content/jaxserve_llm-0.1.0-py3-none-any.whl", "git+https://example.org/jaxserve"
+    assert install_cell(given=wheel, tpu=True) == [f"install --quiet {wheel}[tpu]"]
+    assert install_cell(given=url, tpu=True) == [f"install --quiet jaxserve-llm[tpu] @ {url}"]
+    with pytest.raises(SystemExit, match=r"SOURCE = '/nowhere' is no checkout: set it to one, to a wheel, or to git"):
+        install_cell(given="/nowhere")
 
 
 def test_the_install_cell_asks_for_a_restart_if_needed(

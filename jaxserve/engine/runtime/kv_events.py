@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxserve.errors import InvalidValue
+from jaxserve.install import needs
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.instance.block_pool import BlockPool, CacheEvents
 from jaxserve.sched.instance.scheduler import Scheduler
@@ -253,4 +254,4 @@ class KVEventFeed:
 def check_events(settings: KVEvents) -> None:
     """Raise InvalidValue if events are wanted and ZeroMQ is missing."""
     if settings.published and importlib.util.find_spec("zmq") is None:
-        raise InvalidValue(f"{NAME} needs ZeroMQ: pip install 'jaxserve[events]'", NAME)
+        raise InvalidValue(f"{NAME} needs ZeroMQ: {needs('events')}", NAME)
