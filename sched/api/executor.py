@@ -64,7 +64,10 @@ class Executor(Protocol):
         """Gather pages, with the contents that all steps with a returned result have written."""
 
     async def import_kv(self, kv_buffer: KVBuffer, pages: Sequence[int]) -> None:
-        """Copy a KV buffer to this instance, into `pages`. Returns once later steps will see it."""
+        """Copy a KV buffer to this instance, into `pages`. Returns once later steps will see it.
+
+        If cancelled, it writes nothing afterwards, so that the pages can be used for other requests.
+        """
 
     async def close(self) -> None:
         """Wait for running work and free all resources."""

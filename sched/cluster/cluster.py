@@ -93,7 +93,7 @@ class Cluster:
         self._empty = asyncio.Event()
         self._empty.set()
         self.kv_transfers = KVTransferManager(
-            self.cores, router, self._spawn, self._arrived, self._move_failed, self._held.__contains__, patience
+            self.cores, router, self._spawn, self._arrived, self._held.__contains__, patience
         )
         self._store = store
         self.copy_out = CopyOut(store, self.cores, self._spawn)
@@ -319,9 +319,6 @@ class Cluster:
     def _arrived(self, request: Request) -> None:
         for delta in self._held.pop(request.id, ()):
             self._output(delta)
-
-    def _move_failed(self, request: Request, reason: str, why: str) -> None:
-        self.cancel(request.id, reason, why)
 
     # Instances with a hung step.
 

@@ -8,6 +8,9 @@ The destination is chosen, and its pages reserved, when one more chunk can compl
 Without room, the KV stays on the source until there is some. Pages are not reserved at the first
 chunk, because prompts that a policy postpones would then hold much of the decode pool.
 
+A transfer that is late or keeps failing ends no request: the request decodes on the source to its
+end. Late is a transfer for which it has stood still too long, for whatever reason.
+
 A prefill owns all its pages from the start (kv_manager.py), so every reservation gets filled, or is
 released if the prefill loses its pages (best effort may). Hence instances cannot wait for each
 other's pages in a cycle.
@@ -16,13 +19,13 @@ other's pages in a cycle.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import islice
 from typing import Any
 
 from ..api.errors import StepFailed
 from ..api.instance_view import ReadOnlyView
-from ..api.plan import UNAVAILABLE, KVBuffer
+from ..api.plan import KVBuffer
 from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request, State
 from ..instance.kv_manager import Reservation, WriteBack
@@ -30,7 +33,7 @@ from ..instance.loop import Core
 from ..instance.watchdog import PATIENT, Patience
 from ..routing.base import Fleet, Router
 
-ATTEMPTS = 3
+ATTEMPTS = 3  # failed imports until a request stays on the source
 KEPT = 4  # requests per call of `place` that the router is asked about
 
 
@@ -101,19 +104,25 @@ class KVTransfer:
         return self.request.state is State.TRANSFERRING
 
     @property
+    def stays(self) -> bool:
+        """Whether the request decodes on the source, because imports were late or failed."""
+        return self.failures >= ATTEMPTS
+
+    @property
     def nearly(self) -> bool:
         """Whether the prompt is computed, or its next chunk can complete it."""
         request = self.request
         chunk = self.source.scheduler.limits.tokens
-        return self.complete or (request.state is State.RUNNING and request.remaining <= chunk)
+        near = self.complete or (request.state is State.RUNNING and request.remaining <= chunk)
+        return near and not self.stays
 
 
 class KVTransferManager:
     """All KV transfers of a cluster, in order of arrival. Writer of KVTransfers, in the event loop of the Cluster.
 
     `spawn` starts a task; an exception in it fails the cluster. `arrived` is called when a request
-    has moved, `failed` when its KV cannot be moved. `held` says whether the first token of a
-    request is held until its KV has arrived.
+    has moved, or decodes in place. `held` says whether the first token of a request is held until
+    its KV has arrived.
     """
 
     def __init__(
@@ -122,7 +131,6 @@ class KVTransferManager:
         router: Router,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         arrived: Callable[[Request], None],
-        failed: Callable[[Request, str, str], None],
         held: Callable[[int], bool],
         patience: Patience = PATIENT,
     ) -> None:
@@ -132,7 +140,6 @@ class KVTransferManager:
         self._router = router
         self._spawn = spawn
         self._arrived = arrived
-        self._failed = failed
         self._held = held
         self._patience = patience
         self._going: dict[int, KVTransfer] = {}
@@ -170,7 +177,7 @@ class KVTransferManager:
         for transfer in ranked:
             if transfer.reservation is None and transfer.nearly and not self._reserve(transfer):
                 break
-        self._keep(one for one in ranked if one.complete and one.reservation is None)
+        self._keep([one for one in ranked if one.complete and one.reservation is None])
         lacking = sum(one.complete and one.reservation is None for one in self._going.values())
         for scheduler in self._schedulers:
             scheduler.set_kv_waiting(lacking if scheduler.role is Role.DECODE else 0)
@@ -183,11 +190,12 @@ class KVTransferManager:
 
         return sorted(self._going.values(), key=rank)
 
-    def _keep(self, waiting: Iterable[KVTransfer]) -> None:
-        """Let the first requests without room decode in place, if the router agrees."""
-        for transfer in islice(waiting, KEPT):
+    def _keep(self, waiting: Sequence[KVTransfer]) -> None:
+        """Let requests that stay decode in place, and the first without room, if the router agrees."""
+        asked = islice((one for one in waiting if not one.stays), KEPT)
+        for transfer in [*(one for one in waiting if one.stays), *asked]:
             request, fleet = transfer.request, self.fleet()
-            if self._router.decode_in_place(request, self._cores.index(transfer.source), fleet):
+            if transfer.stays or self._router.decode_in_place(request, self._cores.index(transfer.source), fleet):
                 transfer.source.scheduler.decode_in_place(request.id, fleet.now if self._held(request.id) else None)
                 self._arrived(request)
                 transfer.source.wake()
@@ -246,16 +254,12 @@ class KVTransferManager:
             async with asyncio.timeout(most):
                 await target.executor.import_kv(kv_buffer, reservation.pages[transfer.moved : ready])
         except TimeoutError:
+            transfer.failures = ATTEMPTS  # the request has waited long enough
             transfer.task = None
-            if self._going.get(request.id) is transfer:
-                way = f"from instance {transfer.source.name} to {target.name}"
-                self._failed(request, UNAVAILABLE, f"moving its KV {way} did not end within {most:.3g} s")
             return
         except Exception as error:
             transfer.failures += not isinstance(error, StepFailed)  # a lost pool says nothing about the link
             transfer.task = None
-            if transfer.failures >= ATTEMPTS and self._going.get(request.id) is transfer:
-                self._failed(request, "error", f"moving its KV failed {ATTEMPTS} times: {error}")
             return
         self.tokens += (ready - transfer.moved) * target.executor.page_size
         transfer.moved = ready

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,15 +156,16 @@ def test_kv_is_transferred_between_instances(pair: list[JaxExecutor], reference:
     assert run(scenario()).output == reference[3]
 
 
+def fill(state: Any, value: Callable[[int, int], float]) -> None:
+    """Fill the pools by layer and part."""
+    state.pools = [
+        tuple(part.at[:].set(value(layer, i)) for i, part in enumerate(pool)) for layer, pool in enumerate(state.pools)
+    ]
+
+
 def test_any_number_of_pages_can_be_transferred(pair: list[JaxExecutor]) -> None:
     """Pages arrive whole and overwrite no others although buffers are padded."""
     source, target = pair
-
-    def fill(state: Any, value: Callable[[int, int], float]) -> None:
-        state.pools = [
-            tuple(part.at[:].set(value(layer, i)) for i, part in enumerate(pool))
-            for layer, pool in enumerate(state.pools)
-        ]
 
     async def scenario() -> None:
         for pages in (1, 2, 5, 16, 17, 40):
@@ -237,6 +239,35 @@ def test_an_error_before_dispatch_fails_the_step(executor: JaxExecutor, referenc
     run(scenario())
     executor.rebuild()
     assert alone(executor, Job(PROMPTS[1], slot=1), NEW) == reference[1]
+
+
+def test_a_cancelled_import_writes_nothing_afterwards(pair: list[JaxExecutor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages may belong to another request by the time at which its KV is on the instance."""
+    source, target = pair
+    receive, reached, free, received = target.state.receive, *(threading.Event() for _ in range(3))
+
+    def gated(piece: Any) -> Any:
+        reached.set()
+        assert free.wait(60)
+        found = receive(piece)
+        received.set()
+        return found
+
+    async def scenario() -> None:
+        pages = list(range(4))
+        fill(source.state, lambda layer, i: 1.0)
+        fill(target.state, lambda layer, i: -7.0)
+        monkeypatch.setattr(target.state, "receive", gated)
+        begun = asyncio.ensure_future(target.import_kv(source.export_kv(range(20, 24)), pages))
+        assert await asyncio.to_thread(reached.wait, 60)
+        begun.cancel()
+        await asyncio.wait([begun])
+        free.set()
+        assert await asyncio.to_thread(received.wait, 60)
+        await asyncio.sleep(0.05)
+        assert begun.cancelled() and all((np.asarray(part) == -7).all() for pool in target.state.pools for part in pool)
+
+    run(scenario())
 
 
 def test_no_page_is_written_into_a_rebuilt_pool(pair: list[JaxExecutor]) -> None:

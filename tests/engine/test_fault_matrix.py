@@ -104,14 +104,13 @@ def test_a_step_returns_late(machine: Machine, start: Starter, record: Any, inde
     works(engine)
 
 
-@pytest.mark.parametrize(("times", "expected"), [(2, {"length": COUNT}), (3 * COUNT, {"error": COUNT})])
+@pytest.mark.parametrize("times", [2, 3 * COUNT])
 def test_transfers_fail(
     machine: Machine,
     start: Starter,
     record: Any,
     monkeypatch: pytest.MonkeyPatch,
     times: int,
-    expected: dict[str, int],
 ) -> None:
     engine = start(routing="least_work")
     moves, count = machine.executors[DECODE].import_kv, [0]
@@ -125,7 +124,7 @@ def test_transfers_fail(
     monkeypatch.setattr(machine.executors[DECODE], "import_kv", fails)
     found = ends([Submitted(engine, LONG) for _ in range(COUNT)])
     record(f"{'two' if times == 2 else 'all'} KV transfers fail", INSTANCES[DECODE], found)
-    assert found == expected
+    assert found == {"length": COUNT}
     works(engine)
 
 
@@ -140,7 +139,7 @@ def test_a_transfer_hangs(machine: Machine, start: Starter, record: Any, monkeyp
     monkeypatch.setattr(machine.executors[DECODE], "import_kv", hangs)
     found = ends([Submitted(engine, LONG) for _ in range(COUNT)])
     record("a KV transfer hangs", INSTANCES[DECODE], found)
-    assert found == {"length": COUNT - 1, UNAVAILABLE: 1}
+    assert found == {"length": COUNT}
     works(engine)
 
 

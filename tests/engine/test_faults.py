@@ -44,6 +44,30 @@ def test_a_hung_step_is_noticed_and_other_requests_are_served(machine: Machine, 
     engine.check()
 
 
+def test_an_import_that_does_not_end_costs_no_token(
+    machine: Machine, start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests decode where their prompts were computed while the other instance receives no KV."""
+    engine, state, free = start(patience=1.0, routing="least_work"), machine.executors[1].state, threading.Event()
+    usual, receive = Submitted(engine), state.receive
+    assert usual.end().finish_reason == "length"
+    moved = engine.stats().transfers
+
+    def gated(piece: Any) -> Any:
+        assert free.wait(60)
+        return receive(piece)
+
+    monkeypatch.setattr(state, "receive", gated)
+    for late in [Submitted(engine) for _ in range(2)]:
+        assert late.end().finish_reason == "length" and late.tokens == usual.tokens
+    assert engine.healthy and engine.stats().transfers == moved
+    free.set()
+    again = Submitted(engine)
+    assert again.end().finish_reason == "length" and again.tokens == usual.tokens
+    assert engine.drain(10) and engine.stats().transfers > moved
+    engine.check()
+
+
 def test_an_engine_with_all_steps_hung_refuses_at_once_and_closes(
     machine: Machine, start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

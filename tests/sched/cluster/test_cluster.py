@@ -102,13 +102,6 @@ def test_transfers_that_raise_cost_no_token(jobs, roles, every, pages) -> None: 
             assert len(told) == min(job.output, request.limit)
 
 
-def test_a_broken_link_fails_its_requests_and_leaks_nothing() -> None:
-    jobs = [Job(range(100 * i, 100 * i + 10), 8 if i else 1, arrival=i * 0.01) for i in range(4)]
-    outcome = simulate(jobs, PD, loses=lambda: True)
-    assert [request.finish_reason for request in outcome.requests] == ["stop", "error", "error", "error"]
-    assert "failed 3 times" in (outcome.requests[1].error or "")
-
-
 def test_lost_pools_do_not_count_as_failures_of_the_link() -> None:
     """Between the loss of a pool and its replacement every transfer fails at once, more often than a link may."""
     left = iter(range(7))

@@ -66,7 +66,7 @@ EXPECTED: dict[Fault, set[str]] = {
     hangs: {"stop", UNAVAILABLE},
     returns_late: {"stop"},
     transfer_fails: {"stop"},
-    transfer_hangs: {"stop", UNAVAILABLE},
+    transfer_hangs: {"stop"},
 }
 
 

@@ -34,7 +34,7 @@ from jaxserve.models.spec import ModelSpec
 from jaxserve.sched import policies, routing
 from jaxserve.sched.api.log import Log, no_log
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import Begin, Delta, StepPlan
+from jaxserve.sched.api.plan import GIVEN_UP, Begin, Delta, StepPlan
 from jaxserve.sched.api.policy import Limits, Policy, Role
 from jaxserve.sched.api.request import STANDARD, Progress, Request
 from jaxserve.sched.api.slo import SLO
@@ -257,6 +257,7 @@ def compare(
     """Assert the law for each request; return the number of comparisons that stopped at a close call."""
     stopped = 0
     for ask, mine, alone in zip(asks, served, reference, strict=True):
+        assert mine.finish_reason not in GIVEN_UP, f"{ask}: {mine.finish_reason}: {mine.error}"
         tokens, expected = mine.output, alone.output
         if ask.cancel and mine.finish_reason == "abort":
             expected = expected[: len(tokens)]
