@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jaxserve.server.corked import Corked
@@ -66,6 +67,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, limits: Limits, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
+        self.parser = _Parser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn, for pipelined requests
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: Refused | None = None
@@ -122,7 +125,19 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count(len(name) + len(value) + 4)
         super().on_header(name, value)
 
+    @property
+    def head(self) -> bytes:
+        """The request line and the headers of the last request, without `Upgrade`."""
+        start = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        lines = [b"%b: %b" % one for one in self.headers if one[0] != b"upgrade"]
+        return b"\r\n".join((start, *lines, b"\r\n"))
+
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":  # what follows its headers is no HTTP
+                self._refusal = Refused(405, "CONNECT is not supported: this server is no proxy", code="wrong_method")
+                raise ValueError
+            return  # the parser begins again
         self._begun = False
         self._arm(self._limits.body_timeout, self._late_body)
         super().on_headers_complete()
@@ -132,6 +147,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._disarm()
         super().on_message_complete()
         if self.cycle is not None:
@@ -195,6 +212,27 @@ class BoundedProtocol(HttpToolsProtocol):
         if cycle.scope["http_version"] == "1.0":
             app = partial(_until_closed, app, cycle)
         super()._start_asgi_task(cycle, app)
+
+
+class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]
+    """A parser that ignores `Upgrade`, as RFC 9110, section 7.8, allows.
+
+    httptools would stop after the headers, and read the body as the next request.
+    """
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while True:
+            try:
+                super().feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = rest[upgrade.args[0] :]
+                super().feed_data(self._protocol.head)
 
 
 async def _until_closed(app: Any, cycle: RequestResponseCycle, scope: Any, receive: Any, send: Any) -> None:

@@ -167,3 +167,54 @@ def test_http_1_0_streams_are_not_chunked(fake):
         connection.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")
         head, _, text = read(connection).partition(b"\r\n\r\n")
     assert json.loads(text)["object"] == "list" and b"content-length" in head
+
+
+IGNORED = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+WEBSOCKET = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n"
+HIDDEN = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def exchanged(live: Any, parts: Iterable[bytes]) -> bytes:
+    """Send parts, then a request that ends the connection; return all answers."""
+    with connect(live) as connection:
+        for part in (*parts, b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"):
+            connection.sendall(part)
+            time.sleep(0.05)
+        return read(connection)
+
+
+@pytest.mark.parametrize("headers", [IGNORED, WEBSOCKET, b"Upgrade: foo\r\nConnection: keep-alive, upgrade\r\n"])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+def test_upgrades_are_ignored(fake, caplog, headers, chunked, apart):
+    live = fake()
+    body = json.dumps(GOOD).encode()
+    framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    size = b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % len(body)
+    head = HEAD + size + headers + b"\r\n"
+    told = exchanged(live, [head, framed] if apart else [head + framed])
+    assert told.count(b"HTTP/1.1 200 ") == 2 and told.count(b"text_completion") == 1, told
+    assert "WebSocket" not in caplog.text
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_request_in_the_body_of_an_upgrade_is_not_answered(fake, apart):
+    live = fake()
+    head = HEAD + IGNORED + b"Content-Length: %d\r\n\r\n" % len(HIDDEN)
+    told = exchanged(live, [head, HIDDEN] if apart else [head + HIDDEN])
+    assert told.count(b"HTTP/1.1 ") == 2 and told.startswith(b"HTTP/1.1 400 ") and b'"list"' not in told, told
+
+
+def test_pipelined_upgrades_are_answered_in_order(fake):
+    live = fake()
+    upgrade = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + IGNORED + b"\r\n"
+    told = exchanged(live, [upgrade * 3 + HIDDEN])
+    assert told.count(b"HTTP/1.1 200 ") == 5 and told.count(b'"list"') == 4, told
+
+
+def test_connect_is_refused_and_ends_the_connection(fake):
+    live = fake()
+    with connect(live) as connection:
+        connection.sendall(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN)
+        told = read(connection)
+    assert told.startswith(b"HTTP/1.1 405 ") and told.count(b"HTTP/1.1 ") == 1, told
