@@ -49,7 +49,7 @@ class FairBatching:
     use: share of the budget that is used. At 1, every prediction error is a miss.
     budget: `slo`: as above. `tokens`: the same budget, filled by a model that sees tokens but not
         contexts (FB-TB in the paper). `fixed:N`: N tokens regardless of slack. `fixed`: as many tokens
-        as take `use` of the tightest TPOT (FB-FB).
+        as take `use` of the tightest TPOT (FB-FB), or `limits.tokens` on a prefill instance.
     on_time_set: put the largest set of prompts that can be on time first, instead of ordering by slack,
         which puts late prompts first and so makes others late.
     """
@@ -142,8 +142,13 @@ def _budget(text: str, use: float) -> Callable[[View, float], Budget]:
     if text == "tokens":
         return lambda view, seconds: _by_tokens(view, use * seconds, seconds)
     if name == "fixed" and (not colon or (count.isdecimal() and int(count) > 0)):
-        return lambda view, seconds: _fixed(view, int(count or 0) or stall_free_tokens(view, use))
+        return lambda view, seconds: _fixed(view, int(count or 0) or _profiled(view, use))
     raise InvalidValue(f"fairbatching budget={text!r} must be slo, tokens, fixed or fixed:N with N tokens", "budget")
+
+
+def _profiled(view: View, use: float) -> int:
+    """Return the tokens that a profile would set: all where no decode waits for a step of prompts to end."""
+    return view.limits.tokens if view.role is Role.PREFILL else stall_free_tokens(view, use)
 
 
 def _fixed(view: View, tokens: int) -> Budget:
