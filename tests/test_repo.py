@@ -205,17 +205,55 @@ def test_ci_scripts_are_valid_bash(repo: Path, name: str) -> None:
     subprocess.run(["bash", "-n", str(repo / ".ci" / name)], check=True)
 
 
-def test_the_nightly_script_runs(repo: Path) -> None:
+def test_the_nightly_script_names_what_is_there(repo: Path) -> None:
     path = repo / ".ci" / "nightly"
     assert os.access(path, os.X_OK)
-    subprocess.run(["bash", "-n", str(path)], check=True)
     text = path.read_text()
     (extras,) = re.findall(r"pip install .*'\.\[(.*)\]'", text)
     assert {"dev", "audit", "fuzz"} <= set(extras.split(",")), "without schemathesis its test is skipped"
-    commands = [words.split()[0] for words in re.findall(r'(?m)^step "[^"]+" (.+)$', text)]
-    assert {"bandit", ".ci/audit", "pytest", "scripts/mutants"} <= set(commands)
-    ours = [command for command in commands if command.startswith((".ci/", "scripts/"))]
-    assert ours and all(os.access(repo / command, os.X_OK) for command in ours)
+    ours = re.findall(r"tested ((?:\.ci|scripts)/\w+)", text)
+    assert len(ours) == 2 and all(os.access(repo / command, os.X_OK) for command in ours)
+    places = set(re.findall(r"tests/\w+", " ".join(re.findall(r"(?m)^step full-.* full (.*)$", text))))
+    marked = {file for file in (repo / "tests").rglob("test_*.py") if "mark.full" in file.read_text(encoding="utf-8")}
+    folders = {file.relative_to(repo).parts[1] for file in marked if file.parent != repo / "tests"}
+    assert folders and folders <= {place.removeprefix("tests/") for place in places}
+    variables = dict(re.findall(r'(?m)^(base|computes|product)="(.*)"$', text))
+    for given in [*variables.values(), *re.findall(r'(?m)^step [\w.-]+ "([^"]*)"', text)]:
+        for read in re.sub(r"\$\w+", "", given).split():
+            assert (repo / read).exists(), f"a step reads {read}, which does not exist"
+
+
+def test_the_nightly_script_resumes(repo: Path, tmp_path: Path) -> None:
+    """A step runs again after it failed, or after a change of what it reads; nothing else makes it run."""
+    head, rest = (repo / ".ci" / "nightly").read_text().split('\nbase="', 1)
+    tail = rest[rest.index("[[ ${wanted[0]:-} == --list ]] && exit") :]
+    steps = 'step one src bash -c "echo one >>../log"\nstep two . bash -c "echo two >>../log; test ! -e broken"\n'
+    tree = tmp_path / "tree"
+    (tree / ".ci").mkdir(parents=True)
+    (tree / ".ci" / "nightly").write_text(f"{head}\n{steps}{tail}")
+    (tree / ".ci" / "compiler").write_text("")
+    (tree / "src").mkdir()
+    (tree / "src" / "a.py").write_text("1")
+    subprocess.run(["git", "init", "-q"], cwd=tree, check=True)
+
+    def run(*names: str) -> tuple[int, list[str]]:
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        done = subprocess.run(["bash", ".ci/nightly", *names], cwd=tree, capture_output=True, text=True)
+        return done.returncode, log.read_text().split() if log.exists() else []
+
+    assert run("two") == (0, ["two"])
+    assert run() == (0, ["one"])
+    assert run() == (0, [])
+    (tree / "README.md").write_text("docs change no step")
+    assert run() == (0, [])
+    (tree / "broken").touch()
+    assert run() == (1, ["two"]), "two reads everything"
+    assert run() == (1, ["two"]), "a step that failed is not recorded"
+    (tree / "broken").unlink()
+    assert run() == (0, []), "this digest has passed"
+    (tree / "src" / "a.py").write_text("2")
+    assert run() == (0, ["one", "two"])
 
 
 @pytest.mark.parametrize(
