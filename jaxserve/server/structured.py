@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxserve.errors import InvalidValue, short
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
 from jaxserve.server.openai import Sampled
-from jaxserve.structured.compiler import PATIENCE, Compiler
+from jaxserve.structured.compiler import PATIENCE, Compiler, late
 from jaxserve.tools.definitions import Tools
 from jaxserve.tools.forced import named_schema, required_schema
 
@@ -101,11 +101,14 @@ def _made(field: str, **given: Any) -> Wanted:
 
 
 async def compiled(compiler: Compiler, wanted: Wanted) -> StructuredOutputs:
-    """Compile a constraint in another thread, and return it. Raises InvalidValue that names the field."""
+    """Compile a constraint in another thread, and return it.
+
+    Raises InvalidValue that names the field, or Unavailable if other constraints are first.
+    """
     compiling = asyncio.wrap_future(compiler.compile(wanted.outputs))
     done, _ = await asyncio.wait([compiling], timeout=PATIENCE)
     if not done:
-        raise InvalidValue(f"{wanted.field} took more than {PATIENCE:g} s to compile: simplify it", wanted.field)
+        raise late(wanted.field)
     try:
         await compiling
     except InvalidValue as error:

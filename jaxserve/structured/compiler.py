@@ -5,24 +5,49 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TookTooLong
+from contextlib import suppress
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from jaxserve.errors import InvalidValue
+from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
-from jaxserve.structured.grammar import grammar_of
+from jaxserve.structured.trial import STACK, TooSlow, Trial, compiled
 
 KEPT = 256  # compiled constraints
-PATIENCE = 10.0  # seconds that a request waits for its constraint; llguidance's own limits end a compilation earlier
-TOLD = 400  # most characters of llguidance's explanations that are repeated
-# Bounds of one step of the parser: about 15 ms, after which the request ends with an error.
-LIMITS = LLParserLimits(verbose_errors=False)
+PENDING = 64  # constraints that may wait to be compiled
+PATIENCE = 10.0  # seconds that a request waits for its constraint
+QUICK = 0.2  # CPU seconds of the first try, so that no constraint waits long for others
+SECONDS = 4.0  # CPU seconds of the last one
+
+
+class Lane:
+    """A thread that compiles constraints one after the other, each after its trial."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.trial = Trial()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-grammar")
+
+    def submit(self, work: Callable[..., None], *given: object) -> None:
+        before = threading.stack_size(STACK)  # submit starts the thread
+        try:
+            self._thread.submit(work, *given)
+        finally:
+            threading.stack_size(before)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.trial.close()
 
 
 class Compiler:
-    """Compiles constraints in threads, and keeps the last KEPT of them. May be used from any thread."""
+    """Compiles constraints in threads, and keeps the last KEPT of them. May be used from any thread.
+
+    One that takes more than QUICK seconds begins again in a second lane, where only such ones wait.
+    """
 
     def __init__(self, tokenizer: Callable[[], str], vocab: int, eos: Iterable[int]) -> None:
         """tokenizer: reads the tokenizer, as the text of its tokenizer.json; called with the first constraint.
@@ -36,25 +61,35 @@ class Compiler:
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._made: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="jaxserve-grammar")
+        self._pending = set[Future[LLMatcher]]()
+        self._quick, self._slow = Lane(QUICK), Lane(SECONDS)
 
     def compile(self, wanted: StructuredOutputs) -> Future[LLMatcher]:
         """Begin to compile, or return what was begun before. The result is shared: call `matcher` to use it.
 
-        The future raises InvalidValue, naming the field, if the constraint is not valid.
+        The future raises InvalidValue, naming the field, if the constraint is not valid, and Unavailable if too
+        many wait.
         """
         with self._lock:
             made = self._made.get(wanted)
-            if made is None:
-                made = self._made[wanted] = self._threads.submit(self._compile, wanted)
-                if len(self._made) > KEPT:
-                    self._made.popitem(last=False)
-            else:
+            if made is not None:
                 self._made.move_to_end(wanted)
+                return made
+            made = Future[LLMatcher]()
+            made.set_running_or_notify_cancel()  # shared: its callers cannot cancel it
+            if len(self._pending) >= PENDING:
+                made.set_exception(Unavailable(f"{PENDING} structured outputs wait to be compiled: try again later"))
+                return made
+            self._made[wanted] = made
+            if len(self._made) > KEPT:
+                self._made.popitem(last=False)
+            self._pending.add(made)
+            made.add_done_callback(self._pending.discard)
+            self._quick.submit(self._compile, wanted, made, self._quick)
             return made
 
     def check(self, wanted: StructuredOutputs) -> None:
-        """Wait until a constraint is compiled. Raises InvalidValue as `compile` does, and if it takes too long."""
+        """Wait until a constraint is compiled. Raises as `compile` does, and Unavailable if it takes too long."""
         self._waited(wanted)
 
     def matcher(self, wanted: StructuredOutputs) -> LLMatcher:
@@ -68,21 +103,28 @@ class Compiler:
         try:
             return self.compile(wanted).result(PATIENCE)
         except TookTooLong as error:
-            raise InvalidValue(
-                f"{wanted.kind} took more than {PATIENCE:g} s to compile: simplify it", wanted.kind
-            ) from error
+            raise late(wanted.kind) from error
 
     def close(self) -> None:
-        """End the threads, after what they compile."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the threads and their trials. What waits fails."""
+        for lane in (self._quick, self._slow):
+            lane.close()
+        with self._lock:
+            for made in tuple(self._pending):
+                _settle(made, Unavailable("the server is shutting down"))
 
-    def _compile(self, wanted: StructuredOutputs) -> LLMatcher:
-        matcher = LLMatcher(self._loaded(), grammar_of(wanted), log_level=0, limits=LIMITS)
-        if matcher.is_error():
-            why = " ".join(matcher.get_error().split())
-            why = why if len(why) <= TOLD else why[: TOLD - 1] + "…"
-            raise InvalidValue(f"{wanted.kind} cannot be enforced: {why}", wanted.kind)
-        return matcher
+    def _compile(self, wanted: StructuredOutputs, made: Future[LLMatcher], lane: Lane) -> None:
+        try:
+            grammar = lane.trial.grammar(wanted, lane.seconds)
+            _settle(made, compiled(self._loaded(), grammar, wanted.kind))
+        except TooSlow:
+            if lane is self._quick:
+                self._slow.submit(self._compile, wanted, made, self._slow)
+            else:
+                told = f"{wanted.kind} takes more than {SECONDS:g} s to compile: simplify it"
+                _settle(made, InvalidValue(told, wanted.kind))
+        except BaseException as error:
+            _settle(made, error)
 
     def _loaded(self) -> LLTokenizer:
         with self._reading:
@@ -96,3 +138,16 @@ class Compiler:
                         "structured_outputs",
                     ) from error
             return self._tokenizer
+
+
+def late(what: str) -> Unavailable:
+    """Return the error of a request that has waited PATIENCE seconds for its constraint."""
+    return Unavailable(f"{what} is not compiled after {PATIENCE:g} s: other structured outputs are first")
+
+
+def _settle(made: Future[LLMatcher], result: LLMatcher | BaseException) -> None:
+    with suppress(InvalidStateError):  # `close` was first
+        if isinstance(result, BaseException):
+            made.set_exception(result)
+        else:
+            made.set_result(result)

@@ -10,7 +10,9 @@ from typing import Any
 
 from .errors import InvalidValue, short
 
-MAX_SIZE = 1 << 20  # characters of a schema, an expression, a grammar, or of all choices together
+MAX_SIZE = 1 << 20  # bytes of a schema, an expression or a grammar
+MAX_CHOICE_SIZE = 1 << 18  # bytes of all choices together
+MAX_WHITESPACE = 256  # characters of a whitespace pattern
 MAX_CHOICES = 10_000
 # Fits expressions that match nothing but the whitespace of JSON.
 BLANKS_ONLY = re.compile(r"(?:[ \t\r\n]|\\[nrt]|[\[\]()|?*+]|\{\d{1,4}(?:,\d{0,4})?\})+")
@@ -60,14 +62,17 @@ class StructuredOutputs:
                 f"structured outputs need exactly one of {', '.join(KINDS)}; {told}", "structured_outputs"
             )
         self._check_whitespace()
-        if (size := self.size) > MAX_SIZE:
-            raise InvalidValue(f"{self.kind} has {size} characters: at most {MAX_SIZE} are allowed", self.kind)
+        most = MAX_CHOICE_SIZE if self.choice else MAX_SIZE
+        if (size := self.size) > most:
+            raise InvalidValue(f"{self.kind} has {size} bytes: at most {most} are allowed", self.kind)
 
     def _check_whitespace(self) -> None:
         name, pattern = "whitespace_pattern", self.whitespace_pattern
         if pattern is None:
             return
         allowed = "an expression of blanks, \\n, \\r, \\t and [ ] ( ) | ? * + {m,n}"
+        if isinstance(pattern, str) and len(pattern) > MAX_WHITESPACE:
+            raise InvalidValue(f"{name} has {len(pattern)} characters: at most {MAX_WHITESPACE} are allowed", name)
         if not isinstance(pattern, str) or not BLANKS_ONLY.fullmatch(pattern):
             raise InvalidValue(f"{name}={short(pattern)} must be {allowed}", name)
         try:
@@ -87,9 +92,9 @@ class StructuredOutputs:
 
     @property
     def size(self) -> int:
-        """The number of characters to compile."""
+        """The number of bytes to compile."""
         given = getattr(self, self.kind)
-        return sum(map(len, given)) if isinstance(given, tuple) else len(given) if isinstance(given, str) else 0
+        return sum(len(one.encode(errors="replace")) for one in ((given,) if isinstance(given, str) else self.choice))
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputs | None:

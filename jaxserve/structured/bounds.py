@@ -1,0 +1,51 @@
+"""Bounds on structured outputs, checked before llguidance sees them: it recurses once a rule."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from jaxserve.errors import InvalidValue
+from jaxserve.sched.api.structured_outputs import StructuredOutputs
+
+MAX_RULES = 1_000  # definitions of a schema, rules of a grammar
+MAX_NODES = 20_000  # objects and lists of a schema
+MAX_DEPTH = 100  # of objects and lists in each other
+MAX_ALTERNATIVES = 10_000  # of a grammar
+DEFINITIONS = ("$defs", "definitions")
+RULE = re.compile(r"^[ \t]*[?!]?\w[^:\n\"/]*:", re.MULTILINE)
+
+
+def check_bounds(wanted: StructuredOutputs) -> None:
+    """Raise InvalidValue, naming what is too much of it, if a constraint exceeds a bound. Does not recurse."""
+    kind = wanted.kind
+    if kind == "grammar":
+        assert wanted.grammar is not None
+        _check(kind, "rules", len(RULE.findall(wanted.grammar)), MAX_RULES)
+        _check(kind, "alternatives", wanted.grammar.count("|"), MAX_ALTERNATIVES)
+    elif kind in ("json", "structural_tag"):
+        _check_json(kind, json.loads(getattr(wanted, kind)))
+
+
+def _check_json(kind: str, given: Any) -> None:
+    rules = nodes = 0
+    level, depth = [given], 0
+    while level:
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                rules += sum(len(one[name]) for name in DEFINITIONS if isinstance(one.get(name), dict))
+                below += one.values()
+            else:
+                below += one
+        level = [one for one in below if isinstance(one, dict | list)]
+        nodes, depth = nodes + len(level), depth + 1
+        _check(kind, "definitions", rules, MAX_RULES)
+        _check(kind, "objects and lists", nodes, MAX_NODES)
+        _check(kind, "levels", depth, MAX_DEPTH)
+
+
+def _check(kind: str, what: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidValue(f"{kind} has {count} {what}: at most {most} are allowed", kind)

@@ -1,0 +1,159 @@
+"""A process in which a constraint is compiled before it is compiled in the server.
+
+llguidance bounds neither the time nor the stack of every compilation (`multipleOf`, intersections of expressions,
+chains of rules), and a thread of Rust cannot be ended; a process can.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import IO
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from jaxserve.errors import InvalidValue
+from jaxserve.sched.api.errors import Unavailable
+from jaxserve.sched.api.structured_outputs import StructuredOutputs
+from jaxserve.structured.bounds import check_bounds
+from jaxserve.structured.grammar import grammar_of
+
+STACK = 512 << 20  # bytes of a thread that compiles: about 16 KiB are needed for each object of a chain
+MEMORY = 1 << 30  # bytes of a trial, besides its stack
+TOLD = 400  # most characters of llguidance's explanations that are repeated
+# Bounds of one step of the parser: about 15 ms, after which the request ends with an error.
+LIMITS = LLParserLimits(verbose_errors=False)
+
+
+class Ask(msgspec.Struct, array_like=True):
+    """A constraint, and the CPU seconds that it may take."""
+
+    wanted: StructuredOutputs
+    seconds: float
+
+
+class Reply(msgspec.Struct, array_like=True):
+    """The grammar of a constraint that compiles, or why it does not."""
+
+    grammar: str = ""
+    error: str = ""
+    param: str | None = None
+
+
+class TooSlow(Exception):
+    """A compilation took more CPU time than it may."""
+
+
+class Trial:
+    """A process that compiles one constraint at a time; started with the first, and again after its death."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+
+    def grammar(self, wanted: StructuredOutputs, seconds: float) -> str:
+        """Return the grammar of a constraint that compiles within `seconds` of CPU time, and the stack and memory.
+
+        Raises TooSlow, or InvalidValue that says why it does not compile.
+        """
+        try:
+            process = self._process = self._process or _started()
+        except OSError as error:
+            raise Unavailable(f"no process to compile structured outputs in: {error}") from error
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            _write(process.stdin, msgspec.msgpack.encode(Ask(wanted, seconds)))
+            reply = msgspec.msgpack.decode(_read(process.stdout), type=Reply)
+        except (EOFError, OSError, ValueError):  # it is dead, or closed
+            self._process = None
+            _end(process)
+            if self._closed:
+                raise Unavailable("the server is shutting down") from None
+            if -process.wait() == signal.SIGPROF:
+                raise TooSlow from None
+            raise InvalidValue(f"{wanted.kind} takes too much memory to compile: simplify it", wanted.kind) from None
+        if reply.error:
+            raise InvalidValue(reply.error, reply.param)
+        return reply.grammar
+
+    def close(self) -> None:
+        """End the process; what it compiles fails."""
+        self._closed, process = True, self._process
+        if process is not None:
+            process.kill()
+            _end(process)
+
+
+def _started() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "jaxserve.structured.trial"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the death of a process, and close its pipes."""
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with suppress(OSError):  # it has not read all
+            pipe.close()
+
+
+def _write(pipe: IO[bytes], frame: bytes) -> None:
+    pipe.write(len(frame).to_bytes(4, "big") + frame)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes]) -> bytes:
+    head = pipe.read(4)
+    frame = pipe.read(int.from_bytes(head, "big"))
+    if not frame:
+        raise EOFError
+    return frame
+
+
+def compiled(tokenizer: LLTokenizer, grammar: str, kind: str) -> LLMatcher:
+    """Compile a grammar. Raises InvalidValue, with the reason of llguidance."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        why = " ".join(matcher.get_error().split())
+        why = why if len(why) <= TOLD else why[: TOLD - 1] + "…"
+        raise InvalidValue(f"{kind} cannot be enforced: {why}", kind)
+    return matcher
+
+
+def _replied(tokenizer: LLTokenizer, ask: Ask) -> Reply:
+    try:
+        check_bounds(ask.wanted)
+        grammar = grammar_of(ask.wanted)
+        compiled(tokenizer, grammar, ask.wanted.kind)
+        return Reply(grammar)
+    except InvalidValue as error:
+        return Reply(error=str(error), param=error.param)
+
+
+def _serve() -> None:
+    tokenizer = LLTokenizer("byte")  # how long a grammar compiles depends little on the tokenizer
+    while True:
+        ask = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=Ask)
+        signal.setitimer(signal.ITIMER_PROF, ask.seconds)  # of CPU; SIGPROF ends the process
+        reply = _replied(tokenizer, ask)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(sys.stdout.buffer, msgspec.msgpack.encode(reply))
+
+
+def main() -> None:
+    """Compile what comes, until the server is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends this process
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (STACK + MEMORY, STACK + MEMORY))
+    threading.stack_size(STACK * 3 // 4)  # what fits here fits in the server's thread
+    threading.Thread(target=_serve).start()
+
+
+if __name__ == "__main__":
+    main()

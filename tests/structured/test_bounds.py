@@ -1,0 +1,148 @@
+"""No constraint ends the process, or keeps a thread from those of others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
+from jaxserve.sched.api.structured_outputs import StructuredOutputs
+from jaxserve.structured import compiler as under_test
+from jaxserve.structured import trial
+from jaxserve.structured.bounds import MAX_ALTERNATIVES, MAX_NODES, MAX_RULES
+from jaxserve.structured.compiler import Compiler
+from tests.support.structured.bytes import END, tokenizer_json
+
+
+@pytest.fixture
+def compiler() -> Iterator[Compiler]:
+    made = Compiler(tokenizer_json, 256, [END])
+    yield made
+    made.close()
+
+
+def schemas(link: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[int], dict[str, Any]]:
+    """Return schemas of n definitions, each of which needs the next one."""
+
+    def chain(n: int) -> dict[str, Any]:
+        defs = {f"d{at}": link({"$ref": f"#/$defs/d{at + 1}"}) for at in range(n - 1)}
+        return {"json": {"$defs": {**defs, f"d{n - 1}": {"type": "integer"}}, "$ref": "#/$defs/d0"}}
+
+    return chain
+
+
+def properties(n: int) -> dict[str, Any]:
+    """Return a schema without definitions: n/2 objects, each of which needs the next one."""
+    n //= 2
+    each = {
+        f"p{at}": {"type": "object", "properties": {"a": {"$ref": f"#/properties/p{at + 1}"}}, "required": ["a"]}
+        for at in range(n // 2)
+    }
+    return {"json": {"type": "object", "properties": {**each, f"p{n // 2}": {"type": "integer"}}, "required": ["p0"]}}
+
+
+def rules(form: str, last: str) -> Callable[[int], dict[str, Any]]:
+    """Return grammars of n rules, each of which needs the next one."""
+
+    def chain(n: int) -> dict[str, Any]:
+        return {"grammar": "\n".join([*(form.format(at, at + 1) for at in range(n - 1)), last.format(n - 1)])}
+
+    return chain
+
+
+CHAINS = {
+    "items": schemas(lambda to: {"type": "array", "items": to}),
+    "object": schemas(lambda to: {"type": "object", "properties": {"a": to}, "required": ["a"]}),
+    "ref": schemas(lambda to: to),
+    "anyOf": schemas(lambda to: {"anyOf": [to, {"type": "string"}]}),
+    "allOf": schemas(lambda to: {"allOf": [to, {"minimum": 1}]}),
+    "lark": lambda n: rules("r{0}: r{1}", 'r{0}: "1"\nstart: r0')(n - 1),
+    "tokens": lambda n: rules('R{0}: R{1} | "b"', 'R{0}: "1"\nstart: R0')(n - 1),
+    "gbnf": lambda n: rules("r{0} ::= r{1}", 'r{0} ::= "1"\nroot ::= r0')(n - 1),
+}
+DIVISOR = {"type": "integer", "multipleOf": 99999989}
+BOMBS: dict[str, dict[str, Any]] = {
+    "multipleOf": {"json": DIVISOR},
+    "common multiple": {"json": {"allOf": [{**DIVISOR, "multipleOf": 9973}, {**DIVISOR, "multipleOf": 9967}]}},
+    "patterns": {"json": {"allOf": [{"type": "string", "pattern": f"a.{{{at}}}b"} for at in range(1, 200)]}},
+    "in a grammar": {"grammar": 'start: %json {"type": "integer", "multipleOf": 99999989}'},
+    "in a tag": {"structural_tag": {"structures": [{"begin": "<a", "schema": DIVISOR, "end": ">"}], "triggers": ["<"]}},
+}
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_long_chains_are_refused_with_the_limit(compiler: Compiler, kind: str) -> None:
+    with pytest.raises(InvalidValue, match=f"has 4000 .*: at most {MAX_RULES} are allowed"):
+        compiler.check(StructuredOutputs(**CHAINS[kind](4000)))
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_chains_at_the_bound_fit_the_stack(compiler: Compiler, kind: str) -> None:
+    matcher = compiler.matcher(StructuredOutputs(**CHAINS[kind](MAX_RULES)))
+    matcher.unsafe_compute_mask_ptr((mask := np.zeros(8, np.int32)).ctypes.data, mask.nbytes)  # on a usual stack
+    assert mask.any() and not matcher.is_error()
+
+
+def test_chains_without_definitions_are_refused_or_compiled(compiler: Compiler) -> None:
+    compiler.check(StructuredOutputs(**properties(2_000)))
+    with pytest.raises(InvalidValue):
+        compiler.check(StructuredOutputs(**properties(MAX_NODES)))
+    with pytest.raises(InvalidValue, match=f"objects and lists: at most {MAX_NODES} are allowed"):
+        compiler.check(StructuredOutputs(**properties(2 * MAX_NODES)))
+
+
+def test_alternatives_are_bounded(compiler: Compiler) -> None:
+    with pytest.raises(InvalidValue, match=f"has 79999 alternatives: at most {MAX_ALTERNATIVES} are allowed"):
+        compiler.check(StructuredOutputs(grammar="root ::= " + " | ".join(f'"w{at}"' for at in range(80_000))))
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_compilation_ends_with_its_cpu_time(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(under_test, "SECONDS", 0.6)
+    compiler = Compiler(tokenizer_json, 256, [END])
+    try:
+        with pytest.raises(InvalidValue, match=r"takes more than 0.6 s to compile"):
+            compiler.compile(StructuredOutputs(**BOMBS[kind])).result(60)
+        assert compiler._slow.trial._process is None, "its process is gone"
+        compiler.compile(StructuredOutputs(regex="[a-z]{3}")).result(60)
+    finally:
+        compiler.close()
+
+
+def test_others_do_not_wait_for_what_takes_long(compiler: Compiler) -> None:
+    bombs = [StructuredOutputs(json={**DIVISOR, "multipleOf": 99999989 - at}) for at in (0, 18, 30, 42)]
+    slow = [compiler.compile(one) for one in bombs]
+    compiler.compile(StructuredOutputs(regex="[a-z]{3}")).result(60)
+    assert not slow[-1].done(), "each of them may take seconds"
+
+
+def test_too_many_constraints_are_refused_for_a_while(monkeypatch: pytest.MonkeyPatch, compiler: Compiler) -> None:
+    monkeypatch.setattr(under_test, "PENDING", 1)
+    slow = compiler.compile(StructuredOutputs(json=DIVISOR))  # type: ignore[arg-type]
+    with pytest.raises(Unavailable, match="wait to be compiled: try again later"):
+        compiler.check(StructuredOutputs(regex="x"))
+    monkeypatch.setattr(under_test, "PATIENCE", 0.01)
+    with pytest.raises(Unavailable, match="is not compiled after"):
+        compiler.check(StructuredOutputs(json=DIVISOR))  # type: ignore[arg-type]
+    compiler.close()
+    with pytest.raises(JaxserveError, match="shutting down"):
+        slow.result(60)
+
+
+def test_the_death_of_a_trial_refuses_its_constraint_alone(compiler: Compiler) -> None:
+    compiler.check(StructuredOutputs(regex="first"))
+    process = compiler._quick.trial._process
+    assert process is not None
+    process.kill()
+    with pytest.raises(InvalidValue, match="too much memory"):
+        compiler.check(StructuredOutputs(regex="second"))
+    compiler.check(StructuredOutputs(regex="third"))
+
+
+def test_other_threads_keep_their_stack(compiler: Compiler) -> None:
+    compiler.check(StructuredOutputs(regex="x"))
+    assert threading.stack_size() == 0 and trial.STACK > 1 << 28
