@@ -178,7 +178,7 @@ def submit(
     If one is refused, those before it are cancelled. Output i samples with seed + i. Only the first
     output computes the prompt's log-probabilities.
     """
-    params, choices = job.params, list[Choice]()
+    params, prompt, choices = job.params, tuple(job.prompt), list[Choice]()  # one prompt, however many outputs
     if job.stops is None:
         job = replace(job, stops=Automaton(params.stop))  # shared by all outputs
     for index in range(params.n):
@@ -192,7 +192,7 @@ def submit(
         key = job.key if params.n == 1 else f"{job.key}-{index}"
         try:
             choice.request = engine.submit(
-                job.prompt,
+                prompt,
                 own,
                 slo=job.slo,
                 priority=job.priority,

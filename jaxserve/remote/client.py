@@ -32,6 +32,7 @@ from jaxserve.remote.messages import (
     Prefetch,
     Profile,
     Refused,
+    Repeat,
     Report,
     ResetPrefixCache,
     Restart,
@@ -122,6 +123,7 @@ class RemoteEngine(Submitting):
         self._ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._listeners: dict[int, Callable[[Delta], None]] = {}
+        self._last: Submit | None = None  # the last one that was sent whole
         self._gone: str | None = None  # why the connection is lost
         self.on_lost: Callable[[str], None] = lambda why: None
         self.updates: dict[int, Update]  # of all instances, when the engine was connected
@@ -157,17 +159,31 @@ class RemoteEngine(Submitting):
     # requests
 
     def send(self, request: Submit, on_delta: Callable[[Delta], None]) -> int:
-        """Submit a request under an id of its own, and return the id. Raises Unavailable if the connection is lost."""
+        """Submit a request under an id of its own, and return the id.
+
+        Raises Unavailable if the connection is lost, or `crowded`.
+        """
         if self._gone is not None:
             raise Unavailable(f"{self.name} has ended: {self._gone}")
+        if self.crowded:
+            raise Unavailable(f"{self.name} has not yet read the requests before this one: try again later")
         id = next(self._ids)
-        self._send(structs.replace(request, id=id))
+        request = structs.replace(request, id=id)
+        repeat = Repeat.of(self._last, request)
+        self._send(request if repeat is None else repeat)
+        if repeat is None:
+            self._last = request
         self._listeners[id] = on_delta
         return id
 
+    @property
+    def crowded(self) -> bool:
+        """Whether requests wait for the engine to read those before them."""
+        return self._connection.crowded
+
     def prefetch(self, prompt: tuple[int, ...], salt: bytes, kv_from: str) -> None:
         """Let the engine fetch the KV of a prompt while the engine at `kv_from` computes it."""
-        if self._gone is None:
+        if self._gone is None and not self.crowded:
             self._send(Prefetch(prompt, salt, kv_from))
 
     def check_outputs(self, prompts: int, n: int, instances: int | None = None) -> None:

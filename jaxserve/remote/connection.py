@@ -60,6 +60,11 @@ class Connection(asyncio.Protocol):
             return
         transport.writelines((len(frame).to_bytes(4, "big"), frame))
 
+    @property
+    def crowded(self) -> bool:
+        """Whether so much waits for the other end that nothing large should be sent."""
+        return self._transport is not None and self._transport.get_write_buffer_size() > UNREAD // 2
+
     async def drained(self) -> None:
         """Wait until the other end has read most of what was sent, or the connection is lost.
 

@@ -6,9 +6,11 @@ pickle, and refuses values of other types. A request has the id that its front g
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.outputs import RequestMetrics
@@ -47,6 +49,41 @@ class Submit(Message, frozen=True):
     kv_from: str = ""  # where the KV of its prompt is
     kv_tokens: int = 0  # that have KV there; 0: all
     session: str = ""
+
+
+class Repeat(Message, frozen=True):
+    """A Submit that differs from the last one of its front in these fields only, such as another output of a prompt."""
+
+    id: int
+    key: str
+    seed: int | None
+    prompt_logprobs: int | None
+    waited: float
+    progress: Progress | None = None
+    handed_over: bool = False
+    kv_from: str = ""
+    kv_tokens: int = 0
+
+    @classmethod
+    def of(cls, last: Submit | None, request: Submit) -> Repeat | None:
+        """Return the shorter form of a request, if it has one after `last`."""
+        if last is None or request.prompt is not last.prompt:
+            return None
+        p = request.params
+        made = cls(
+            request.id, request.key, p.seed, p.prompt_logprobs, request.waited,
+            request.progress, request.handed_over, request.kv_from, request.kv_tokens,
+        )  # fmt: skip
+        return made if made.submit(last) == request else None
+
+    def submit(self, last: Submit) -> Submit:
+        """Return the whole request."""
+        same = {name: getattr(self, name) for name in ("id", "key", *_OWN)}
+        params = replace(last.params, seed=self.seed, prompt_logprobs=self.prompt_logprobs)
+        return structs.replace(last, params=params, **same)
+
+
+_OWN = ("waited", "progress", "handed_over", "kv_from", "kv_tokens")
 
 
 class Prefetch(Message, frozen=True):
@@ -196,7 +233,18 @@ class Answer(Message, frozen=True):
 
 
 FromFront = (
-    Submit | Prefetch | Cancel | GetStats | SetRoles | ResetPrefixCache | EndSession | Profile | Follow | Restart | Stay
+    Submit
+    | Repeat
+    | Prefetch
+    | Cancel
+    | GetStats
+    | SetRoles
+    | ResetPrefixCache
+    | EndSession
+    | Profile
+    | Follow
+    | Restart
+    | Stay
 )
 FromEngine = Hello | State | Report | Outputs | Refused | Answer
 

@@ -301,7 +301,13 @@ class Replicas(Submitting):
 
     def _takes(self, ask: _Ask, replica: int) -> bool:
         engine = self._engines.get(replica)
-        return engine is not None and engine.healthy and replica not in self._draining and engine not in ask.tried
+        return (
+            engine is not None
+            and engine.healthy
+            and not engine.crowded
+            and replica not in self._draining
+            and engine not in ask.tried
+        )
 
     def _start(self, ask: _Ask, instance: int) -> None:
         """Send a request to the engine of an instance. The engine may use another one of its own."""

@@ -28,12 +28,14 @@ from jaxserve.remote.messages import (
     Failure,
     Follow,
     FromEngine,
+    FromFront,
     GetStats,
     Hello,
     Outputs,
     Prefetch,
     Profile,
     Refused,
+    Repeat,
     Report,
     ResetPrefixCache,
     Restart,
@@ -226,6 +228,7 @@ class _Front:
         self._deltas: list[Delta] = []  # to send
         self._ended: dict[int, RequestMetrics] = {}  # likewise
         self._flushing = False
+        self._last: Submit | None = None  # the last one that came whole
         self._calls = set[asyncio.Task[None]]()
         self.follows = False
         self._mark = self._reported = -1  # the last request that has entered the engine, and that a Report said so of
@@ -250,7 +253,7 @@ class _Front:
 
     def received(self, frame: bytes) -> None:
         try:
-            message = decode_from_front(frame)
+            message = self._whole(decode_from_front(frame))
         except ValueError as error:
             self.connection.close(f"a message that cannot be decoded: {error}")
             return
@@ -281,6 +284,16 @@ class _Front:
                 self._server.retire(message.patience)
             case Stay():
                 self._server.stay()
+
+    def _whole(self, message: FromFront) -> FromFront:
+        """Complete a Repeat. Raises ValueError if there is nothing that it could repeat."""
+        if isinstance(message, Repeat):
+            if self._last is None:
+                raise ValueError("a Repeat before a Submit")
+            return message.submit(self._last)
+        if isinstance(message, Submit):
+            self._last = message
+        return message
 
     def _cancel(self, message: Cancel) -> None:
         id = self._running.get(message.id)

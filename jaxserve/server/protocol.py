@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from array import array
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -214,7 +215,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
 
-class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]
+class _Parser(httptools.HttpRequestParser):
     """A parser that ignores `Upgrade`, as RFC 9110, section 7.8, allows.
 
     httptools would stop after the headers, and read the body as the next request.
@@ -224,7 +225,7 @@ class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]
         super().__init__(protocol)
         self._protocol = protocol
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: bytes | bytearray | memoryview[int] | array[int]) -> None:
         rest = memoryview(data)
         while True:
             try:

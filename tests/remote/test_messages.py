@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Promise, Stats
 from jaxserve.outputs import RequestMetrics
@@ -24,6 +26,7 @@ from jaxserve.remote.messages import (
     Outputs,
     Prefetch,
     Refused,
+    Repeat,
     Report,
     ResetPrefixCache,
     SetRoles,
@@ -102,6 +105,7 @@ FRONT = (
     SUBMIT
     | st.builds(Prefetch, TOKENS, st.binary(max_size=32), st.text())
     | st.builds(Cancel, IDS, st.text())
+    | st.builds(Repeat, IDS, st.text(), st.none() | IDS, st.none() | st.integers(0, 20), SECONDS)
     | st.builds(GetStats, IDS)
     | st.builds(SetRoles, IDS, ROLES)
     | st.builds(ResetPrefixCache, IDS)
@@ -183,3 +187,14 @@ def test_an_error_arrives_as_it_was_raised(error: JaxserveError) -> None:
 def test_an_error_of_a_subclass_arrives_as_the_nearest_known_one() -> None:
     found = Failure.of(StepFailed("a step failed")).error()
     assert type(found) is JaxserveError and str(found) == "a step failed"
+
+
+@given(SUBMIT, IDS, st.none() | st.integers(0, 2**63 - 1))
+def test_an_output_of_the_same_prompt_is_told_without_it(last: Submit, id: int, seed: int | None) -> None:
+    params = replace(last.params, seed=seed, prompt_logprobs=None)
+    request = structs.replace(last, id=id, key="k-1", params=params, waited=1.0)
+    repeat = Repeat.of(last, request)
+    assert repeat is not None and repeat.submit(last) == request
+    assert Repeat.of(None, request) is None
+    assert Repeat.of(last, structs.replace(request, priority=last.priority + 1)) is None
+    assert Repeat.of(last, structs.replace(request, prompt=(*last.prompt, 1))) is None

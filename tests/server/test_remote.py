@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
 from jaxserve.remote import client as under_test
+from jaxserve.remote import connection
 from jaxserve.remote.address import Address
 from jaxserve.remote.client import RemoteEngine
 from jaxserve.remote.messages import GetStats
@@ -21,6 +23,7 @@ from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.api.structured_outputs import StructuredOutputs
 from tests.support.server.told import Told
 
 PROMPT = list(range(20, 50))
@@ -134,6 +137,45 @@ def test_a_request_that_is_not_accepted_ends_with_the_error(
         monkeypatch.setattr(engine._queue, "bound", 0)
         assert isinstance(await refused(remote, PROMPT), QueueFull)
 
+    beside(work)
+
+
+def test_outputs_of_one_prompt_do_not_fill_the_connection(beside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        told = [Told() for _ in range(20)]
+        params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputs(choice=("a" * 30_000,)))
+        for at, one in enumerate(told):
+            own = replace(params, seed=at)
+            remote.submit(prompt, own, slo=SLO(), key=f"k-{at}", on_delta=one)
+        await asyncio.gather(*(one.ended.wait() for one in told))
+        assert {one.deltas[-1].finish_reason for one in told} == {"length"} and remote.healthy
+
+    prompt = tuple(PROMPT)
+    monkeypatch.setattr(connection, "UNREAD", 1 << 16)
+    beside(work)
+
+
+def test_a_request_that_the_engine_cannot_read_yet_is_refused_alone(
+    beside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        told = list[Told]()
+        with pytest.raises(Unavailable, match="has not yet read the requests before this one"):
+            for at in range(200):
+                one = Told()
+                wanted = StructuredOutputs(choice=(f"{at}" * 20_000,))
+                remote.submit(PROMPT, SamplingParams(max_tokens=2, structured_outputs=wanted), slo=SLO(), on_delta=one)
+                told.append(one)
+        assert told and remote.healthy
+        for id in list(remote._listeners):
+            remote.cancel(id)
+        await asyncio.gather(*(one.ended.wait() for one in told))
+        last = Told()
+        remote.submit(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True), slo=SLO(), on_delta=last)
+        await last.ended.wait()
+        assert last.deltas[-1].finish_reason == "length" and remote.healthy
+
+    monkeypatch.setattr(connection, "UNREAD", 1 << 19)
     beside(work)
 
 
