@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import IO
 
@@ -54,6 +56,7 @@ class Trial:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._ended: Callable[[], object] = lambda: None  # ends the process, as this object's own end does
         self._closed = False
 
     def grammar(self, wanted: StructuredOutputs, seconds: float) -> str:
@@ -62,7 +65,7 @@ class Trial:
         Raises TooSlow, or InvalidValue that says why it does not compile.
         """
         try:
-            process = self._process = self._process or _started()
+            process = self._process = self._process or self._start()
         except OSError as error:
             raise Unavailable(f"no process to compile structured outputs in: {error}") from error
         assert process.stdin is not None and process.stdout is not None
@@ -71,7 +74,7 @@ class Trial:
             reply = msgspec.msgpack.decode(_read(process.stdout), type=Reply)
         except (EOFError, OSError, ValueError):  # it is dead, or closed
             self._process = None
-            _end(process)
+            self._ended()
             if self._closed:
                 raise Unavailable("the server is shutting down") from None
             if -process.wait() == signal.SIGPROF:
@@ -83,19 +86,19 @@ class Trial:
 
     def close(self) -> None:
         """End the process; what it compiles fails."""
-        self._closed, process = True, self._process
-        if process is not None:
-            process.kill()
-            _end(process)
+        self._closed = True
+        self._ended()
 
-
-def _started() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "jaxserve.structured.trial"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "jaxserve.structured.trial"]
+        made = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self._ended = weakref.finalize(self, _end, made)
+        return made
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the death of a process, and close its pipes."""
+    """End a process, and close its pipes. One that is already dead keeps its status."""
+    process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
