@@ -20,7 +20,7 @@ KEPT = 256  # compiled constraints
 PENDING = 64  # constraints that may wait to be compiled
 PATIENCE = 10.0  # seconds that a request waits for its constraint
 QUICK = 0.2  # CPU seconds of the first try, so that no constraint waits long for others
-SECONDS = 4.0  # CPU seconds of the last one
+SECONDS = 2.0  # CPU seconds of the last one
 
 
 class Lane:
@@ -124,6 +124,9 @@ class Compiler:
                 told = f"{wanted.kind} takes more than {SECONDS:g} s to compile: simplify it"
                 _settle(made, InvalidValue(told, wanted.kind))
         except BaseException as error:
+            if not isinstance(error, InvalidValue):
+                with self._lock:
+                    self._made.pop(wanted, None)  # it may compile the next time
             _settle(made, error)
 
     def _loaded(self) -> LLTokenizer:

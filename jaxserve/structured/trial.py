@@ -1,11 +1,13 @@
-"""A process in which a constraint is compiled before it is compiled in the server.
+"""Processes in which constraints are compiled before they are compiled in the server.
 
 llguidance bounds neither the time nor the stack of every compilation (`multipleOf`, intersections of expressions,
-chains of rules), and a thread of Rust cannot be ended; a process can.
+chains of rules), and a thread of Rust cannot be ended; a process can. One process stays, and forks
+another one when that dies.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import subprocess
@@ -40,11 +42,12 @@ class Ask(msgspec.Struct, array_like=True):
 
 
 class Reply(msgspec.Struct, array_like=True):
-    """The grammar of a constraint that compiles, or why it does not."""
+    """The grammar of a constraint that compiles, or why it does not: an error, or the signal that ended its process."""
 
     grammar: str = ""
     error: str = ""
     param: str | None = None
+    signal: int = 0
 
 
 class TooSlow(Exception):
@@ -52,7 +55,7 @@ class TooSlow(Exception):
 
 
 class Trial:
-    """A process that compiles one constraint at a time; started with the first, and again after its death."""
+    """A process whose fork compiles one constraint at a time; started with the first."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -62,43 +65,47 @@ class Trial:
     def grammar(self, wanted: StructuredOutputs, seconds: float) -> str:
         """Return the grammar of a constraint that compiles within `seconds` of CPU time, and the stack and memory.
 
-        Raises TooSlow, or InvalidValue that says why it does not compile.
+        Raises TooSlow, InvalidValue that says why it does not compile, or Unavailable.
         """
+        process = None
         try:
-            process = self._process = self._process or self._start()
-        except OSError as error:
-            raise Unavailable(f"no process to compile structured outputs in: {error}") from error
-        assert process.stdin is not None and process.stdout is not None
-        try:
+            process = self._process = self._process or _started()
+            assert process.stdin is not None and process.stdout is not None
             _write(process.stdin, msgspec.msgpack.encode(Ask(wanted, seconds)))
             reply = msgspec.msgpack.decode(_read(process.stdout), type=Reply)
-        except (EOFError, OSError, ValueError):  # it is dead, or closed
+        except (EOFError, OSError, ValueError) as error:  # it cannot start, is dead, or closed
+            if process is not None:
+                _end(process)
             self._process = None
-            self._ended()
-            if self._closed:
-                raise Unavailable("the server is shutting down") from None
-            if -process.wait() == signal.SIGPROF:
-                raise TooSlow from None
-            raise InvalidValue(f"{wanted.kind} takes too much memory to compile: simplify it", wanted.kind) from None
+            why = "the server is shutting down" if self._closed else f"no process to compile in: {error!r}"
+            raise Unavailable(why) from error
+        if reply.signal == signal.SIGPROF:
+            raise TooSlow
+        if reply.signal:
+            raise InvalidValue(f"{wanted.kind} takes too much memory to compile: simplify it", wanted.kind)
         if reply.error:
             raise InvalidValue(reply.error, reply.param)
         return reply.grammar
 
     def close(self) -> None:
         """End the process; what it compiles fails."""
-        self._closed = True
-        self._ended()
+        self._closed, process = True, self._process
+        if process is not None:
+            _end(process)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "jaxserve.structured.trial"]
-        made = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        self._ended = weakref.finalize(self, _end, made)
-        return made
+
+def _started() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "jaxserve.structured.trial"]
+    null = subprocess.DEVNULL
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=null, start_new_session=True
+    )  # a session of its own: Ctrl-C is for the server
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, and close its pipes. One that is already dead keeps its status."""
-    process.kill()
+    """Kill a process and its forks, and close its pipes."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
@@ -139,23 +146,35 @@ def _replied(tokenizer: LLTokenizer, ask: Ask) -> Reply:
         return Reply(error=str(error), param=error.param)
 
 
-def _serve() -> None:
-    tokenizer = LLTokenizer("byte")  # how long a grammar compiles depends little on the tokenizer
-    while True:
-        ask = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=Ask)
-        signal.setitimer(signal.ITIMER_PROF, ask.seconds)  # of CPU; SIGPROF ends the process
-        reply = _replied(tokenizer, ask)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(sys.stdout.buffer, msgspec.msgpack.encode(reply))
+def _serve(tokenizer: LLTokenizer) -> None:
+    with suppress(EOFError):
+        while True:
+            ask = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=Ask)
+            signal.setitimer(signal.ITIMER_PROF, ask.seconds)  # of CPU; SIGPROF ends the process
+            reply = _replied(tokenizer, ask)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _write(sys.stdout.buffer, msgspec.msgpack.encode(reply))
+
+
+def _forked(tokenizer: LLTokenizer) -> int:
+    """Compile what comes in a fork; return the signal that ended it, or 0 if the server is gone."""
+    fork = os.fork()
+    if fork == 0:
+        threading.stack_size(STACK * 3 // 4)  # what fits here fits in the server's thread
+        thread = threading.Thread(target=_serve, args=(tokenizer,))
+        thread.start()
+        thread.join()
+        os._exit(0)
+    return os.WTERMSIG(os.waitpid(fork, 0)[1])
 
 
 def main() -> None:
     """Compile what comes, until the server is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends this process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (STACK + MEMORY, STACK + MEMORY))
-    threading.stack_size(STACK * 3 // 4)  # what fits here fits in the server's thread
-    threading.Thread(target=_serve).start()
+    tokenizer = LLTokenizer("byte")  # how long a grammar compiles depends little on the tokenizer
+    while ended := _forked(tokenizer):
+        _write(sys.stdout.buffer, msgspec.msgpack.encode(Reply(signal=ended)))
 
 
 if __name__ == "__main__":

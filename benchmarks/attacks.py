@@ -1,0 +1,162 @@
+"""Requests that once ended or stopped the server, beside 8 honest streams.
+
+Starts the demo model with its fronts and engine in processes of their own, keeps 8 streams open, and sends each
+attack. Prints its status and the largest gap of any stream meanwhile; exits with 1 if a stream ended early, an
+attack got another status than 400, 413, 431 or 503 (a bound may also let it pass: 200), or an innocent request failed.
+
+    python benchmarks/attacks.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import common
+import httpx
+
+from jaxserve.report.table import print_table
+
+STREAMS = 8
+ALLOWED = (200, 400, 413, 431, 503)
+PROMPT = {"prompt": "x", "max_tokens": 2}
+
+
+def chain(link: Any, count: int = 4_000) -> dict[str, Any]:
+    """Return a schema of `count` definitions, each of which needs the next one."""
+    defs = {f"d{at}": link({"$ref": f"#/$defs/d{at + 1}"}) for at in range(count)}
+    return {"$defs": {**defs, f"d{count}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+
+
+def lines(form: str, first: str, count: int = 4_000) -> str:
+    """Return a grammar of `count` rules, each of which needs the next one."""
+    return "\n".join([first, *(form.format(at, at + 1) for at in range(count))])
+
+
+def divisible(by: int) -> dict[str, Any]:
+    return {"guided_json": {"type": "integer", "multipleOf": by}}
+
+
+def attacks() -> dict[str, list[dict[str, Any]]]:
+    """Return the bodies of each attack, which are sent at the same time."""
+    patterns = [{"type": "string", "pattern": f"a.{{{at}}}b"} for at in range(1, 200)]
+    formats = {f"p{at}": {"type": "string", "format": "date-time"} for at in range(25_000)}
+    array = chain(lambda to: {"type": "array", "items": to}, 2_000)
+    return {
+        "array definitions": [{"guided_json": array}],
+        "array definitions, response_format": [
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": array}}}
+        ],
+        "$ref": [{"guided_json": chain(lambda to: to)}],
+        "anyOf": [{"guided_json": chain(lambda to: {"anyOf": [to, {"type": "string"}]})}],
+        "allOf": [{"guided_json": chain(lambda to: {"allOf": [to, {"minimum": 1}]})}],
+        "Lark rules": [{"guided_grammar": lines("r{0}: r{1}", 'start: r0\nr4000: "a"')}],
+        "tokens": [{"guided_grammar": lines('R{0}: R{1} | "b"', 'start: R0\nR8000: "a"', 8_000)}],
+        "GBNF rules": [{"guided_grammar": lines("r{0} ::= r{1}", 'root ::= r0\nr4000 ::= "a"')}],
+        "n=200 with 1 MB": [{"n": 200, "guided_choice": ["a" * 1_048_566]}],
+        "n=200 with 250 KB": [{"n": 200, "guided_choice": ["a" * 250_000]}],
+        "multipleOf": [divisible(99_999_989), divisible(99_999_988)],
+        "8 times multipleOf": [divisible(99_999_000 + at) for at in (1, 19, 29, 37, 49, 61, 73, 89)],
+        "patterns": [{"guided_json": {"allOf": patterns}}],
+        "80,000 alternatives": [{"guided_grammar": "root ::= " + " | ".join(f'"w{at}"' for at in range(80_000))}],
+        "25,000 formats": [{"guided_json": {"type": "object", "properties": formats}}],
+        "whitespace of 420 KB": [{"structured_outputs": {"json": {}, "whitespace_pattern": " ?" * 210_000}}],
+    }
+
+
+class Stream:
+    """An honest stream, opened again whenever it has had all of its tokens."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+        self.last = time.perf_counter()
+        self.gap = 0.0
+        self.ended = ""  # why it ended early
+
+    def heard(self) -> None:
+        now = time.perf_counter()
+        self.gap, self.last = max(self.gap, now - self.last), now
+
+    async def run(self) -> None:
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        try:
+            while True:
+                text = ""
+                async with self._client.stream("POST", "/v1/completions", json=body) as answer:
+                    async for line in answer.aiter_lines():
+                        text = line or text
+                        self.heard()
+                if text != "data: [DONE]" or answer.status_code != 200:
+                    self.ended = f"{answer.status_code} {text[:80]}"
+                    return
+        except httpx.HTTPError as error:
+            self.ended = repr(error)
+
+
+async def sent(client: httpx.AsyncClient, body: dict[str, Any]) -> int:
+    """Return the status of a completion; 0 if there is none."""
+    with suppress(httpx.HTTPError):
+        return (await client.post("/v1/completions", json={**PROMPT, **body})).status_code
+    return 0
+
+
+async def measure(url: str) -> tuple[list[dict[str, Any]], bool]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        await sent(client, {"guided_regex": "[0-9]"})
+        streams = [Stream(client) for _ in range(STREAMS)]
+        running = [asyncio.ensure_future(one.run()) for one in streams]
+        await asyncio.sleep(3)
+        rows, good = [], True
+        for name, bodies in {"none": [], **attacks()}.items():
+            for one in streams:
+                one.heard()
+                one.gap = 0.0
+            began = time.perf_counter()
+            attacking = asyncio.gather(*(sent(client, body) for body in bodies))
+            await asyncio.sleep(0.2)
+            asked = time.perf_counter()
+            innocent = await sent(client, {"guided_regex": f"[a-z]{{{len(rows) + 3}}}"})
+            waited = time.perf_counter() - asked
+            statuses = await attacking
+            seconds = time.perf_counter() - began
+            for one in streams:
+                one.heard()
+            row = {
+                "attack": name,
+                "status": " ".join(map(str, sorted(set(statuses)))),
+                "seconds": round(seconds, 2),
+                "innocent": innocent,
+                "innocent_seconds": round(waited, 2),
+                "largest_gap": round(max(one.gap for one in streams), 2),
+                "ended": sum(bool(one.ended) for one in streams),
+            }
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            good = good and not row["ended"] and innocent == 200 and set(statuses) <= set(ALLOWED)
+        for task in running:
+            task.cancel()
+        for one in streams:
+            if one.ended:
+                print(f"a stream ended: {one.ended}", file=sys.stderr)
+        return rows, good
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common.add_output(parser, "attacks")
+    args = parser.parse_args()
+    with common.server(["--api-server-count", "2"]) as server:
+        rows, good = asyncio.run(measure(server.url))
+    print_table("", list(rows[0]), [[str(value) for value in row.values()] for row in rows])
+    common.save(args, {"rows": rows})
+    raise SystemExit(not good)
+
+
+if __name__ == "__main__":
+    main()
