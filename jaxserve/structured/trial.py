@@ -59,7 +59,7 @@ class Trial:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended: Callable[[], object] = lambda: None  # ends the process, as this object's own end does
+        self._end: Callable[[], object] = lambda: None  # ends the process; the end of this object does too
         self._closed = False
 
     def grammar(self, wanted: StructuredOutputs, seconds: float) -> str:
@@ -67,16 +67,14 @@ class Trial:
 
         Raises TooSlow, InvalidValue that says why it does not compile, or Unavailable.
         """
-        process = None
         try:
-            process = self._process = self._process or _started()
+            process = self._process = self._process or self._start()
             assert process.stdin is not None and process.stdout is not None
             _write(process.stdin, msgspec.msgpack.encode(Ask(wanted, seconds)))
             reply = msgspec.msgpack.decode(_read(process.stdout), type=Reply)
         except (EOFError, OSError, ValueError) as error:  # it cannot start, is dead, or closed
-            if process is not None:
-                _end(process)
             self._process = None
+            self._end()
             why = "the server is shutting down" if self._closed else f"no process to compile in: {error!r}"
             raise Unavailable(why) from error
         if reply.signal == signal.SIGPROF:
@@ -89,17 +87,17 @@ class Trial:
 
     def close(self) -> None:
         """End the process; what it compiles fails."""
-        self._closed, process = True, self._process
-        if process is not None:
-            _end(process)
+        self._closed = True
+        self._end()
 
-
-def _started() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "jaxserve.structured.trial"]
-    null = subprocess.DEVNULL
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=null, start_new_session=True
-    )  # a session of its own: Ctrl-C is for the server
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "jaxserve.structured.trial"]
+        null = subprocess.DEVNULL
+        made = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=null, start_new_session=True
+        )  # a session of its own: Ctrl-C is for the server
+        self._end = weakref.finalize(self, _end, made)
+        return made
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
