@@ -91,7 +91,7 @@ class SamplingParams:
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
-            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "between 0.01 and 100"),  # float32 holds the logits
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "between 0.01 and 100"),
             ("stop", all(self.stop), "strings that are not empty"),
             (
                 "stop",

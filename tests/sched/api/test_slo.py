@@ -67,7 +67,8 @@ def test_an_unknown_stage_is_refused() -> None:
     ("field", "value"),
     [
         ("max_tokens", -1), ("temperature", -0.1), ("top_p", 0.0), ("top_k", -2), ("min_p", 2.0), ("n", 0),
-        ("presence_penalty", 3.0), ("repetition_penalty", 0.0), ("repetition_penalty", 1e308), ("logprobs", 21), ("min_tokens", 17), ("stop", ("",)),
+        ("presence_penalty", 3.0), ("repetition_penalty", 0.0), ("repetition_penalty", 1e308),
+        ("logprobs", 21), ("min_tokens", 17), ("stop", ("",)),
     ],
 )  # fmt: skip
 def test_sampling_params_name_field_value_and_what_is_allowed(field: str, value: object) -> None:
