@@ -29,7 +29,7 @@ from jaxserve.structured.grammar import grammar_of
 
 STACK = 512 << 20  # bytes of a thread that compiles: about 16 KiB are needed for each object of a chain
 MEMORY = 1 << 30  # bytes of a trial, besides its stack
-TOLD = 400  # most characters of llguidance's explanations that are repeated
+TOLD = 200  # most characters of llguidance's explanations that are repeated
 # Bounds of one step of the parser: about 15 ms, after which the request ends with an error.
 LIMITS = LLParserLimits(verbose_errors=False)
 
