@@ -10,6 +10,8 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel
 
+from jaxserve.structured import compiler
+
 MODEL = "jaxserve-demo"
 CHAT = [{"role": "user", "content": "Describe a pet."}]
 
@@ -105,3 +107,48 @@ def test_a_hostile_schema_hurts_no_other_request(live: Any) -> None:
         texts = list(pool.map(lambda _: complete(live, guided_choice=["fine"]), range(4)))
         assert list(codes) == [400] * 4
     assert texts == ["fine"] * 4
+
+
+CHAIN = {
+    "type": "object",
+    "$defs": {f"d{at}": {"type": "array", "items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(2000)}
+    | {"d2000": {"type": "string"}},
+    "properties": {"a": {"$ref": "#/$defs/d0"}},
+}
+CALL = {"type": "function", "function": {"name": "f", "parameters": CHAIN}}
+TAG = {"type": "structural_tag", "structures": [{"begin": "<a", "schema": CHAIN, "end": ">"}], "triggers": ["<"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"prompt": "x", "guided_json": CHAIN}),
+        ("completions", {"prompt": "x", "structured_outputs": {"json": CHAIN}}),
+        ("completions", {"prompt": "x", "response_format": {**FORMAT, "json_schema": {"name": "a", "schema": CHAIN}}}),
+        ("completions", {"prompt": "x", "response_format": TAG}),
+        ("completions", {"prompt": "x", "guided_grammar": "\n".join(f"r{at}: r{at + 1}" for at in range(4000))}),
+        ("chat/completions", {"messages": CHAT, "tools": [CALL], "tool_choice": "required"}),
+        ("chat/completions", {"messages": CHAT, "tools": [CALL], "tool_choice": CALL}),
+        ("responses", {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": CHAIN}}}),
+        (
+            "messages",
+            {
+                "messages": CHAT,
+                "max_tokens": 9,
+                "tools": [{"name": "f", "input_schema": CHAIN}],
+                "tool_choice": {"type": "any"},
+            },
+        ),
+    ],
+)
+def test_no_api_compiles_a_chain_of_thousands(live: Any, path: str, fields: dict[str, Any]) -> None:
+    made = live.http.post(f"/v1/{path}", json={"model": MODEL, **fields})
+    assert made.status_code == 400 and "at most 1000 are allowed" in made.text, made.text
+
+
+def test_constraints_that_must_wait_get_503(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "PENDING", 0)
+    made = live.http.post("/v1/completions", json={"prompt": "x", "guided_regex": "[a-z]{9}"})
+    assert made.status_code == 503 and int(made.headers["retry-after"]) > 0 and "try again later" in made.text
+    monkeypatch.undo()
+    assert complete(live, guided_regex="[a-z]{9}").isalpha()
