@@ -69,6 +69,8 @@ class Trial:
         """
         try:
             process = self._process = self._process or self._start()
+            if self._closed:  # perhaps before `close` could see the process
+                raise EOFError
             assert process.stdin is not None and process.stdout is not None
             _write(process.stdin, msgspec.msgpack.encode(Ask(wanted, seconds)))
             reply = msgspec.msgpack.decode(_read(process.stdout), type=Reply)
