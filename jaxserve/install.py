@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, distributions
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ def needs(extra: str) -> str:
     checkout = Path(__file__).resolve().parent.parent
     if (checkout / "pyproject.toml").is_file():
         return f"pip install -e '{checkout}[{extra}]'"
-    try:
-        found = distribution(DISTRIBUTION)
-    except PackageNotFoundError:
+    # In the folder of the package, as the metadata of a checkout may come first on sys.path.
+    found = next(iter(distributions(name=DISTRIBUTION, path=[str(checkout)])), None)
+    if found is None:
         return f"pip install -e 'CHECKOUT[{extra}]'"
     what = _source(json.loads(found.read_text("direct_url.json") or "{}"), extra)
     return f"pip install {what or ' '.join(map(repr, _packages(found, extra)))}"

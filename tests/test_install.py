@@ -60,12 +60,13 @@ REQUIRES = [
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let `install` be in site-packages, of a distribution with this direct_url.json (PEP 610)."""
-    monkeypatch.setattr(install, "__file__", str(tmp_path / "site-packages" / "jaxserve" / "install.py"))
+    site = tmp_path / "site-packages"
+    monkeypatch.setattr(install, "__file__", str(site / "jaxserve" / "install.py"))
 
     def install_as(told: dict[str, Any] | None) -> None:
         text = None if told is None else json.dumps(told)
         made = SimpleNamespace(read_text=lambda name: text, requires=REQUIRES)
-        monkeypatch.setattr(install, "distribution", lambda name: made)
+        monkeypatch.setattr(install, "distributions", lambda name, path: [made] if path == [str(site)] else [])
 
     return install_as
 

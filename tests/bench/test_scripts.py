@@ -18,6 +18,7 @@ import pytest
 from jaxserve.report.table import markdown
 
 SCRIPTS = [
+    "attacks",
     "autoscaled",
     "autoscaling",
     "azure_replay",
@@ -257,6 +258,14 @@ def test_http_cost(repo: Path, tmp_path: Path) -> None:
     run(repo, "http_cost", *flags.split(), str(tmp_path / "cost.json"), timeout=600)
     rounds = json.loads((tmp_path / "cost.json").read_text())["rounds"]
     assert sorted(rounds) == ["0", "1", "offline"] and all(one["tokens_per_s"] > 0 for (one,) in rounds.values())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(700)
+def test_attacks(repo: Path, tmp_path: Path) -> None:
+    run(repo, "attacks", "--output", str(tmp_path / "attacks.json"), timeout=600)
+    rows = json.loads((tmp_path / "attacks.json").read_text())["rows"]
+    assert len(rows) > 10 and not any(row["ended"] for row in rows)
 
 
 @pytest.mark.full

@@ -257,7 +257,8 @@ def compare(
     """Assert the law for each request; return the number of comparisons that stopped at a close call."""
     stopped = 0
     for ask, mine, alone in zip(asks, served, reference, strict=True):
-        assert mine.finish_reason not in GIVEN_UP, f"{ask}: {mine.finish_reason}: {mine.error}"
+        if mine.finish_reason != alone.finish_reason:  # some masks leave no token, however they are scheduled
+            assert mine.finish_reason not in GIVEN_UP, f"{ask}: {mine.finish_reason}: {mine.error}"
         tokens, expected = mine.output, alone.output
         if ask.cancel and mine.finish_reason == "abort":
             expected = expected[: len(tokens)]
