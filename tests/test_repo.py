@@ -223,11 +223,10 @@ def test_the_nightly_script_names_what_is_there(repo: Path) -> None:
             assert (repo / read).exists(), f"a step reads {read}, which does not exist"
 
 
-def test_the_nightly_script_resumes(repo: Path, tmp_path: Path) -> None:
-    """A step runs again after it failed, or after a change of what it reads; nothing else makes it run."""
+def nightly_of(repo: Path, tmp_path: Path, steps: str) -> Path:
+    """Return a repository whose nightly script has these steps."""
     head, rest = (repo / ".ci" / "nightly").read_text().split('\nbase="', 1)
     tail = rest[rest.index("[[ ${wanted[0]:-} == --list ]] && exit") :]
-    steps = 'step one src bash -c "echo one >>../log"\nstep two . bash -c "echo two >>../log; test ! -e broken"\n'
     tree = tmp_path / "tree"
     (tree / ".ci").mkdir(parents=True)
     (tree / ".ci" / "nightly").write_text(f"{head}\n{steps}{tail}")
@@ -235,6 +234,13 @@ def test_the_nightly_script_resumes(repo: Path, tmp_path: Path) -> None:
     (tree / "src").mkdir()
     (tree / "src" / "a.py").write_text("1")
     subprocess.run(["git", "init", "-q"], cwd=tree, check=True)
+    return tree
+
+
+def test_the_nightly_script_resumes(repo: Path, tmp_path: Path) -> None:
+    """A step runs again after it failed, or after a change of what it reads; nothing else makes it run."""
+    steps = 'step one src bash -c "echo one >>../log"\nstep two . bash -c "echo two >>../log; test ! -e broken"\n'
+    tree = nightly_of(repo, tmp_path, steps)
 
     def run(*names: str) -> tuple[int, list[str]]:
         log = tmp_path / "log"
@@ -256,6 +262,15 @@ def test_the_nightly_script_resumes(repo: Path, tmp_path: Path) -> None:
     assert run() == (0, ["one", "two"])
 
 
+def test_a_nightly_step_that_cannot_run_here_is_named_and_not_recorded(repo: Path, tmp_path: Path) -> None:
+    tree = nightly_of(repo, tmp_path, 'step far src bash -c "exit $(cat status)"\n')
+    for status, code, word in ((75, 0, "not run, for what this machine lacks: far"), (1, 1, "failed: far")):
+        (tree / "status").write_text(str(status))
+        done = subprocess.run(["bash", ".ci/nightly"], cwd=tree, capture_output=True, text=True)
+        assert done.returncode == code and word in done.stdout
+        assert not (tree / ".ci" / "nightly.passed").exists()
+
+
 @pytest.mark.parametrize(
     ("said", "status", "audited"),
     [
@@ -269,7 +284,7 @@ def test_the_nightly_script_resumes(repo: Path, tmp_path: Path) -> None:
         ("", 127, False),
     ],
 )
-def test_an_audit_without_a_database_fails_with_a_reason(
+def test_an_audit_without_a_database_has_not_run(
     repo: Path, tmp_path: Path, said: str, status: int, audited: bool
 ) -> None:
     fake = tmp_path / "pip-audit"
@@ -277,7 +292,7 @@ def test_an_audit_without_a_database_fails_with_a_reason(
     fake.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = subprocess.run([repo / ".ci" / "audit"], env={**os.environ, "PATH": path}, capture_output=True, text=True)
-    assert done.returncode == status and said in done.stdout
+    assert done.returncode == (status if audited else 75) and said in done.stdout
     assert ("NOT AUDITED" in done.stderr) is not audited
 
 
