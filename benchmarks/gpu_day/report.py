@@ -8,21 +8,20 @@ from typing import Any
 
 from jaxserve.report.table import markdown
 
-from . import questions
-from .part import Part
+from .part import ITEMS, Part
 from .state import Attempt, State, best
 
 Rows = dict[str, list[dict[str, Any]]]
-CALL = ("stage", "date", "commit", "note", "nvidia_smi", "cuda_runtime", "ptxas", "jax", "jaxlib", "python")
+CALL = ("date", "commit", "note", "nvidia_smi", "cuda_runtime", "ptxas", "jax", "jaxlib", "python")
 
 
 def tables(state: State, parts: Sequence[Part], out: Path) -> Path:
     """Write `report.md`: machine, what did not run and why, and every table."""
-    attempts = {name: best(runs) for name, runs in state.attempts().items()}
-    rows = rows_of(attempts.values())
-    blocks = ["# The day of the GPU", *_calls(state), *_outcomes(parts, state)]
-    if asked := questions.answers(rows.get("kernels", [])):
-        blocks += ["## Design questions", markdown(["question", "answer"], [list(one) for one in asked.items()])]
+    attempts = state.attempts().values()
+    rows = rows_of(best(runs) for runs in attempts)
+    rows[ITEMS] = rows_of(run for runs in attempts for run in runs).get(ITEMS, [])
+    blocks = [f"# The day of the GPU: {state.facts().get('device', 'no device yet')}", *_calls(state)]
+    blocks += [*_outcomes(parts, state), *_items(rows.pop(ITEMS, []))]
     if facts := state.facts():
         blocks += ["## Facts", markdown(["fact", "value"], [list(one) for one in facts.items()])]
     for name, found in rows.items():
@@ -74,12 +73,29 @@ def _outcomes(parts: Sequence[Part], state: State) -> Iterator[str]:
     for part in parts:
         runs = attempts.get(part.name)
         if runs is None:
-            rows.append([part.stage, part.name, "not started", ""])
+            rows.append([part.name, "not started", ""])
         elif (run := best(runs)).outcome != "done":
-            rows.append([part.stage, part.name, run.outcome, reasons(runs)])
+            rows.append([part.name, run.outcome, reasons(runs)])
     yield f"{len(parts) - len(rows)} of {len(parts)} parts are done."
     if rows:
-        yield markdown(["stage", "part", "outcome", "reason"], rows)
+        yield markdown(["part", "outcome", "reason"], rows)
+
+
+def _items(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield how many items ended in which way, and each that is not done, with its reason."""
+    newest = {row["item"]: row for row in rows}
+    if not newest:
+        return
+    outcomes = [row["outcome"] for row in newest.values()]
+    counted = ", ".join(f"{outcomes.count(one)} {one}" for one in dict.fromkeys(outcomes))
+    yield f"## Items\n\n{len(newest)} begun: {counted}."
+    bad = [
+        [row["item"], row["outcome"], row.get("seconds"), str(row.get("reason", "")).replace("|", "/")]
+        for row in newest.values()
+        if row["outcome"] != "done"
+    ]
+    if bad:
+        yield markdown(["item", "outcome", "seconds", "reason"], bad)
 
 
 def reasons(runs: Sequence[Attempt]) -> str:

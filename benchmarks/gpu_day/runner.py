@@ -1,4 +1,4 @@
-"""Run the parts of a stage: each in a process with a time limit, within the minutes of one call."""
+"""Run the parts: each in a process with a time limit, within the minutes of one call."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from itertools import groupby
 from pathlib import Path
 from threading import Lock
 
-from .part import Part
+from .part import Part, slug
 from .processes import Processes
 from .state import State, finished
 
 ROOT = Path(__file__).resolve().parents[2]
-HANGS = 2  # parts that hang before the stage ends: the device itself is then suspected
 SHARE = 0.5  # a part is started if this share of its limit is left
+RESTARTS = 6  # of a part whose items kill its process
 Show = Callable[..., None]
 
 
 @dataclass
-class Stage:
+class Call:
     """One call: which parts, for how long, and what has happened so far."""
 
     state: State
     parts: Sequence[Part]
     dry: bool
     until: float  # by time.monotonic
-    modules: Sequence[str]
+    module: str  # whose parts() these are
     out: Path
     site: Path | None = None  # folder of unpacked wheels
-    jobs: int = 1  # parts that run beside each other
-    hangs: int = 0
+    most: float = float("inf")  # seconds of any part, for rehearsals
     ended: list[tuple[str, str]] = field(default_factory=list)  # (part, outcome)
     _lock: Lock = field(default_factory=Lock)
     _processes: Processes = field(default_factory=Processes)
@@ -43,8 +42,9 @@ class Stage:
     def run(self, show: Show) -> None:
         """Run the parts, neighbors that may run beside each other together."""
         for beside, group in groupby(self.parts, key=lambda part: part.beside):
-            with ThreadPoolExecutor(self.jobs if beside else 1) as pool:
-                for _ in pool.map(lambda part: self._start(part, show), group):
+            parts = list(group)
+            with ThreadPoolExecutor(len(parts) if beside else 1) as pool:
+                for _ in pool.map(lambda part: self._start(part, show), parts):
                     pass
 
     def stop(self) -> None:
@@ -58,24 +58,29 @@ class Stage:
         return [part.name for part in self.parts if part.name not in over]
 
     def _start(self, part: Part, show: Show) -> None:
-        limit = min(part.seconds, self.until - time.monotonic())
-        if self.hangs >= HANGS or limit < SHARE * part.seconds:
+        whole = min(part.seconds, self.most)
+        limit = min(whole, self.until - time.monotonic())
+        if limit < SHARE * whole:
             return
         show(len(self.ended), len(self.parts), part.name)
-        self.state.append({"part": part.name, "begin": part.stage})
+        self.state.append({"part": part.name, "begin": True})
         if absent := [name for name in part.needs if not present(name)]:
             self._end(part, "skipped", f"not installed: {', '.join(absent)}", 0.0)
         else:
-            self._run(part, limit)
+            self._run(part, limit, whole)
         show(len(self.ended), len(self.parts), part.name)
         self.state.export_lines(self.out)
 
-    def _run(self, part: Part, limit: float) -> None:
+    def _run(self, part: Part, limit: float, whole: float) -> None:
         began = time.monotonic()
         log = self.state.logs / f"{slug(part.name)}.log"
         command = [sys.executable, "-m", __package__, "--run-part", part.name, "--state", str(self.state.folder)]
-        command += ["--deadline", str(began + limit), "--modules", ",".join(self.modules), *(["--dry"] * self.dry)]
-        status = self._processes.run(command, limit, cwd=ROOT, env=self._environment(part), log=log)
+        command += ["--deadline", str(began + limit), "--module", self.module, *(["--dry"] * self.dry)]
+        for _ in range(1 + RESTARTS * part.restarts):
+            left = max(0.0, began + limit - time.monotonic())
+            status = self._processes.run(command, left, cwd=ROOT, env=self._environment(part), log=log)
+            if not status:
+                break
         took = time.monotonic() - began
         run = self.state.attempts()[part.name][-1]
         if run.outcome != "interrupted":  # the part has recorded its end
@@ -84,10 +89,9 @@ class Stage:
             self._end(part, "cut", "the call was stopped", took)
         elif status is not None:
             self._end(part, "failed", f"crashed with status {status}: {last_line(log)}", took)
-        elif limit < part.seconds:
+        elif limit < whole:
             self._end(part, "cut", f"stopped after the {limit:.0f} s that were left of the call", took)
         else:
-            self.hangs += 1
             self._end(part, "hung", f"stopped after {limit:.0f} s: {last_line(log)}", took)
 
     def _end(self, part: Part, outcome: str, reason: str, seconds: float) -> None:
@@ -103,9 +107,8 @@ class Stage:
         """Return the variables of a part's process: it finds this checkout, and writes only to the state folder."""
         scratch = self.state.scratch
         found = dict(os.environ)
-        found["PYTHONPATH"] = os.pathsep.join(
-            [*([str(self.site)] if self.site else []), str(ROOT), *filter(None, [found.get("PYTHONPATH")])]
-        )
+        paths = [*([str(self.site)] if self.site else []), str(ROOT), *filter(None, [found.get("PYTHONPATH")])]
+        found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
         for name in ("TMPDIR", "XDG_CACHE_HOME", "MPLCONFIGDIR", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR"):
             found[name] = str(scratch)
         for name in ("JAX_COMPILATION_CACHE_DIR", "JAXSERVE_CACHE_DIR", "PYTHONPYCACHEPREFIX"):
@@ -126,13 +129,8 @@ def present(module: str) -> bool:
     """Return whether a module can be imported, without doing so."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent is missing
+    except ModuleNotFoundError:  # its parent is missing, or refused
         return False
-
-
-def slug(name: str) -> str:
-    """Return a name that is fit for a file."""
-    return "".join(letter if letter.isalnum() else "-" for letter in name)
 
 
 def last_line(log: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zipfile
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .part import append
+from .part import append, records
 
 TRIES = 2  # a part that failed or hung is started once more by a later call
 OUTCOMES = ("done", "failed", "hung", "interrupted", "cut", "skipped")
@@ -23,8 +22,6 @@ class Attempt:
     """One run of a part, with everything that it recorded before its end."""
 
     part: str
-    stage: str = ""
-    call: int = 0  # index in State.calls
     outcome: str = "interrupted"  # one of OUTCOMES; this one if nothing recorded its end
     reason: str = ""
     seconds: float = 0.0
@@ -43,8 +40,9 @@ class State:
         self.scratch = self.folder / "scratch"  # caches and temporary files of the parts
         for made in (self.folder, self.files, self.logs, self.scratch):
             made.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-            with self.path.open("ab") as file:  # the end of a line that was cut when the machine went away
+        self.cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
+        if self.cut:  # in the middle of a line, when the machine went away
+            with self.path.open("ab") as file:
                 file.write(b"\n")
         if (packed := self.folder / ZIP).exists() and not any(self.files.iterdir()):
             with zipfile.ZipFile(packed) as archive:
@@ -54,30 +52,21 @@ class State:
         append(self.path, record)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return all records, without lines that were cut off."""
-        found = []
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return found
+        return records(self.path)
 
     def calls(self) -> list[dict[str, Any]]:
-        """Return what is known of each call: stage, commit, device, what was missing."""
+        """Return what is known of each call: commit, device, what was missing."""
         return [record["call"] for record in self.records() if "call" in record]
 
     def attempts(self) -> dict[str, list[Attempt]]:
         """Return the runs of each part, oldest first."""
         found: dict[str, list[Attempt]] = {}
-        calls = 0
         for record in self.records():
-            calls += "call" in record
             if "part" not in record:
                 continue
             runs = found.setdefault(record["part"], [])
             if "begin" in record:
-                runs.append(Attempt(record["part"], record["begin"], calls - 1))
+                runs.append(Attempt(record["part"]))
             elif runs:
                 _add(runs[-1], record)
         return found

@@ -1,59 +1,56 @@
-"""The kernel parts of the day of the GPU: the cases exist, and the sweep writes what the engine looks up."""
+"""The timed kernels of the day of the GPU: every case runs dry, and the sweep writes what the engine looks up."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
-from benchmarks.gpu_day import probe, questions, stage_b
-from benchmarks.gpu_day.child import function_of
-from benchmarks.gpu_day.kernels import cases, experts, gated, mla, quantized, sweep, timing
+from benchmarks.gpu_day import headlines, parts, peers, probe, shapes, sweep, timing
 from benchmarks.gpu_day.part import Part, Run
 from benchmarks.gpu_day.report import rows_of
-from benchmarks.gpu_day.stages import all_parts
 from benchmarks.gpu_day.state import State
 from pallas_kernels import tuned
 from pallas_kernels.attention import mosaic_gpu
 from pallas_kernels.ops.paged_attention.api import AttentionSpec
+from tests.support.bench.parts import run_of
 
-PARTS = [part for dry in (False, True) for part in all_parts(dry)]
+SWEPT = [part.arguments for part in parts.parts(False) if part.call == "sweep:tune"]
 
 
 def run_in(folder: Path, **facts: float) -> Run:
     """Return the run of a dry part that records into a folder."""
-    state = State(folder)
-    state.append({"part": "x", "begin": "A"})
-    return Run(Part("x", "A", 60, "nothing:nothing"), True, state.path, state.files, facts, math.inf)
+    return run_of(Part("x", 60, "nothing:nothing"), folder, facts)
 
 
 @pytest.mark.parametrize("dry", [False, True])
-def test_parts_can_be_called(dry: bool) -> None:
-    """Every part names a function that takes its arguments, and the cases that it names exist."""
-    known = {case.name for case in (*cases.decode_cases(dry), *cases.prefill_cases(dry))}
-    known |= {case.name for case in (*experts.all_cases(dry), *mla.all_cases(dry))}
-    for part in all_parts(dry):
-        inspect.signature(function_of(part)).bind(None, **part.arguments)
-        asked = [*part.arguments.get("cases", ()), *filter(None, [part.arguments.get("case")])]
-        assert set(asked) <= known, part.name
-        if "containing" in part.arguments:
-            assert any(part.arguments["containing"] in name for name in quantized.specs(dry)), part.name
-        if part.call.endswith("gated:measure"):
-            assert gated.cases(dry, part.arguments["model"]), part.name
+def test_cases_exist_and_move_what_they_must(dry: bool) -> None:
+    known = shapes.cases(dry)
+    assert {*headlines.FIRST, *headlines.LATER, *peers.CASES, *(one["case"] for one in SWEPT)} <= set(known)
+    for case in known.values():
+        ragged, pages = case.ragged()
+        used = {int(page) for row in ragged.block_tables for page in row if page}
+        assert len(used) == pages - 1, "every page but the first belongs to a row"
+        each = sum(math.prod(part.shape[1:]) for part in case.pool(1, 0)) // case.page
+        cache = sum(context for _, context in case.rows) * each * jnp.dtype(case.kv_dtype).itemsize
+        assert cache < case.moved
 
 
-def test_products_are_representative() -> None:
-    """The products with 8-bit weights are few, and have every form; each is in exactly one part."""
-    names = list(quantized.specs(False))
-    asked = [part.arguments["containing"] for part in all_parts(False) if "containing" in part.arguments]
-    assert 12 <= len(names) <= 16 and all(sum(one in name for one in asked) == 1 for name in names)
-    for form in ("int8 channels", "float8_e4m3fn channels", "float8_e4m3fn blocks"):
-        assert any(name.endswith(form) for name in names)
+def test_xla_form_runs_dry(tmp_path: Path) -> None:
+    """A headline is compiled, made and timed; both kinds of loops keep the device's lock."""
+    run = run_in(tmp_path)
+    rows = [headlines.xla_attention(shapes.cases(True)["decode B64 ctx4096"]), headlines.writes(True, 256, 256, "xla")]
+    timing.Timing(run).all(rows)
+    (attempt,) = State(tmp_path).attempts()["x"]
+    found = rows_of([attempt])
+    assert [row["case"] for row in found["kernels"]] == ["decode B64 ctx4096", "kv write 256"]
+    assert all(row["us"] > 0 for row in found["kernels"])
+    assert [row["outcome"] for row in found["items"]] == ["begun", "done"] * 2
 
 
 def test_sweep_tunes_what_the_engine_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,10 +61,12 @@ def test_sweep_tunes_what_the_engine_looks_up(monkeypatch: pytest.MonkeyPatch) -
         asked.append({"op": op, **tuned.key_of(spec)})
 
     monkeypatch.setattr(tuned, "best", best)
-    known = {case.name: case for case in (*cases.decode_cases(False), *cases.prefill_cases(False))}
+    known = shapes.cases(False)
     made = []
-    for op, queries, name in stage_b.SWEPT.values():
-        made.append({"op": op, **tuned.key_of(sweep.looked_up(op, known[name], queries, dry=False))})
+    for asked_for in SWEPT:
+        op = asked_for["op"]
+        wanted = sweep.looked_up(op, known[asked_for["case"]], asked_for["queries"], dry=False)
+        made.append({"op": op, **tuned.key_of(wanted)})
         one = made[-1]
         stored = "" if one["kv_dtype"] == one["dtype"] else one["kv_dtype"]
         spec = AttentionSpec(
@@ -76,8 +75,6 @@ def test_sweep_tunes_what_the_engine_looks_up(monkeypatch: pytest.MonkeyPatch) -
         )  # fmt: skip
         assert mosaic_gpu.supports(spec) is None
     assert all(one in asked for one in made)
-    usual = [one for one in asked if one["page"] == 64 and one["kv_dtype"] == "bfloat16"]
-    assert all(one in made for one in usual), "every lookup of the usual model and pages is tuned"
 
 
 @dataclass(frozen=True)
@@ -131,25 +128,3 @@ def test_rows_need_no_ceilings(tmp_path: Path, facts: dict[str, float]) -> None:
     else:
         assert row["of_copy"] is row["of_matmul"] is row["x_floor"] is time.floor(2e6) is None
     assert time.turns(time.floor(2e6)) == 1
-
-
-def test_one_failure_costs_one_row(tmp_path: Path) -> None:
-    """Work that fails ends the part after the rest of its work has run, and names every failure."""
-    time, done = timing.Timing(run_in(tmp_path)), []
-
-    def fail() -> None:
-        raise ValueError("no config\nmore")
-
-    with pytest.raises(RuntimeError, match=r"^first: ValueError: no config$"), time.each() as attempt:
-        attempt("first", fail)
-        attempt("second", lambda: done.append(2))
-    assert done == [2]
-
-
-def test_questions_are_asked_of_measured_rows_only() -> None:
-    rows = [
-        {"case": "decode B64 ctx4096", "kernel": f"mosaic {kind}", "us": us} for kind, us in (("mma", 6), ("wgmma", 3))
-    ]
-    assert questions.answers(rows) == {"mma of 16 rows / wgmma of 64": 2.0}
-    rows.append({"case": "decode B64 ctx4096 fp8", "kernel": "mosaic mma", "us": 1.5})
-    assert questions.answers(rows)["fp8 / bf16"] == 0.5

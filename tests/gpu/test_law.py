@@ -1,6 +1,6 @@
 """No schedule changes the tokens that come through the compiled kernels, and nothing compiles after warm-up.
 
-One test per family of models, which `benchmarks.gpu_day` runs.
+One test per family of models; `benchmarks.gpu_day` runs two.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 XLA computes gate and up as one product, writes it, and combines the halves in a second kernel. The
 kernel for Hopper combines them before it writes. Whether its product is as fast as XLA's is not
-known before a GPU has compared them (`python -m benchmarks.gpu_day --stage B`), so `auto` is XLA.
+known before a GPU has compared them (`python -m benchmarks.gpu_day`), so `auto` is XLA.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts that hang, crash and fail, for the runner of benchmarks/gpu_day: stage A one of each, stage B three hangs."""
+"""Days of parts that hang, crash and fail, for the runner of benchmarks/gpu_day; `whole` has one of each kind."""
 
 from __future__ import annotations
 
@@ -8,37 +8,42 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+from benchmarks.gpu_day.device import Device, limited
 from benchmarks.gpu_day.part import Part, Run, Skip
 
 SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+DAY = "JAXSERVE_TEST_DAY"  # which of the days below
 poisoned = False  # stands for a CUDA context after a sticky error
 
 
-def parts(dry: bool) -> list[Part]:
-    def one(stage: str, name: str, call: str, seconds: float = 30.0, **more: Any) -> Part:
-        return Part(name, stage, seconds, f"{__name__}:{call}", **more)
+def one(name: str, call: str, seconds: float = 30.0, **more: Any) -> Part:
+    return Part(name, seconds, f"{__name__}:{call}", **more)
 
-    return [
-        one("A", "ceiling", "ceiling"),
-        one("A", "hang", "hang", 3.0),
-        one("A", "abort", "abort"),
-        one("A", "segfault", "segfault"),
-        one("A", "sticky", "sticky"),
-        one("A", "after sticky", "after_sticky"),
-        one("A", "orphan", "orphan"),
-        one("A", "absent", "ceiling", needs=("no_such_module",)),
-        one("A", "unable", "unable"),
-        one("A", "with a fact", "with_a_fact", arguments={"name": "ceiling"}),
-        one("B", "first hang", "hang", 1.0),
-        one("B", "second hang", "hang", 1.0),
-        one("B", "never started", "ceiling"),
-        one("C", "recovers", "recovers"),
-        one("C", "long", "hang", 4.0),
-        *(one("D", f"beside {number}", "beside", beside=True) for number in range(2)),
-    ]
+
+DAYS = {
+    "whole": [
+        one("ceiling", "ceiling"),
+        one("hang", "hang", 3.0),
+        one("abort", "abort"),
+        one("segfault", "segfault"),
+        one("sticky", "sticky"),
+        one("after sticky", "after_sticky"),
+        one("orphan", "orphan"),
+        one("absent", "ceiling", needs=("no_such_module",)),
+        one("unable", "unable"),
+        one("with a fact", "with_a_fact", arguments={"name": "ceiling"}),
+        one("items", "items", restarts=True),
+    ],
+    "short": [one("recovers", "recovers"), one("long", "hang", 4.0)],
+    "beside": [*(one(f"check {number}", "beside", beside=True) for number in range(2)), one("after", "ceiling")],
+}
+
+
+def parts(dry: bool) -> list[Part]:
+    return DAYS[os.environ.get(DAY, "whole")]
 
 
 def ceiling(run: Run) -> None:
@@ -89,6 +94,20 @@ def with_a_fact(run: Run, name: str) -> None:
     run.row("facts", value=run.facts[name], left=run.left())
 
 
+def items(run: Run) -> None:
+    """Do items of which one aborts, one hangs in a kernel, one is wrong and one cannot run."""
+
+    def never(_: Run) -> None:
+        with limited(0.2):
+            time.sleep(600)
+
+    def wrong(_: Run) -> None:
+        assert 1 > 2, "relative error 0.4 is more than 0.01"
+
+    work = {"right": ceiling, "aborts": abort, "wrong": wrong, "hangs": never, "unable": unable, "last": ceiling}
+    run.each({name: partial(call, run) for name, call in work.items()})
+
+
 def recovers(run: Run) -> None:
     """Fail in the first call only."""
     before = run.folder / "before"
@@ -100,11 +119,21 @@ def recovers(run: Run) -> None:
 
 
 def beside(run: Run) -> None:
-    """Wait until the other part of this kind runs too."""
-    mine = run.folder / run.part.name
-    mine.touch()
-    others: list[Path] = []
-    while len(others) < 2:
-        assert run.left() > 1, "the other part was not started"
-        others = list(run.folder.glob("beside *"))
-        time.sleep(0.01)
+    """Share items with the other part, under the device's lock: shared by all, then alone."""
+    device = Device(run.scratch)
+
+    def shared(number: int) -> None:
+        with device.shared(20):
+            (run.folder / run.part.name).touch()
+            while len(list(run.folder.glob("check *"))) < 2 and number == 0:  # the other part is inside too
+                time.sleep(0.01)
+
+    def alone(number: int) -> None:
+        with device.alone(20):
+            inside = run.folder / "inside"
+            inside.touch(exist_ok=False)
+            time.sleep(0.02)
+            inside.unlink()
+
+    run.each({f"{run.part.name} shared": partial(shared, 0)})
+    run.each({f"alone {number}": partial(alone, number) for number in range(8)}, claim=True)

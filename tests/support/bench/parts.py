@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_day.part import Part, Run
+from benchmarks.gpu_day.child import function_of
+from benchmarks.gpu_day.part import Part, Run, records
+from benchmarks.gpu_day.state import State
+
+
+def run_of(part: Part, folder: Path, facts: dict[str, Any] | None = None) -> Run:
+    """Return what a part's function receives in a dry run."""
+    state = State(folder)
+    state.append({"part": part.name, "begin": True})
+    return Run(part, True, state.path, state.files, facts or {}, time.monotonic() + 10 * part.seconds)
 
 
 def run_part(part: Part, folder: Path, facts: dict[str, Any] | None = None) -> dict[str, list[dict[str, Any]]]:
     """Call a part's function as a dry run, and return its rows by table; facts are in the table `facts`."""
-    folder.mkdir(exist_ok=True)
-    output = folder / "records.jsonl"
-    module, _, name = part.call.partition(":")
-    function = getattr(importlib.import_module(f"benchmarks.gpu_day.{module}"), name)
-    function(Run(part, True, output, folder, facts or {}, time.monotonic() + part.seconds), **part.arguments)
+    run = run_of(part, folder, facts)
+    function_of(part)(run, **part.arguments)
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for record in map(json.loads, output.read_text(encoding="utf-8").splitlines()):
+    for record in records(run.output):
         assert record["part"] == part.name
         if "fact" in record:
             found["facts"].append({record["fact"]: record["value"]})
-        else:
+        elif "table" in record:
             found[record["table"]].append(record["row"])
     return found

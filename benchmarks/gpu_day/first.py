@@ -1,8 +1,9 @@
-"""Correctness of the device, and its bandwidth and FLOP ceilings: before any kernel."""
+"""Before anything else: what the device is, whether it computes rightly, and its ceilings."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -12,9 +13,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.gpu_day.part import Run
+from pallas_kernels.mosaic import compat
 
+from . import executable
+from .device import limited
+from .part import Run, Skip
 from .timing import COPY, MATMUL, Timing, normal
+
+MOSAIC = "mosaic"  # fact: whether the first kernel of this repository is right here
+HANGS = 40.0  # seconds for compiling and running it
+
+
+def measure(run: Run) -> None:
+    """Record the device, sanity, ceilings, the first kernel and an executable that was compiled elsewhere.
+
+    Without the fact `mosaic`, later parts leave the kernels of this repository out.
+    """
+    device(run)
+    run.each(
+        {
+            "sanity": partial(sanity, run),
+            "copy ceiling": partial(copy, run),
+            "matmul ceiling": partial(matmul, run),
+            "first kernel": partial(first_kernel, run),
+            "traveled executable": partial(executable.load, run),
+        }
+    )
 
 
 def device(run: Run) -> None:
@@ -30,34 +54,34 @@ def device(run: Run) -> None:
 
 def sanity(run: Run) -> None:
     """Compare eager and jitted programs with numpy. Raises AssertionError if they differ."""
+    from tests.support.kernels import reference
+
     draw = np.random.default_rng(0)
     a, b = (draw.standard_normal((256, 256), np.float32) for _ in range(2))
     index = draw.integers(0, 256, 97)
     checks: dict[str, tuple[Any, Any, float]] = {
         "product": (lambda x, y: jnp.matmul(x, y, precision="highest"), a @ b, 1e-4),
         "product bf16": (lambda x, y: jnp.matmul(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)), a @ b, 2e-2),
-        "softmax": (lambda x, y: jax.nn.softmax(x * y), _softmax(a * b), 1e-5),
         "gather": (lambda x, y: x[index] + y[:97], a[index] + b[:97], 1e-6),
-        "scatter": (lambda x, y: x.at[index].set(y[0]), _scattered(a, b, index), 0.0),
         "cumsum": (lambda x, y: jnp.cumsum(x + y, axis=0), np.cumsum(a + b, axis=0, dtype=np.float64), 1e-5),
     }
     for name, (program, want, most) in checks.items():
         for how, called in (("eager", program), ("jit", jax.jit(program))):
             got = np.asarray(called(jnp.asarray(a), jnp.asarray(b)).astype(jnp.float32))
-            error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+            error = float(reference.error(got, want))
             run.row("sanity", check=name, how=how, error=error, most=most)
             assert error <= most, f"{how} {name} is wrong: relative error {error:.2e}, at most {most:.0e}"
 
 
-def _softmax(x: np.ndarray) -> np.ndarray:
-    e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
+def first_kernel(run: Run) -> None:
+    """Compare one decode kernel with float64, and record the fact `mosaic` if it is right."""
+    from tests.gpu.test_numerics import DECODE
 
-
-def _scattered(a: np.ndarray, b: np.ndarray, index: np.ndarray) -> np.ndarray:
-    out = a.copy()
-    out[index] = b[0]
-    return out
+    if run.dry and not compat.DETECTS_RACES:
+        raise Skip(f"the interpreter of Hopper kernels needs jax 0.11; this is {jax.__version__}")
+    with limited(1e3 if run.dry else HANGS):
+        DECODE["one row"]()
+    run.fact(MOSAIC, True)
 
 
 def _rounds(run: Run, loop: Any, x: Any, per: int) -> float:

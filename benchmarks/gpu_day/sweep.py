@@ -17,60 +17,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu_day import probe
-from benchmarks.gpu_day.part import Run
 from pallas_kernels import tuned
 from pallas_kernels.attention import mosaic_gpu
 from pallas_kernels.mosaic.spec import CORES
 from pallas_kernels.ops.paged_attention.api import AttentionSpec
-from tests.support.kernels import reference
 
-from . import ours
-from .attention import attend
-from .cases import Case, decode_cases, named, numeric_case, prefill_cases
-from .ours import Kernel
-from .timing import Timing
+from . import probe
+from .headlines import attention_of, scales_of
+from .part import Run
+from .shapes import Case, cases, numeric_case
+from .timing import Timing, interpreter_or_none
 
-CHECKS = 30.0  # seconds kept for the checks of the winners
+CHECKS = 15.0  # seconds kept for the checks of the winners
 MOST = {"bfloat16": 8e-3, "float16": 2e-3}  # relative error that rounding explains
 
 
 def tune(run: Run, op: str, queries: int, case: str) -> None:
     """Tune one op for up to `queries` query tokens a row, timed on the step of a case."""
-    (timed_on,) = named([*decode_cases(run.dry), *prefill_cases(run.dry)], [case])
+    interpreter_or_none(run.dry)
+    timed_on = cases(run.dry)[case]
     wanted = looked_up(op, timed_on, queries, dry=run.dry)
-    time = Timing(run, samples=7)
-    timed = list(_timed(time, op, timed_on, usable(candidates(op, wanted), probe.machine()["ptxas"])))
-    best = fastest_right(timed, lambda config: _error(op, timed_on, queries, config, dry=run.dry), run)
+    found = list(_timed(run, op, timed_on, usable(candidates(op, wanted), probe.machine()["ptxas"])))
+    best = fastest_right(found, lambda config: _error(op, timed_on, queries, config, dry=run.dry), run)
     if best is None:
-        raise RuntimeError(f"none of {len(timed)} configs ran and computed the right numbers")
+        raise RuntimeError(f"none of {len(found)} configs ran and computed the right numbers")
     seconds, config = best
     run.row(
-        "sweep",
-        op=op,
-        **tuned.key_of(wanted),
-        timed_on=case,
-        tried=len(timed),
-        heuristic_us=1e6 * timed[0][0],
-        best_us=1e6 * seconds,
-        best=str(config),
-    )
-    entry = {"op": op, **tuned.key_of(wanted), "config": dataclasses.asdict(config), "us": 1e6 * seconds}
-    write(run, entry)
+        "sweep", op=op, **tuned.key_of(wanted), timed_on=case, tried=len(found), heuristic_us=1e6 * found[0][0],
+        best_us=1e6 * seconds, best=str(config),
+    )  # fmt: skip
+    write(run, {"op": op, **tuned.key_of(wanted), "config": dataclasses.asdict(config), "us": 1e6 * seconds})
 
 
 def looked_up(op: str, case: Case, queries: int, *, dry: bool) -> Any:
     """Return the spec whose key the engine looks up for the model and pages of a case."""
     spec = AttentionSpec(
-        platform="gpu",
-        cores=2 if dry else CORES,
-        dtype=jnp.dtype(case.dtype).name,
-        heads=case.heads,
-        kv_heads=case.kv_heads,
-        head_dim=case.dim,
-        page=case.page,
-        kv_dtype=jnp.dtype(case.kv_dtype).name,
-    )
+        platform="gpu", cores=2 if dry else CORES, dtype=jnp.dtype(case.dtype).name, heads=case.heads,
+        kv_heads=case.kv_heads, head_dim=case.dim, page=case.page, kv_dtype=jnp.dtype(case.kv_dtype).name,
+    )  # fmt: skip
     return next(one for found, one in mosaic_gpu.tuning_specs(spec) if (found, one.queries) == (op, queries))
 
 
@@ -89,20 +73,19 @@ def usable(configs: Iterable[Any], ptxas: str) -> Iterator[Any]:
     return (config for config in configs if trusted or config.p_in_smem)
 
 
-def _timed(time: Timing, op: str, case: Case, configs: Iterable[Any]) -> Iterator[tuple[float, Any]]:
+def _timed(run: Run, op: str, case: Case, configs: Iterable[Any]) -> Iterator[tuple[float, Any]]:
     """Yield (seconds, config) of the configs that run, until the time for checks begins."""
+    time = Timing(run, samples=7)
     for index, config in enumerate(configs):
-        if (time.dry and index) or (time.run.left() < CHECKS and index):
+        if index and (run.dry or run.left() < CHECKS):
             break
         try:
-            yield min(attend(time, case, _kernel(op, case, config, time.dry), samples=7)), config
+            one = attention_of(case, run.dry, config, f"config {index}")
+            time.measure(one)
         except jax.errors.JaxRuntimeError as error:
-            time.run.row("sweep failures", op=op, config=str(config), why=str(error).splitlines()[0][:200])
-
-
-def _kernel(op: str, case: Case, config: Any, dry: bool) -> Kernel:
-    make: Callable[..., Kernel] = ours.decode if op == "decode" else ours.prefill
-    return make(case, config, op, dry=dry)
+            run.row("sweep failures", op=op, config=str(config), why=str(error).splitlines()[0][:200])
+        else:
+            yield time.last, config
 
 
 def fastest_right(
@@ -122,12 +105,13 @@ def fastest_right(
 
 def _error(op: str, case: Case, queries: int, config: Any, *, dry: bool) -> tuple[float, float]:
     """Compare a config with the float64 reference on rows around the borders of pages and tiles."""
+    from tests.support.kernels import reference
+
     small = case if dry else numeric_case(case, queries if op == "decode" else 0)
-    kernel = _kernel(op, small, config, dry)
-    ragged, pages = small.ragged()
-    q, (k, v) = small.queries_of(), small.pool(pages, 1)
-    out, _ = jax.jit(lambda *args: kernel.call(*args, kernel.plan(args[3])))(q, k, v, ragged)
-    want, _ = reference.attention(q, k, v, ragged, scale=small.scale, scales=ours.scales_of(small))
+    kernel = attention_of(small, dry, config)
+    q, pools, (ragged, work) = jax.jit(kernel.make)()
+    out, _ = jax.jit(kernel.call)(q, *pools[0], ragged, work)
+    want, _ = reference.attention(q, *pools[0], ragged, scale=small.scale, scales=scales_of(small))
     return float(reference.error(out, want)), MOST[jnp.dtype(small.dtype).name]
 
 

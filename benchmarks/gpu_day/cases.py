@@ -1,0 +1,198 @@
+"""Every kernel against float64 on the device: the cases of tests/gpu/test_numerics.py, those that engines choose first.
+
+A case is compiled before its process takes the device's lock. A wrong case is a row with the error; one that aborts or
+hangs ends its process, which begins again behind it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+
+from . import probe
+from .device import Device, limited
+from .first import MOSAIC
+from .part import GOOD, Run, Skip, slug
+
+COMPILED, RAN = 60.0, 15.0  # seconds after which compiling or running a case counts as hanging
+HANGS = 3  # cases of a family that kill their process before the rest of the family is left out
+DUMP = "MOSAIC_GPU_DUMP_TO"
+ROOT = Path(__file__).resolve().parents[2]
+FAMILIES = (
+    "decode", "prefill", "decode_8bit", "prefill_8bit", "shared_prefixes", "mla", "grouped_matmul", "quantized_matmul",
+    "gated_matmul", "kv_write", "kv_pages", "sampling",
+)  # fmt: skip
+WITHOUT_MOSAIC = ("kv_pages",)
+# What an engine chooses by default for served models.
+FIRST = re.compile(
+    r"(decode|prefill): dim \d+, page 64|(decode|prefill): dim 128, page 16|decode: (drafts|16 query heads each|"
+    r"a window|a soft cap|sinks and a window|served|served in a mixed step|foreign values)|prefill: (a window|"
+    r"a soft cap|sinks and a window|served|nothing but decode rows|foreign values)|decode_8bit: (served .*|"
+    r".*fn, drafts|foreign .*fn)|prefill_8bit: served .*|mla: (16 heads, page 64|prompts|128 heads|served|"
+    r"float8_e4m3fn, page 64)|"
+    r"grouped_matmul: served (\d+|64 float8_e4m3fn)|gated_matmul: served 64|quantized_matmul: served|kv_write: "
+    r".*bfloat16 as (bfloat16|float8_e4m3fn)|kv_pages: .*bfloat16|sampling: (normal, 32000|served .*)|"
+    r"shared_prefixes: served"
+)
+
+
+def all_cases() -> dict[str, Callable[[], Any]]:
+    """Return the check of each case by its name, "family: case"; the most important ones first."""
+    from tests.gpu import test_numerics
+
+    found = {
+        f"{family}: {name}": check
+        for family in FAMILIES
+        for name, check in getattr(test_numerics, family.upper()).items()
+    }
+    return dict(sorted(found.items(), key=lambda item: not FIRST.fullmatch(item[0])))
+
+
+def check(run: Run) -> None:
+    """Check the cases that no other part has claimed. A dry run checks the first case of each family."""
+    os.nice(5)
+    chosen = all_cases()
+    if run.dry:
+        chosen = {name: next(iter(_of(chosen, family).items()))[1] for family in FAMILIES for name in [_first(family)]}
+    _check(run, chosen, claim=True)
+
+
+def again(run: Run) -> None:
+    """Check once more what was not right, one case at a time: is it the case, or its neighbors?"""
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    known = all_cases()
+    bad = [item for item, row in run.items().items() if item in known and row["outcome"] not in GOOD]
+    if not bad:
+        raise Skip("every case that ran was right")
+    _check(run, {f"{item}, again": known[item] for item in bad}, claim=False)
+
+
+def _of(cases: Mapping[str, Any], family: str) -> dict[str, Any]:
+    return {name: check for name, check in cases.items() if name.startswith(f"{family}: ")}
+
+
+def _first(family: str) -> str:
+    """Return the name of the first case of a family as it is written, which is small enough for the interpreter."""
+    from tests.gpu import test_numerics
+
+    return f"{family}: {next(iter(getattr(test_numerics, family.upper())))}"
+
+
+def _check(run: Run, cases: Mapping[str, Callable[[], Any]], *, claim: bool) -> None:
+    from pallas_kernels.mosaic import compat
+
+    if run.dry and not compat.DETECTS_RACES:
+        raise Skip(f"the interpreter of Hopper kernels needs jax 0.11; this is {jax.__version__}")
+    work = {item: partial(_case, run, item, call) for item, call in cases.items()}
+    with compiled_first(Device(run.scratch), dry=run.dry):
+        run.each(work, claim)
+
+
+def _case(run: Run, item: str, check: Callable[[], Any]) -> None:
+    family = item.partition(":")[0]
+    if MOSAIC not in run.facts and family not in WITHOUT_MOSAIC:
+        raise Skip("the first kernel is not right on this device")
+    killed = [one for one, row in run.items().items() if row["outcome"] == "killed" and one.startswith(f"{family}:")]
+    if len(killed) >= HANGS:
+        raise Skip(f"{len(killed)} cases of {family} ended their process")
+    from _pytest.outcomes import Skipped
+
+    dumped = run.scratch / "dumped" / slug(item)
+    dumped.mkdir(parents=True, exist_ok=True)
+    os.environ[DUMP] = str(dumped)
+    try:
+        check()
+    except Skipped as why:
+        raise Skip(str(why)) from None
+    except Exception:
+        keep = run.folder / "failed" / slug(item)
+        for path in (*dumped.glob("*.ptx"), *dumped.glob("*.ptxas")):
+            keep.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, keep)
+        raise
+    finally:
+        os.environ.pop(DUMP)
+        shutil.rmtree(dumped)
+
+
+@contextmanager
+def compiled_first(device: Device, *, dry: bool) -> Iterator[None]:
+    """Let programs of `jax.jit` compile outside of the device's lock, and run inside of it."""
+    real, slack, main = jax.jit, 100 if dry else 1, threading.get_ident()
+    running = False  # the interpreter of a dry run calls programs inside of programs, in other threads too
+
+    def jit(fun: Any = None, **options: Any) -> Any:
+        if fun is None:
+            return partial(jit, **options)
+        made = real(fun, **options)
+
+        @wraps(fun)
+        def call(*args: Any, **named: Any) -> Any:
+            nonlocal running
+            traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, named)))
+            if traced or running or threading.get_ident() != main:
+                return made(*args, **named)
+            with limited(slack * COMPILED):
+                made.lower(*args, **named).compile()  # the call finds it
+            running = True
+            try:
+                with device.shared(slack * RAN):
+                    return jax.block_until_ready(made(*args, **named))
+            finally:
+                running = False
+
+        call.lower = made.lower  # type: ignore[attr-defined]
+        return call
+
+    with mock.patch.object(jax, "jit", jit):
+        yield
+
+
+def law(run: Run, model: str) -> None:
+    """Check that no schedule changes the tokens that come through the compiled kernels, and that nothing compiles."""
+    if run.dry:
+        from tests.support.parity import wide
+        from tests.support.parity.asks import asks
+
+        wide.hold(wide.model(model), asks(1, 2), "xla", "1x1")
+        return
+    if MOSAIC not in run.facts:
+        raise Skip("the first kernel is not right on this device")
+    from tests.gpu.test_law import check as hold
+
+    hold(model)
+
+
+def memcheck(run: Run, item: str) -> None:
+    """Run a case under compute-sanitizer, which finds accesses beyond a buffer."""
+    tool = probe.sanitizer()
+    if tool is None:
+        raise Skip("compute-sanitizer is not installed")
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--kernel-regex", "kns=mosaic"]
+    done = subprocess.run(
+        [*command, sys.executable, "-m", f"{__package__}.cases", item], cwd=ROOT, env=dict(os.environ),
+        capture_output=True, text=True, check=False, timeout=run.left() - 5,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    print(said)
+    summary = (re.findall(r"=+ (ERROR SUMMARY: .*|.*nsupported.*|.*[Uu]nable.*)", said) or ["no summary"])[-1]
+    run.row("memcheck", case=item, status=done.returncode, summary=summary)
+    if "ERROR SUMMARY" not in summary:
+        raise Skip(f"compute-sanitizer does not work here: {summary}")
+    assert done.returncode == 0, summary
+
+
+if __name__ == "__main__":
+    all_cases()[sys.argv[1]]()

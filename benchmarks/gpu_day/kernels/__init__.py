@@ -1,1 +1,0 @@
-"""Timings of kernels and of other implementations, for stages A and B."""
