@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels import ptxas
+
 # The driver and runtime versions matter: below CUDA 12.3, the default without them, XLA keeps kernels of other
 # compilers out of its command buffers and cuts a buffer at each.
 H200 = """
@@ -54,8 +56,11 @@ class Target:
 
     def compiler(self) -> str:
         """Return the compiler's name and version, which the figures depend on."""
-        name = "nvidia-cuda-nvcc" if self.platform == "cuda" else "libtpu"
-        return f"{name} {_version(name)}"
+        return f"ptxas {self.ptxas()}" if self.platform == "cuda" else f"libtpu {_version('libtpu')}"
+
+    def ptxas(self) -> str:
+        """Return the release of the ptxas that compiles for it; "" for a TPU."""
+        return ptxas.release(ptxas.found()) if self.platform == "cuda" else ""
 
     def devices(self) -> list[Any]:
         """Return devices for a mesh; programs on it can be compiled but not run."""
