@@ -86,6 +86,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     target = TARGETS[args.target]
+    if args.record and target.bounds != target.name:
+        print(f"{target.name} is checked against the bounds of {target.bounds}: record those", file=sys.stderr)
+        return 1
     if (reason := target.missing()) is not None and not args.list:
         print(f"the compile gate cannot run: {reason}", file=sys.stderr)
         return 1
@@ -108,7 +111,7 @@ def choose(target: Target, modules: Sequence[str], patterns: Sequence[str], ever
     usual = installed(GPU if target.platform == "cuda" else TPU)
     found = collect(modules or usual)
     jax = tuple(int(part) for part in version("jax").split(".")[:2])
-    found = [case for case in found if jax >= case.least_jax]
+    found = [case for case in found if jax >= case.least_jax and target.memory >= case.least_memory]
     if patterns:
         found = [case for case in found if any(fnmatch.fnmatchcase(case.name, f"*{pattern}*") for pattern in patterns)]
     elif not everything:
@@ -127,7 +130,7 @@ class Gate:
         self.limit = limit  # seconds per case
         self.jax = version("jax")
         self.ptxas = target.ptxas()
-        self.known, self.since = bounds.load(target.name, self.jax, file, ptxas=self.ptxas)
+        self.known, self.since = bounds.load(target.bounds, self.jax, file, ptxas=self.ptxas)
         self.outcomes: dict[str, Figures | str] = {}
         self.breaches: dict[str, list[str]] = {}
         self.total = 0
@@ -185,7 +188,7 @@ class Gate:
             for name, outcome in self.outcomes.items()
             if not isinstance(outcome, str) and not self.breaches[name]
         }
-        bounds.record(self.target.name, self.jax, found, self.file, ptxas=self.ptxas, whole=whole)
+        bounds.record(self.target.bounds, self.jax, found, self.file, ptxas=self.ptxas, whole=whole)
         print(f"{len(found)} bounds of jax {bounds.key_of(self.jax, self.ptxas)} written to {self.file}")
 
     def _report(self, names: Sequence[str], seconds: float) -> dict[str, object]:

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.gate import bounds, hlo, spills, table, traffic
+from pallas_kernels.gate.__main__ import choose
 from pallas_kernels.gate.cases import Case, Step, collect, shapes
 from pallas_kernels.gate.figures import Figures, kernels, thunks
 from pallas_kernels.gate.rules import Bound, bound_of, excess, laws
-from pallas_kernels.gate.targets import GB, TARGETS
+from pallas_kernels.gate.targets import GB, TARGETS, memory_of
 
 H200 = TARGETS["h200"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -323,12 +324,30 @@ def test_bounds_are_kept_by_target_and_version(tmp_path: Path) -> None:
 
 
 def test_the_package_s_bounds_can_be_read() -> None:
-    for name in TARGETS:
-        ptxas = "13.5.37" if TARGETS[name].platform == "cuda" else ""
+    for target in TARGETS.values():
+        ptxas = "13.5.37" if target.platform == "cuda" else ""
         for version in ("0.10.2", "0.11.2"):
-            found, key = bounds.load(name, version, ptxas=ptxas)
+            found, key = bounds.load(target.bounds, version, ptxas=ptxas)
             assert key == bounds.key_of(version, ptxas)
             assert found and all(isinstance(bound, Bound) for bound in found.values())
+
+
+def test_an_h100_has_its_own_memory_and_the_bounds_of_the_h200() -> None:
+    h100 = TARGETS["h100"]
+    assert (h100.bounds, h100.memory, memory_of("NVIDIA H100 80GB HBM3")) == ("h200", 80 * GB, 80 * GB)
+    described = [set(target.description.split()) for target in (H200, h100)]
+    assert {word for word in described[0] ^ described[1] if word.isdigit()} == {
+        "4800000000000", "150000000000", "62914560", "3350000000000", "85000000000", "52428800",
+    }  # fmt: skip
+    large = {case.name for case in choose(H200, [], [], True)} - {case.name for case in choose(h100, [], [], True)}
+    assert large == {"qwen3-32b tp1 decode", "qwen3-32b tp1 prefill", "qwen3-32b tp1 draw"}
+    [breach] = laws(NEEDY, replace(SOUND, memory=81 * GB), h100.memory)
+    assert "81.00 GB per device, the bound is 80 GB" in breach
+
+
+def test_bounds_are_recorded_for_the_target_that_has_them(tmp_path: Path) -> None:
+    ran = gate("--target", "h100", "--record", "--bounds", str(tmp_path / "bounds.json"))
+    assert ran.returncode == 1 and "the bounds of h200" in ran.stderr and not list(tmp_path.iterdir())
 
 
 def test_two_cases_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
