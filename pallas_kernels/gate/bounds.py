@@ -1,4 +1,7 @@
-"""The recorded bounds in `bounds.json`, by target, then by minor version of jax, then by case."""
+"""The recorded bounds in `bounds.json`, by target, then by minor version of jax and release of ptxas, then by case.
+
+A key is "0.10 ptxas 13.5.37" for a GPU and "0.10" for a TPU.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +17,36 @@ FILE = Path(__file__).with_name("bounds.json")
 Bounds = dict[str, Bound]  # by case
 
 
-def load(target: str, jax: str, file: Path = FILE) -> tuple[Bounds, str]:
-    """Return the bounds for the minor version of `jax`, and the version they were recorded under.
+def load(target: str, jax: str, file: Path = FILE, *, ptxas: str = "") -> tuple[Bounds, str]:
+    """Return the bounds for the minor version of `jax` and a release of ptxas, and the key they were recorded under.
 
-    That is the newest recorded version not above `jax`; ({}, "") if there is none.
+    Those are the bounds of the newest recorded jax that is not above `jax`; of several, those of
+    this ptxas, or else of the newest. ({}, "") if there are none.
     """
     recorded = _read(file).get(target, {})
-    versions = sorted((_number(version), version) for version in recorded)
-    known = [version for number, version in versions if number <= _number(minor(jax))]
+    known = [key for key in recorded if _parts(key)[0] <= _number(minor(jax))]
     if not known:
         return {}, ""
-    return {case: Bound(**bound) for case, bound in recorded[known[-1]].items()}, known[-1]
+    best = max(known, key=lambda key: (_parts(key)[0], key == key_of(jax, ptxas), _parts(key)[1]))
+    return {case: Bound(**bound) for case, bound in recorded[best].items()}, best
 
 
-def record(target: str, jax: str, found: Mapping[str, Bound], file: Path = FILE, *, whole: bool = False) -> None:
+def record(
+    target: str, jax: str, found: Mapping[str, Bound], file: Path = FILE, *, ptxas: str = "", whole: bool = False
+) -> None:
     """Write `found` over the recorded bounds; cases not in it keep theirs, unless it is the `whole` set."""
     everything = _read(file)
-    versions = everything.setdefault(target, {})
-    kept = {} if whole else versions.get(minor(jax), {})
-    versions[minor(jax)] = {**kept, **{case: asdict(bound) for case, bound in found.items()}}
+    versions, key = everything.setdefault(target, {}), key_of(jax, ptxas)
+    kept = {} if whole else versions.get(key, {})
+    versions[key] = {**kept, **{case: asdict(bound) for case, bound in found.items()}}
     text = json.dumps(everything, indent=1, sort_keys=True)
     # One case per line, so that changing one is a one-line diff.
     file.write_text(re.sub(r"\{[^{}]*\}", lambda leaf: " ".join(leaf[0].split()), text) + "\n", encoding="utf-8")
+
+
+def key_of(jax: str, ptxas: str = "") -> str:
+    """Return the key of a version of jax and a release of ptxas."""
+    return f"{minor(jax)} ptxas {ptxas}" if ptxas else minor(jax)
 
 
 def minor(version: str) -> str:
@@ -43,8 +54,14 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+def _parts(key: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the numbers of a key's jax and of its ptxas."""
+    jax, _, release = key.partition(" ptxas ")
+    return _number(jax), _number(release)
+
+
 def _number(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))
+    return tuple(int(part) for part in version.split(".") if part)
 
 
 def _read(file: Path) -> dict[str, dict[str, dict[str, dict[str, int]]]]:

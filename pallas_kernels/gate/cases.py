@@ -46,6 +46,10 @@ class Compilable(Protocol):
         """The oldest jax version that supports the case."""
 
     @property
+    def least_memory(self) -> int:
+        """The bytes of the smallest device that holds the program."""
+
+    @property
     def usual(self) -> bool:
         """Whether every run compiles it; other cases need `--all`."""
 
@@ -96,6 +100,7 @@ class Case:
     donate: tuple[int, ...] = ()
     needs: frozenset[str] = frozenset()
     least_jax: tuple[int, int] = (0, 10)
+    least_memory: int = 0
     usual: bool = True
     scratch: int = 0
     held: int = KERNELS_HOLD
@@ -124,6 +129,7 @@ class Step:
     devices: int = 1
     needs: frozenset[str] = frozenset()
     least_jax: tuple[int, int] = (0, 10)
+    least_memory: int = 0
     usual: bool = True
     command_buffers: int | None = None
     held: int = STEPS_HOLD

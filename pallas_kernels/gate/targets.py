@@ -13,22 +13,26 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels import ptxas
+
 # The driver and runtime versions matter: below CUDA 12.3, the default without them, XLA keeps kernels of other
 # compilers out of its command buffers and cuts a buffer at each.
-H200 = """
-gpu_device_info {
+HOPPER = """
+gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
   shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
   registers_per_block_limit: 65536 registers_per_core_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 device_memory_size: 150000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
-  cuda_compute_capability { major: 9 minor: 0 }
+  {memory} clock_rate_ghz: 1.98
+  cuda_compute_capability {{ major: 9 minor: 0 }}
   driver_version: "13.0.0" runtime_version: "13.0.0"
-}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 }
-device_description_str: "NVIDIA H200"
+dnn_version_info {{ major: 9 minor: 12 }}
+device_description_str: "{kind}"
 """
+H200 = "memory_bandwidth: 4800000000000 device_memory_size: 150000000000 l2_cache_size: 62914560"
+H100 = "memory_bandwidth: 3350000000000 device_memory_size: 85000000000 l2_cache_size: 52428800"
 PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "absl-py")
 GB = 10**9
 
@@ -44,6 +48,8 @@ class Target:
     memory: int  # bytes of one device
     packages: tuple[str, ...]  # packages that compile for it
     advice: str  # how to install them
+    bounds: str  # whose recorded bounds it is checked against
+    description: str = ""  # of a GPU, for XLA
 
     def missing(self) -> str | None:
         """Return None, or the reason why nothing can be compiled for it here."""
@@ -54,8 +60,11 @@ class Target:
 
     def compiler(self) -> str:
         """Return the compiler's name and version, which the figures depend on."""
-        name = "nvidia-cuda-nvcc" if self.platform == "cuda" else "libtpu"
-        return f"{name} {_version(name)}"
+        return f"ptxas {self.ptxas()}" if self.platform == "cuda" else f"libtpu {_version('libtpu')}"
+
+    def ptxas(self) -> str:
+        """Return the release of the ptxas that compiles for it; "" for a TPU."""
+        return ptxas.release(ptxas.found()) if self.platform == "cuda" else ""
 
     def devices(self) -> list[Any]:
         """Return devices for a mesh; programs on it can be compiled but not run."""
@@ -63,7 +72,7 @@ class Target:
 
         if self.platform == "tpu":
             return list(topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices)
-        made = topologies.get_topology_desc(platform="cuda", topology=self.topology, target_config=H200)
+        made = topologies.get_topology_desc(platform="cuda", topology=self.topology, target_config=self.description)
         return list(made.devices)
 
 
@@ -74,21 +83,26 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _gpu(name: str, kind: str, memory: int) -> Target:
+def _hopper(name: str, kind: str, memory: int, described: str) -> Target:
     # The plugin requires its own version of jaxlib. --no-deps, because some dependencies only serve to run programs.
     plugin = [f"{package}=={_version('jaxlib')}" if package.startswith("jax-") else package for package in PLUGIN[:-1]]
     advice = f"pip install absl-py && pip install --no-deps {' '.join(plugin)}"
-    return Target(name, kind, "cuda", "1x1x8", memory, PLUGIN, advice)
+    # Hopper GPUs of as many multiprocessors run the same machine code, so that their bounds are the same.
+    return Target(
+        name, kind, "cuda", "1x1x8", memory, PLUGIN, advice, "h200", HOPPER.format(kind=kind, memory=described)
+    )
 
 
 def _tpu(name: str, kind: str, topology: str, memory: int) -> Target:
-    return Target(name, kind, "tpu", topology, memory, ("libtpu",), 'pip install "jax[tpu]" for the libtpu of this jax')
+    advice = 'pip install "jax[tpu]" for the libtpu of this jax'
+    return Target(name, kind, "tpu", topology, memory, ("libtpu",), advice, name)
 
 
 TARGETS = {
     target.name: target
     for target in (
-        _gpu("h200", "NVIDIA H200", 141 * GB),
+        _hopper("h200", "NVIDIA H200", 141 * GB, H200),
+        _hopper("h100", "NVIDIA H100 80GB HBM3", 80 * GB, H100),
         _tpu("tpu:v5e", "TPU v5 lite", "v5e:2x2", 16 * GB),
         _tpu("tpu:v6e", "TPU v6 lite", "v6e:2x2", 32 * GB),
     )

@@ -18,25 +18,21 @@ it from here.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as _plgpu
 
+from pallas_kernels import ptxas
+
+ptxas.prefer()  # before any kernel compiles
 plgpu: Any = _plgpu
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 HAS_MMA = hasattr(plgpu, "mma")
 DETECTS_RACES = hasattr(plgpu, "InterpretGPUParams")  # this interpreter also has wgmma, layouts and transposed refs
-
-
-def cuda_root() -> Path:
-    """Return the folder of the CUDA tools, such as bin/ptxas, that Mosaic compiles with."""
-    return Path(os.environ["MOSAIC_GPU_CUDA_ROOT"])  # set when jax's Mosaic module is imported
 
 
 def kernel(

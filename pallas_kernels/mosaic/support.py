@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from functools import cache
-from pathlib import Path
 
 import jax
 
+from pallas_kernels import ptxas
 from pallas_kernels.choice import Here
 
 PTXAS = (13, 3)  # the first ptxas that compiles wgmma with its left operand in registers correctly
@@ -34,16 +32,4 @@ def _interpreter() -> str | None:
 
 def left_in_registers() -> bool:
     """Return whether the ptxas that Mosaic uses compiles wgmma with its left operand in registers correctly."""
-    from pallas_kernels.mosaic.compat import cuda_root
-
-    return ptxas_version(cuda_root() / "bin" / "ptxas") >= PTXAS
-
-
-@cache
-def ptxas_version(program: Path) -> tuple[int, ...]:
-    """Return the version of a ptxas as (major, minor); () if it is missing or does not say."""
-    if not program.exists():
-        return ()
-    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"release (\d+)\.(\d+)", said)
-    return tuple(map(int, found.groups())) if found else ()
+    return tuple(map(int, re.findall(r"\d+", ptxas.release(ptxas.found())))) >= PTXAS

@@ -101,7 +101,10 @@ def test_a_model_that_does_not_fit_exits_with_status_1_and_a_remedy(capsys: pyte
             "context=9000 is above max_model_len=8192",
         ),
         (("--model", "llama3-8b", "--devices", "h200", "--block-size", "48"), "block_size=48 must be a power of two"),
-        (("--model", "llama3-8b", "--devices", "l4", "--compile"), "cannot compile for 'l4'; allowed: h200, v5e, v6e"),
+        (
+            ("--model", "llama3-8b", "--devices", "l4", "--compile"),
+            "cannot compile for 'l4'; allowed: h200, h100, v5e, v6e",
+        ),
         (("--model", "llama3-8b", "--devices", "h200:2", "--compile"), "add --mesh, one of 2x1, 1x2"),
     ],
 )

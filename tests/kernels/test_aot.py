@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.gate import bounds, hlo, table, traffic
+from pallas_kernels.gate import bounds, hlo, spills, table, traffic
+from pallas_kernels.gate.__main__ import choose
 from pallas_kernels.gate.cases import Case, Step, collect, shapes
 from pallas_kernels.gate.figures import Figures, kernels, thunks
 from pallas_kernels.gate.rules import Bound, bound_of, excess, laws
-from pallas_kernels.gate.targets import GB, TARGETS
+from pallas_kernels.gate.targets import GB, TARGETS, memory_of
 
 H200 = TARGETS["h200"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -282,6 +284,16 @@ def test_each_recorded_bound_holds(change: dict[str, int], said: str) -> None:
     assert list(excess(replace(SOUND, temp=1700, registers=10), bound_of(SOUND))) == []
 
 
+def test_only_known_spills_of_a_known_ptxas_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        spills, "KNOWN", (spills.Known("a*", "13.5.37", 12, "why"), spills.Known("*", "13.0.88", 4, ""))
+    )
+    assert [spills.allowed(*given) for given in (("ab", "13.5.37"), ("b", "13.5.37"), ("ab", "13.0.88"))] == [12, 0, 4]
+    spilled = replace(SOUND, spills=12)
+    assert not list(laws(NEEDY, spilled, 141 * GB, 12))
+    assert [said[:2] for said in laws(NEEDY, spilled, 141 * GB, 11)] == ["12"]
+
+
 def test_a_case_without_a_bound_fails() -> None:
     [breach] = excess(SOUND, None)
     assert "--record" in breach
@@ -298,15 +310,44 @@ def test_bounds_are_kept_by_target_and_version(tmp_path: Path) -> None:
     assert bounds.load("h200", "0.12.0.1", file)[1] == "0.11", "a new jax uses the bounds of the previous one"
     assert bounds.load("h200", "0.9.9", file) == ({}, "")
     assert bounds.load("tpu:v5e", "0.11.2", file) == ({}, "")
+    for release in ("13.0.88", "13.10.1"):
+        bounds.record("h200", "0.11.2", {"a": Bound(len(release), 0)}, file, ptxas=release)
+        assert bounds.load("h200", "0.11.2", file, ptxas=release) == (
+            {"a": Bound(len(release), 0)},
+            f"0.11 ptxas {release}",
+        )
+    assert bounds.load("h200", "0.11.2", file, ptxas="13.5.37")[1] == "0.11 ptxas 13.10.1", "the newest, by number"
+    assert bounds.load("h200", "0.11.2", file)[1] == "0.11", "bounds without ptxas, as those of TPUs"
     bounds.record("h200", "0.11.2", {"c": two}, file, whole=True)
     assert bounds.load("h200", "0.11.2", file)[0] == {"c": two}, "cases that no longer exist are dropped"
-    assert len(file.read_text().splitlines()) < 14
+    assert len(file.read_text().splitlines()) < 20
 
 
 def test_the_package_s_bounds_can_be_read() -> None:
-    for name in TARGETS:
+    for target in TARGETS.values():
+        ptxas = "13.5.37" if target.platform == "cuda" else ""
         for version in ("0.10.2", "0.11.2"):
-            assert all(isinstance(bound, Bound) for bound in bounds.load(name, version)[0].values())
+            found, key = bounds.load(target.bounds, version, ptxas=ptxas)
+            assert key == bounds.key_of(version, ptxas)
+            assert found and all(isinstance(bound, Bound) for bound in found.values())
+
+
+def test_an_h100_has_its_own_memory_and_the_bounds_of_the_h200() -> None:
+    h100 = TARGETS["h100"]
+    assert (h100.bounds, h100.memory, memory_of("NVIDIA H100 80GB HBM3")) == ("h200", 80 * GB, 80 * GB)
+    described = [set(target.description.split()) for target in (H200, h100)]
+    assert {word for word in described[0] ^ described[1] if word.isdigit()} == {
+        "4800000000000", "150000000000", "62914560", "3350000000000", "85000000000", "52428800",
+    }  # fmt: skip
+    large = {case.name for case in choose(H200, [], [], True)} - {case.name for case in choose(h100, [], [], True)}
+    assert large == {"qwen3-32b tp1 decode", "qwen3-32b tp1 prefill", "qwen3-32b tp1 draw"}
+    [breach] = laws(NEEDY, replace(SOUND, memory=81 * GB), h100.memory)
+    assert "81.00 GB per device, the bound is 80 GB" in breach
+
+
+def test_bounds_are_recorded_for_the_target_that_has_them(tmp_path: Path) -> None:
+    ran = gate("--target", "h100", "--record", "--bounds", str(tmp_path / "bounds.json"))
+    assert ran.returncode == 1 and "the bounds of h200" in ran.stderr and not list(tmp_path.iterdir())
 
 
 def test_two_cases_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +422,12 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
 @pytest.mark.skipif(H200.missing() is not None, reason=str(H200.missing()))
 def test_a_recorded_case_passes(tmp_path: Path) -> None:
     known = str(tmp_path / "bounds.json")
+    broken = tmp_path / "ptxas"  # first on PATH, but the gate and Mosaic use that of the installed wheel
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
     assert gate("--cases", "planted", "--only", "sound", "--bounds", known).returncode == 1
-    assert gate("--cases", "planted", "--only", "sound", "--bounds", known, "--record").returncode == 0
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    recorded = gate("--cases", "planted", "--only", "sound", "--bounds", known, "--record", PATH=path)
+    assert recorded.returncode == 0 and re.search(r"h200, jax [\d.]+, ptxas 1\d\.\d+\.\d+", recorded.stdout)
     passed = gate("--cases", "planted", "--only", "s*nd", "--bounds", known)
     assert passed.returncode == 0 and "1 of 1 cases passed" in passed.stdout, passed.stdout + passed.stderr

@@ -32,7 +32,7 @@ from jaxserve.sched.api.preemption import Boundary
 from jaxserve.settings.speculative import Speculative
 from jaxserve.structured.token_filter import words
 from pallas_kernels.gate.cases import Case, Step, shapes
-from pallas_kernels.gate.targets import memory_of
+from pallas_kernels.gate.targets import GB, memory_of
 from pallas_kernels.ops.sampling_threshold.api import MosaicThresholds, ThresholdSpec
 
 ROWS, TOKENS = 256, 8192  # the defaults of an engine on a GPU
@@ -60,6 +60,7 @@ class Served(NamedTuple):
     graphed: bool = False  # include collectives in CUDA graphs
     gated: bool = False  # gate, up and SwiGLU in one kernel, which is not the default
     cascade: bool = False  # read shared prefixes once
+    memory: int = 0  # bytes of a device that holds it: on smaller ones its steps are not compiled
 
 
 SERVED = (
@@ -88,7 +89,7 @@ SERVED = (
     Served("llama3-8b", 4, wanted=("decode",), gated=True),
     Served("llama3-70b", 4),
     Served("qwen2.5-0.5b", 1),
-    Served("qwen3-32b", 1),
+    Served("qwen3-32b", 1, memory=141 * GB),
     Served("qwen3-32b", 4),
 )
 
@@ -174,7 +175,9 @@ def served_steps(served: Served) -> Iterator[Step]:
     named += " cascade" if served.cascade else ""
     wanted = served.wanted or (DRAFTING if served.draft else PLAIN)
     layers = served.layers or published_spec(served.model).layers
-    yield from steps(named, config, served.tp, served.usual, wanted, (COLLECTIVES,) if served.graphed else (), layers)
+    flags = (COLLECTIVES,) if served.graphed else ()
+    for step in steps(named, config, served.tp, served.usual, wanted, flags, layers):
+        yield replace(step, least_memory=served.memory)
     if served.segments:
         for part in Part:
             kind = f"segment {part.value}"
