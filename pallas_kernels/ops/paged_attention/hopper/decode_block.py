@@ -15,11 +15,10 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layout import MASKED
 from pallas_kernels.mosaic import compat, fragments
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret, cast, fence
-from pallas_kernels.ops.paged_attention.hopper.softmax import capped
+from pallas_kernels.ops.paged_attention.hopper.softmax import HIDDEN, capped
 
 MEETING = 64  # columns that warps with their own keys sum at a time
 WIDE = 64  # columns of queries and results that are copied together
@@ -327,7 +326,7 @@ def _seen(shape: DecodeShape, score: jax.Array, ahead: jax.Array, last: Any) -> 
     seen = ahead <= last
     if shape.window is not None:
         seen &= ahead > last - shape.window
-    return jnp.where(seen, score, MASKED)
+    return jnp.where(seen, score, HIDDEN)
 
 
 def produce(shape: DecodeShape, refs: Refs) -> None:
