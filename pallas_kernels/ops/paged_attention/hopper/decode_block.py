@@ -348,20 +348,21 @@ def produce(shape: DecodeShape, refs: Refs) -> None:
         lax.fori_loop(0, tiles, step, _ids(shape, refs, row, first, tiles, 0))
 
     total, items = each_item(shape, refs, one)
-    # A block must not end before every arrival was waited for: here, each barrier's last round.
-    for place in range(shape.queues if shape.apart else 0):
+    # A block must not end before every arrival was waited for: here, each barrier's last round. Places are counted by
+    # loops, since addresses of static ones would be kept from the start of the kernel, for want of registers in memory.
+    if shape.apart:
+        _each(jnp.minimum(items, shape.queues), lambda place: plgpu.barrier_wait(s["q_free"].at[place]))
+    free = [s[name] for name in (("k_free",) if shape.latent else ("k_free", "v_free"))]
+    for barrier in free:
+        _each(jnp.minimum(total * shape.slots, shape.stages), lambda slot, of=barrier: plgpu.barrier_wait(of.at[slot]))
 
-        @pl.when(items > place)
-        def _(place: int = place) -> None:
-            plgpu.barrier_wait(s["q_free"].at[place])
 
-    for slot in range(shape.stages):
+def _each(count: Any, one: Callable[[Any], None]) -> None:
+    def step(n: Any, carry: Any) -> Any:
+        one(n)
+        return carry
 
-        @pl.when(total * shape.slots > slot)
-        def _(slot: int = slot) -> None:
-            plgpu.barrier_wait(s["k_free"].at[slot])
-            if not shape.latent:
-                plgpu.barrier_wait(s["v_free"].at[slot])
+    lax.fori_loop(0, count, step, jnp.int32(0))
 
 
 def _copy_queries(shape: DecodeShape, refs: Refs, number: Any, row: Any) -> None:
