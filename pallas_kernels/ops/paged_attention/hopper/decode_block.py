@@ -351,15 +351,16 @@ def produce(shape: DecodeShape, refs: Refs) -> None:
     # A block must not end before every arrival was waited for: here, each barrier's last round. Places are counted by
     # loops, since addresses of static ones would be kept from the start of the kernel, for want of registers in memory.
     if shape.apart:
-        _each(jnp.minimum(items, shape.queues), lambda place: plgpu.barrier_wait(s["q_free"].at[place]))
-    free = [s[name] for name in (("k_free",) if shape.latent else ("k_free", "v_free"))]
-    for barrier in free:
-        _each(jnp.minimum(total * shape.slots, shape.stages), lambda slot, of=barrier: plgpu.barrier_wait(of.at[slot]))
+        _wait_all(s["q_free"], jnp.minimum(items, shape.queues))
+    for name in ("k_free",) if shape.latent else ("k_free", "v_free"):
+        _wait_all(s[name], jnp.minimum(total * shape.slots, shape.stages))
 
 
-def _each(count: Any, one: Callable[[Any], None]) -> None:
-    def step(n: Any, carry: Any) -> Any:
-        one(n)
+def _wait_all(barriers: Any, count: Any) -> None:
+    """Wait for the first `count` barriers of several."""
+
+    def step(place: Any, carry: Any) -> Any:
+        plgpu.barrier_wait(barriers.at[place])
         return carry
 
     lax.fori_loop(0, count, step, jnp.int32(0))
