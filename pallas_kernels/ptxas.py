@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 CUDA = Path("/usr/local/cuda")
+CORRECT = (13, 3)  # the first release that compiles wgmma with its left operand in registers correctly
 PACKAGES = ("nvidia.cu13", "nvidia.cuda_nvcc")  # of the wheels nvidia-cuda-nvcc and nvidia-cuda-nvcc-cu12
 
 
@@ -37,6 +38,11 @@ def found() -> Path | None:
 def release(program: Path | None) -> str:
     """Return the release of a `ptxas`, such as "13.5.37"; "" if it is missing or does not say."""
     return _release(program, program.stat().st_mtime_ns) if program is not None and program.exists() else ""
+
+
+def trusted(release: str) -> bool:
+    """Return whether a release of `ptxas` compiles wgmma with its left operand in registers correctly."""
+    return tuple(map(int, re.findall(r"\d+", release)[:2])) >= CORRECT
 
 
 @cache

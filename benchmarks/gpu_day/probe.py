@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-CUDA = Path("/usr/local/cuda")
-PTXAS = (13, 3)  # the first whose wgmma with A in registers is trusted
+from pallas_kernels import ptxas
+
+CUDA = ptxas.CUDA
 PACKAGES = {  # what runs only with it
     "jax": "everything",
     "jaxlib": "everything",
@@ -35,11 +33,11 @@ PACKAGES = {  # what runs only with it
 def machine() -> dict[str, Any]:
     """Return driver, runtime, compiler, tools and packages of this machine."""
     asked = ("name", "driver_version", "power.limit", "clocks.max.sm", "memory.total")
-    path = ptxas()
+    path = ptxas.found()
     return {
         "nvidia_smi": said("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader").partition("\n")[0],
         "cuda_runtime": installed("nvidia-cuda-runtime") or release(said(str(CUDA / "bin" / "nvcc"), "--version")),
-        "ptxas": release(said(str(path), "--version")) if path else "",
+        "ptxas": ptxas.release(path),
         "ptxas_path": str(path or ""),
         "compute_sanitizer": sanitizer() or "",
         "git": shutil.which("git") or "",
@@ -54,33 +52,13 @@ def missing(found: dict[str, Any]) -> list[tuple[str, str]]:
         lacks.append(("NVIDIA driver (nvidia-smi)", "everything but --dry"))
     if not found["ptxas"]:
         lacks.append(("ptxas", "Mosaic kernels"))
-    elif not trusted(found["ptxas"]):
+    elif not ptxas.trusted(found["ptxas"]):
         lacks.append((f"ptxas 13.3 or later (this is {found['ptxas']})", "kernels with weights in registers"))
     if not found["compute_sanitizer"]:
         lacks.append(("compute-sanitizer", "memcheck"))
     if not found["git"]:
         lacks.append(("git", "the commit in the report"))
     return lacks + [(name, what) for name, what in PACKAGES.items() if name not in found["packages"]]
-
-
-def trusted(release: str) -> bool:
-    """Return whether wgmma with A in registers is compiled correctly: ptxas before 13.3 may corrupt it."""
-    numbers = re.findall(r"\d+", release)
-    return tuple(map(int, numbers[:2])) >= PTXAS
-
-
-def ptxas() -> Path | None:
-    """Return the ptxas that jax compiles with: that of CUDA_ROOT, of a wheel, or of the CUDA toolkit."""
-    places = [Path(os.environ["CUDA_ROOT"])] if "CUDA_ROOT" in os.environ else []
-    for name in ("nvidia.cu13", "nvidia.cuda_nvcc"):
-        try:
-            spec = importlib.util.find_spec(name)
-        except ModuleNotFoundError:
-            continue
-        places += [Path(one) for one in (spec.submodule_search_locations if spec else None) or ()]
-    found = next((path for place in [*places, CUDA] if (path := place / "bin" / "ptxas").exists()), None)
-    on_path = shutil.which("ptxas")
-    return found or (Path(on_path) if on_path else None)
 
 
 def sanitizer() -> str | None:

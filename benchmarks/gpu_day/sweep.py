@@ -21,6 +21,7 @@ from pallas_kernels import tuned
 from pallas_kernels.attention import mosaic_gpu
 from pallas_kernels.mosaic.spec import CORES
 from pallas_kernels.ops.paged_attention.api import AttentionSpec
+from pallas_kernels.ptxas import trusted
 
 from . import probe
 from .headlines import attention_of, scales_of
@@ -69,8 +70,8 @@ def candidates(op: str, wanted: Any) -> Iterator[Any]:
 
 def usable(configs: Iterable[Any], ptxas: str) -> Iterator[Any]:
     """Yield the configs that this ptxas compiles correctly: before 13.3 it may not, with weights in registers."""
-    trusted = probe.trusted(ptxas)
-    return (config for config in configs if trusted or config.p_in_smem)
+    registers = trusted(ptxas)
+    return (config for config in configs if registers or config.p_in_smem)
 
 
 def _timed(run: Run, op: str, case: Case, configs: Iterable[Any]) -> Iterator[tuple[float, Any]]:

@@ -239,9 +239,10 @@ def test_wheels_leave_only_ptxas(tmp_path: Path) -> None:
         for name in ("nvidia/cu13/bin/ptxas", "nvidia/cu13/bin/nvlink", "nvidia_cuda_nvcc-13.5.dist-info/METADATA"):
             made.writestr(name, f"#!/bin/sh\necho {name}\n")
     program = (
-        "import os, shutil, sys; from pathlib import Path; from benchmarks.gpu_day import carry, probe\n"
+        "import os, shutil, sys; from pathlib import Path\n"
+        "from benchmarks.gpu_day import carry; from pallas_kernels import ptxas\n"
         "folder = Path(sys.argv[1]); carry.trim(next(folder.glob('*.whl'))); carry.unpack(folder, folder / 'site')\n"
-        "print(shutil.which('ptxas'), probe.ptxas(), os.environ['CUDA_ROOT'], sep='|')"
+        "print(shutil.which('ptxas'), ptxas.found(), os.environ['CUDA_ROOT'], sep='|')"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
     root = tmp_path / "site" / "nvidia" / "cu13"

@@ -11,7 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.gpu_day import headlines, parts, peers, probe, shapes, sweep, timing
+import pallas_kernels.ptxas
+from benchmarks.gpu_day import headlines, parts, peers, shapes, sweep, timing
 from benchmarks.gpu_day.part import Part, Run
 from benchmarks.gpu_day.report import rows_of
 from benchmarks.gpu_day.state import State
@@ -100,7 +101,7 @@ def test_sweep_never_writes_a_wrong_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ptxas", "trusted"), [("", False), ("12.9", False), ("13.0", False), ("13.3", True),
                                                 ("13.10", True), ("14.0", True)])  # fmt: skip
 def test_old_ptxas_compiles_no_weights_in_registers(ptxas: str, trusted: bool) -> None:
-    assert probe.trusted(ptxas) == trusted
+    assert pallas_kernels.ptxas.trusted(ptxas) == trusted
     both = [Choice(0), Choice(1, p_in_smem=False)]
     assert list(sweep.usable(both, ptxas)) == both[: 1 + trusted]
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.gpu_day import probe
+from pallas_kernels import ptxas
 from pallas_kernels.ops.grouped_matmul.hopper import matmul
 from pallas_kernels.ops.mla import hopper as latent
 from pallas_kernels.ops.paged_attention.hopper import decode as decode_kernel
@@ -55,8 +55,8 @@ def in_registers(check: Callable[[], None]) -> Callable[[], None]:
     """Return a check of weights in registers, which skips if the compiler may get them wrong."""
 
     def run() -> None:
-        release = probe.machine()["ptxas"] if on_gpu() else ""
-        if on_gpu() and not probe.trusted(release):
+        release = ptxas.release(ptxas.found()) if on_gpu() else ""
+        if on_gpu() and not ptxas.trusted(release):
             pytest.skip(f"ptxas {release or 'of unknown release'} may miscompile weights in registers; 13.3 does not")
         check()
 

@@ -153,6 +153,18 @@ def test_a_step_of_padding_only_gives_zeros() -> None:
         assert not np.any(attend(values(3, 4, DIM), *pools(2), ragged, decode=decode))
 
 
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("k_scale", [0.0, 1e-35, 1e3])
+def test_key_scales_of_any_size(k_scale: float, decode: bool) -> None:
+    rows = [(1, 9), (1, 30), (1, 1)] if decode else [(3, 9), (1, 30), (1, 1)]
+    ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL, width=8)
+    q, (k, v), scales = values(len(ragged.rows), 4, DIM), pools(2), Scales(*np.ones((2, 2), np.float32))
+    k, v = (reference.quantized(x, np.full(2, 0.03), jnp.int8) for x in (k, v))
+    scales = scales._replace(k=scales.k * np.float32(k_scale))
+    got = attend(q, k, v, ragged, decode=decode, scales=scales)
+    np.testing.assert_allclose(got, dense(q, k, v, ragged, scales=scales), atol=2e-3, rtol=0)
+
+
 def test_rows_may_share_pages() -> None:
     rows = [(1, 6), (1, 7), (2, 8)]
     ragged = make(rows, [[5, 9], [5, 3], [5, 9]], page=PAGE, pool=POOL)

@@ -20,6 +20,7 @@ from tests.support.kernels.checks.decode import EDGES, SMALL, Mixed, Problem, ch
 from tests.support.kernels.interpreted import needs_interpreter
 
 BODIES = [False, pytest.param(True, marks=needs_interpreter)]
+SIZES = [0.0, 1e-35, 1e-20, 1e3]  # of the scales of keys, relative to those that fit the values
 
 
 @pytest.mark.slow
@@ -43,6 +44,16 @@ def test_a_query_that_sees_nothing_of_a_tile(warps: bool) -> None:
     check(
         Problem(((12, 75), (1, 6)), heads=4, scale=0.125), replace(SMALL, warps=warps, queries=16, tile=64, consumers=2)
     )
+
+
+@needs_interpreter
+@pytest.mark.parametrize("warps", [False, True])
+@pytest.mark.parametrize("k_factor", SIZES)
+def test_key_scales_of_any_size(k_factor: float, warps: bool) -> None:
+    """The first token sees nothing of the second tile, nor do most of its warps of a context of 6 keys."""
+    rows = ((3, 66), (1, 6), (1, 1))
+    problem = Problem(rows, heads=4, stored=jnp.float8_e4m3fn, k_factor=k_factor)
+    check(problem, replace(SMALL, warps=warps, queries=4, tile=64, consumers=2))
 
 
 @pytest.mark.full

@@ -40,6 +40,12 @@ def test_pools_of_8_bits_are_widened_without_races() -> None:
 
 
 @needs_interpreter
+@pytest.mark.parametrize("k_factor", [0.0, 1e-35, 1e3])
+def test_key_scales_of_any_size(k_factor: float) -> None:
+    check(Problem(rows=((20, 70),), kv_dtype=jnp.float8_e4m3fn, k_factor=k_factor), SMALL)
+
+
+@needs_interpreter
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_dense_twin_without_races(name: str) -> None:

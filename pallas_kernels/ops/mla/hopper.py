@@ -56,7 +56,7 @@ from pallas_kernels.ops.paged_attention.hopper.decode_block import (
     mask,
     release,
 )
-from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E
+from pallas_kernels.ops.paged_attention.hopper.softmax import LOG2E, unit_of
 from pallas_kernels.ops.paged_attention.plan import DecodeWork, plan_decode
 
 ROWS, FEW = 64, 16  # rows of a warpgroup product, and of a warp-level one, which spills with 32
@@ -267,7 +267,7 @@ def _begin(shape: DecodeShape) -> State:
         return cast(jnp.full(dims, value, jnp.float32), layout, shape.interpret)
 
     row = layout.reduce(1)
-    return full(0.0, (shape.rows, shape.width), layout), full(LEAST, (shape.rows,), row), full(0.0, (shape.rows,), row)
+    return full(0.0, (shape.rows, shape.width), layout), full(MASKED, (shape.rows,), row), full(0.0, (shape.rows,), row)
 
 
 def _tile(shape: DecodeShape, s: dict[str, Any], me: Any, tile: Any, key: Any, position: Any, state: State) -> State:
@@ -276,7 +276,7 @@ def _tile(shape: DecodeShape, s: dict[str, Any], me: Any, tile: Any, key: Any, p
     slots, mine = [shape.place(tile, part) for part in range(shape.slots)], shape.place(tile, me)
     for slot in slots:  # wait for both slots before forming the scores: both warpgroups read both
         plgpu.barrier_wait(s["k_full"].at[slot])
-    unit = LOG2E if shape.softcap else shape.scale * LOG2E
+    unit = unit_of(shape.scale, shape.softcap)
     score = wgmma(s["q"].at[0], s["k"].at[mine], transposed=True, interpret=shape.interpret)
     score = mask(shape, score, key, position, shape.scale)
     top = jnp.maximum(peak, jnp.max(score, axis=1) * unit)

@@ -45,6 +45,8 @@ def decode_cases() -> list[Case]:
             found.append(
                 _decode_case(f"d{dim}", AttentionShape(64, 16, 4, dim, 64, kv_dtype=stored), warps=True, usual=False)
             )
+    drafts = AttentionShape(64, 32, 8, 128, 16, 16, kv_dtype=jnp.int8)
+    found.append(_decode_case("8b", drafts, warps=False, usual=False))
     eight = AttentionShape(64, 32, 8, 128, 64, 4, kv_dtype=jnp.float8_e4m3fn)
     found.append(_decode_case("softcap window", eight, warps=True, usual=False, window=4096, softcap=50.0))
     found += _decode_both("d256 window", AttentionShape(64, 4, 1, 256, 64, queries=16), window=512)
@@ -114,6 +116,7 @@ def shared_cases() -> Iterator[Case]:
     yield _shared_case("8b", spec)
     for stored in (jnp.float8_e4m3fn, jnp.int8):
         yield _shared_case("8b", replace(spec, kv_dtype=stored), usual=False)
+    yield _shared_case("8b", replace(spec, kv_dtype=jnp.int8, page=16), usual=False)
     yield _shared_case("70b-tp4", replace(spec, heads=16, kv_heads=2), usual=False)
     yield _shared_case("group 1", replace(spec, heads=32, kv_heads=32), usual=False)
     yield _shared_case("d64", replace(spec, heads=16, kv_heads=4, dim=64), usual=False)

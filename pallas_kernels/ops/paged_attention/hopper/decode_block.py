@@ -15,11 +15,10 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layout import MASKED
 from pallas_kernels.mosaic import compat, fragments
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret, cast, fence
-from pallas_kernels.ops.paged_attention.hopper.softmax import capped
+from pallas_kernels.ops.paged_attention.hopper.softmax import HIDDEN, capped
 
 MEETING = 64  # columns that warps with their own keys sum at a time
 WIDE = 64  # columns of queries and results that are copied together
@@ -327,7 +326,7 @@ def _seen(shape: DecodeShape, score: jax.Array, ahead: jax.Array, last: Any) -> 
     seen = ahead <= last
     if shape.window is not None:
         seen &= ahead > last - shape.window
-    return jnp.where(seen, score, MASKED)
+    return jnp.where(seen, score, HIDDEN)
 
 
 def produce(shape: DecodeShape, refs: Refs) -> None:
@@ -349,20 +348,22 @@ def produce(shape: DecodeShape, refs: Refs) -> None:
         lax.fori_loop(0, tiles, step, _ids(shape, refs, row, first, tiles, 0))
 
     total, items = each_item(shape, refs, one)
-    # A block must not end before every arrival was waited for: here, each barrier's last round.
-    for place in range(shape.queues if shape.apart else 0):
+    # A block must not end before every arrival was waited for: here, each barrier's last round. Places are counted by
+    # loops, since addresses of static ones would be kept from the start of the kernel, for want of registers in memory.
+    if shape.apart:
+        _wait_all(s["q_free"], jnp.minimum(items, shape.queues))
+    for name in ("k_free",) if shape.latent else ("k_free", "v_free"):
+        _wait_all(s[name], jnp.minimum(total * shape.slots, shape.stages))
 
-        @pl.when(items > place)
-        def _(place: int = place) -> None:
-            plgpu.barrier_wait(s["q_free"].at[place])
 
-    for slot in range(shape.stages):
+def _wait_all(barriers: Any, count: Any) -> None:
+    """Wait for the first `count` barriers of several."""
 
-        @pl.when(total * shape.slots > slot)
-        def _(slot: int = slot) -> None:
-            plgpu.barrier_wait(s["k_free"].at[slot])
-            if not shape.latent:
-                plgpu.barrier_wait(s["v_free"].at[slot])
+    def step(place: Any, carry: Any) -> Any:
+        plgpu.barrier_wait(barriers.at[place])
+        return carry
+
+    lax.fori_loop(0, count, step, jnp.int32(0))
 
 
 def _copy_queries(shape: DecodeShape, refs: Refs, number: Any, row: Any) -> None:

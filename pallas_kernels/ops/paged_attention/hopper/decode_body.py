@@ -58,7 +58,7 @@ from pallas_kernels.ops.paged_attention.hopper.decode_block import (
 )
 from pallas_kernels.ops.paged_attention.hopper.decode_merge import blank, merge_if_last
 from pallas_kernels.ops.paged_attention.hopper.decode_tokens import fetch, load, meet, queries, store, weigh
-from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E
+from pallas_kernels.ops.paged_attention.hopper.softmax import LOG2E, unit_of
 
 Consume = Callable[[DecodeShape, Refs, Any], None]
 PART = 128  # columns widened at a time; more would need registers that wide heads lack
@@ -116,9 +116,8 @@ def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
     def full(value: float, dims: tuple[int, ...], layout: Any) -> jax.Array:
         return cast(jnp.full(dims, value, jnp.float32), layout, shape.interpret)
 
-    # Scores times `unit` are in log2 units; a soft cap is applied in natural units first.
     raw = shape.scale * (refs.k_scale[head] if shape.scaled else 1.0)
-    unit = LOG2E if shape.softcap else raw * LOG2E
+    unit = unit_of(raw, shape.softcap)
 
     def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
         first, half = refs.first[item], lax.rem(number, shape.queues)
@@ -150,9 +149,7 @@ def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
         begin, count = mine(shape, me, tiles, done)
         start = (
             [full(0.0, (shape.rows, shape.width), acc_layout)] * (shape.values // shape.width),
-            # Not MASKED: if a row sees nothing of a tile, the peak would be MASKED * unit, and a multiply-add
-            # that rounds once where that product rounded twice would give a weight of 2 to the power of 1e22.
-            full(LEAST, (shape.rows,), acc_layout.reduce(1)),
+            full(MASKED, (shape.rows,), acc_layout.reduce(1)),
             full(0.0, (shape.rows, shape.tile), acc_layout)
             if shape.warps
             else full(0.0, (shape.rows,), acc_layout.reduce(1)),
@@ -265,7 +262,7 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
     """Attend to 8-bit keys and values, each warp with its own keys and softmax (see the module)."""
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
     raw = shape.scale * (refs.k_scale[head] if shape.scaled else 1.0)
-    unit = LOG2E if shape.softcap else raw * LOG2E
+    unit = unit_of(raw, shape.softcap)
 
     def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
         first, half = refs.first[item], lax.rem(number, shape.queues)
@@ -300,7 +297,7 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
 
         layout = plgpu.Layout.WGMMA
         nothing = [full(0.0, (WARPS * ROWS, shape.width), layout)] * (shape.mixed // shape.width)
-        start = nothing, full(LEAST, (WARPS * ROWS,), layout.reduce(1))
+        start = nothing, full(MASKED, (WARPS * ROWS,), layout.reduce(1))
         sums = full(0.0, (WARPS * ROWS, _kept(shape)), layout)
         mixed, peak, total = lax.fori_loop(0, count, step, (*start, sums))
         top, total = _among_warps(shape, refs, me, peak, jnp.sum(total, axis=1))

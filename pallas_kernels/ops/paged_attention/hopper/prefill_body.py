@@ -38,7 +38,7 @@ from pallas_kernels.ops.paged_attention.hopper.prefill_block import (
     find_item,
     produce,
 )
-from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E, capped
+from pallas_kernels.ops.paged_attention.hopper.softmax import HIDDEN, LOG2E, capped, unit_of
 
 # mixed [M, columns], row maximum [M] in log2 units, row sum [M]; with `overlap` products of the next tile [M, keys]
 State = tuple[jax.Array, ...]
@@ -145,7 +145,7 @@ def _layout(reduced: bool = False) -> Any:
 def _begin(shape: PrefillShape) -> State:
     row = partial(cast, layout=_layout(reduced=True), interpret=shape.interpret)
     mixed = cast(jnp.zeros((ROWS, shape.columns), jnp.float32), _layout(), shape.interpret)
-    start = mixed, row(jnp.full((ROWS,), LEAST, jnp.float32)), row(jnp.zeros((ROWS,), jnp.float32))
+    start = mixed, row(jnp.full((ROWS,), MASKED, jnp.float32)), row(jnp.zeros((ROWS,), jnp.float32))
     if not shape.overlap:
         return start
     return *start, cast(jnp.zeros((ROWS, shape.keys), jnp.float32), _layout(), shape.interpret)
@@ -207,9 +207,9 @@ def _attend(
 ) -> State:
     """Add the values of the j-th tile, in `slot`, with the weights of its products `score`."""
     mixed, peak, total = state
-    factor = raw * LOG2E  # scores in log2 units, so that exp2 takes them after one multiply-add
+    factor = unit_of(raw, shape.softcap)  # scores in log2 units, so that exp2 takes them after one multiply-add
     if shape.softcap is not None:
-        score, factor = capped(score, raw, shape.softcap), LOG2E
+        score = capped(score, raw, shape.softcap)
     if ahead is not None:
         # Without a window only the tail is masked, and with `overlap` also the last tile, wherever it is.
         there = j if shape.window is None and not shape.overlap else item.key_tile(j)
@@ -261,8 +261,8 @@ def _mask(shape: PrefillShape, score: jax.Array, ahead: jax.Array) -> jax.Array:
     # A thread's columns are 8 i + 0, 1 plus its offset. Split this way, the compiler turns 8 i and 0, 1 into constants
     # and a few sums. Whole column numbers would take a register each, beside the loop's, and spill.
     eighth, past = column & ~7, _rows(last, shape.keys) - (column & 7)
-    score = jnp.where(eighth <= past, score, MASKED)
-    return score if shape.window is None else jnp.where(eighth > past - shape.window, score, MASKED)
+    score = jnp.where(eighth <= past, score, HIDDEN)
+    return score if shape.window is None else jnp.where(eighth > past - shape.window, score, HIDDEN)
 
 
 def _iota(shape: PrefillShape, size: tuple[int, ...], axis: int) -> jax.Array:

@@ -42,6 +42,7 @@ class Problem:
     padded: int = 0  # extra rows and tokens
     scale: float = SCALE
     pool: int = POOL  # pages
+    k_factor: float = 1.0  # of the scales of 8-bit keys that fit these values
 
     @property
     def dealt(self) -> Sequence[Sequence[int]]:
@@ -68,7 +69,7 @@ class Problem:
             return q, k, v, None
         scales = Scales(*(np.float32(each) * (1 + np.arange(self.kv_heads, dtype=np.float32)) for each in (0.03, 0.02)))
         k, v = (poisoned(quantized(x, by, self.stored), self.dealt) for x, by in zip(pools, scales, strict=True))
-        return q, k, v, Scales(*map(jnp.asarray, scales))
+        return q, k, v, Scales(jnp.asarray(scales.k * np.float32(self.k_factor)), jnp.asarray(scales.v))
 
     def sink_scores(self) -> jax.Array | None:
         """Return scores [H] of sinks that take a part of the weight, or None."""

@@ -47,6 +47,7 @@ class Problem:
     tables: tuple[tuple[int, ...], ...] | None = None
     padded: int = 0  # extra rows and tokens
     pool: int = POOL  # pages
+    k_factor: float = 1.0  # of the scales of 8-bit keys that fit these values
 
     @property
     def dealt(self) -> Sequence[Sequence[int]]:
@@ -72,16 +73,17 @@ class Problem:
         if self.kv_dtype is None:
             k, v = k.astype(self.dtype), v.astype(self.dtype)
         else:
-            k, v = (quantized(x, scale, self.kv_dtype) for x, scale in zip((k, v), self.scales or (), strict=True))
+            fit = replace(self, k_factor=1.0).scales or ()
+            k, v = (quantized(x, scale, self.kv_dtype) for x, scale in zip((k, v), fit, strict=True))
         return jnp.asarray(q, self.dtype), poisoned(k, self.dealt), poisoned(v, self.dealt)
 
     @property
     def scales(self) -> Scales | None:
-        """The scales with which values of about one use most of the 8-bit range."""
+        """The scales with which values of about one use most of the 8-bit range, those of keys times `k_factor`."""
         if self.kv_dtype is None:
             return None
         k = jnp.linspace(0.02, 0.03, self.kv_heads)
-        return Scales(k, k[::-1] + 0.01)
+        return Scales(k * self.k_factor, k[::-1] + 0.01)
 
     def sink_scores(self) -> jax.Array | None:
         """Return scores [H] of sinks that take a part of the weight, or None."""
