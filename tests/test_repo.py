@@ -211,15 +211,16 @@ def test_the_nightly_script_names_what_is_there(repo: Path) -> None:
     text = path.read_text()
     (extras,) = re.findall(r"pip install .*'\.\[(.*)\]'", text)
     assert {"dev", "audit", "fuzz"} <= set(extras.split(",")), "without schemathesis its test is skipped"
-    ours = re.findall(r"tested ((?:\.ci|scripts)/\w+)", text)
-    assert len(ours) == 2 and all(os.access(repo / command, os.X_OK) for command in ours)
+    ours = set(re.findall(r"tested ((?:\.ci|scripts)/\w+)", text))
+    assert ours == {".ci/audit", "scripts/mutants"} and all(os.access(repo / command, os.X_OK) for command in ours)
     places = set(re.findall(r"tests/\w+", " ".join(re.findall(r"(?m)^step full-.* full (.*)$", text))))
     marked = {file for file in (repo / "tests").rglob("test_*.py") if "mark.full" in file.read_text(encoding="utf-8")}
     folders = {file.relative_to(repo).parts[1] for file in marked if file.parent != repo / "tests"}
     assert folders and folders <= {place.removeprefix("tests/") for place in places}
-    variables = dict(re.findall(r'(?m)^(base|computes|product)="(.*)"$', text))
-    for given in [*variables.values(), *re.findall(r'(?m)^step [\w.-]+ "([^"]*)"', text)]:
-        for read in re.sub(r"\$\w+", "", given).split():
+    for given in re.findall(
+        r'(?m)^(?:step [\w.-]+ |(?:base|product|support|computes|planted|kernels)\+?=)"([^"]*)"', text
+    ):
+        for read in re.sub(r"\$\w+|\+compiled", "", given).split():
             assert (repo / read).exists(), f"a step reads {read}, which does not exist"
 
 
@@ -231,15 +232,18 @@ def nightly_of(repo: Path, tmp_path: Path, steps: str) -> Path:
     (tree / ".ci").mkdir(parents=True)
     (tree / ".ci" / "nightly").write_text(f"{head}\n{steps}{tail}")
     (tree / ".ci" / "compiler").write_text("")
+    shutil.copy(repo / ".ci" / "digest.py", tree / ".ci")
     (tree / "src").mkdir()
     (tree / "src" / "a.py").write_text("1")
+    (tree / "pyproject.toml").write_text("[project]\n")
     subprocess.run(["git", "init", "-q"], cwd=tree, check=True)
     return tree
 
 
 def test_the_nightly_script_resumes(repo: Path, tmp_path: Path) -> None:
     """A step runs again after it failed, or after a change of what it reads; nothing else makes it run."""
-    steps = 'step one src bash -c "echo one >>../log"\nstep two . bash -c "echo two >>../log; test ! -e broken"\n'
+    steps = 'step one "src pallas_kernels" bash -c "echo one >>../log"\n'
+    steps += 'step two . bash -c "echo two >>../log; test ! -e broken"\n'
     tree = nightly_of(repo, tmp_path, steps)
 
     def run(*names: str) -> tuple[int, list[str]]:
@@ -260,6 +264,18 @@ def test_the_nightly_script_resumes(repo: Path, tmp_path: Path) -> None:
     assert run() == (0, []), "this digest has passed"
     (tree / "src" / "a.py").write_text("2")
     assert run() == (0, ["one", "two"])
+    (tree / "src" / "a.py").write_text('"""What it does."""\n2  # why')
+    assert run() == (0, ["one", "two"]), "a docstring where there was none is a statement"
+    (tree / "src" / "a.py").write_text('"""What else it does."""\n2  # why not')
+    assert run() == (0, ["two"]), "comments and docstrings do nothing"
+    for path in ("pallas_kernels/gate/a.py", "pallas_kernels/ops/b/hopper.py"):
+        (tree / path).parent.mkdir(parents=True)
+        (tree / path).touch()
+        assert run() == (0, ["two"]), "a step that compiles no kernels does not read it"
+    (tree / "pyproject.toml").write_text("[project]\nname\n[tool.importlinter]\n1")
+    assert run() == (0, ["one", "two"]), "every step reads the project"
+    (tree / "pyproject.toml").write_text("[project]\nname\n[tool.importlinter]\n2")
+    assert run() == (0, [])
 
 
 def test_a_nightly_step_that_cannot_run_here_is_named_and_not_recorded(repo: Path, tmp_path: Path) -> None:
