@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -130,34 +130,40 @@ def _case(run: Run, item: str, check: Callable[[], Any]) -> None:
 @contextmanager
 def compiled_first(device: Device, *, dry: bool) -> Iterator[None]:
     """Let programs of `jax.jit` compile outside of the device's lock, and run inside of it."""
-    real, slack, main = jax.jit, 100 if dry else 1, threading.get_ident()
-    running = False  # the interpreter of a dry run calls programs inside of programs, in other threads too
+    real = jax.jit
 
     def jit(fun: Any = None, **options: Any) -> Any:
         if fun is None:
             return partial(jit, **options)
-        made = real(fun, **options)
-
-        @wraps(fun)
-        def call(*args: Any, **named: Any) -> Any:
-            nonlocal running
-            traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, named)))
-            if traced or running or threading.get_ident() != main:
-                return made(*args, **named)
-            with limited(slack * COMPILED):
-                made.lower(*args, **named).compile()  # the call finds it
-            running = True
-            try:
-                with device.shared(slack * RAN):
-                    return jax.block_until_ready(made(*args, **named))
-            finally:
-                running = False
-
-        call.lower = made.lower  # type: ignore[attr-defined]
-        return call
+        return _CompiledFirst(real(fun, **options), device, 100 if dry else 1)
 
     with mock.patch.object(jax, "jit", jit):
         yield
+
+
+class _CompiledFirst:
+    """A jitted function that compiles, then runs under the device's lock; everything else is the function's."""
+
+    inside = False  # the interpreter of a dry run calls programs inside of programs, in other threads too
+
+    def __init__(self, made: Any, device: Device, slack: int) -> None:
+        self._made, self._device, self._slack = made, device, slack
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, named)))
+        if traced or _CompiledFirst.inside or threading.current_thread() is not threading.main_thread():
+            return self._made(*args, **named)
+        with limited(self._slack * COMPILED):
+            self._made.lower(*args, **named).compile()  # the call finds it
+        _CompiledFirst.inside = True
+        try:
+            with self._device.shared(self._slack * RAN):
+                return jax.block_until_ready(self._made(*args, **named))
+        finally:
+            _CompiledFirst.inside = False
 
 
 def law(run: Run, model: str) -> None:

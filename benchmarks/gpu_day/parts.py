@@ -7,10 +7,12 @@ whether each kernel is right, how fast it is, and what the engine does with an 8
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from .part import Part
 
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes, or torch beside jax, use one device
+SLACK = 5  # of limits in a dry run: kernels are interpreted, on any CPU
 ENGINE = "llguidance", "msgspec"  # modules that the engine imports and the machine lacks
 CHECKS = max(1, (os.cpu_count() or 1) - 4)  # processes that check kernels; they compile most of the time
 MODES = {
@@ -25,7 +27,7 @@ GATED = {"flags": "", "mlp": "mosaic_gpu"}  # against the default mode; needs a 
 def parts(dry: bool) -> list[Part]:
     """Return the parts in the order in which they run; a dry run has each, with one process that checks."""
     tests = ("pytest", "hypothesis")
-    return [
+    found = [
         Part("first", 60, "first:measure", restarts=True, environment=SHARED),
         *(
             Part(f"check {number}", 170, "cases:check", needs=tests, beside=True, restarts=True, environment=SHARED)
@@ -49,3 +51,4 @@ def parts(dry: bool) -> list[Part]:
         Part("sweep prefill", 75, "sweep:tune", {"op": "prefill", "queries": 1, "case": "prefill 8192"}),
         Part("memcheck", 90, "cases:memcheck", {"item": "decode: one row"}, needs=tests, environment=SHARED),
     ]
+    return [replace(part, seconds=SLACK * part.seconds) for part in found] if dry else found

@@ -115,6 +115,11 @@ class Call:
             found.setdefault(name, str(scratch / name.lower()))
         if self.dry:
             found["JAX_PLATFORMS"] = "cpu"
+        else:  # what XLA tries out comes back, so that the next day need not
+            tuned = self.state.files / "autotune"
+            tuned.mkdir(exist_ok=True)
+            flags = found.get("XLA_FLAGS", ""), f"--xla_gpu_per_fusion_autotune_cache_dir={tuned}"
+            found["XLA_FLAGS"] = " ".join(flags).strip()
         return {**found, **part.environment}
 
 

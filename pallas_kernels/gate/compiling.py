@@ -19,18 +19,30 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 from pallas_kernels.gate import figures, hlo, traffic
 from pallas_kernels.gate.cases import Compilable, mesh_of
 from pallas_kernels.gate.figures import Figures
 from pallas_kernels.gate.targets import Target, dump_into
 
-Outcome = Figures | str  # the figures, or why it did not compile
+Outcome = Any  # what the work returns, such as figures; a string: why it did not compile
+Work = Callable[[Any, Target], Outcome]
+
+
+class Named(Protocol):
+    """What can be compiled, by a name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+C = TypeVar("C", bound=Named)
 
 
 @dataclass(frozen=True)
-class _Running:
-    case: Compilable
+class _Running(Generic[C]):
+    case: C
     process: BaseProcess
     pipe: Connection
     ends: float
@@ -39,20 +51,24 @@ class _Running:
 
 
 def compile_all(
-    cases: Sequence[Compilable],
+    cases: Sequence[C],
     target: Target,
     *,
     jobs: int,
-    tell: Callable[[Compilable, Outcome], None],
+    tell: Callable[[C, Outcome], None],
     limit: float,
+    work: Work | None = None,
 ) -> None:
-    """Compile `cases`, `jobs` at a time, with `limit` seconds each; call `tell` as each one finishes."""
+    """Compile `cases`, `jobs` at a time, with `limit` seconds each; call `tell` as each one finishes.
+
+    `work` is what a child does with a case, `compile_case` by default.
+    """
     todo = list(reversed(cases))
-    running: list[_Running] = []
+    running: list[_Running[C]] = []
     with tempfile.TemporaryDirectory(prefix="aot-") as folder:
         while todo or running:
             while todo and len(running) < jobs:
-                running.append(_begin(todo.pop(), target, Path(folder), limit))
+                running.append(_begin(todo.pop(), target, Path(folder), limit, work or compile_case))
             ready = wait([one.pipe for one in running], timeout=1.0)
             for one in list(running):
                 late = time.monotonic() > one.ends
@@ -61,11 +77,11 @@ def compile_all(
                     tell(one.case, _end(one, late=late and one.pipe not in ready))
 
 
-def _begin(case: Compilable, target: Target, folder: Path, limit: float) -> _Running:
+def _begin(case: C, target: Target, folder: Path, limit: float, work: Work) -> _Running[C]:
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     said = folder / f"said-{time.monotonic_ns()}"
-    process = context.Process(target=_child, args=(case, target, sender, said), daemon=True)
+    process = context.Process(target=_child, args=(case, target, sender, said, work), daemon=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # jax warns about forking with threads; it has none before it is initialized
         process.start()
@@ -73,7 +89,7 @@ def _begin(case: Compilable, target: Target, folder: Path, limit: float) -> _Run
     return _Running(case, process, receiver, time.monotonic() + limit, limit, said)
 
 
-def _end(one: _Running, late: bool) -> Outcome:
+def _end(one: _Running[C], late: bool) -> Outcome:
     outcome: Outcome
     if late:
         one.process.kill()
@@ -94,12 +110,12 @@ def _tail(path: Path) -> str:
     return " | ".join(line.strip() for line in lines[-8:] if line.strip())
 
 
-def _child(case: Compilable, target: Target, sender: Connection, said: Path) -> None:
+def _child(case: Named, target: Target, sender: Connection, said: Path, work: Work) -> None:
     with said.open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     try:
-        outcome: Outcome = compile_case(case, target)
+        outcome: Outcome = work(case, target)
     except Exception as error:  # whatever a kernel or a compiler raises is reported
         traceback.print_exc()
         outcome = f"does not compile: {type(error).__name__}: {' '.join(str(error).split())[:600]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,6 +61,15 @@ class Figures:
         return self.layered / self.layers if self.layers else None
 
 
+def assembled(reports: Sequence[str]) -> dict[str, object]:
+    """Return the fields of `Figures` in reports of ptxas."""
+    return {
+        "registers": max((int(n) for report in reports for n in REGISTERS.findall(report)), default=0),
+        "spills": sum(int(n) for report in reports for found in SPILL.findall(report) for n in found),
+        "serialized": tuple(line.strip() for report in reports for line in SERIALISED.findall(report)),
+    }
+
+
 def kernels(folder: Path) -> dict[str, object]:
     """Return the fields of `Figures` in Mosaic's dump: one .ptxas, .ptx and pass log per kernel."""
     reports = [path.read_text() for path in sorted(folder.glob("*.ptxas"))]
@@ -70,10 +80,8 @@ def kernels(folder: Path) -> dict[str, object]:
             sizes += [int(size) for size in SMEM.findall(log.read(LOG_HEAD))[:1]]
     return {
         "kernels": len(codes),
-        "registers": max((int(n) for report in reports for n in REGISTERS.findall(report)), default=0),
-        "spills": sum(int(n) for report in reports for found in SPILL.findall(report) for n in found),
         "smem": max(sizes, default=0),
-        "serialized": tuple(line.strip() for report in reports for line in SERIALISED.findall(report)),
+        **assembled(reports),
         "shared": sum(len(SHARED.findall(code)) for code in codes),
         "narrow": sum(len(NARROW.findall(code)) for code in codes),
         "coarse": sum(len(COARSE.findall(code)) for code in codes),

@@ -137,7 +137,8 @@ class Clients:
         wait(lambda: server.metric("num_requests_running") >= 8 and server.metric("generation_tokens_total") >= 16)
         for kind in kinds * 4:
             self._asked.append((f"queued {KINDS[kind]}", threads.submit(kind, server)))
-        wait(lambda: server.metric("num_requests_waiting") >= 4)
+        counts = ("num_requests_running", "num_requests_waiting", "request_success_total")
+        wait(lambda: sum(map(server.metric, counts)) >= len(self._asked))  # each has reached the engine
 
     def got(self) -> dict[str, Counter[str]]:
         """Wait for all clients and count outcomes by kind of request. Fails if one hangs."""

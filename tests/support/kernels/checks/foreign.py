@@ -97,7 +97,7 @@ def compiled(attend: Attend) -> Attend:
 DECODE = ((1, 5), (1, 17), (1, 40))
 CHUNKS = ((9, 9), (1, 18), (20, 30))
 DRAFTS = ((4, 20), (1, 17), (3, 40))  # tokens to verify
-SCALES = Scales(jnp.full(1, 0.03), jnp.full(1, 0.02))
+SCALES = Scales(np.full(1, 0.03, np.float32), np.full(1, 0.02, np.float32))  # of numpy: jax is not started to import
 WARPS = DecodeConfig(workers=2, stages=2, tile=64, consumers=1, warps=True)
 
 

@@ -107,14 +107,24 @@ NARROW = {
 
 
 def check_narrow(
-    config: Config, chosen: list[int], stored: Any, scales: int, dtype: Any, out_dtype: Any, *, gated: bool = False
+    config: Config,
+    chosen: list[int],
+    stored: Any,
+    scales: int,
+    dtype: Any,
+    out_dtype: Any,
+    size: tuple[int, int, int] = (3, 256, 128),
+    *,
+    gated: bool = False,
 ) -> None:
-    random, width, outputs = np.random.default_rng(seed(len(chosen))), 256, 256 if gated else 128
+    experts, width, outputs = size
+    outputs *= 2 if gated else 1
+    random = np.random.default_rng(seed(len(chosen)))
     x = jnp.asarray(random.standard_normal((len(chosen), width)), dtype)
-    values = random.standard_normal((3, width, outputs)) * (40 if stored == jnp.int8 else 1)
+    values = random.standard_normal((experts, width, outputs)) * (40 if stored == jnp.int8 else 1)
     values = jnp.asarray(np.clip(np.rint(values), -127, 127) if stored == jnp.int8 else values, stored)
-    scale = jnp.asarray(random.uniform(0.01, 0.1, (3, scales, outputs)), jnp.float32)
-    work = plan(jnp.array(chosen), 3, config.rows)
+    scale = jnp.asarray(random.uniform(0.01, 0.1, (experts, scales, outputs)), jnp.float32)
+    work = plan(jnp.array(chosen), experts, config.rows)
 
     # One program, compiled without optimization, because compiling takes most of the time.
     @partial(jax.jit, compiler_options=haste())
