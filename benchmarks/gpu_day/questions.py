@@ -25,6 +25,7 @@ def answers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
             ours(BASE),
             ours("decode B64 ctx32768 H4K1"),
         ),
+        "the same, fp8, whose rows are 128 bytes": (ours(f"{BASE} fp8"), ours("decode B64 ctx32768 H4K1 fp8")),
         "a TMA copy a page / cp.async of jax's Triton kernel, page 64": (ours(BASE), us(BASE, "jax triton paged")),
         "the same, page 16": (ours(f"{BASE} page16"), us(f"{BASE} page16", "jax triton paged")),
         "mma of 16 rows / wgmma of 64": (us(BASE, "mosaic mma"), us(BASE, "mosaic wgmma")),

@@ -60,7 +60,8 @@ def _rest() -> list[Part]:
     """Design questions and the cases between those of `_first`."""
     return [
         decode("page sizes and 4 tokens", f"{DECODE} page16", f"{DECODE} page128", f"{DECODE} T4"),
-        decode("int8 and one kv head", f"{DECODE} int8", "decode B64 ctx32768 H4K1"),
+        decode("int8", f"{DECODE} int8"),
+        decode("one kv head", "decode B64 ctx32768 H4K1", "decode B64 ctx32768 H4K1 fp8"),
         decode("mixtures", "decode B64 uniform", "decode B64 zipf", "decode B64 outlier", "decode B8 ctx1024"),
         prefill("chunks", "prefill 2048 after 14336", "prefill ragged 4 rows", "prefill 1024"),
         prefill("prompt of 16384", "prefill 16384"),

@@ -128,6 +128,7 @@ def decode_cases(dry: bool) -> list[Case]:
         Case("decode B64 ctx4096 int8", _same(64, 4096), pool_dtype=jnp.int8),
         # With one kv head a page is contiguous per head, as all pages would be if heads came before tokens.
         Case("decode B64 ctx32768 H4K1", _same(64, 32768), heads=4, kv_heads=1),
+        Case("decode B64 ctx32768 H4K1 fp8", _same(64, 32768), heads=4, kv_heads=1, pool_dtype=jnp.float8_e4m3fn),
     ]
 
 
