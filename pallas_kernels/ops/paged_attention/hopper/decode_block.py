@@ -106,8 +106,13 @@ class DecodeShape:
 
     @property
     def packed(self) -> int:
-        """Rows of packed queries, a multiple of the 8 rows of a tile in shared memory."""
-        return -(-self.used // 8) * 8
+        """Rows of packed queries, a multiple of the 8 rows of a tile in shared memory, or all if `arranged`."""
+        return self.rows if self.arranged else -(-self.used // 8) * 8
+
+    @property
+    def arranged(self) -> bool:
+        """Whether packed queries are in the order of fragments (`fragments.arranged`)."""
+        return self.parted and bool(self.latent)
 
     @property
     def apart(self) -> bool:
