@@ -67,10 +67,32 @@ def in_order(mixed: jax.Array, width: int) -> jax.Array:
     return jnp.swapaxes(parts, -1, -2).reshape(mixed.shape)
 
 
-def scores(q: jax.Array, k: jax.Array, interpret: Interpret = None, into: jax.Array | None = None) -> jax.Array:
-    """Return q k^T, float32 [64, C / 4], of q [16, D] float16 and 8-bit k [C, D], added to `into` if given."""
+def arranged(q: jax.Array) -> jax.Array:
+    """Reorder queries [..., 16, D] so that each 16 bytes that a thread has are a fragment as they are.
+
+    A fragment needs words of rows g and g + 8 in turn. Of words in the order of the rows it would take four moves per
+    product, since registers are too few to keep the fragments of wide queries.
+    """
+    return _turned(q, (4, 1, 2, 3, 5, 6, 0, 7))
+
+
+def _turned(q: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    """Transpose the bits of q's indices: row 8 a + g, dimension 64 h + 16 t + 8 s + 4 b + 2 c + e."""
+    outer = q.shape[:-2]
+    bits = q.reshape(*outer, 2, 8, -1, 4, 2, 2, 2, 2)
+    return bits.transpose(*range(len(outer)), *(len(outer) + at for at in order)).reshape(q.shape)
+
+
+def scores(
+    q: jax.Array, k: jax.Array, interpret: Interpret = None, into: jax.Array | None = None, *, ready: bool = False
+) -> jax.Array:
+    """Return q k^T, float32 [64, C / 4], of q [16, D] float16 and 8-bit k [C, D], added to `into` if given.
+
+    `ready`: q is `arranged`.
+    """
     tokens = k.shape[0]
     if is_interpreting(interpret):
+        q = _turned(q, (6, 1, 2, 3, 0, 4, 5, 7)) if ready else q
         every = jnp.dot(q.astype(jnp.float32), k.astype(jnp.float32).T, preferred_element_type=jnp.float32)
         parts = every.reshape(ROWS, tokens // 64, WARPS, OWN)
         found = parts.transpose(2, 0, 1, 3).reshape(WARPS * ROWS, tokens // WARPS)
@@ -79,7 +101,7 @@ def scores(q: jax.Array, k: jax.Array, interpret: Interpret = None, into: jax.Ar
     result = plgpu.ShapeDtypeStruct((WARPS * ROWS, tokens // WARPS), jnp.float32, layout=wgmma)
     before = () if into is None else (into,)
     make = plgpu.inline_mgpu(arg_types=(queries(), keys(), *(wgmma for _ in before)), return_type=result)
-    made: jax.Array = make(lambda _, *operands: _scores(*operands))(q, k, *before)
+    made: jax.Array = make(lambda _, *operands: _scores(*operands, ready=ready))(q, k, *before)
     return made
 
 
@@ -99,7 +121,7 @@ def mix(mixed: jax.Array, weight: jax.Array, v: jax.Array, interpret: Interpret 
     return made
 
 
-def _scores(q: Any, k: Any, into: Any = None) -> Any:
+def _scores(q: Any, k: Any, into: Any = None, *, ready: bool = False) -> Any:
     tokens, chunks = k.shape[0], k.shape[1] // CHUNK
     begun = None if into is None else into.registers.reshape(tokens // 64, 2, 2)  # c, j, a
     left = q.registers.reshape(chunks, 2, 2)  # h, a, eight dimensions
@@ -111,6 +133,8 @@ def _scores(q: Any, k: Any, into: Any = None) -> Any:
             rows = [[word for eight in left[h, a] for word in inline.words(eight)] for a in range(2)]
             for step, word in enumerate(inline.words(right[c, h, j])):
                 fragment = [rows[a][2 * step + half] for half in range(2) for a in range(2)]
+                if ready:
+                    fragment = inline.words(left[h, step // 2, step % 2])
                 sums = inline.mma(sums, fragment, inline.halves(word, k.mlir_dtype))
         made[c, j] = [inline.pair(sums[:2]), inline.pair(sums[2:])]
     return _product(made, (WARPS * ROWS, tokens // WARPS))

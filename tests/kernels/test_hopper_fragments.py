@@ -116,6 +116,12 @@ def test_threads_multiply_what_the_products_say(instructions: None, dim: int, to
     made = fragments._scores(Threads(q, fragments.queries()), Threads(k, fragments.keys()))
     made.shape = (64, tokens // 4)
     np.testing.assert_array_equal(gather(made), fragments.scores(jnp.asarray(q), jnp.asarray(k), interpret="host"))
+    ready = np.asarray(fragments.arranged(jnp.asarray(q)))
+    made_of_ready = fragments._scores(Threads(ready, fragments.queries()), Threads(k, fragments.keys()), ready=True)
+    made_of_ready.shape = made.shape
+    np.testing.assert_array_equal(gather(made_of_ready), gather(made))
+    host = fragments.scores(jnp.asarray(ready), jnp.asarray(k), interpret="host", ready=True)
+    np.testing.assert_array_equal(host, gather(made))
     # The docstring's positions: row 16 w + r, column 16 c + n is query row r and key 64 c + 16 w + n.
     assert gather(made)[16 * 3 + 5, 7] == q[5].astype(int) @ k[16 * 3 + 7].astype(int)
     once = gather(made)

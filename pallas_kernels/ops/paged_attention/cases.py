@@ -167,7 +167,8 @@ def prefill_cases() -> Iterator[Case]:
         yield _prefill_case("8b", spec, tokens)
     yield _prefill_case("8b", replace(spec, dtype=jnp.float16, kv_dtype=jnp.float16), 2048)
     for name, p_in_smem in (("shared", True), ("registers", False)):  # whichever form the compiler's version selects
-        yield _prefill_case(f"8b {name}", spec, 2048, replace(prefill.heuristic(spec), p_in_smem=p_in_smem))
+        config = replace(prefill.heuristic(spec), p_in_smem=p_in_smem, ahead=not p_in_smem)  # both do not fit
+        yield _prefill_case(f"8b {name}", spec, 2048, config)
     for name, p_in_smem in (("overlap", True), ("registers overlap", False)):
         config = replace(prefill.heuristic(spec), keys=64, stages=3, p_in_smem=p_in_smem, overlap=True)
         yield _prefill_case(f"8b {name}", spec, 2048, config)

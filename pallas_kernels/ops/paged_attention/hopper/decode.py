@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.mosaic import compat
-from pallas_kernels.mosaic.fragments import ROWS, in_order
+from pallas_kernels.mosaic.fragments import ROWS, arranged, in_order
 from pallas_kernels.mosaic.interpret import Interpret
 from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed
 from pallas_kernels.ops.paged_attention.hopper.combine import LANES, Combine, Partials, fill, make
@@ -330,7 +330,8 @@ def _pack(q: jax.Array, ragged: Ragged, shape: DecodeShape, kv_heads: int, block
     got = jnp.take(q, token, axis=0, mode="clip").astype(shape.dtype)  # [S, blocks * block, H, D]
     split = got.reshape(-1, blocks, shape.block, kv_heads, shape.group, shape.dim)
     split = split.transpose(0, 3, 1, 2, 4, 5).reshape(-1, kv_heads, blocks, shape.used, shape.dim)
-    return jnp.pad(split, ((0, 0), (0, 0), (0, 0), (0, shape.packed - shape.used), (0, 0)))
+    padded = jnp.pad(split, ((0, 0), (0, 0), (0, 0), (0, shape.packed - shape.used), (0, 0)))
+    return arranged(padded) if shape.arranged else padded
 
 
 def _unpack(lse: jax.Array, ragged: Ragged, work: DecodeWork, shape: DecodeShape) -> jax.Array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -105,8 +106,13 @@ class DecodeShape:
 
     @property
     def packed(self) -> int:
-        """Rows of packed queries, a multiple of the 8 rows of a tile in shared memory."""
-        return -(-self.used // 8) * 8
+        """Rows of packed queries, a multiple of the 8 rows of a tile in shared memory, or all if `arranged`."""
+        return self.rows if self.arranged else -(-self.used // 8) * 8
+
+    @property
+    def arranged(self) -> bool:
+        """Whether packed queries are in the order of fragments (`fragments.arranged`)."""
+        return self.parted and bool(self.latent)
 
     @property
     def apart(self) -> bool:
@@ -348,22 +354,29 @@ def produce(shape: DecodeShape, refs: Refs) -> None:
         lax.fori_loop(0, tiles, step, _ids(shape, refs, row, first, tiles, 0))
 
     total, items = each_item(shape, refs, one)
-    # A block must not end before every arrival was waited for: here, each barrier's last round. Places are counted by
-    # loops, since addresses of static ones would be kept from the start of the kernel, for want of registers in memory.
+    # A block must not end before every arrival was waited for: here, each barrier's last round.
     if shape.apart:
-        _wait_all(s["q_free"], jnp.minimum(items, shape.queues))
+        _wait_last(shape, s["q_free"], items, shape.queues)
     for name in ("k_free",) if shape.latent else ("k_free", "v_free"):
-        _wait_all(s[name], jnp.minimum(total * shape.slots, shape.stages))
+        _wait_last(shape, s[name], total * shape.slots, shape.stages)
 
 
-def _wait_all(barriers: Any, count: Any) -> None:
-    """Wait for the first `count` barriers of several."""
+def _wait_last(shape: DecodeShape, barriers: Any, uses: Any, places: int) -> None:
+    """Wait for the barriers of `places` that were used at all.
 
-    def step(place: Any, carry: Any) -> Any:
-        plgpu.barrier_wait(barriers.at[place])
-        return carry
+    If consumers widen 8-bit pools, in a loop: the compiler would keep the addresses of static places from the start
+    of the kernel in memory (180 bytes). If two consumers share tiles, a loop spills 650 bytes.
+    """
+    if shape.quantized and not shape.parted:
 
-    lax.fori_loop(0, count, step, jnp.int32(0))
+        def step(place: Any, carry: Any) -> Any:
+            plgpu.barrier_wait(barriers.at[place])
+            return carry
+
+        lax.fori_loop(0, jnp.minimum(uses, places), step, jnp.int32(0))
+        return
+    for place in range(places):
+        pl.when(uses > place)(partial(plgpu.barrier_wait, barriers.at[place]))
 
 
 def _copy_queries(shape: DecodeShape, refs: Refs, number: Any, row: Any) -> None:

@@ -341,7 +341,7 @@ def _byte_scores(shape: DecodeShape, s: dict[str, Any], q: list[jax.Array] | Non
         else:
             left = load(shape, s["q"].at[half, :, columns], fragments.queries(), optimized=False)
             right = load(shape, s["k"].at[slot, :, columns], fragments.keys())
-        score = fragments.scores(left, right, shape.interpret, score)
+        score = fragments.scores(left, right, shape.interpret, score, ready=q is None)
     assert score is not None
     return score
 

@@ -52,6 +52,8 @@ class Config:
     # The scores of the next tile are computed during the softmax of this one, which takes `keys` / 2 more registers per
     # thread: with 64 keys nothing spills; with 128 it depends on the shape and the compiler.
     overlap: bool = False
+    # The producer copies the next item's queries during this one, and results leave during the next one.
+    ahead: bool = False
 
     @property
     def tile(self) -> int:
@@ -72,6 +74,8 @@ class Config:
             raise ValueError(f"{spec.dim=} must be 64, 128 or 256")
         if spec.quantized and spec.dim > MOST:
             raise ValueError(f"{spec.kv_dtype=} with {spec.dim=}: only one tile of keys fits, and that config spills")
+        if self.ahead and spec.dim > MOST:
+            raise ValueError(f"{self.ahead=} with {spec.dim=}: queries take two copies to the same memory")
         if spec.page % 8 or not 8 <= spec.page <= 256:
             raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
         if self.keys not in (64, 128) or (self.keys % spec.page and spec.page % self.keys):
@@ -90,8 +94,8 @@ class Config:
         wide, rows = int(jnp.dtype(spec.dtype).itemsize), WARPGROUPS * ROWS
         columns = min(spec.dim, MOST)
         ring = self.stages * self.keys * (spec.dim + columns) * (wide + spec.quantized)
-        weights = rows * (self.keys if self.p_in_smem else 16) * wide
-        return rows * (spec.dim + columns) * wide + ring + weights + 2048
+        weights = rows * self.keys * wide if self.p_in_smem else 0
+        return rows * (spec.dim + columns * (1 + self.ahead)) * wide + ring + weights + 2048
 
 
 def heuristic(spec: AttentionShape, *, window: int | None = None) -> Config:
@@ -105,8 +109,9 @@ def heuristic(spec: AttentionShape, *, window: int | None = None) -> Config:
     """
     heads = next(h for h in (4, 2, 1) if spec.group % h == 0 and (h < 4 or spec.dim <= MOST))
     best = Config(heads=heads, blocks=spec.cores, p_in_smem=not left_in_registers())
-    for keys, stages in ((128, 2), (64, 3), (64, 2))[window is not None :]:
-        config = replace(best, keys=keys, stages=stages)
+    sizes = ((128, 2), (64, 3), (64, 2))[window is not None :]
+    for (keys, stages), ahead in product(sizes, (True, False)[spec.dim > MOST :]):
+        config = replace(best, keys=keys, stages=stages, ahead=ahead)
         if config.smem_bytes(spec) <= SMEM and not (keys % spec.page and spec.page % keys):
             return config
     return best
@@ -122,9 +127,9 @@ def candidates(spec: AttentionShape) -> Iterator[Config]:
     best = heuristic(spec)
     sizes = ((128, 2), (128, 3), (64, 1), (64, 2), (64, 3), (64, 4))  # keys, stages
     some = (
-        Config(heads, keys, stages, best.above, blocks, p_in_smem, ping_pong, overlap)
-        for overlap, p_in_smem, ping_pong, heads, (keys, stages), blocks in product(
-            (False, True), (True, False), (True, False), (1, 2, 4, 8), sizes, (spec.cores, 2**20)
+        Config(heads, keys, stages, best.above, blocks, p_in_smem, ping_pong, overlap, ahead)
+        for ahead, overlap, p_in_smem, ping_pong, heads, (keys, stages), blocks in product(
+            (True, False), (False, True), (True, False), (True, False), (1, 2, 4, 8), sizes, (spec.cores, 2**20)
         )
     )
     yield from allowed(chain([best], some), spec)
@@ -206,6 +211,7 @@ def _shape(
         p_in_smem=config.p_in_smem,
         ping_pong=config.ping_pong,
         overlap=config.overlap,
+        ahead=config.ahead,
         dtype=jnp.dtype(spec.compute_dtype),
         outer_dtype=jnp.dtype(spec.dtype),
         kv_dtype=jnp.dtype(spec.kv_dtype),

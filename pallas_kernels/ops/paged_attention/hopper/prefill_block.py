@@ -48,6 +48,7 @@ class PrefillShape:
     p_in_smem: bool
     ping_pong: bool
     overlap: bool
+    ahead: bool
     dtype: Any  # of the products
     outer_dtype: Any  # of queries and results
     kv_dtype: Any  # of the pools
@@ -89,29 +90,42 @@ class PrefillShape:
         """TMA copies per tile of keys."""
         return max(1, self.keys // self.page)
 
-    def scratch(self) -> list[Any]:
-        weights = self.keys if self.p_in_smem else 16  # columns; a dummy if weights stay in registers
-        free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=self.stages)
+    def scratch(self) -> dict[str, Any]:
+        """Return the shared memory and barriers of a block, by their names in `Refs`."""
+        product, stage = (WARPGROUPS, ROWS, self.dim), (WARPGROUPS, self.columns // WIDE, ROWS, WIDE)
+        memory = {
+            "q_s": plgpu.SMEM(product, self.dtype, transforms=_tiled(self.dim, self.dtype)),
+            "stage": plgpu.SMEM(stage, self.outer_dtype),
+            **self._rings("s", self.dtype),
+        }
         copied = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
         full = plgpu.Barrier(num_barriers=self.stages) if self.quantized else copied
-        product = (WARPGROUPS, ROWS, self.dim)
-        return [
-            plgpu.SMEM(product, self.dtype, transforms=_tiled(self.dim, self.dtype)),
-            plgpu.SMEM((WARPGROUPS, self.columns // WIDE, ROWS, WIDE), self.outer_dtype),
-            *self._rings(self.dtype),
-            plgpu.SMEM((WARPGROUPS, ROWS, weights), self.dtype, transforms=_tiled(weights, self.dtype)),
-            plgpu.Barrier(num_arrivals=self.heads * self.columns // WIDE, num_barriers=WARPGROUPS),
-            *(full, full, free, free),
-            plgpu.Barrier(num_arrivals=WARPGROUPS),
-            *([*self._rings(self.kv_dtype), copied, copied] if self.quantized else []),
-        ]
+        free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=self.stages)
+        barriers = {
+            "q_full": plgpu.Barrier(num_arrivals=self.heads * self.columns // WIDE, num_barriers=WARPGROUPS),
+            "k_full": full,
+            "v_full": full,
+            "k_free": free,
+            "v_free": free,
+            "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        }
+        if self.p_in_smem:
+            weights = (WARPGROUPS, ROWS, self.keys)
+            memory["p_s"] = plgpu.SMEM(weights, self.dtype, transforms=_tiled(self.keys, self.dtype))
+        if self.quantized:
+            memory |= self._rings("8", self.kv_dtype)
+            barriers |= {"k_in": copied, "v_in": copied}
+        if self.ahead:
+            memory["stored"] = plgpu.SMEM(stage, self.outer_dtype)
+            barriers["q_free"] = plgpu.Barrier(num_barriers=WARPGROUPS)
+        return memory | barriers
 
-    def _rings(self, dtype: Any) -> list[Any]:
+    def _rings(self, name: str, dtype: Any) -> dict[str, Any]:
         """Return the rings of keys and of values."""
-        return [
-            plgpu.SMEM((self.stages, self.keys, width), dtype, transforms=_tiled(width, dtype))
-            for width in (self.dim, self.columns)
-        ]
+        return {
+            f"{side}_{name}": plgpu.SMEM((self.stages, self.keys, width), dtype, transforms=_tiled(width, dtype))
+            for side, width in (("k", self.dim), ("v", self.columns))
+        }
 
 
 def _tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
@@ -121,7 +135,7 @@ def _tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
 
 
 class Refs(NamedTuple):
-    """The kernel's arguments, results and scratch, in the order it receives them."""
+    """The kernel's arguments and results, in the order it receives them, and its scratch."""
 
     q: Any  # [T, H, D]
     k: Any  # [N, B, K, D]
@@ -137,17 +151,19 @@ class Refs(NamedTuple):
     stage: Any  # [2, columns / 64, M, 64], untiled, so rows can be copied to and from any tokens
     k_s: Any  # [stages, keys, D]
     v_s: Any  # [stages, keys, columns]
-    p_s: Any  # [2, M, keys]
     q_full: Any  # barriers
     k_full: Any
     v_full: Any
     k_free: Any
     v_free: Any
     turn: Any
+    p_s: Any = None  # [2, M, keys], if `p_in_smem`
     k_8: Any = None  # rings like k_s and v_s, of 8 bits, and their barriers
     v_8: Any = None
     k_in: Any = None
     v_in: Any = None
+    stored: Any = None  # if `ahead`: results on their way out, like `stage`, which has queries only
+    q_free: Any = None  # barriers of `stage`, if `ahead`
 
 
 class Part(NamedTuple):
@@ -235,6 +251,8 @@ def _sides(shape: PrefillShape, refs: Refs, item: Item) -> tuple[_Side, _Side]:
 def produce(shape: PrefillShape, refs: Refs, item: Item, step: jax.Array) -> jax.Array:
     """Load keys and values of an item; `step` counts key tiles over all items. Return the next item's first step."""
     sides = _sides(shape, refs, item)
+    if shape.ahead:
+        pl.when(item.tokens > 0)(partial(_fetch_ahead, shape, refs, item, step))
     if shape.quantized:
         for j in range(shape.stages):  # in flight before the first is widened
             pl.when(j < item.steps)(partial(_fetch_both, shape, refs, item, sides, step, jnp.int32(j)))
@@ -257,8 +275,32 @@ def produce(shape: PrefillShape, refs: Refs, item: Item, step: jax.Array) -> jax
     return after
 
 
+def fetch_queries(shape: PrefillShape, refs: Refs, item: Item, role: Any, begin: int) -> None:
+    """Start copying `columns` columns, from `begin`, of a warpgroup's queries to `stage`."""
+    part, head = item.part(shape, role), item.head_block * shape.heads
+    for h, c in product(range(shape.heads), range(0, shape.columns, WIDE)):
+        plgpu.copy_gmem_to_smem(
+            refs.q.at[pl.ds(part.begin - part.back, shape.span), head + h, pl.ds(begin + c, WIDE)],
+            refs.stage.at[role, c // WIDE, pl.ds(h * shape.span, shape.span)],
+            refs.q_full.at[role],
+        )
+
+
+def _fetch_ahead(shape: PrefillShape, refs: Refs, item: Item, step: jax.Array) -> None:
+    """Start copying an item's queries, once both warpgroups have read those of the item before."""
+
+    def fetch(role: jax.Array, carry: jax.Array) -> jax.Array:
+        pl.when(step > 0)(lambda: plgpu.barrier_wait(refs.q_free.at[role]))
+        fetch_queries(shape, refs, item, role, 0)
+        return carry
+
+    lax.fori_loop(0, WARPGROUPS, fetch, jnp.int32(0))
+
+
 def drain(shape: PrefillShape, refs: Refs, steps: jax.Array) -> None:
     """Wait for the last arrivals of every barrier, which the interpreter requires and a device does not."""
+    for role in range(WARPGROUPS if shape.ahead else 0):
+        pl.when(steps > 0)(partial(plgpu.barrier_wait, refs.q_free.at[role]))
     for slot in range(shape.stages):
 
         @pl.when(steps > slot)

@@ -35,6 +35,7 @@ from pallas_kernels.ops.paged_attention.hopper.prefill_block import (
     PrefillShape,
     Refs,
     drain,
+    fetch_queries,
     find_item,
     produce,
 )
@@ -47,9 +48,9 @@ State = tuple[jax.Array, ...]
 def body(shape: PrefillShape) -> Callable[..., None]:
     """Return the kernel over the grid GRID and the threads ROLE."""
 
-    def run(*refs: Any) -> None:
+    def run(*arrays: Any, **scratch: Any) -> None:
         scales = () if shape.quantized else (None, None)
-        _block(shape, Refs(*refs[:6], *scales, *refs[6:]))
+        _block(shape, Refs(*arrays[:6], *scales, *arrays[6:], **scratch))
 
     return run
 
@@ -70,6 +71,8 @@ def _block(shape: PrefillShape, refs: Refs) -> None:
         if not is_interpreting(shape.interpret):
             plgpu.set_max_registers(208 if shape.quantized else 232, action="increase")
         lax.fori_loop(0, rounds(), lambda turn, step: _consume(shape, refs, item(turn), role, step), jnp.int32(0))
+        if shape.ahead:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(role == WARPGROUPS)
     def _copy() -> None:
@@ -116,20 +119,17 @@ def _consume(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, step:
 
 
 def _queries(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array) -> None:
-    """Load the item's queries from global memory into `q_s`."""
-    part, head = item.part(shape, role), item.head_block * shape.heads
+    """Load the item's queries into `q_s`: from `stage` if they are copied ahead, else from global memory."""
     for begin in range(0, shape.dim, shape.columns):
-        for h, c in product(range(shape.heads), range(0, shape.columns, WIDE)):
-            plgpu.copy_gmem_to_smem(
-                refs.q.at[pl.ds(part.begin - part.back, shape.span), head + h, pl.ds(begin + c, WIDE)],
-                refs.stage.at[role, c // WIDE, pl.ds(h * shape.span, shape.span)],
-                refs.q_full.at[role],
-            )
+        if not shape.ahead:
+            fetch_queries(shape, refs, item, role, begin)
         plgpu.barrier_wait(refs.q_full.at[role])
         for c in range(0, shape.columns, WIDE):
             loaded = compat.load(refs.stage.at[role, c // WIDE], layout=_layout(), optimized=False)
             refs.q_s[role, :, pl.ds(begin + c, WIDE)] = loaded.astype(shape.dtype)
         plgpu.commit_smem()
+        if shape.ahead:
+            plgpu.barrier_arrive(refs.q_free.at[role])
 
 
 def _hand_over(refs: Refs) -> None:
@@ -277,8 +277,11 @@ def _finish(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, state:
     total = jnp.maximum(total, 1e-30)  # rows that are not stored have none
     share = (refs.v_scale[item.kv_head(shape)] if shape.quantized else 1.0) / total
     mixed = (mixed * _rows(share, shape.columns)).astype(shape.outer_dtype)
+    if shape.ahead:  # the results of the item before have left
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    stored = refs.stored if shape.ahead else refs.stage
     for c in range(0, shape.columns, WIDE):
-        refs.stage[role, c // WIDE] = mixed[:, c : c + WIDE]
+        stored[role, c // WIDE] = mixed[:, c : c + WIDE]
     plgpu.commit_smem()
 
     def tell() -> None:
@@ -288,11 +291,11 @@ def _finish(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, state:
         pl.when(item.half == 0)(tell)
     else:
         tell()
-    _store(shape, refs, item, role)
+    _store(shape, refs, item, role, stored)
 
 
-def _store(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array) -> None:
-    """Copy the staged results to global memory.
+def _store(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, stored: Any) -> None:
+    """Copy the results in `stored` to global memory.
 
     Copies have fixed sizes, so the tokens are stored as a sum of powers of two.
     """
@@ -305,11 +308,12 @@ def _store(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array) -> None
         def _copy(size: int = size, done: jax.Array = done) -> None:
             for h, c in product(range(shape.heads), range(0, shape.columns, WIDE)):
                 plgpu.copy_smem_to_gmem(
-                    refs.stage.at[role, c // WIDE, pl.ds(h * shape.span + part.back + done, size)],
+                    stored.at[role, c // WIDE, pl.ds(h * shape.span + part.back + done, size)],
                     refs.out.at[
                         pl.ds(part.begin + done, size), item.head_block * shape.heads + h, pl.ds(first + c, WIDE)
                     ],
                 )
 
         done, size = done + (part.left & size), size // 2
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if not shape.ahead:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

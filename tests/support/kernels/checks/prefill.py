@@ -142,6 +142,13 @@ CASES = {
     "no turns": (Problem(), replace(SMALL, ping_pong=False)),
     "overlap": (Problem(), replace(SMALL, overlap=True)),
     "overlap, no turns": (Problem(), replace(SMALL, overlap=True, ping_pong=False)),
+    "ahead": (Problem(), replace(SMALL, ahead=True)),
+    "ahead, int8, an item each": (Problem(kv_dtype=jnp.int8), replace(SMALL, ahead=True, blocks=1000)),
+    "ahead, overlap, a window and padding": (
+        Problem(heads=4, kv_heads=2, dim=128, window=20, padded=5),
+        replace(SMALL, ahead=True, overlap=True),
+    ),
+    "ahead, nothing but decode rows": (Problem(rows=((1, 5), (2, 9)), padded=30), replace(SMALL, ahead=True)),
     "weights in registers": (Problem(), replace(SMALL, p_in_smem=False)),
     "float16": (Problem(dtype=jnp.float16), SMALL),
     "head dim 128": (Problem(dim=128), SMALL),
