@@ -47,6 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--carried", type=Path, metavar="DIR", help="the folder that --pack made")
     parser.add_argument("--note", default="", help="stored with the call: the commit, where git is missing")
     parser.add_argument("--dry", action="store_true", help="test the scripts on a CPU with tiny shapes")
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # names of parts, with commas
     parser.add_argument("--most", type=float, default=float("inf"), help=argparse.SUPPRESS)  # seconds of a part
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--module", default=f"{__package__}.parts", help=argparse.SUPPRESS)  # other parts, for tests
@@ -67,6 +68,7 @@ def main() -> None:
             raise SystemExit(str(error)) from None
         return
     every: list[Part] = importlib.import_module(args.module).parts(args.dry)
+    every = [part for part in every if args.only is None or part.name in args.only.split(",")]
     if args.run_part:
         part = next(part for part in every if part.name == args.run_part)
         run_part(part, State(args.state), dry=args.dry, deadline=args.deadline)

@@ -54,8 +54,8 @@ def main() -> None:
     for number, kind in enumerate(("abort", "hang")):
         other = ("abort", "hang")[1 - number]
         rehearsal.day(f"{kind} and {other}", {name: (kind, other)[at % 2] for at, name in enumerate(names)})
-    rehearsal.day("wrong numbers", dict.fromkeys(CHECKED, "wrong"))
-    rehearsal.day("a wheel is missing", {}, without="msgspec")
+    rehearsal.day("wrong numbers", dict.fromkeys(CHECKED, "wrong"), CHECKED)
+    rehearsal.day("a wheel is missing", {}, ("first", "engine 8b", "peers"), without="msgspec")
     print(markdown(["day", "parts", "faults", "lost", "seconds"], rehearsal.rows))
     if rehearsal.bad:
         raise SystemExit("\n".join(rehearsal.bad))
@@ -108,14 +108,16 @@ class Rehearsal:
         if done.returncode:
             self.bad.append("LLM did not start with the machine's packages")
 
-    def day(self, name: str, faults: Mapping[str, str], without: str = "") -> None:
-        """Run a whole dry day, and compare each part's outcome with what its fault may cost."""
+    def day(self, name: str, faults: Mapping[str, str], only: Sequence[str] | None = None, without: str = "") -> None:
+        """Run a dry day, or some of its parts, and compare each outcome with what its fault may cost."""
         carried, folder = self.carried, self.work / name.replace(" ", "-")
         if without:
             carried = folder / "carried"
             shutil.copytree(self.carried, carried, ignore=shutil.ignore_patterns(f"{without}-*"))
         command = [sys.executable, "-m", "benchmarks.gpu_day", "--dry", "--state", str(folder / "state")]
         command += ["--out", str(folder / "out"), "--carried", str(carried), "--minutes", "60"]
+        chosen = [part for part in parts(dry=True) if only is None or part.name in only]
+        command += ["--only", ",".join(part.name for part in chosen)]
         command += ["--most", str(HANG if "hang" in faults.values() else 600)]
         environment = {**self._environment, FAULTS: ";".join(f"{part}={kind}" for part, kind in faults.items())}
         began = time.monotonic()
@@ -127,7 +129,7 @@ class Rehearsal:
             return
         found = {part: best(runs) for part, runs in State(folder / "out" / "dry").attempts().items()}
         lost = [part for part, run in found.items() if run.outcome not in GOOD]
-        for part in parts(dry=True):
+        for part in chosen:
             run, expected = found.get(part.name), faults.get(part.name)
             if run is None:
                 self.bad.append(f"{name}: {part.name} was not started")
@@ -137,7 +139,9 @@ class Rehearsal:
                 self.bad.append(f"{name}: {part.name} took wrong numbers for right ones")
             elif not expected and without not in part.needs and run.outcome not in GOOD:
                 self.bad.append(f"{name}: {part.name} {run.outcome}: {run.reason}")
-        self.rows.append([name, len(found), len(faults) + bool(without), ", ".join(lost), round(took)])
+        missing = [f"{part}: {run.reason}" for part, run in found.items() if without and run.outcome == "skipped"]
+        faulty = len(faults) + bool(without)
+        self.rows.append([name, len(found), faulty, ", ".join(lost + missing) or "nothing", round(took)])
 
 
 if __name__ == "__main__":
