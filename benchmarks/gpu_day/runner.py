@@ -13,13 +13,12 @@ from itertools import groupby
 from pathlib import Path
 from threading import Lock
 
-from .part import Part, slug
+from .part import ITEMS, Part, slug
 from .processes import Processes
 from .state import State, finished
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARE = 0.5  # a part is started if this share of its limit is left
-RESTARTS = 6  # of a part whose items kill its process
 Show = Callable[..., None]
 
 
@@ -76,11 +75,11 @@ class Call:
         log = self.state.logs / f"{slug(part.name)}.log"
         command = [sys.executable, "-m", __package__, "--run-part", part.name, "--state", str(self.state.folder)]
         command += ["--deadline", str(began + limit), "--module", self.module, *(["--dry"] * self.dry)]
-        for _ in range(1 + RESTARTS * part.restarts):
+        status, items = -1, -1
+        while status and (items < 0 or (part.restarts and self._items(part) > items)):  # it goes on while it gets on
+            items = self._items(part)
             left = max(0.0, began + limit - time.monotonic())
             status = self._processes.run(command, left, cwd=ROOT, env=self._environment(part), log=log)
-            if not status:
-                break
         took = time.monotonic() - began
         run = self.state.attempts()[part.name][-1]
         if run.outcome != "interrupted":  # the part has recorded its end
@@ -93,6 +92,10 @@ class Call:
             self._end(part, "cut", f"stopped after the {limit:.0f} s that were left of the call", took)
         else:
             self._end(part, "hung", f"stopped after {limit:.0f} s: {last_line(log)}", took)
+
+    def _items(self, part: Part) -> int:
+        """Return how many items the part has begun or ended."""
+        return sum(one["part"] == part.name for one in self.state.records() if one.get("table") == ITEMS)
 
     def _end(self, part: Part, outcome: str, reason: str, seconds: float) -> None:
         self.state.append({"part": part.name, "outcome": outcome, "reason": reason, "seconds": round(seconds, 2)})
