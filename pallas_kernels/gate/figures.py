@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pallas_kernels.gate import sass
+
 INSTRUCTIONS = {
     "wgmma": re.compile(r"wgmma\.mma_async"),
     "mma": re.compile(r"\bmma\.sync"),
@@ -39,6 +41,8 @@ class Figures:
     shared: int = 0  # instructions that go through shared memory, or exchange between threads over the same path
     narrow: int = 0  # loads from shared memory of less than 4 bytes
     coarse: int = 0  # `tanh.approx`, which has only 11 bits of precision
+    disassembled: int = 0  # number of kernels whose machine code was read
+    hazards: tuple[str, ...] = ()  # writes to registers of wgmma in flight
     temp: int = 0  # bytes per device; also the next six
     arguments: int = 0
     code: int = 0  # machine code, or the whole serialized program if the backend does not report its code
@@ -71,15 +75,18 @@ def assembled(reports: Sequence[str]) -> dict[str, object]:
 
 
 def kernels(folder: Path) -> dict[str, object]:
-    """Return the fields of `Figures` in Mosaic's dump: one .ptxas, .ptx and pass log per kernel."""
+    """Return the fields of `Figures` in Mosaic's dump: one .ptxas, .ptx, .sass_ctrl and pass log per kernel."""
     reports = [path.read_text() for path in sorted(folder.glob("*.ptxas"))]
     codes = [path.read_text() for path in sorted(folder.glob("*.ptx"))]
+    machine = [path.read_text() for path in sorted(folder.glob("*.sass_ctrl"))]  # if jax finds nvdisasm
     sizes = []
     for path in folder.glob("*.mlir-passes.log"):
         with path.open() as log:
             sizes += [int(size) for size in SMEM.findall(log.read(LOG_HEAD))[:1]]
     return {
         "kernels": len(codes),
+        "disassembled": len(machine),
+        "hazards": tuple(said for code in machine for said in sass.hazards(code)),
         "smem": max(sizes, default=0),
         **assembled(reports),
         "shared": sum(len(SHARED.findall(code)) for code in codes),

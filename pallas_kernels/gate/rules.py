@@ -49,6 +49,9 @@ def laws(case: Compilable, figures: Figures, memory: int, spills: int = 0) -> It
         yield f"{figures.spills} bytes of registers spilled, the bound is {spills}"
     for said in figures.serialized:
         yield f"wgmma is serialized, the bound is 0 places: {said}"
+    yield from figures.hazards
+    if figures.instructions.get("wgmma") and figures.disassembled < figures.kernels:
+        yield f"{figures.disassembled} of {figures.kernels} kernels disassembled: no nvdisasm in the folder of ptxas"
     for name in sorted(case.needs):
         if not figures.instructions.get(name):
             have = ", ".join(f"{count} {other}" for other, count in figures.instructions.items()) or "none"

@@ -33,7 +33,9 @@ device_description_str: "{kind}"
 """
 H200 = "memory_bandwidth: 4800000000000 device_memory_size: 150000000000 l2_cache_size: 62914560"
 H100 = "memory_bandwidth: 3350000000000 device_memory_size: 85000000000 l2_cache_size: 52428800"
-PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "absl-py")
+PLUGIN = (
+    "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-nvdisasm", "absl-py"
+)  # fmt: skip
 GB = 10**9
 
 

@@ -224,6 +224,7 @@ SOUND = Figures(
     registers=168,
     instructions={"wgmma": 12, "tma": 3},
     shared=40,
+    disassembled=1,
     temp=1600,
     donated=1,
     aliased=1,
@@ -249,6 +250,8 @@ def test_what_is_sound_breaks_no_law() -> None:
     [
         (NEEDY, {"spills": 12}, "12 bytes of registers spilled, the bound is 0"),
         (NEEDY, {"serialized": ("x",)}, "serialized"),
+        (NEEDY, {"hazards": ("R1 is written",)}, "R1 is written"),
+        (NEEDY, {"disassembled": 0}, "0 of 1 kernels disassembled"),
         (NEEDY, {"instructions": {"mma": 2}}, "0 wgmma instructions, the bound is at least 1"),
         (NEEDY, {"smem": 300_000}, "300000 bytes of shared memory, the bound is 232448"),
         (NEEDY, {"donated": 2}, "1 of 2 donated arguments changed in place"),

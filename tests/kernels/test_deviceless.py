@@ -20,9 +20,10 @@ from pallas_kernels.gate.spills import Known
 from pallas_kernels.gate.targets import TARGETS
 from tests.support.kernels import deviceless
 from tests.support.kernels.deviceless import Assembled, Lowered, Program, Run, State, chosen, digest
+from tests.support.kernels.machine import listing
 
 PTX = "//\n.version 9.5\n.target sm_90a\n\t.loc\t1 25 0\n\tadd.s32 \t%r1, %r2, %r3;\n"
-SOUND = Assembled(168, 0, (), 1.5)
+SOUND = Assembled(168, 0, (), (), 1.5)
 COMPILER = """#!/bin/sh
 [ "$1" = --version ] && echo 'release 13.0, V13.0.88' && exit
 grep '^.version 9.0' "$1" >&2 || exit 1
@@ -73,10 +74,14 @@ def test_a_digest_is_that_of_the_program() -> None:
 
 
 def test_a_kernel_is_assembled_in_the_language_of_its_ptxas(compiler: Path) -> None:
-    made = deviceless.assemble(PTX, compiler)
-    assert (made.registers, made.spills, made.serialized) == (40, 14, ())
+    disassembler = compiler.with_name("nvdisasm")
+    code = listing("HGMMA.64x64x16.F32.BF16 R56, R24, gdesc[UR8].tnspB, R56, gsb0", "MOV R24, R1")
+    disassembler.write_text(f"#!/bin/sh\ncat <<'END'\n{code}END\n")
+    disassembler.chmod(0o755)
+    made = deviceless.assemble(PTX, compiler, disassembler)
+    assert (made.registers, made.spills, made.serialized, len(made.hazards)) == (40, 14, (), 1)
     with pytest.raises(RuntimeError):
-        deviceless.assemble(PTX.replace(".version", ".other"), compiler)
+        deviceless.assemble(PTX.replace(".version", ".other"), compiler, disassembler)
 
 
 def ran(state: Path, compiler: Path, kernel: Assembled, other: str = PTX, **outcome: Any) -> Run:
@@ -98,6 +103,7 @@ def ran(state: Path, compiler: Path, kernel: Assembled, other: str = PTX, **outc
         (SOUND._replace(spills=8), {}, "spills 8 bytes, the bound is 4"),
         (SOUND._replace(spills=4), {}, ""),
         (SOUND._replace(serialized=("wgmma waits",)), {}, "wgmma waits"),
+        (SOUND._replace(hazards=("R1 is written",)), {}, "R1 is written"),
     ],
 )
 def test_what_is_wrong_is_said(

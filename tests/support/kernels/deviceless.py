@@ -10,7 +10,8 @@ again for each one, because their programs may depend on it. The PTX of the firs
 must be the same for all targets.
 
 Exits 1 if a case does not compile, or registers are spilled beyond pallas_kernels/gate/spills.py, or
-wgmma is serialized. A folder of state keeps what is done, so that a run that was cut off resumes.
+wgmma is serialized, or a register of a wgmma in flight is written. A folder of state keeps what is
+done, so that a run that was cut off resumes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from pallas_kernels import ptxas
-from pallas_kernels.gate import figures, spills
+from pallas_kernels.gate import figures, sass, spills
 from pallas_kernels.gate.targets import TARGETS, Target, prepare
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -77,6 +78,7 @@ class Assembled(NamedTuple):
     registers: int
     spills: int
     serialized: tuple[str, ...]
+    hazards: tuple[str, ...]
     seconds: float
 
 
@@ -205,8 +207,8 @@ def digest(ptx: str) -> str:
     return hashlib.sha256(NOISE.sub("", ptx).encode()).hexdigest()[:16]
 
 
-def assemble(ptx: str, program: Path) -> Assembled:
-    """Compile a PTX with a ptxas. Raises RuntimeError with its message if it refuses."""
+def assemble(ptx: str, program: Path, disassembler: Path) -> Assembled:
+    """Compile a PTX with a ptxas, and read its machine code. Raises RuntimeError with its message if it refuses."""
     began = time.perf_counter()
     major, minor = map(int, ptxas.release(program).split(".")[:2])
     told = re.sub(r"(?m)^\.version .*", f".version {major - 4}.{minor}", ptx)  # CUDA 13.5 has PTX 9.5
@@ -218,7 +220,8 @@ def assemble(ptx: str, program: Path) -> Assembled:
         if done.returncode:
             raise RuntimeError(done.stderr[-500:])
         found: dict[str, Any] = figures.assembled([done.stderr])
-        return Assembled(found["registers"], found["spills"], found["serialized"], time.perf_counter() - began)
+        machine = subprocess.run([disassembler, "-c", code], capture_output=True, text=True, check=True).stdout
+        return Assembled(**found, hazards=tuple(sass.hazards(machine)), seconds=time.perf_counter() - began)
 
 
 @dataclass
@@ -237,7 +240,8 @@ class State:
                 self.cases[row["key"]] = row
         for row in self._rows("kernels"):
             key = row.pop("key")
-            self.kernels[key] = Assembled(**{**row, "serialized": tuple(row["serialized"])})
+            told = {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}
+            self.kernels[key] = Assembled(**told)
 
     def _rows(self, name: str) -> Iterator[dict[str, Any]]:
         path = self.folder / f"{name}.jsonl"
@@ -371,12 +375,14 @@ class Run:
             for kernel in self.of(*case, "h200", compiler).get("ptx", ())
         }
 
+        disassembler = self.compilers[0].with_name("nvdisasm")
+
         def work(kernel: str, compiler: Path) -> None:
             key = f"{kernel} {ptxas.release(compiler)}"
             if key in self.state.kernels:
                 return
             try:
-                self.state.assembled(key, assemble(self.state.path(kernel).read_text(), compiler))
+                self.state.assembled(key, assemble(self.state.path(kernel).read_text(), compiler, disassembler))
             except RuntimeError as error:
                 self.refused[key] = str(error)
 
@@ -386,7 +392,9 @@ class Run:
     def report(self, targets: Sequence[str]) -> int:
         """Print the table and what is wrong; return the exit status."""
         wrong = [*self._failures(targets)]
-        head = ("ptxas", "cases", "skipped", "PTX", "registers", "spilling", "bytes", "lowering s", "ptxas s")
+        head = (
+            "ptxas", "cases", "skipped", "PTX", "registers", "spilling", "bytes", "hazards", "lowering s", "ptxas s"
+        )  # fmt: skip
         print(f"{', '.join(targets)}; jax {version('jax')}")
         print("  ".join(head))
         for compiler in self.compilers:
@@ -396,8 +404,8 @@ class Run:
             cells = (
                 release, len(rows), sum(bool(row.get("skipped")) for row in rows), len(kernels),
                 max((one.registers for one in found), default=0), sum(one.spills > 0 for one in found),
-                sum(one.spills for one in found), round(sum(row.get("seconds", 0) for row in rows)),
-                round(sum(one.seconds for one in found)),
+                sum(one.spills for one in found), sum(len(one.hazards) for one in found),
+                round(sum(row.get("seconds", 0) for row in rows)), round(sum(one.seconds for one in found)),
             )  # fmt: skip
             print("  ".join(str(cell).ljust(len(name)) for cell, name in zip(cells, head, strict=True)))
         print(*wrong, sep="\n")
@@ -424,7 +432,7 @@ class Run:
             made, most = self.state.kernels[key], spills.allowed(name, release)
             if made.spills > most:
                 yield f"FAILED {name}, ptxas {release}: {kernel} spills {made.spills} bytes, the bound is {most}"
-            for said in made.serialized:
+            for said in (*made.serialized, *made.hazards):
                 yield f"FAILED {name}, ptxas {release}: {kernel}: {said}"
 
 

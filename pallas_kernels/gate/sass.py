@@ -1,0 +1,190 @@
+"""Find writes to registers of matrix products in flight, in disassembled machine code of Hopper.
+
+An HGMMA runs asynchronously: it reads its left operand from registers, if that is there, and adds to
+its accumulator until `WARPGROUP.DEPBAR.LE gsb0, N` waits for all but the N newest groups. A group
+ends with the product that has the operand `gsb0`. Whatever writes these registers before is a race
+that ptxas before 13.3 is known to generate. Products may follow each other on the same registers.
+
+The products that may be in flight are propagated over all paths, as in any forward dataflow analysis,
+so paths that no thread takes may raise false alarms.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*)")
+LABEL = re.compile(r"^\s*(\.L_\w+):")
+SECTION = re.compile(r"^\s*\.section\s+(\.\S+?),")
+TARGET = re.compile(r"`\((\.L_\w+)\)")
+PRODUCT = re.compile(r"^[A-Z]GMMA\.64x(\d+)x\d+\.(\w+)")
+REGISTER = re.compile(r"^R(\d+)(?:\.reuse)?$")
+PREDICATE = re.compile(r"^!?U?P(?:\d|T)$")
+PREDICATE_FIRST = {"ATOM", "ATOMG", "ATOMS", "LOP3", "SHFL", "VOTE"}  # those that then write a register
+READS_FIRST = {"BAR", "WARPSYNC"}
+OLDEST = 8  # groups in flight that are told apart; older ones count as this old
+
+
+class Instruction(NamedTuple):
+    """An instruction: its predicate or "", its name with suffixes, and its operands."""
+
+    predicate: str
+    name: str
+    operands: tuple[str, ...]
+
+    @property
+    def root(self) -> str:
+        return self.name.partition(".")[0]
+
+    def __str__(self) -> str:
+        return f"{self.predicate} {self.name} {', '.join(self.operands)}".strip()
+
+
+@dataclass(frozen=True)
+class Function:
+    """The instructions of one function, and where its labels point."""
+
+    name: str
+    code: tuple[Instruction, ...]
+    labels: dict[str, int]
+
+    def successors(self) -> list[set[int]]:
+        """Return where control may go after each instruction. Raises ValueError for indirect jumps."""
+        after_calls = {at + 1 for at, one in enumerate(self.code) if one.root == "CALL"}
+        joins: dict[str, set[int]] = {}
+        for one in self.code:
+            if one.root == "BSSY":
+                joins.setdefault(_barrier(one), set()).update(self._targets(one))
+        made = [self._after(at, one, after_calls, joins) for at, one in enumerate(self.code)]
+        return [{at for at in each if at < len(self.code)} for each in made]
+
+    def _after(
+        self, at: int, one: Instruction, after_calls: set[int], joins: dict[str, set[int]]
+    ) -> set[int]:  # fmt: skip
+        conditional = {at + 1} if one.predicate else set()
+        match one.root:
+            case "BRA" | "JMP":
+                some = any(PREDICATE.match(each) for each in one.operands) or "DIV" in one.name.split(".")
+                return self._targets(one) | ({at + 1} if some else conditional)
+            case "CALL":
+                return self._targets(one) | {at + 1}
+            case "RET":
+                return after_calls | conditional
+            case "EXIT" | "KILL":
+                return conditional
+            case "BSYNC" | "BREAK":
+                return {at + 1} | joins.get(_barrier(one), set())
+            case "BRX" | "JMX" | "BRXU" | "JMXU":
+                raise ValueError(f"{one} of {self.name} jumps where only a register says")
+        return {at + 1}
+
+    def _targets(self, one: Instruction) -> set[int]:
+        named = TARGET.search(", ".join(one.operands))
+        if named is None or named[1] not in self.labels:
+            raise ValueError(f"{one} of {self.name} names no label of it")
+        return {self.labels[named[1]]}
+
+
+def _barrier(one: Instruction) -> str:
+    return next((each for each in one.operands if re.match(r"^B\d+$", each)), "")
+
+
+def functions(text: str) -> list[Function]:
+    """Parse the output of nvdisasm, with or without control codes."""
+    found: list[Function] = []
+    name, code, labels = "", list[Instruction](), dict[str, int]()
+    for line in [*text.splitlines(), "\t.section .text.,"]:
+        if (section := SECTION.match(line)) is not None:
+            if code:
+                found.append(Function(name, tuple(code), labels))
+            name, code, labels = section[1].removeprefix(".text."), [], {}
+        elif (label := LABEL.match(line)) is not None:
+            labels[label[1]] = len(code)
+        elif (one := LINE.search(line)) is not None:
+            operands = tuple(part.strip() for part in one[3].split(",") if part.strip())
+            code.append(Instruction(one[1] or "", one[2], operands))
+    return found
+
+
+def written(one: Instruction) -> range:
+    """Return the registers that an instruction writes, other than a product in flight."""
+    operands = list(one.operands)
+    if one.root in READS_FIRST or not operands:
+        return range(0)
+    if one.root in PREDICATE_FIRST:
+        while operands and PREDICATE.match(operands[0]):
+            operands.pop(0)
+    found = REGISTER.match(operands[0]) if operands else None
+    if found is None:
+        return range(0)
+    first, suffixes = int(found[1]), one.name.split(".")[1:]
+    if one.root == "LDSM":
+        return range(first, first + (int(suffixes[-1]) if suffixes[-1] in ("2", "4") else 1))
+    if "128" in suffixes or one.root in ("HMMA", "IMMA", "QMMA"):
+        return range(first, first + 4)
+    wide = (one.root == "CS2R" and "32" not in suffixes) or {"64", "WIDE", "F64"} & set(suffixes)
+    return range(first, first + (2 if wide or one.root.startswith("D") else 1))
+
+
+def in_flight(one: Instruction) -> tuple[range, range]:
+    """Return the accumulator and the registers of the left operand of a product."""
+    shape = PRODUCT.match(one.name)
+    assert shape is not None
+    count = int(shape[1]) // (4 if shape[2] == "F16" else 2)
+    result, left = (REGISTER.match(operand) for operand in one.operands[:2])
+    return (
+        range(int(result[1]), int(result[1]) + count) if result else range(0),
+        range(int(left[1]), int(left[1]) + 4) if left else range(0),
+    )
+
+
+Flying = frozenset[tuple[int, int]]  # (a product, the number of groups that ended since it began)
+
+
+def _through(at: int, one: Instruction, flying: Flying) -> Flying:
+    """Return the products that may be in flight after an instruction."""
+    if PRODUCT.match(one.name):
+        flying = flying | {(at, 0)}
+        if "gsb0" in one.operands:
+            flying = frozenset((each, min(age + 1, OLDEST)) for each, age in flying)
+    elif one.name.startswith("WARPGROUP.DEPBAR") and "gsb0" in one.operands and not one.predicate:
+        newest = int(one.operands[-1], 16)
+        flying = frozenset((each, age) for each, age in flying if age <= newest)
+    return flying
+
+
+def hazards(text: str) -> list[str]:
+    """Describe each write to a register of a product that may be in flight. Raises ValueError as `successors` does."""
+    return [said for function in functions(text) for said in _hazards(function)]
+
+
+def _hazards(function: Function) -> Iterator[str]:
+    products = {
+        at: frozenset().union(*in_flight(one)) for at, one in enumerate(function.code) if PRODUCT.match(one.name)
+    }
+    if not products:
+        return
+    before = _before(function)
+    for at, one in enumerate(function.code):
+        targets = set(written(one)) if at not in products and before[at] else set()
+        hit = [each for each, _ in sorted(before[at]) if not targets.isdisjoint(products[each])]
+        if hit:
+            yield f"{function.name}: {one} writes a register of {function.code[hit[0]]} in flight"
+
+
+def _before(function: Function) -> list[Flying]:
+    """Return the products that may be in flight before each instruction."""
+    successors = function.successors()
+    before: list[Flying] = [frozenset()] * len(function.code)
+    todo = list(range(len(function.code)))[::-1]  # each once, in order, and again whatever changes
+    while todo:
+        at = todo.pop()
+        after = _through(at, function.code[at], before[at])
+        for successor in successors[at]:
+            if not after <= before[successor]:
+                before[successor] |= after
+                todo.append(successor)
+    return before
