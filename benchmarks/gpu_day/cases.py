@@ -23,8 +23,8 @@ import jax
 
 from . import probe
 from .device import Device, limited
-from .first import MOSAIC
 from .part import GOOD, Run, Skip, slug
+from .timing import MOSAIC
 
 COMPILED, RAN = 60.0, 15.0  # seconds after which compiling or running a case counts as hanging
 HANGS = 3  # cases of a family that kill their process before the rest of the family is left out

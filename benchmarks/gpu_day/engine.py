@@ -44,8 +44,8 @@ from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.perf.profile import Row
 
 from . import floors
-from .first import MOSAIC
 from .part import Run, Skip
+from .timing import MOSAIC
 
 MODEL = "llama3-8b"
 MEMORY = "0.92"  # share of the device's memory for jax: the default leaves a quarter to others

@@ -18,9 +18,8 @@ from pallas_kernels.mosaic import compat
 from . import executable
 from .device import limited
 from .part import Run, Skip
-from .timing import COPY, MATMUL, Timing, normal
+from .timing import COPY, MATMUL, MOSAIC, Timing, normal
 
-MOSAIC = "mosaic"  # fact: whether the first kernel of this repository is right here
 HANGS = 40.0  # seconds for compiling and running it
 
 
