@@ -178,7 +178,8 @@ class Gate:
         title = f"{self.target.name}, jax {self.jax}, {self.target.compiler()}"
         if self.since and self.since != bounds.key_of(self.jax, self.ptxas) and not self.recording:
             title += f"; no bounds are recorded for these versions, using those of jax {self.since}"
-        table.show([table.row(name, self.outcomes[name], self._verdict(name)) for name in names], title)
+        bandwidth = self.target.bandwidth
+        table.show([table.row(name, self.outcomes[name], self._verdict(name), bandwidth) for name in names], title)
 
     def _record(self, whole: bool) -> None:
         from pallas_kernels.gate.rules import bound_of

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 from pallas_kernels.gate import sass
+from pallas_kernels.gate.occupancy import Launched
 
 INSTRUCTIONS = {
     "wgmma": re.compile(r"wgmma\.mma_async"),
@@ -22,6 +24,8 @@ SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 REGISTERS = re.compile(r"Used (\d+) registers")
 SERIALISED = re.compile(r"Potential Performance Loss: (.*)")
 SMEM = re.compile(r"dynamic_shared_memory_size %c(\d+)")
+THREADS = re.compile(r"\.maxntid ([\d, ]+)")
+LOADS = re.compile(r"cp\.async\.bulk[\w.]*\.shared::cluster\.global")
 THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
 LOG_HEAD = 1 << 24  # bytes of the log to read: the launch is near its head, and logs reach tens of megabytes
 
@@ -43,6 +47,7 @@ class Figures:
     coarse: int = 0  # `tanh.approx`, which has only 11 bits of precision
     disassembled: int = 0  # number of kernels whose machine code was read
     hazards: tuple[str, ...] = ()  # writes to registers of wgmma in flight
+    largest: Launched | None = None  # the kernel of most shared memory
     temp: int = 0  # bytes per device; also the next six
     arguments: int = 0
     code: int = 0  # machine code, or the whole serialized program if the backend does not report its code
@@ -79,15 +84,13 @@ def kernels(folder: Path) -> dict[str, object]:
     reports = [path.read_text() for path in sorted(folder.glob("*.ptxas"))]
     codes = [path.read_text() for path in sorted(folder.glob("*.ptx"))]
     machine = [path.read_text() for path in sorted(folder.glob("*.sass_ctrl"))]  # if jax finds nvdisasm
-    sizes = []
-    for path in folder.glob("*.mlir-passes.log"):
-        with path.open() as log:
-            sizes += [int(size) for size in SMEM.findall(log.read(LOG_HEAD))[:1]]
+    launches = [_launched(path) for path in sorted(folder.glob("*.ptx"))]
     return {
         "kernels": len(codes),
+        "largest": max(filter(None, launches), key=lambda one: (one.shared, one.registers), default=None),
         "disassembled": len(machine),
         "hazards": tuple(said for code in machine for said in sass.hazards(code)),
-        "smem": max(sizes, default=0),
+        "smem": max((_shared(path) for path in folder.glob("*.mlir-passes.log")), default=0),
         **assembled(reports),
         "shared": sum(len(SHARED.findall(code)) for code in codes),
         "narrow": sum(len(NARROW.findall(code)) for code in codes),
@@ -98,6 +101,25 @@ def kernels(folder: Path) -> dict[str, object]:
             if (count := sum(len(pattern.findall(code)) for code in codes))
         },
     }
+
+
+def _shared(log: Path) -> int:
+    """Return the bytes of shared memory that a pass log launches a kernel with."""
+    with log.open() as file:
+        return next((int(size) for size in SMEM.findall(file.read(LOG_HEAD))), 0)
+
+
+def _launched(ptx: Path) -> Launched | None:
+    """Return what a kernel takes of a multiprocessor; None without the report of ptxas or the launch."""
+    report, log, machine = (ptx.with_suffix(end) for end in (".ptxas", ".mlir-passes.log", ".sass_ctrl"))
+    code = ptx.read_text()
+    threads = THREADS.search(code)
+    if threads is None or not report.exists() or not log.exists():
+        return None
+    registers = assembled([report.read_text()])["registers"]
+    loop = sass.inner_loop(machine.read_text()) if machine.exists() else 0
+    copies = bool(LOADS.search(code))
+    return Launched(ptx.stem, int(str(registers)), prod(map(int, threads[1].split(","))), _shared(log), copies, loop)
 
 
 def thunks(folder: Path) -> dict[str, object]:

@@ -188,3 +188,51 @@ def _before(function: Function) -> list[Flying]:
                 before[successor] |= after
                 todo.append(successor)
     return before
+
+
+def inner_loop(text: str) -> int:
+    """Return the instructions of the longest loop with matrix products that has no such loop inside; 0 if none has."""
+    inner: list[int] = []
+    for function in functions(text):
+        products = {at for at, one in enumerate(function.code) if PRODUCT.match(one.name) or one.root == "HMMA"}
+        loops = [body for body in _loops(function) if products & body] if products else []
+        inner += [len(body) for body in loops if not any(other < body for other in loops)]
+    return max(inner, default=0)
+
+
+def _loops(function: Function) -> list[set[int]]:
+    """Return the instructions of each loop: those that reach a jump back to its head without passing the head."""
+    successors = function.successors()
+    before: list[set[int]] = [set() for _ in successors]
+    reached, todo = {0}, [0]
+    while todo:
+        at = todo.pop()
+        for successor in successors[at]:
+            before[successor].add(at)
+        todo += successors[at] - reached
+        reached |= successors[at]
+    bodies: dict[int, set[int]] = {}
+    for end, head in _jumps_back(successors):
+        body, todo = bodies.setdefault(head, {head}), [end]
+        while todo:
+            at = todo.pop()
+            todo += before[at] if at not in body else ()
+            body.add(at)
+    return list(bodies.values())
+
+
+def _jumps_back(successors: list[set[int]]) -> Iterator[tuple[int, int]]:
+    """Yield the edges to an instruction on the path that a depth-first search is on."""
+    on_path, seen, path = {0}, {0}, [(0, iter(sorted(successors[0])))]
+    while path:
+        at, rest = path[-1]
+        successor = next(rest, None)
+        if successor is None:
+            on_path.discard(at)
+            path.pop()
+        elif successor in on_path:
+            yield at, successor
+        elif successor not in seen:
+            seen.add(successor)
+            on_path.add(successor)
+            path.append((successor, iter(sorted(successors[successor]))))

@@ -11,6 +11,10 @@ HEAD = (
     "regs",
     "spill",
     "SMEM KB",
+    "blocks",
+    "est. KB in flight",
+    "est. % of copies",
+    "est. loop cycles",
     "shared",
     "instructions",
     "temp MB",
@@ -25,19 +29,25 @@ HEAD = (
     "cpu s",
     "",
 )
-LEFT = {0, 5, len(HEAD) - 1}  # text columns
+LEFT = {0, HEAD.index("instructions"), len(HEAD) - 1}  # text columns
 
 
-def row(name: str, outcome: Figures | str, verdict: str) -> tuple[str, ...]:
+def row(name: str, outcome: Figures | str, verdict: str, bandwidth: float) -> tuple[str, ...]:
+    """Return the cells of a case; `bandwidth` of the device in bytes/s."""
     if isinstance(outcome, str):
         return (name, *[""] * (len(HEAD) - 2), verdict)
     mix = " ".join(f"{count} {what}" for what, count in outcome.instructions.items())
+    most = outcome.largest
     graphs = "" if outcome.buffers is None else f"{outcome.buffers}+{outcome.loose}"
     return (
         name,
         str(outcome.registers) if outcome.kernels else "",
         str(outcome.spills) if outcome.kernels else "",
         f"{outcome.smem / 1024:.0f}" if outcome.smem else "",
+        str(most.blocks) if most else "",
+        f"{most.in_flight / 1024:.0f}" if most and most.copies else "",
+        f"{100 * most.share(bandwidth):.0f}" if most and most.copies else "",
+        f"{most.cycles:.0f}" if most and most.loop else "",
         f"{outcome.shared}+{outcome.narrow}" if outcome.kernels else "",
         mix,
         f"{outcome.temp / 1e6:.2f}",
@@ -69,7 +79,7 @@ def show(rows: Sequence[Sequence[str]], title: str) -> None:
         table.add_row(*each, style="red" if each[-1] not in ("ok", "recorded") else None)
     console = Console()
     if not console.is_terminal:  # without a terminal the width is unknown, and rich would truncate the table
-        console = Console(width=240)
+        console = Console(width=300)
     console.print(table)
 
 

@@ -52,6 +52,7 @@ class Target:
     advice: str  # how to install them
     bounds: str  # whose recorded bounds it is checked against
     description: str = ""  # of a GPU, for XLA
+    bandwidth: float = 0.0  # bytes/s of a GPU's memory
 
     def missing(self) -> str | None:
         """Return None, or the reason why nothing can be compiled for it here."""
@@ -85,13 +86,22 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _hopper(name: str, kind: str, memory: int, described: str) -> Target:
+def _hopper(name: str, kind: str, memory: int, bandwidth: float, described: str) -> Target:
     # The plugin requires its own version of jaxlib. --no-deps, because some dependencies only serve to run programs.
     plugin = [f"{package}=={_version('jaxlib')}" if package.startswith("jax-") else package for package in PLUGIN[:-1]]
     advice = f"pip install absl-py && pip install --no-deps {' '.join(plugin)}"
     # Hopper GPUs of as many multiprocessors run the same machine code, so that their bounds are the same.
     return Target(
-        name, kind, "cuda", "1x1x8", memory, PLUGIN, advice, "h200", HOPPER.format(kind=kind, memory=described)
+        name,
+        kind,
+        "cuda",
+        "1x1x8",
+        memory,
+        PLUGIN,
+        advice,
+        "h200",
+        HOPPER.format(kind=kind, memory=described),
+        bandwidth,
     )
 
 
@@ -103,8 +113,8 @@ def _tpu(name: str, kind: str, topology: str, memory: int) -> Target:
 TARGETS = {
     target.name: target
     for target in (
-        _hopper("h200", "NVIDIA H200", 141 * GB, H200),
-        _hopper("h100", "NVIDIA H100 80GB HBM3", 80 * GB, H100),
+        _hopper("h200", "NVIDIA H200", 141 * GB, 4.8e12, H200),
+        _hopper("h100", "NVIDIA H100 80GB HBM3", 80 * GB, 3.35e12, H100),
         _tpu("tpu:v5e", "TPU v5 lite", "v5e:2x2", 16 * GB),
         _tpu("tpu:v6e", "TPU v6 lite", "v6e:2x2", 32 * GB),
     )

@@ -18,8 +18,10 @@ from pallas_kernels.gate import bounds, hlo, spills, table, traffic
 from pallas_kernels.gate.__main__ import choose
 from pallas_kernels.gate.cases import Case, Step, collect, shapes
 from pallas_kernels.gate.figures import Figures, kernels, thunks
+from pallas_kernels.gate.occupancy import Launched
 from pallas_kernels.gate.rules import Bound, bound_of, excess, laws
 from pallas_kernels.gate.targets import GB, TARGETS, memory_of
+from tests.support.kernels.machine import listing
 
 H200 = TARGETS["h200"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +98,39 @@ def test_reports_are_read(tmp_path: Path) -> None:
     assert found["instructions"] == {"wgmma": 2, "mma": 1, "tma": 1} and found["kernels"] == 1
     assert found["shared"] == 4 and found["narrow"] == 1
     assert found["serialized"] == ("wgmma.mma_async instructions are serialized due to a fence in it",)
+
+
+def test_what_a_kernel_takes_of_a_multiprocessor_is_read(tmp_path: Path) -> None:
+    ptx = ".maxntid 128, 3, 1\n" + CODE.replace("cluster", "") + "cp.async.bulk.tensor.4d.shared::cluster.global.x"
+    code = listing(".L_x_1:", "HMMA.16816.F32 R4, R8, R2, R4", "IADD3 R1, R1, 1, RZ", "@P0 BRA `(.L_x_1)", "EXIT")
+    log = "dynamic_shared_memory_size %c71680_i32"
+    folder(tmp_path, a_ptxas=REPORT.replace("232", "80"), a_ptx=ptx, a_log=log)
+    (tmp_path / "a.sass_ctrl").write_text(code)
+    (tmp_path / "b.ptx").write_text(ptx)
+    found = kernels(tmp_path)["largest"]
+    assert found == Launched("a", 80, 384, 71680, True, 3)
+    assert (found.blocks, found.in_flight, found.cycles) == (2, 2 * 71680, 3 * 2 * 12 / 4)
+
+
+@pytest.mark.parametrize(
+    ("launched", "blocks"),
+    [
+        (Launched("registers", 168, 384, 0, False), 1),
+        (Launched("registers in units of 8", 81, 128, 0, False), 5),
+        (Launched("shared memory and what each block takes besides", 32, 128, 113 << 10, False), 2),
+        (Launched("one byte more", 32, 128, (113 << 10) + 1, False), 1),
+        (Launched("threads", 32, 1024, 0, False), 2),
+        (Launched("blocks", 16, 32, 0, False), 32),
+    ],
+    ids=lambda given: given.name if isinstance(given, Launched) else "",
+)
+def test_what_limits_the_blocks_of_a_multiprocessor(launched: Launched, blocks: int) -> None:
+    assert launched.blocks == blocks and launched.in_flight == 0
+
+
+def test_copies_use_as_much_bandwidth_as_their_bytes_in_flight_allow() -> None:
+    ring = Launched("a", 168, 384, 16 << 10, True)
+    assert ring.share(4.8e12) == pytest.approx((16 << 10) * 132 / 1e-6 / 4.8e12) and ring.share(1e12) == 1.0
 
 
 def test_no_report_is_no_kernel(tmp_path: Path) -> None:
@@ -367,7 +402,11 @@ def test_a_kernel_case_donates_what_it_says() -> None:
 
 
 def test_the_table_shows_failures_without_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [table.row("a", SOUND, "ok"), table.row("b", "does not compile", "FAILED")]
+    launched = replace(SOUND, largest=Launched("a", 168, 384, 20 << 10, True, 100))
+    rows = [table.row("a", launched, "ok", 4.8e12), table.row("b", "does not compile", "FAILED", 4.8e12)]
+    known = dict(zip(table.HEAD, rows[0], strict=True))
+    told = [known[name] for name in ("blocks", "est. KB in flight", "est. % of copies", "est. loop cycles")]
+    assert told == ["1", "20", "56", "300"]
     assert {len(row) for row in rows} == {len(table.HEAD)}
     table.show(rows, "title")
     table._plain(rows, "title")

@@ -123,3 +123,23 @@ def test_jumps_that_cannot_be_followed_are_an_error(jump: str) -> None:
     with pytest.raises(ValueError, match="of kernel"):
         sass.hazards(listing(f"{LEFT}, gsb0", jump, WAIT))
     assert sass.hazards(listing("MOV R1, R2", jump)) == [], "without products there is nothing to follow"
+
+
+@pytest.mark.parametrize(
+    ("lines", "length"),
+    [
+        pytest.param((".L_x_1:", SHARED, "MOV R1, R2", "@P0 BRA `(.L_x_1)"), 3, id="one"),
+        pytest.param(
+            (".L_x_1:", "MOV R1, R2", ".L_x_2:", SHARED, "@P0 BRA `(.L_x_2)", "@P1 BRA `(.L_x_1)"), 2, id="inner"
+        ),
+        pytest.param(
+            (".L_x_1:", SHARED, "@!P0 BRA `(.L_x_3)", ".L_x_2:", "@P1 BRA `(.L_x_1)", "EXIT", "MOV R1, R2", ".L_x_3:",
+             "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2", "@!P0 BRA `(.L_x_3)", "BRA `(.L_x_2)"),
+            6,
+            id="with its wait, which is elsewhere",
+        ),
+        pytest.param((".L_x_1:", "MOV R1, R2", "@P0 BRA `(.L_x_1)", SHARED), 0, id="a loop without products"),
+    ],
+)  # fmt: skip
+def test_the_inner_loop_is_the_longest_with_products(lines: tuple[str, ...], length: int) -> None:
+    assert sass.inner_loop(listing(*lines, *END)) == length
