@@ -29,7 +29,6 @@ KNOWN = (
         "two registers outside of the tile loop, stored and loaded once an item, with jax 0.11",
     ),
     # Programs of tests/gpu, to be mended in their kernels. All spill outside of what the gate's own cases cover.
-    Known("shared_prefixes: int8, dim 128", "13.0.88", 264, "at the limit of 168 registers; to be mended"),
     Known("decode: a window and a soft cap, dim 256", "13.5.37", 116, "at the limit of registers; to be mended"),
     Known("decode: a window and a soft cap, dim 256", "13.0.88", 116, "at the limit of registers; to be mended"),
     Known("prefill: a window and a soft cap, dim 256", "13.5.37", 72, "at the limit of 168 registers; to be mended"),
