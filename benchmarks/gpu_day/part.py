@@ -63,14 +63,13 @@ class Run:
     def items(self) -> dict[str, dict[str, Any]]:
         """Return the newest row of every item that any part has begun; its key `part` names the part.
 
-        What a part had begun when an earlier attempt ended is left out: it is to be done again.
+        What an earlier attempt of a part left begun or bad is left out: it is to be done again.
         """
         found: dict[str, dict[str, Any]] = {}
         for record in records(self.output):
             part = record.get("part")
             if "begin" in record:
-                cut = [name for name, row in found.items() if row["part"] == part and row["outcome"] == BEGUN]
-                for name in cut:
+                for name in [name for name, row in found.items() if row["part"] == part and _again(row)]:
                     del found[name]
             elif record.get("table") == ITEMS:
                 found[record["row"]["item"]] = {**record["row"], "part": part}
@@ -94,6 +93,8 @@ class Run:
                 raise RuntimeError(f"no time left for {item} and what follows")
             if not self._item(item, call):
                 bad.append(item)
+        if not bad and any(row.get("reason") == NO_MOSAIC for item, row in self.items().items() if item in work):
+            raise RuntimeError(NO_MOSAIC)
         if bad:
             raise RuntimeError(f"{len(bad)} of {len(work)} items: {', '.join(bad)}"[:400])
 
@@ -123,9 +124,15 @@ class Run:
         return True
 
 
+NO_MOSAIC = "the first kernel is not right on this device"  # reason of a skip that another call may find mended
 ITEMS, BEGUN = "items", "begun"
 GOOD = ("done", "skipped")
 LEAST = 3.0  # seconds that must be left to begin another item
+
+
+def _again(row: Mapping[str, Any]) -> bool:
+    """Return whether another attempt may do better."""
+    return row["outcome"] not in GOOD or row.get("reason") == NO_MOSAIC
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from .part import Part
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes, or torch beside jax, use one device
 SLACK = 5  # of limits in a dry run: kernels are interpreted, on any CPU
 ENGINE = "llguidance", "msgspec"  # modules that the engine imports and the machine lacks
+FEW = {**SHARED, "OPENBLAS_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}  # of a check beside others and timings
 CHECKS = max(1, (os.cpu_count() or 1) - 4)  # processes that check kernels; they compile most of the time
 MODES = {
     "default": "",
@@ -28,15 +29,15 @@ def parts(dry: bool) -> list[Part]:
     """Return the parts in the order in which they run; a dry run has each, with one process that checks."""
     tests = ("pytest", "hypothesis")
     found = [
-        Part("first", 60, "first:measure", restarts=True, environment=SHARED),
+        Part("first", 150, "first:measure", restarts=True, environment=SHARED),
         *(
-            Part(f"check {number}", 170, "cases:check", needs=tests, beside=True, restarts=True, environment=SHARED)
+            Part(f"check {number}", 170, "cases:check", needs=tests, beside=True, restarts=True, environment=FEW)
             for number in range(1 if dry else CHECKS)
         ),
         Part("headlines attention", 120, "headlines:attention", beside=True, restarts=True, environment=SHARED),
         Part("headlines others", 120, "headlines:others", beside=True, restarts=True, environment=SHARED),
         Part("peers", 75, "peers:measure", restarts=True, environment=SHARED),
-        Part("engine 8b", 280, "engine:measure", needs=ENGINE),
+        Part("engine 8b", 280, "engine:measure", needs=ENGINE, restarts=True),
         Part("law Llama", 130, "cases:law", {"model": "Llama"}, needs=(*ENGINE, *tests)),
         *(
             Part(f"update mode {name}", 80, "engine:update_mode", {"flags": flags}, needs=ENGINE)

@@ -6,11 +6,13 @@ import ctypes
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
+WAIT = 5.0  # seconds for a killed process to end
 ADOPT = 36  # PR_SET_CHILD_SUBREAPER
 
 
@@ -27,7 +29,7 @@ class Processes:
         self, command: Sequence[str], seconds: float, *, cwd: Path, env: Mapping[str, str], log: Path
     ) -> int | None:
         """Run a command, and end what it leaves behind. Returns its status, or None if it was stopped."""
-        with log.open("wb") as written:
+        with log.open("ab") as written:
             with self._lock:
                 child = subprocess.Popen(
                     command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT,
@@ -53,7 +55,8 @@ class Processes:
                 _kill(pid)
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(WAIT)  # a driver may hold a process that was killed inside of a hung kernel
             self._running.pop(child.pid, None)
             self._reap()
 
@@ -63,8 +66,10 @@ class Processes:
         for orphan in set(tree.get(os.getpid(), ())) - set(self._running):
             for pid in (orphan, *_below(tree, orphan)):
                 _kill(pid)
+            until = time.monotonic() + WAIT
             with suppress(ChildProcessError):
-                os.waitpid(orphan, 0)
+                while not os.waitpid(orphan, os.WNOHANG)[0] and time.monotonic() < until:
+                    time.sleep(0.01)
 
 
 def children() -> dict[int, list[int]]:

@@ -15,7 +15,7 @@ from threading import Lock
 
 from .part import ITEMS, Part, slug
 from .processes import Processes
-from .state import State, finished
+from .state import COUNTED, State, finished
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARE = 0.5  # a part is started if this share of its limit is left
@@ -123,6 +123,7 @@ class Call:
             tuned.mkdir(exist_ok=True)
             flags = found.get("XLA_FLAGS", ""), f"--xla_gpu_per_fusion_autotune_cache_dir={tuned}"
             found["XLA_FLAGS"] = " ".join(flags).strip()
+            found["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"  # jax would put another folder in its place
         return {**found, **part.environment}
 
 
@@ -130,7 +131,11 @@ def todo(parts: Iterable[Part], state: State, again: Collection[str] = ()) -> It
     """Yield the parts that a call runs: those that were never tried first, then those that failed once."""
     attempts = state.attempts()
     left = [part for part in parts if part.name in again or not finished(attempts.get(part.name, []))]
-    yield from sorted(left, key=lambda part: part.name not in again and part.name in attempts)
+
+    def failed(part: Part) -> bool:
+        return part.name not in again and any(run.outcome in COUNTED for run in attempts.get(part.name, []))
+
+    yield from sorted(left, key=failed)
 
 
 def present(module: str) -> bool:

@@ -14,6 +14,7 @@ from .part import append, records
 TRIES = 2  # a part that failed or hung is started once more by a later call
 OUTCOMES = ("done", "failed", "hung", "interrupted", "cut", "skipped")
 COUNTED = ("failed", "hung", "interrupted")  # ends that use up a try; a part cut by the end of the call does not
+LOGS, LOGGED = "logs", 200_000  # folder in the packed files, bytes of each log that come back
 ZIP, LIMIT = "files.zip", 16 << 20  # bytes of a file that comes back
 
 
@@ -46,7 +47,7 @@ class State:
                 file.write(b"\n")
         if (packed := self.folder / ZIP).exists() and not any(self.files.iterdir()):
             with zipfile.ZipFile(packed) as archive:
-                archive.extractall(self.files)
+                archive.extractall(self.files, [name for name in archive.namelist() if not name.startswith(f"{LOGS}/")])
 
     def append(self, record: Mapping[str, Any]) -> None:
         append(self.path, record)
@@ -85,6 +86,8 @@ class State:
         self.export_lines(out)
         left_out, size = [], 0
         with zipfile.ZipFile(out / ZIP, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in sorted(self.logs.glob("*.log")):  # first of all: why a part ended
+                archive.writestr(f"{LOGS}/{path.name}", path.read_bytes()[-LOGGED:])
             for path in sorted(self.files.rglob("*")):
                 name = str(path.relative_to(self.files))
                 if path.is_file() and size + path.stat().st_size <= LIMIT:
