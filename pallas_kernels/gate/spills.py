@@ -19,8 +19,8 @@ KNOWN = (
     Known(
         "prefill 8b shared bfloat16 page64 t2048",
         "13.5.37",
-        16,
-        "one register around the product of the weights in shared memory, a form that is chosen only for ptxas < 13.3",
+        20,
+        "registers around the product of the weights in shared memory, a form that is chosen only for ptxas < 13.3",
     ),
     Known(
         "decode 70b-tp4 mma bfloat16 float8_e4m3fn page64 q1",
