@@ -218,10 +218,28 @@ def test_the_nightly_script_names_what_is_there(repo: Path) -> None:
     folders = {file.relative_to(repo).parts[1] for file in marked if file.parent != repo / "tests"}
     assert folders and folders <= {place.removeprefix("tests/") for place in places}
     for given in re.findall(
-        r'(?m)^(?:step [\w.-]+ |(?:base|product|support|computes|planted|kernels)\+?=)"([^"]*)"', text
+        r'(?m)^(?:step [\w.-]+ |(?:base|product|support|remote|computes|planted|kernels)\+?=)"([^"]*)"', text
     ):
         for read in re.sub(r"\$\w+|\+compiled", "", given).split():
             assert (repo / read).exists(), f"a step reads {read}, which does not exist"
+
+
+def test_nightly_steps_read_the_helpers_of_their_tests(repo: Path) -> None:
+    """Otherwise a changed helper would leave the step of its tests passed."""
+    text = (repo / ".ci" / "nightly").read_text()
+    steps = text[text.index('\nbase="') : text.index("\n[[ ${wanted")]
+    shown = ["bash", "-c", 'step() { echo "$@"; }\n' + steps]
+    said = subprocess.run(shown, cwd=repo, capture_output=True, text=True, check=True).stdout
+    checked = 0
+    for paths, folders in re.findall(r"(?m)^full-\w+ (.*) full (.*)$", said):
+        read = paths.split()
+        files = [file for folder in folders.split() for file in (repo / folder).rglob("*.py")]
+        for file in files if "." not in read else ():
+            for name in re.findall(r"(?m)^from tests\.support\.([\w.]+) import", file.read_text(encoding="utf-8")):
+                helper = f"tests/support/{name.replace('.', '/')}"
+                checked += 1
+                assert any(f"{helper}.py" == one or f"{helper}/".startswith(f"{one}/") for one in read), (file, helper)
+    assert checked > 100
 
 
 def nightly_of(repo: Path, tmp_path: Path, steps: str) -> Path:

@@ -10,9 +10,9 @@ import tomllib
 import zipfile
 from pathlib import Path, PurePosixPath
 
-from . import probe
+from benchmarks.common import ROOT
+from pallas_kernels import ptxas
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 64 << 20  # bytes that may travel, the checkout included
 PTXAS = "nvidia-cuda-nvcc"
 # name: what it is for. Of the compiler's wheel only ptxas is kept.
@@ -113,9 +113,9 @@ def unpack(folder: Path, site: Path) -> Path:
     for program in site.glob("nvidia/*/bin/ptxas"):
         program.chmod(0o755)
         library = program.parents[1] / "nvvm"
-        os.environ["PATH"] = os.pathsep.join([str(program.parent), os.environ.get("PATH", "")])
         os.environ["CUDA_ROOT"] = str(library.parent)
-        if not library.exists() and (probe.CUDA / "nvvm").exists():
-            library.symlink_to(probe.CUDA / "nvvm")
+        ptxas.prefer()
+        if not library.exists() and (ptxas.CUDA / "nvvm").exists():
+            library.symlink_to(ptxas.CUDA / "nvvm")
     sys.path.insert(0, str(site))
     return site

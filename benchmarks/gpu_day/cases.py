@@ -15,11 +15,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
+
+from benchmarks.common import ROOT
 
 from . import probe
 from .device import Device, limited
@@ -29,7 +30,6 @@ from .timing import MOSAIC
 COMPILED, RAN = 60.0, 15.0  # seconds after which compiling or running a case counts as hanging
 HANGS = 3  # cases of a family that kill their process before the rest of the family is left out
 DUMP = "MOSAIC_GPU_DUMP_TO"
-ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = (
     "decode", "prefill", "decode_8bit", "prefill_8bit", "shared_prefixes", "mla", "grouped_matmul", "quantized_matmul",
     "gated_matmul", "kv_write", "kv_pages", "sampling",

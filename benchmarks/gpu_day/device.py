@@ -23,13 +23,13 @@ class Device:
 
     @contextmanager
     def alone(self, seconds: float) -> Iterator[None]:
-        """Use the device while nobody else does."""
+        """Use the device while no other process does."""
         with self._held(LOCK_EX, seconds):
             yield
 
     @contextmanager
     def _held(self, kind: int, seconds: float) -> Iterator[None]:
-        # Who waits at the door holds up those who come later, so that nobody waits forever.
+        # A process that waits at the door holds up later ones, so that none waits forever.
         with (self._folder / "device.room").open("w") as room:
             with (self._folder / "device.door").open("w") as door:
                 flock(door, LOCK_EX)

@@ -37,12 +37,6 @@ def parameters(spec: ModelSpec) -> Parameters:
     return Parameters(count(tree["layers"]), count(tree["embed" if spec.tied else "head"]))
 
 
-def weight_bytes(spec: ModelSpec, dtype: Any) -> int:
-    """Return the bytes of all weights."""
-    counted = parameters(spec)
-    return int(jnp.dtype(dtype).itemsize) * (counted.token + (2 - spec.tied) * counted.row)
-
-
 def decode_bytes(spec: ModelSpec, dtype: Any, rows: int, context: int) -> int:
     """Return the bytes that a decode step reads: all weights once, an embedding and `context` tokens of KV per row."""
     each, counted = int(jnp.dtype(dtype).itemsize), parameters(spec)

@@ -29,7 +29,7 @@ from pallas_kernels.ops.sampling_threshold.search import LOG2_E, Options
 
 from .part import Run
 from .shapes import Case, cases
-from .timing import POOLS, Headline, Timing, interpreter_or_none, normal
+from .timing import POOLS, Headline, Timing, interpreter_or_none, normal, reading
 
 DECODES = ("decode B64 ctx4096", "decode B64 ctx4096 fp8", "decode B256 ctx2048", "decode B1 ctx131072")
 FIRST = (*DECODES, "prefill 8192", "prefill 2048 after 14336", "decode B64 ctx4096 T4")
@@ -279,8 +279,6 @@ def slopes(run: Run) -> None:
         case = replace(case, page=16, heads=4, kv_heads=2, dim=64, dtype=jnp.float16, pools=2)
     # A dry run tests only the fit, for which an interpreted kernel would be needlessly slow.
     one = xla_attention(case) if time.dry else attention_of(case, dry=False)
-    from .timing import reading
-
     turns = time.turns((time.floor(case.moved) or 4e-3) / 4)
     loop, (q, pools, (ragged, *_)) = reading(one.call, turns), jax.jit(one.make)()
     plan = jax.jit(lambda step: () if time.dry else (one.config.plan(step, page=case.page),))

@@ -1,8 +1,4 @@
-"""The parts of the day, the most important first. Times in comments: seconds expected on 16 cores, from compile times.
-
-first 30; checks beside headlines 75 to 100; peers 35; engine 150 to 200: after about 320 s there is an answer to
-whether each kernel is right, how fast it is, and what the engine does with an 8B model.
-"""
+"""The parts of the day, the most important first; docs/guide/gpu-day.md says what each answers."""
 
 from __future__ import annotations
 

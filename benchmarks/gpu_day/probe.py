@@ -12,7 +12,6 @@ from typing import Any
 
 from pallas_kernels import ptxas
 
-CUDA = ptxas.CUDA
 PACKAGES = {  # what runs only with it
     "jax": "everything",
     "jaxlib": "everything",
@@ -36,7 +35,8 @@ def machine() -> dict[str, Any]:
     path = ptxas.found()
     return {
         "nvidia_smi": said("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader").partition("\n")[0],
-        "cuda_runtime": installed("nvidia-cuda-runtime") or release(said(str(CUDA / "bin" / "nvcc"), "--version")),
+        "cuda_runtime": installed("nvidia-cuda-runtime")
+        or release(said(str(ptxas.CUDA / "bin" / "nvcc"), "--version")),
         "ptxas": ptxas.release(path),
         "ptxas_path": str(path or ""),
         "compute_sanitizer": sanitizer() or "",
@@ -62,7 +62,7 @@ def missing(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def sanitizer() -> str | None:
-    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=str(CUDA / "bin"))
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=str(ptxas.CUDA / "bin"))
 
 
 def installed(name: str) -> str | None:

@@ -20,12 +20,12 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+from benchmarks.common import ROOT
 from jaxserve.report.table import markdown
 
 from .child import FAULTS
 from .part import GOOD
 from .parts import parts
-from .runner import ROOT
 from .state import State, best
 
 HERE = Path(__file__).parent

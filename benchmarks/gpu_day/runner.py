@@ -13,11 +13,12 @@ from itertools import groupby
 from pathlib import Path
 from threading import Lock
 
+from benchmarks.common import ROOT
+
 from .part import ITEMS, Part, slug
 from .processes import Processes
 from .state import COUNTED, State, finished
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARE = 0.5  # a part is started if this share of its limit is left
 Show = Callable[..., None]
 

@@ -125,12 +125,12 @@ def _drawn(info: Info, keys: jax.Array) -> jax.Array:
 def _tensor(info: Info, source: Source, key: jax.Array) -> Any:
     name = np.dtype(info.dtype).name
     unit = LARGEST[name] / WIDEST if name in LARGEST else info.init
-    drawn = _sums(key, source.shape).astype(jnp.float32) * np.float32(unit / STD)
+    drawn = sums(key, source.shape).astype(jnp.float32) * np.float32(unit / STD)
     return (jnp.rint(drawn) if name == "int8" else drawn).astype(info.dtype)
 
 
-def _sums(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the sum of four random bytes less their mean, int32 of that shape."""
+def sums(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return sums of four random bytes less their mean, int32 of that shape with deviation STD; key: two uint32."""
     place, count = jnp.zeros(shape, jnp.uint32), 1
     for axis in reversed(range(len(shape))):
         place += lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(count % 2**32)

@@ -82,9 +82,9 @@ def assembled(reports: Sequence[str]) -> dict[str, object]:
 def kernels(folder: Path) -> dict[str, object]:
     """Return the fields of `Figures` in Mosaic's dump: one .ptxas, .ptx, .sass_ctrl and pass log per kernel."""
     reports = [path.read_text() for path in sorted(folder.glob("*.ptxas"))]
-    codes = [path.read_text() for path in sorted(folder.glob("*.ptx"))]
+    codes = {path: path.read_text() for path in sorted(folder.glob("*.ptx"))}
     machine = [path.read_text() for path in sorted(folder.glob("*.sass_ctrl"))]  # if jax finds nvdisasm
-    launches = [_launched(path) for path in sorted(folder.glob("*.ptx"))]
+    launches = [_launched(path, code) for path, code in codes.items()]
     return {
         "kernels": len(codes),
         "largest": max(filter(None, launches), key=lambda one: (one.shared, one.registers), default=None),
@@ -92,13 +92,13 @@ def kernels(folder: Path) -> dict[str, object]:
         "hazards": tuple(said for code in machine for said in sass.hazards(code)),
         "smem": max((_shared(path) for path in folder.glob("*.mlir-passes.log")), default=0),
         **assembled(reports),
-        "shared": sum(len(SHARED.findall(code)) for code in codes),
-        "narrow": sum(len(NARROW.findall(code)) for code in codes),
-        "coarse": sum(len(COARSE.findall(code)) for code in codes),
+        "shared": sum(len(SHARED.findall(code)) for code in codes.values()),
+        "narrow": sum(len(NARROW.findall(code)) for code in codes.values()),
+        "coarse": sum(len(COARSE.findall(code)) for code in codes.values()),
         "instructions": {
             name: count
             for name, pattern in INSTRUCTIONS.items()
-            if (count := sum(len(pattern.findall(code)) for code in codes))
+            if (count := sum(len(pattern.findall(code)) for code in codes.values()))
         },
     }
 
@@ -109,10 +109,9 @@ def _shared(log: Path) -> int:
         return next((int(size) for size in SMEM.findall(file.read(LOG_HEAD))), 0)
 
 
-def _launched(ptx: Path) -> Launched | None:
+def _launched(ptx: Path, code: str) -> Launched | None:
     """Return what a kernel takes of a multiprocessor; None without the report of ptxas or the launch."""
     report, log, machine = (ptx.with_suffix(end) for end in (".ptxas", ".mlir-passes.log", ".sass_ctrl"))
-    code = ptx.read_text()
     threads = THREADS.search(code)
     if threads is None or not report.exists() or not log.exists():
         return None
