@@ -68,23 +68,23 @@ def test_no_schedule_changes_a_vector(mesh: str, pages: int, policy: str, seed: 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_a_prompt_that_loses_its_kv_halfway_gives_the_same_vector(pooling: str) -> None:
-    prompt = tuple(range(20, 200))
+    prompt = tuple(range(10, 250))
     ask, sent = Ask(prompt, pooling_params(pooling), tier=BEST_EFFORT), list[int]()
     engine = setup("1x1", 32, TIGHT)
     expected = engine.run([ask])[0][0].pooled
 
     def press(cluster: Cluster) -> None:
-        """Submit a request that needs the pages of the one that has begun."""
-        begun = [one.computed for one in cluster.cores[0].scheduler if 32 <= one.computed < 160]
+        """Submit a request whose 16 of 18 pages leave no room for the 4 or more of the one that has begun."""
+        begun = [one.computed for one in cluster.cores[0].scheduler if 64 <= one.computed <= 128]
         if begun and not sent:
             sent.extend(begun)
-            urgent = Request(1, tuple(range(10, 210)), GREEDY, engine.slo, engine.executors[0].now(), limit=2)
+            urgent = Request(1, tuple(range(10, 250)), GREEDY, engine.slo, engine.executors[0].now(), limit=2)
             cluster.submit(urgent, lambda delta: None)
 
     served, _ = engine.run([ask], "unified", disturb=press)
     mine = next(one for one in served if one.id == 0)
     assert sent and len(served) == 2 and mine.drops > 0 and mine.pooled is not None and expected is not None
-    assert mine.pooled.positions == (180 if pooling == "mean" else 1)
+    assert mine.pooled.positions == (240 if pooling == "mean" else 1)
     np.testing.assert_allclose(vector_of(mine.pooled.vector()), vector_of(expected.vector()), atol=CLOSE)
 
 
