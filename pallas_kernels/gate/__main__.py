@@ -156,12 +156,11 @@ class Gate:
 
     def _hear(self, case: Compilable, outcome: Figures | str) -> None:
         from pallas_kernels.gate.rules import excess, laws
-        from pallas_kernels.gate.spills import allowed
 
         if isinstance(outcome, str):
             breaches = [outcome]
         else:
-            breaches = list(laws(case, outcome, self.target.memory, allowed(case.name, self.ptxas)))
+            breaches = list(laws(case, outcome, self.target.memory))
             if not self.recording:
                 breaches += excess(outcome, self.known.get(case.name))
         self.outcomes[case.name], self.breaches[case.name] = outcome, breaches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -27,6 +27,7 @@ SMEM = re.compile(r"dynamic_shared_memory_size %c(\d+)")
 THREADS = re.compile(r"\.maxntid ([\d, ]+)")
 LOADS = re.compile(r"cp\.async\.bulk[\w.]*\.shared::cluster\.global")
 THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
+PARKED = 128  # bytes: stores, loads and stack frames that a kernel may have for values that its loop only reads
 LOG_HEAD = 1 << 24  # bytes of the log to read: the launch is near its head, and logs reach tens of megabytes
 
 
@@ -39,6 +40,7 @@ class Figures:
     kernels: int = 0  # number compiled, not of calls
     registers: int = 0
     spills: int = 0  # bytes spilled: stores, loads and stack frames, summed
+    spilling: tuple[str, ...] = ()  # spills that cost time; see `spilling`
     smem: int = 0  # bytes per block
     serialized: tuple[str, ...] = ()  # ptxas warnings about serialized wgmma
     instructions: dict[str, int] = field(default_factory=dict)
@@ -79,19 +81,35 @@ def assembled(reports: Sequence[str]) -> dict[str, object]:
     }
 
 
+def spilling(report: str, machine: str) -> Iterator[str]:
+    """Describe the spills of a kernel that cost time, from ptxas's report and its machine code ("" if not read).
+
+    ptxas parks a few values that a loop over tiles does not change, where that fills the registers.
+    That costs next to nothing; a kernel without such a loop has no reason to.
+    """
+    spilled = sum(int(n) for found in SPILL.findall(report) for n in found)
+    most = PARKED if sass.inner_loop(machine) else 0
+    if spilled > most:
+        yield f"{spilled} bytes of registers spilled, the bound is {most}"
+    if spilled:
+        yield from sass.spilling(machine)
+
+
 def kernels(folder: Path) -> dict[str, object]:
     """Return the fields of `Figures` in Mosaic's dump: one .ptxas, .ptx, .sass_ctrl and pass log per kernel."""
-    reports = [path.read_text() for path in sorted(folder.glob("*.ptxas"))]
+    reports = {path: path.read_text() for path in sorted(folder.glob("*.ptxas"))}
     codes = {path: path.read_text() for path in sorted(folder.glob("*.ptx"))}
-    machine = [path.read_text() for path in sorted(folder.glob("*.sass_ctrl"))]  # if jax finds nvdisasm
+    # There is machine code if jax finds nvdisasm.
+    machine = {path.with_suffix(".ptxas"): path.read_text() for path in sorted(folder.glob("*.sass_ctrl"))}
     launches = [_launched(path, code) for path, code in codes.items()]
     return {
         "kernels": len(codes),
         "largest": max(filter(None, launches), key=lambda one: (one.shared, one.registers), default=None),
         "disassembled": len(machine),
-        "hazards": tuple(said for code in machine for said in sass.hazards(code)),
+        "hazards": tuple(said for code in machine.values() for said in sass.hazards(code)),
+        "spilling": tuple(said for path, text in reports.items() for said in spilling(text, machine.get(path, ""))),
         "smem": max((_shared(path) for path in folder.glob("*.mlir-passes.log")), default=0),
-        **assembled(reports),
+        **assembled(list(reports.values())),
         "shared": sum(len(SHARED.findall(code)) for code in codes.values()),
         "narrow": sum(len(NARROW.findall(code)) for code in codes.values()),
         "coarse": sum(len(COARSE.findall(code)) for code in codes.values()),

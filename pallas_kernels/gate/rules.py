@@ -40,13 +40,9 @@ def bound_of(figures: Figures) -> Bound:
     )
 
 
-def laws(case: Compilable, figures: Figures, memory: int, spills: int = 0) -> Iterator[str]:
-    """Yield each breach of the fixed rules, with its figure and bound.
-
-    `memory`: bytes of a device; `spills`: bytes that are known to spill.
-    """
-    if figures.spills > spills:
-        yield f"{figures.spills} bytes of registers spilled, the bound is {spills}"
+def laws(case: Compilable, figures: Figures, memory: int) -> Iterator[str]:
+    """Yield each breach of the fixed rules, with its figure and bound. `memory`: bytes of a device."""
+    yield from figures.spilling
     for said in figures.serialized:
         yield f"wgmma is serialized, the bound is 0 places: {said}"
     yield from figures.hazards

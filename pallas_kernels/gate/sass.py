@@ -1,4 +1,4 @@
-"""Find writes to registers of matrix products in flight, in disassembled machine code of Hopper.
+"""Find writes to registers of matrix products in flight, and costly spills, in disassembled machine code of Hopper.
 
 An HGMMA runs asynchronously: it reads its left operand from registers, if that is there, and adds to
 its accumulator until `WARPGROUP.DEPBAR.LE gsb0, N` waits for all but the N newest groups. A group
@@ -25,6 +25,7 @@ REGISTER = re.compile(r"^R(\d+)(?:\.reuse)?$")
 PREDICATE = re.compile(r"^!?U?P(?:\d|T)$")
 PREDICATE_FIRST = {"ATOM", "ATOMG", "ATOMS", "LOP3", "SHFL", "VOTE"}  # those that then write a register
 READS_FIRST = {"BAR", "WARPSYNC"}
+FEW = 200  # instructions of a loop for each load of a spilled register
 OLDEST = 8  # groups in flight that are told apart; older ones count as this old
 
 
@@ -192,12 +193,30 @@ def _before(function: Function) -> list[Flying]:
 
 def inner_loop(text: str) -> int:
     """Return the instructions of the longest loop with matrix products that has no such loop inside; 0 if none has."""
-    inner: list[int] = []
+    return max(map(len, _inner_loops(text)), default=0)
+
+
+def spilling(text: str) -> Iterator[str]:
+    """Describe each inner loop with matrix products that stores spilled registers, or loads more than a few.
+
+    Values that do not change may be stored before the loop and loaded in it: up to one instruction of FEW.
+    """
+    for loop in _inner_loops(text):
+        stores, loads = (sum(one.root == name for one in loop) for name in ("STL", "LDL"))
+        if stores:
+            yield f"{stores} stores of spilled registers in a loop with matrix products, the bound is 0"
+        if loads * FEW > len(loop):
+            yield f"{loads} loads of spilled registers in a loop of {len(loop)} instructions, the bound is 1/{FEW}"
+
+
+def _inner_loops(text: str) -> Iterator[list[Instruction]]:
+    """Yield the instructions of each loop with matrix products that has no such loop inside."""
     for function in functions(text):
         products = {at for at, one in enumerate(function.code) if PRODUCT.match(one.name) or one.root == "HMMA"}
         loops = [body for body in _loops(function) if products & body] if products else []
-        inner += [len(body) for body in loops if not any(other < body for other in loops)]
-    return max(inner, default=0)
+        for body in loops:
+            if not any(other < body for other in loops):
+                yield [function.code[at] for at in sorted(body)]
 
 
 def _loops(function: Function) -> list[set[int]]:
