@@ -24,8 +24,8 @@ from benchmarks.common import ROOT
 
 from . import probe
 from .device import Device, limited
-from .part import GOOD, NO_MOSAIC, Run, Skip, slug
-from .timing import MOSAIC
+from .part import GOOD, Run, Skip, slug
+from .timing import interpreter_or_none, needs_mosaic
 
 COMPILED, RAN = 60.0, 15.0  # seconds after which compiling or running a case counts as hanging
 HANGS = 3  # cases of a family that kill their process before the rest of the family is left out
@@ -89,10 +89,7 @@ def _first(family: str) -> str:
 
 
 def _check(run: Run, cases: Mapping[str, Callable[[], Any]], *, claim: bool) -> None:
-    from pallas_kernels.mosaic import compat
-
-    if run.dry and not compat.DETECTS_RACES:
-        raise Skip(f"the interpreter of Hopper kernels needs jax 0.11; this is {jax.__version__}")
+    interpreter_or_none(run.dry)
     work = {item: partial(_case, run, item, call) for item, call in cases.items()}
     with compiled_first(Device(run.scratch), dry=run.dry):
         run.each(work, claim)
@@ -100,8 +97,8 @@ def _check(run: Run, cases: Mapping[str, Callable[[], Any]], *, claim: bool) -> 
 
 def _case(run: Run, item: str, check: Callable[[], Any]) -> None:
     family = item.partition(":")[0]
-    if MOSAIC not in run.facts and family not in WITHOUT_MOSAIC:
-        raise Skip(NO_MOSAIC)
+    if family not in WITHOUT_MOSAIC:
+        needs_mosaic(run)
     killed = [one for one, row in run.items().items() if row["outcome"] == "killed" and one.startswith(f"{family}:")]
     if len(killed) >= HANGS:
         raise Skip(f"{len(killed)} cases of {family} ended their process")
@@ -178,8 +175,7 @@ def law(run: Run, model: str) -> None:
 
         wide.hold(wide.model(model), asks(1, 2), "xla", "1x1")
         return
-    if MOSAIC not in run.facts:
-        raise Skip(NO_MOSAIC)
+    needs_mosaic(run)
     from tests.gpu.test_law import check as hold
 
     hold(model)

@@ -13,12 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.mosaic import compat
-
 from . import executable
 from .device import limited
-from .part import Run, Skip
-from .timing import COPY, MATMUL, MOSAIC, Timing, normal
+from .part import Run
+from .timing import COPY, MATMUL, MOSAIC, Timing, interpreter_or_none, normal
 
 HANGS = 40.0  # seconds for compiling and running it
 
@@ -76,8 +74,7 @@ def first_kernel(run: Run) -> None:
     """Compare one decode kernel with float64, and record the fact `mosaic` if it is right."""
     from tests.gpu.test_numerics import DECODE
 
-    if run.dry and not compat.DETECTS_RACES:
-        raise Skip(f"the interpreter of Hopper kernels needs jax 0.11; this is {jax.__version__}")
+    interpreter_or_none(run.dry)
     with limited(1e3 if run.dry else HANGS):
         DECODE["one row"]()
     run.fact(MOSAIC, True)

@@ -72,8 +72,8 @@ class Timing:
 
     def measure(self, one: Headline) -> Mapping[str, Any]:
         """Compile, then time alone on the device; the row goes to the table `kernels`."""
-        if one.kernel.startswith(MOSAIC) and MOSAIC not in self.run.facts:
-            raise Skip(NO_MOSAIC)
+        if one.kernel.startswith(MOSAIC):
+            needs_mosaic(self.run)
         began = time.perf_counter()
         turns = self.turns(self.floor(one.moved, one.flops))
         loop = (writing if one.in_place else reading)(one.call, turns)
@@ -174,6 +174,13 @@ def normal(shape: Sequence[int], dtype: Any, seed: int) -> jax.Array:
     key = np.random.SeedSequence(seed).generate_state(2)
     made: jax.Array = (sums(key, tuple(shape)).astype(jnp.float32) / STD).astype(dtype)
     return made
+
+
+def needs_mosaic(run: Run) -> None:
+    """Raise Skip if the kernels of this repository are not right here, or cannot run."""
+    interpreter_or_none(run.dry)
+    if MOSAIC not in run.facts:
+        raise Skip(NO_MOSAIC)
 
 
 def interpreter_or_none(dry: bool) -> Any:
