@@ -23,6 +23,9 @@ class Instance:
     def lower(self) -> Instance:
         return self
 
+    def install(self, args: tuple[Any, ...], made: None) -> None:
+        assert args == () and made is None
+
     def compile(self) -> None:
         self.log.append(f"compile {self.name}")
         self.compiling.set()
@@ -42,6 +45,8 @@ def warmed(monkeypatch: pytest.MonkeyPatch, platform: str) -> tuple[list[str], b
         log.append(f"ran {state.name}")
 
     monkeypatch.setattr(warmup, "calls", lambda state: [Call("step", state, ())] * 2)
+    monkeypatch.setattr(warmup, "inner_calls", lambda state: [])
+    monkeypatch.setattr(warmup, "inside", lambda state: 0)
     monkeypatch.setattr(warmup, "run_through", run_through)
     states: Any = [first, second]
     warmup.warm_up(states, platform=platform)

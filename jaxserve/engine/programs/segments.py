@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine.programs.backends import Backends
 from jaxserve.engine.programs.inputs import Batch, Bucket, Layout, Limits
-from jaxserve.engine.programs.step import Program, Tree, gathered, jitted, unpack
+from jaxserve.engine.programs.program import Program
+from jaxserve.engine.programs.step import Tree, gathered, unpack
 from jaxserve.models import registry
 from jaxserve.models.layers import Part
 from jaxserve.models.registry import Stream
@@ -71,15 +72,15 @@ class Segments:
         self.end: dict[Bucket, Program] = {}
         for bucket in self.buckets:
             begin = partial(_begin, spec=spec, limits=limits, bucket=bucket, kernel=self._kernel)
-            self.begin[bucket] = jitted(begin, f"begin_{bucket.tokens}", whole)
-            self.end[bucket] = jitted(partial(_end, spec=spec, bucket=bucket), f"end_{bucket.tokens}", whole)
+            self.begin[bucket] = Program(begin, f"begin_{bucket.tokens}", whole)
+            self.end[bucket] = Program(partial(_end, spec=spec, bucket=bucket), f"end_{bucket.tokens}", whole)
         self.through: dict[Kind, Program] = {}
         for link in self.links:
             kinds, part = link.kind
             pools = pools_of(link, spec.cache.pools(NamedSharding(shape, spec.cache.partition)))
             program = partial(_through, spec=spec, kinds=kinds, part=part, kernel=self._kernel)
             name = f"{part.name.lower()}_{'_'.join(map(str, kinds))}"
-            self.through.setdefault(link.kind, jitted(program, name, (whole, pools), (1,)))
+            self.through.setdefault(link.kind, Program(program, name, (whole, pools), (1,)))
 
     def held_bytes(self, outer: Tree) -> int:
         """Return the bytes per device that the largest suspended step holds.

@@ -25,6 +25,7 @@ from jaxserve.engine.programs.inputs import FROM_CARRY, Bucket, Layout, Limits
 from jaxserve.engine.programs.logprobs import logprobs_of
 from jaxserve.engine.programs.pooling import pool
 from jaxserve.engine.programs.processors import Processor, processed, several_told_apart, told_apart
+from jaxserve.engine.programs.program import Program, bound
 from jaxserve.engine.programs.sampling import Adjust, Column, SamplingRows, draw, draw_full, only_allowed
 from jaxserve.engine.programs.speculate import last_of, noted, probabilistic, strict
 from jaxserve.models import registry
@@ -37,7 +38,6 @@ from pallas_kernels.ops.sampling_threshold.api import Thresholds
 
 SCORED = 64  # W
 Tree = Any
-Program = Any  # a jitted function: called, or lowered and compiled ahead of time
 Logits = Callable[[Tree, jax.Array], jax.Array]  # weights, rows [G, E] -> [G, V]
 
 
@@ -90,28 +90,34 @@ class Programs:
         for bucket in limits.buckets:
             kernel = backends.kernel(shape, decode=bucket.decode, few=bucket.verify)
             program = partial(_step, spec=spec, limits=limits, bucket=bucket, kernel=kernel)
-            self.step[bucket] = jitted(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
-            self.block.setdefault(bucket.tokens, jitted(_block, f"block_{bucket.tokens}", whole))
-            self.pool.setdefault(bucket.tokens, jitted(pool, f"pool_{bucket.tokens}", whole))
+            self.step[bucket] = Program(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
+            self.block.setdefault(bucket.tokens, Program(_block, f"block_{bucket.tokens}", whole))
+            self.pool.setdefault(bucket.tokens, Program(pool, f"pool_{bucket.tokens}", whole))
         logits = partial(logits_of, spec=spec, whole=whole)
         given: dict[str, Any] = {
             "logits": logits,
             "thresholds": backends.thresholds(shape),
             "processors": tuple(processors),
         }
-        self.draw = jitted(partial(_draw, **given), "draw", (whole, whole), (2,))
-        self.full = jitted(partial(_full, **given), "draw_full", (whole,) * 4, (2, 3))
-        self.pick = jitted(_pick, "pick", whole)
-        self.verify = jitted(partial(_verify, **given), "verify", (whole, whole), (2,))
-        self.masked = jitted(partial(_draw, **given), "draw_masked", (whole, whole), (2,))
-        self.masked_full = jitted(partial(_full, **given), "draw_masked_full", (whole,) * 4, (2, 3))
-        self.masked_verify = jitted(partial(_verify, **given), "verify_masked", (whole, whole), (2,))
-        self.drafted = jitted(_drafted, "drafted", whole)
-        self.foresee = jitted(_foresee, "foresee", whole, (0,))
-        self.recall = jitted(_recall, "recall", whole, (0,))
-        self.score = jitted(partial(_score, logits=logits), "score", whole)
-        self.remember = jitted(_remember, "remember", whole, (0,))
+        self.draw = Program(partial(_draw, **given), "draw", (whole, whole), (2,))
+        self.full = Program(partial(_full, **given), "draw_full", (whole,) * 4, (2, 3))
+        self.pick = Program(_pick, "pick", whole)
+        self.verify = Program(partial(_verify, **given), "verify", (whole, whole), (2,))
+        self.masked = Program(partial(_draw, **given), "draw_masked", (whole, whole), (2,))
+        self.masked_full = Program(partial(_full, **given), "draw_masked_full", (whole,) * 4, (2, 3))
+        self.masked_verify = Program(partial(_verify, **given), "verify_masked", (whole, whole), (2,))
+        self.drafted = Program(_drafted, "drafted", whole)
+        self.foresee = Program(_foresee, "foresee", whole, (0,))
+        self.recall = Program(_recall, "recall", whole, (0,))
+        self.score = Program(partial(_score, logits=logits), "score", whole)
+        self.remember = Program(_remember, "remember", whole, (0,))
         self.moves = KVPrograms(spec.cache, shape)
+
+    def bound(self) -> Programs:
+        """Return the programs of one instance: each with executables of its own."""
+        made = bound(self)
+        made.moves = bound(self.moves)
+        return made
 
 
 class KVPrograms:
@@ -123,16 +129,8 @@ class KVPrograms:
         # Explicitly per shard, its own heads: XLA would allocate a whole KV buffer on every device.
         export = local(export_pages, in_specs=(held, PartitionSpec()), out_specs=kv_buffer)
         fill = local(import_pages, in_specs=(held, PartitionSpec(), kv_buffer), out_specs=held)
-        self.gather: Program = jitted(export, "gather", NamedSharding(mesh, kv_buffer))
-        self.scatter: Program = jitted(fill, "scatter", cache.pools(NamedSharding(mesh, cache.partition)), (0,))
-
-
-def jitted(program: Callable[..., Any], name: str, out: Any, donate: tuple[int, ...] = ()) -> Program:
-    def named(*args: Any) -> Any:
-        return program(*args)
-
-    named.__name__ = named.__qualname__ = name
-    return jax.jit(named, out_shardings=out, donate_argnums=donate)
+        self.gather = Program(export, "gather", NamedSharding(mesh, kv_buffer))
+        self.scatter = Program(fill, "scatter", cache.pools(NamedSharding(mesh, cache.partition)), (0,))
 
 
 def _step(

@@ -18,6 +18,7 @@ from jaxserve.engine.programs.draft_inputs import Drafts
 from jaxserve.engine.programs.inputs import Batch, Float32, Int32
 from jaxserve.engine.programs.mesh import placed
 from jaxserve.engine.programs.pooling import POOLED
+from jaxserve.engine.programs.program import bound
 from jaxserve.engine.programs.sampling import ADJUSTED, MOST_COUNTED, SEEN_IN_PROMPT, Column
 from jaxserve.engine.programs.segments import Segments, Walk, outside, pools_of
 from jaxserve.engine.programs.speculate import UNKNOWN
@@ -74,8 +75,8 @@ class DeviceState:
     ) -> None:
         """segments: programs of steps that can be preempted; None: no step can."""
         limits = programs.limits
-        self.programs = programs
-        self.segments = segments
+        self.programs = programs.bound()
+        self.segments = None if segments is None else bound(segments)
         self.outer = outside(weights)
         self.mesh = mesh
         self.weights = weights

@@ -28,9 +28,10 @@ from jaxserve.engine.programs.backends import Backends
 from jaxserve.engine.programs.draft_inputs import DraftColumn, Drafts, Int32, idle_rows
 from jaxserve.engine.programs.inputs import Batch, Bucket, Layout, Limits
 from jaxserve.engine.programs.mesh import placed
+from jaxserve.engine.programs.program import Program, bound
 from jaxserve.engine.programs.sampling import Column, SamplingRows, draw
 from jaxserve.engine.programs.speculate import GUESSED, salted
-from jaxserve.engine.programs.step import Carry, KVPrograms, Logits, Program, Tree, jitted, logits_of, unpack
+from jaxserve.engine.programs.step import Carry, KVPrograms, Logits, Tree, logits_of, unpack
 from jaxserve.engine.speculation.drafters import Call, drafted_into
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
@@ -56,13 +57,19 @@ class DraftPrograms:
         logits = partial(logits_of, spec=spec, whole=whole)
         draft = partial(_draft, spec=spec, limits=limits, one=one, pair=pair, logits=logits)
         draft = partial(draft, thresholds=(backends or Backends()).thresholds(shape))
-        self.draft: Program = jitted(draft, "draft", (whole, pools, whole), (1, 2, 3))
+        self.draft = Program(draft, "draft", (whole, pools, whole), (1, 2, 3))
         self.follow: dict[Bucket, Program] = {}
         for bucket in limits.buckets:
             if not bucket.decode and not bucket.verify:
                 program = partial(_follow, spec=spec, limits=limits, bucket=bucket, kernel=several)
-                self.follow[bucket] = jitted(program, f"follow_{bucket.tokens}", pools, (1,))
+                self.follow[bucket] = Program(program, f"follow_{bucket.tokens}", pools, (1,))
         self.moves = KVPrograms(spec.cache, shape)
+
+    def bound(self) -> DraftPrograms:
+        """Return the programs of one instance: each with executables of its own."""
+        made = bound(self)
+        made.moves = bound(self.moves)
+        return made
 
 
 class DraftModel:
@@ -70,7 +77,7 @@ class DraftModel:
 
     def __init__(self, programs: DraftPrograms, mesh: Mesh, weights: Tree, dtype: Any) -> None:
         limits = programs.limits
-        self._programs = programs
+        self._programs = programs.bound()
         self._weights = weights
         self._kv_buffers = NamedSharding(mesh, programs.spec.cache.kv_buffer_partition)
         self._make = pool_maker(programs.spec, mesh, limits.pages, limits.page_size, dtype)

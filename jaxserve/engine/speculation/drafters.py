@@ -17,8 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine.programs.draft_inputs import DraftColumn, Drafts, Int32, idle_rows
 from jaxserve.engine.programs.inputs import Batch, Limits
+from jaxserve.engine.programs.program import Program
 from jaxserve.engine.programs.speculate import ngram
-from jaxserve.engine.programs.step import Carry, Program, jitted
+from jaxserve.engine.programs.step import Carry
 from jaxserve.sched.api.plan import Span
 
 
@@ -26,7 +27,7 @@ class Call(NamedTuple):
     """A program with arguments as when serving."""
 
     label: str
-    program: Any  # a jitted function
+    program: Program
     args: tuple[Any, ...]
 
 
@@ -72,7 +73,7 @@ class NGram:
         whole = NamedSharding(mesh.abstract_mesh, PartitionSpec())
         self._limits = limits
         find = partial(ngram, count=limits.draft, least=least, most=most)
-        self._look: Program = jitted(partial(_look, find=find), "look_up", whole, (0,))
+        self._look = Program(partial(_look, find=find), "look_up", whole, (0,))
 
     def draft(self, carry: Carry, drafts: Drafts) -> Carry:
         return carry._replace(tokens=self._look(carry.tokens, carry.history, drafts.rows))

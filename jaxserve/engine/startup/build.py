@@ -27,7 +27,8 @@ from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.speculation.draft_model import DraftModel, DraftPrograms
 from jaxserve.engine.speculation.drafters import Drafter, NGram
 from jaxserve.engine.startup.environment import reserved_share
-from jaxserve.engine.startup.warmup import Progress, idle_batch, use_persistent_cache, warm_up
+from jaxserve.engine.startup.executables import Executables, facts_of
+from jaxserve.engine.startup.warmup import Progress, cache_folder, idle_batch, use_persistent_cache, warm_up
 from jaxserve.models import converted, dummy, manifest, registry, weights
 from jaxserve.models.layers import Info
 from jaxserve.models.spec import ModelSpec
@@ -160,12 +161,36 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
         for mesh, tree, drafter in zip(meshes, trees, drafters, strict=True)
     ]
     if config.warm:
-        warm_up(states, progress)
+        warm_up(states, progress, kept=_kept(config, spec, limits, backends, meshes[0], dtype, stored))
     roles = config.mesh.roles
     return [
         JaxExecutor(f"{role.value}-{i}", state, config.preempt_depth, config.compiler, config.markers)
         for i, (role, state) in enumerate(zip(roles, states, strict=True))
     ]
+
+
+def _kept(
+    config: ExecutorConfig, spec: ModelSpec, limits: Limits, backends: Backends, mesh: Mesh, dtype: Any, stored: Any
+) -> Executables | None:
+    """Return the executables of earlier starts; None if the engine keeps none.
+
+    Logits processors are code of the user, which no digest covers; several hosts would have to agree on what each has.
+    """
+    if not config.persistent_cache or config.processors or jax.process_count() > 1:
+        return None
+    facts = facts_of(
+        mesh.devices.flat[0],
+        spec=repr(spec),
+        draft=repr(config.draft_spec),
+        limits=repr(limits),
+        backends=repr(backends),
+        mesh=repr(mesh.abstract_mesh),
+        dtypes=[str(dtype), str(stored)],
+        preempt=config.preempt_boundary,
+        speculative=repr(config.speculative),
+        interpret=config.interpret,
+    )
+    return Executables(config.cache_folder or cache_folder(), facts)
 
 
 def _laid_out(config: ExecutorConfig, spec: ModelSpec, platform: str) -> ModelSpec:

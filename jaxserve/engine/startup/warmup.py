@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from jaxserve.engine.programs.step import SCORED, extras
 from jaxserve.engine.runtime.device_state import DeviceState
 from jaxserve.engine.runtime.gc_control import uncollected
 from jaxserve.engine.speculation.drafters import Call
+from jaxserve.engine.startup.executables import Executables
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin
 from jaxserve.structured.token_filter import Words, words
@@ -186,13 +187,16 @@ def drafting_calls(state: DeviceState) -> list[Call]:
 
 
 def calls(state: DeviceState) -> list[Call]:
-    """Return every program of an instance, the slowest to compile first."""
+    """Return the programs of an instance, the slowest to compile first, without `inner_calls`."""
     programs, limits = state.programs, state.programs.limits
     spec, slots, made = programs.spec, SlotTable(limits), []
     for bucket in reversed(limits.buckets):
         packed = idle_batch(bucket, slots, full=False).packed
         made.append(Call(bucket.label, programs.step[bucket], (state.weights, state.pools, state.carry.tokens, packed)))
-    made.extend(_segments(state, slots))
+    for bucket in () if state.segments is None else reversed(state.segments.buckets):
+        packed = idle_batch(bucket, slots, full=False).packed
+        begin = state.outer, state.carry.tokens, packed
+        made.append(Call(f"begin {bucket.tokens}", state.segments.begin[bucket], begin))
     dtype = state.weights["embed"].dtype
     for width in limits.widths:
         rows, sampling = state.replicated((width, spec.dim), dtype), slots.columns[np.full(width, limits.slots)]
@@ -221,20 +225,25 @@ def calls(state: DeviceState) -> list[Call]:
     return [*made, *drafting_calls(state)]
 
 
-def _segments(state: DeviceState, slots: SlotTable) -> Iterator[Call]:
-    """Yield the programs of preemptible steps; values between segments are abstract."""
-    segments = state.segments
-    if segments is None:
-        return
-    for bucket in reversed(segments.buckets):
+def inner_calls(state: DeviceState) -> list[Call]:
+    """Return the programs inside preemptible steps, whose abstract arguments are what the installed `calls` return."""
+    segments, slots, made = state.segments, SlotTable(state.programs.limits), list[Call]()
+    for bucket in reversed(segments.buckets) if segments is not None else ():
+        assert segments is not None
         args = state.outer, state.carry.tokens, idle_batch(bucket, slots, full=False).packed
-        yield Call(f"begin {bucket.tokens}", segments.begin[bucket], args)
-        stream, last = state.described(jax.eval_shape(segments.begin[bucket], *args))
+        stream, last = state.described(segments.begin[bucket].results(*args))
         for kind, link in {link.kind: link for link in segments.links}.items():
             pools = pools_of(link, state.pools)
             held = state.weights["layers"][link.layers], pools, stream
-            yield Call(f"{kind[1].value} {bucket.tokens}", segments.through[kind], held)
-        yield Call(f"end {bucket.tokens}", segments.end[bucket], (state.outer, stream.x, last))
+            made.append(Call(f"{kind[1].value} {bucket.tokens}", segments.through[kind], held))
+        made.append(Call(f"end {bucket.tokens}", segments.end[bucket], (state.outer, stream.x, last)))
+    return made
+
+
+def inside(state: DeviceState) -> int:
+    """Return the number of `inner_calls`."""
+    made = state.segments
+    return 0 if made is None else len(made.buckets) * (1 + len({link.kind for link in made.links}))
 
 
 def run_through(state: DeviceState) -> None:
@@ -287,29 +296,41 @@ def _run_drafts(state: DeviceState, slots: SlotTable) -> None:
             state.carry = state.drafter.draft(state.carry, drafts)
 
 
-def warm_up(states: Sequence[DeviceState], progress: Progress | None = None, platform: str | None = None) -> float:
-    """Compile all programs of equal instances, and return the seconds taken.
+def warm_up(
+    states: Sequence[DeviceState],
+    progress: Progress | None = None,
+    platform: str | None = None,
+    kept: Executables | None = None,
+) -> float:
+    """Load or compile all programs of equal instances, and return the seconds taken.
 
-    The first instance's programs are compiled first; the others load them if the persistent cache is
-    on. An instance runs its programs while the next one compiles, but not on GPUs: there the first
-    collectives of one instance can block while libraries are loaded for another (openxla/xla#38932).
+    The first instance's programs come first; the others load what those compiled, if the persistent
+    cache is on. An instance runs its programs while the next one compiles, but not on GPUs: there the
+    first collectives of one instance can block while libraries are loaded for another
+    (openxla/xla#38932). kept: executables of earlier starts; None: none are used.
     platform: None: that of the first instance.
     """
     alone = (platform or states[0].mesh.devices.flat[0].platform) == "gpu"
     began, counter = time.perf_counter(), compile_counter()
     before, loads = counter.compilations_total, counter.cache_loads_total
-    todo = [calls(state) for state in states]
-    done, total = 0, sum(len(each) for each in todo)
+    done = total = 0
     threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jaxserve-compile")
     with uncollected(), threads as pool:
-        runs = []
-        for state, each in zip(states, todo, strict=True):
-            compiling = {pool.submit(_compile, call): call for call in each}
+
+        def install(state: DeviceState, each: Sequence[Call]) -> None:
+            nonlocal done
+            compiling = {pool.submit(_install, call, state, kept): call for call in each}
             for finished in as_completed(compiling):
                 finished.result()
                 done += 1
                 if progress is not None:
                     progress(done, total, compiling[finished].label)
+
+        todo, runs = [calls(state) for state in states], []
+        total = sum(map(len, todo)) + len(states) * inside(states[0])
+        for state, each in zip(states, todo, strict=True):
+            install(state, each)
+            install(state, inner_calls(state))
             runs.append(pool.submit(run_through, state))
             if alone:
                 runs[-1].result()
@@ -317,10 +338,11 @@ def warm_up(states: Sequence[DeviceState], progress: Progress | None = None, pla
             run.result()
     seconds = time.perf_counter() - began
     log.info(
-        "warm-up: %d programs for %d instance(s) in %.1f s (%d compiled, %d loaded from the cache)",
+        "warm-up: %d programs for %d instance(s) in %.1f s (%d kept ones loaded, %d compiled, %d from jax's cache)",
         total,
         len(states),
         seconds,
+        0 if kept is None else kept.loaded,
         counter.compilations_total - before,
         counter.cache_loads_total - loads,
     )
@@ -328,5 +350,9 @@ def warm_up(states: Sequence[DeviceState], progress: Progress | None = None, pla
     return seconds
 
 
-def _compile(call: Call) -> None:
-    call.program.lower(*call.args).compile()
+def _install(call: Call, state: DeviceState, kept: Executables | None) -> None:
+    """Load the executable of a call, or compile it and keep it for the next start."""
+    made = None if kept is None else kept.load(call, state.mesh.devices.flat)
+    if made is None:
+        made = call.program.lower(*call.args).compile() if kept is None else kept.compile(call)
+    call.program.install(call.args, made)

@@ -1,0 +1,196 @@
+"""Executables kept on disk, so that an engine that starts again neither traces, lowers nor compiles a step.
+
+An entry is found by what determines its program: the sources and versions of everything that traces or compiles it,
+the settings of compilers and devices, and the shapes, dtypes and shardings of its arguments. jax's own persistent
+cache needs the lowered program for its key.
+
+Entries are pickles in part, so only folders and files that belong to this user, and that nobody else can write, are
+read; and names in a pickle are resolved in jax, numpy and this project only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import shutil
+import stat
+import sys
+import zlib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.engine.programs import compat
+from jaxserve.engine.speculation.drafters import Call
+from pallas_kernels import ptxas
+
+log = logging.getLogger(__name__)
+
+FOLDER = "programs"  # inside the folder of compiled programs
+HEAD = b"jaxserve executable 1\n"  # then the SHA-256 of the body, which is compressed
+KEPT = 8  # engines whose executables stay on disk: those that started last
+# What jax.config has of files, logs and debugging says nothing about a program.
+UNRELATED = ("cache", "log", "traceback", "profiler", "dump", "debug", "coordination", "distributed", "raise", "check")
+PACKAGES = ("jax", "jaxlib", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "nvidia-cuda-nvcc")
+SET = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_ROOT")  # environment variables that compilers read
+
+
+class Executables:
+    """The executables of one kind of engine in a folder. Thread-safe: entries are files, replaced as a whole."""
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """facts: everything that determines the programs, besides their arguments; see `facts_of`."""
+        self._folder = folder / FOLDER / _digest(json.dumps(facts, sort_keys=True, default=repr))
+        self._told = False
+        self.loaded = self.stored = 0
+        self.usable = self._prepare()
+
+    def load(self, call: Call, devices: Iterable[Any]) -> jax.stages.Compiled | None:
+        """Return the executable of a program on `devices`; None if there is none that can be used."""
+        path = self._path(call)
+        if not self.usable or not path.is_file():
+            return None
+        try:
+            with path.open("rb") as file:
+                if (why := not_ours(os.fstat(file.fileno()))) is not None:
+                    raise ValueError(why)
+                data = file.read()
+            head, digest, body = data[: len(HEAD)], data[len(HEAD) : len(HEAD) + 64], data[len(HEAD) + 64 :]
+            if head != HEAD or hashlib.sha256(body).hexdigest().encode() != digest:
+                raise ValueError("it is damaged")
+            found = compat.load_executable(zlib.decompress(body), call.args, tuple(devices))
+        except Exception as error:  # whatever is wrong with an entry, compiling again helps
+            self._tell("the kept program %s cannot be used (%s): compiling it again", path, error)
+            return None
+        self.loaded += 1
+        return found
+
+    def compile(self, call: Call) -> jax.stages.Compiled:
+        """Compile a program and keep its executable; what cannot be kept is said once."""
+        lowered = call.program.lower(*call.args)
+        if not self.usable:
+            return lowered.compile()
+        path = self._path(call)
+        partial = path.with_suffix(f".{os.getpid()}")
+        try:
+            made, data = compat.compile_serialized(lowered)
+            body = zlib.compress(data, 1)
+            partial.write_bytes(HEAD + hashlib.sha256(body).hexdigest().encode() + body)
+            partial.replace(path)
+        except (OSError, ValueError, NotImplementedError, AttributeError, TypeError, pickle.PicklingError) as error:
+            partial.unlink(missing_ok=True)
+            self._tell("the program %r is not kept (%s): the next start compiles it again", call.label, error)
+            return lowered.compile()
+        self.stored += 1
+        return made
+
+    def _path(self, call: Call) -> Path:
+        return self._folder / _digest(f"{call.label} {described(call.args)}")
+
+    def _prepare(self) -> bool:
+        """Make the folder, forget those of engines that have not started for long; return whether it can be used."""
+        try:
+            self._folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._folder.mkdir(exist_ok=True, mode=0o700)
+            os.utime(self._folder)
+            engines = sorted(self._folder.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+            for old in engines[KEPT:]:
+                shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            self._tell("programs are not kept: %s", error)
+            if not self._folder.is_dir():
+                return False
+        for path in (self._folder.parent, self._folder):
+            if (why := not_ours(path.lstat())) is not None:
+                self._tell("programs are neither kept nor used: %s %s", path, why)
+                return False
+        return True
+
+    def _tell(self, text: str, *values: object) -> None:
+        if not self._told:
+            log.warning(text, *values)
+        self._told = True
+
+
+def not_ours(found: os.stat_result) -> str | None:
+    """Return why a file or folder may hold what another user wrote, or None."""
+    if stat.S_ISLNK(found.st_mode):
+        return "is a link"
+    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}, not to {os.geteuid()}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"can be written by others (mode {stat.S_IMODE(found.st_mode):o}): chmod go-w"
+    return None
+
+
+def facts_of(device: Any, **more: Any) -> dict[str, Any]:
+    """Return what determines the programs of an engine: `more`, and everything outside of it that compilers read."""
+    settings = {
+        name: value
+        for name, value in sorted(jax.config.values.items())  # type: ignore[attr-defined]
+        if not any(word in name for word in UNRELATED)
+    }
+    return {
+        **more,
+        "sources": sources(),
+        "python": sys.version_info[:2],
+        "packages": {name: _version(name) for name in PACKAGES},
+        "settings": settings,
+        "environment": {name: os.environ.get(name, "") for name in SET},
+        "platform": [device.platform, device.device_kind, str(device.client.platform_version)],
+        "processes": jax.process_count(),
+        "processor": processor() if device.platform == "cpu" else "",
+        "ptxas": ptxas.release(ptxas.found()) if device.platform == "gpu" else "",
+    }
+
+
+@cache
+def sources() -> str:
+    """Return a digest of every file of this project: of what traces programs, and of tuned tables."""
+    total = hashlib.sha256()
+    for package in ("jaxserve", "pallas_kernels"):
+        root = Path(sys.modules[package].__file__ or "").parent
+        for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json", ".yaml")):
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            total.update(f"{package}/{path.relative_to(root)} {content}\n".encode())
+    return total.hexdigest()
+
+
+@cache
+def processor() -> str:
+    """Return a digest of the CPU's model and instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = [os.uname().machine] if hasattr(os, "uname") else []
+    return _digest("\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})))
+
+
+def described(args: Any) -> str:
+    """Describe arguments by what a compiled program depends on: tree, shapes, dtypes and shardings."""
+    leaves, tree = jax.tree.flatten(args)
+    return f"{tree} {[_leaf(leaf) for leaf in leaves]}"
+
+
+def _leaf(leaf: Any) -> tuple[Any, ...]:
+    sharding = getattr(leaf, "sharding", None)
+    placed = (str(sharding.spec), str(dict(sharding.mesh.shape)), sharding.memory_kind) if sharding is not None else ()
+    return (leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False), *placed)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
