@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxserve.engine.programs import compat
+from jaxserve.engine.programs import serialize
 
 T = TypeVar("T")
 Key = tuple[tuple[int, ...] | None, ...]
@@ -44,7 +44,7 @@ class Program:
     def results(self, *args: Any) -> Any:
         """Return abstract results, without tracing if the executable is installed."""
         ready = self._executables.get(_key(args))
-        return jax.eval_shape(self._jit, *args) if ready is None else compat.results(ready)
+        return jax.eval_shape(self._jit, *args) if ready is None else serialize.results(ready)
 
     def bound(self) -> Program:
         """Return the same function without executables."""

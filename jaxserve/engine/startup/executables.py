@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.engine.programs import compat
+from jaxserve.engine.programs import serialize
 from jaxserve.engine.speculation.drafters import Call
 from pallas_kernels import ptxas
 
@@ -65,7 +65,7 @@ class Executables:
             head, digest, body = data[: len(HEAD)], data[len(HEAD) : len(HEAD) + 64], data[len(HEAD) + 64 :]
             if head != HEAD or hashlib.sha256(body).hexdigest().encode() != digest:
                 raise ValueError("it is damaged")
-            found = compat.load_executable(zlib.decompress(body), call.args, tuple(devices))
+            found = serialize.load_executable(zlib.decompress(body), call.args, tuple(devices))
         except Exception as error:  # whatever is wrong with an entry, compiling again helps
             self._tell("the kept program %s cannot be used (%s): compiling it again", path, error)
             return None
@@ -80,7 +80,7 @@ class Executables:
         path = self._path(call)
         partial = path.with_suffix(f".{os.getpid()}")
         try:
-            made, data = compat.compile_serialized(lowered)
+            made, data = serialize.compile_serialized(lowered)
             body = zlib.compress(data, 1)
             partial.write_bytes(HEAD + hashlib.sha256(body).hexdigest().encode() + body)
             partial.replace(path)
@@ -133,9 +133,7 @@ def not_ours(found: os.stat_result) -> str | None:
 def facts_of(device: Any, **more: Any) -> dict[str, Any]:
     """Return what determines the programs of an engine: `more`, and everything outside of it that compilers read."""
     settings = {
-        name: value
-        for name, value in sorted(jax.config.values.items())  # type: ignore[attr-defined]
-        if not any(word in name for word in UNRELATED)
+        name: value for name, value in sorted(jax.config.values.items()) if not any(word in name for word in UNRELATED)
     }
     return {
         **more,

@@ -193,10 +193,10 @@ def calls(state: DeviceState) -> list[Call]:
     for bucket in reversed(limits.buckets):
         packed = idle_batch(bucket, slots, full=False).packed
         made.append(Call(bucket.label, programs.step[bucket], (state.weights, state.pools, state.carry.tokens, packed)))
-    for bucket in () if state.segments is None else reversed(state.segments.buckets):
+    segments = state.segments
+    for bucket, begin in () if segments is None else reversed(segments.begin.items()):
         packed = idle_batch(bucket, slots, full=False).packed
-        begin = state.outer, state.carry.tokens, packed
-        made.append(Call(f"begin {bucket.tokens}", state.segments.begin[bucket], begin))
+        made.append(Call(f"begin {bucket.tokens}", begin, (state.outer, state.carry.tokens, packed)))
     dtype = state.weights["embed"].dtype
     for width in limits.widths:
         rows, sampling = state.replicated((width, spec.dim), dtype), slots.columns[np.full(width, limits.slots)]
