@@ -25,6 +25,11 @@ class _Read(threading.local):
 
     serialized: bytes | None = None
 
+    def taken(self) -> bytes | None:
+        """Return what was read since the last call."""
+        found, self.serialized = self.serialized, None
+        return found
+
 
 _read = _Read()
 # What was read, by executable: jax may return the same one when it compiles the same program again.
@@ -39,11 +44,11 @@ def compile_serialized(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled
     Raises ValueError, AttributeError, TypeError or PicklingError if this jax or backend cannot.
     """
     _note_reads()
-    _read.serialized = None
+    _read.taken()
     compiled = lowered.compile()
     executable: Any = compiled._executable
-    if _read.serialized is not None:
-        _serialized[executable] = _read.serialized
+    if (found := _read.taken()) is not None:
+        _serialized[executable] = found
     read, unloaded = _serialized.get(executable), executable._unloaded_executable
 
     class Dumper(PICKLER):
