@@ -282,17 +282,3 @@ def test_the_first_cases_are_those_that_engines_choose() -> None:
     first = [name for name in names if cases.FIRST.fullmatch(name)]
     assert names[: len(first)] == first and 40 <= len(first) <= 60 and len(names) > 200
     assert {name.partition(":")[0] for name in first} == set(cases.FAMILIES)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1500)
-def test_dry(repo: Path, tmp_path: Path) -> None:
-    """Every part of a dry day ends, and nothing fails; skips are for want of a device or of a newer jax."""
-    where = ["--state", str(tmp_path / "state"), "--out", str(tmp_path / "out")]
-    run = [sys.executable, "-m", "benchmarks.gpu_day", "--dry", "--minutes", "30", *where]
-    done = subprocess.run(run, cwd=repo, capture_output=True, text=True, timeout=1400)
-    assert done.returncode == 0, done.stderr
-    found = {name: runs[-1].outcome for name, runs in State(tmp_path / "out" / "dry").attempts().items()}
-    assert found and set(found.values()) <= {"done", "skipped"}, done.stdout
-    subprocess.run([sys.executable, "-m", "benchmarks.gpu_day", "--report", *where], cwd=repo, check=True, timeout=100)
-    assert (tmp_path / "out" / "dry" / "kernels.png").stat().st_size > 0
