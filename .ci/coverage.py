@@ -1,4 +1,10 @@
-"""Print the test coverage of jaxserve/sched and of the rest of jaxserve."""
+"""Print the test coverage of jaxserve/sched and of the rest of jaxserve.
+
+    pip install '.[dev]' && pytest --cov --cov-report=json:FILE && python .ci/coverage.py FILE
+
+This measures the installed package, in which jaxserve/sched holds the files of sched/. Servers that
+tests start as subprocesses are not measured.
+"""
 
 from __future__ import annotations
 

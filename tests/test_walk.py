@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -100,9 +101,9 @@ def test_resumed_coroutines_and_other_threads(walk: ModuleType, tree: ModuleType
 
 
 @pytest.mark.full
-def test_the_walk_of_a_prompt(walk: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert walk.main(["prompt"]) == 0
-    out = capsys.readouterr().out
+def test_the_walk_of_a_prompt(repo: Path) -> None:
+    """In a process of its own, which imports the files of the checkout, whatever is installed."""
+    out = subprocess.run([sys.executable, "scripts/walk.py", "prompt"], cwd=repo, capture_output=True, text=True).stdout
     assert out.startswith("LLM.generate: ")
     assert "thread MainThread: " in out and "jaxserve/llm.py" in out and "sched/instance/scheduler.py" in out
 

@@ -55,15 +55,15 @@ class Function:
     def successors(self) -> list[set[int]]:
         """Return where control may go after each instruction. Raises ValueError for indirect jumps."""
         after_calls = {at + 1 for at, one in enumerate(self.code) if one.root == "CALL"}
-        joins: dict[str, set[int]] = {}
-        for one in self.code:
+        joins: dict[str, set[tuple[int, int]]] = {}
+        for at, one in enumerate(self.code):
             if one.root == "BSSY":
-                joins.setdefault(_barrier(one), set()).update(self._targets(one))
+                joins.setdefault(_barrier(one), set()).update((at, target) for target in self._targets(one))
         made = [self._after(at, one, after_calls, joins) for at, one in enumerate(self.code)]
         return [{at for at in each if at < len(self.code)} for each in made]
 
     def _after(
-        self, at: int, one: Instruction, after_calls: set[int], joins: dict[str, set[int]]
+        self, at: int, one: Instruction, after_calls: set[int], joins: dict[str, set[tuple[int, int]]]
     ) -> set[int]:  # fmt: skip
         conditional = {at + 1} if one.predicate else set()
         match one.root:
@@ -77,7 +77,10 @@ class Function:
             case "EXIT" | "KILL":
                 return conditional
             case "BSYNC" | "BREAK":
-                return {at + 1} | joins.get(_barrier(one), set())
+                # To where the threads meet: of the regions of this barrier, those around it if there are any.
+                mine = joins.get(_barrier(one), set())
+                around = {(begin, end) for begin, end in mine if begin < at <= end}
+                return {at + 1} | {end for _, end in around or mine}
             case "BRX" | "JMX" | "BRXU" | "JMXU":
                 raise ValueError(f"{one} of {self.name} jumps where only a register says")
         return {at + 1}

@@ -56,6 +56,12 @@ END = ("EXIT", ".L_x_9:", "BRA `(.L_x_9)")
             id="a pipelined loop whose older group is waited for",
         ),
         pytest.param(
+            ("BSSY B0, `(.L_x_1)", "BSYNC B0", ".L_x_1:", "MOV R24, R1", "BSSY B0, `(.L_x_2)", f"{LEFT}, gsb0",
+             "BSYNC B0", ".L_x_2:", WAIT),
+            0,
+            id="threads meet at the end of their own region",
+        ),
+        pytest.param(
             ("BSSY B0, `(.L_x_2)", f"{LEFT}, gsb0", "@P0 BRA `(.L_x_1)", WAIT, "BSYNC B0", ".L_x_1:", "BSYNC B0",
              ".L_x_2:", "MOV R25, R1"),
             1,
@@ -139,6 +145,12 @@ def test_jumps_that_cannot_be_followed_are_an_error(jump: str) -> None:
             id="with its wait, which is elsewhere",
         ),
         pytest.param((".L_x_1:", "MOV R1, R2", "@P0 BRA `(.L_x_1)", SHARED), 0, id="a loop without products"),
+        pytest.param(
+            ("BSSY B0, `(.L_x_3)", "BSYNC B0", ".L_x_3:", ".L_x_1:", SHARED, "BSSY B0, `(.L_x_2)", "BSYNC B0",
+             ".L_x_2:", "@P0 BRA `(.L_x_1)"),
+            4,
+            id="with a barrier that another region has too",
+        ),
     ],
 )  # fmt: skip
 def test_the_inner_loop_is_the_longest_with_products(lines: tuple[str, ...], length: int) -> None:
