@@ -60,6 +60,7 @@ CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("dtype", ("auto", "float32", "bfloat16")),
     ("load_format", ("auto", "safetensors", "orbax", "dummy")),
     ("mode", ("auto", "disaggregated", "colocated")),
+    ("warmup", ("early", "full")),
     ("attention_backend", ("auto", "mosaic_gpu", "tpu", "xla")),
     ("cascade_attention", ("auto", "on", "off")),
     ("experts_backend", ("auto", "mosaic_gpu", "xla")),
@@ -200,9 +201,14 @@ class ServeConfig(OperationSettings):
         "step), general, exact, table, table:ewma, linear, roofline, roofline:published, poly, or a latency preset: a "
         "file written by `jaxserve profile` or `jaxserve fit`, or a name in configs/latency.", metavar="NAME|FILE",
     )  # fmt: skip
+    warmup: Literal["early", "full"] = flag(
+        "early", "scheduling", "early: answer once a few programs can compute any request, and make the others "
+        "meanwhile. full: make all first, as engines do that draft or keep KV outside of the devices.",
+    )  # fmt: skip
     profile_time: float | None = flag(
         None, "scheduling", "Longest time to measure steps at the first start; later starts use the profile stored "
-        "beside the compiled programs. Default: 5s on accelerators, 10s on CPU.", metavar="TIME",
+        "beside the compiled programs. Default: 1.5s with an early warm-up, else 5s on accelerators, 10s on CPU.",
+        metavar="TIME",
     )  # fmt: skip
     ttft_slo: Objective = flag(
         AUTO, "scheduling", "Default TTFT objective of requests that set none, as in 8s or 500ms. auto: 4 prefills of "

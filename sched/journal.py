@@ -5,7 +5,7 @@ the digests are all that prefix sharing needs. Record kinds: `instance` (how to 
 `cancel`, `plan` (with the clock that the policy saw), `planned` (the resulting plan), `digest`,
 `settle`, `interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `release`, `accept`,
 `reserve_write_back`, `finish_write_back`, `decode_in_place`, `leave`, `set_role`, `hang`,
-`reset_prefix_cache`, `end_session`.
+`adopt`, `reset_prefix_cache`, `end_session`.
 """
 
 from __future__ import annotations
@@ -231,17 +231,7 @@ class _Replayer:
     def feed(self, line: int, record: dict[str, Any]) -> None:
         at, kind = record["at"], record["kind"]
         if kind == "instance":
-            if (version := record.get("version", 1)) != VERSION:
-                message = f"journal line {line}: version={version!r} must be {VERSION}; record the journal again"
-                raise InvalidValue(message, "journal")
-            self._schedulers[at] = Scheduler(
-                policies.make(record["policy"]),
-                self._perf(record["perf"]),
-                Limits(**record["limits"] | {"stairs": tuple(record["limits"]["stairs"])}),
-                Role(record["role"]),
-                prefix_caching=record["prefix_caching"],
-            )
-            self.outcome.instances[at] = record
+            self._begin(line, record)
             return
         scheduler = self._schedulers[at]
         if kind in _CALLS:
@@ -271,10 +261,27 @@ class _Replayer:
             request = self.outcome.requests[record["id"]]
             scheduler.accept(request, record["first_token_at"])
             self._moved.setdefault(at, []).append(request)
+        elif kind == "adopt":
+            scheduler.adopt(self._perf(record["recipe"]), tuple(record["stairs"]), record["recipe"])
+            self.outcome.instances[at] |= {"perf": record["recipe"]}
         elif kind == "reserve":
             scheduler.reserve(self.outcome.requests[record["id"]])
         elif kind != "digest":
             raise InvalidValue(f"journal line {line}: unknown kind {kind!r}")
+
+    def _begin(self, line: int, record: dict[str, Any]) -> None:
+        """Create the scheduler of an instance."""
+        if (version := record.get("version", 1)) != VERSION:
+            message = f"journal line {line}: version={version!r} must be {VERSION}; record the journal again"
+            raise InvalidValue(message, "journal")
+        self._schedulers[record["at"]] = Scheduler(
+            policies.make(record["policy"]),
+            self._perf(record["perf"]),
+            Limits(**record["limits"] | {"stairs": tuple(record["limits"]["stairs"])}),
+            Role(record["role"]),
+            prefix_caching=record["prefix_caching"],
+        )
+        self.outcome.instances[record["at"]] = record
 
     def _moved_here(self, id: int) -> Request | None:
         """Return a request that moved here from another instance, or None for a new one."""

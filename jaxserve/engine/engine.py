@@ -32,6 +32,7 @@ from jaxserve.engine.runtime.kv_pages import KVPages
 from jaxserve.engine.runtime.profiler import Profiler
 from jaxserve.engine.runtime.queue import ROWS, Queue
 from jaxserve.engine.startup.assemble import CLOSING, Machine, assemble
+from jaxserve.engine.startup.calls import Rung
 from jaxserve.engine.startup.warmup import Progress as OnProgress
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
@@ -97,11 +98,11 @@ class Engine:
 
     @classmethod
     def start(cls, config: ServeConfig, *, progress: OnProgress | None = None) -> Engine:
-        """Load the model, compile every program and start to serve.
+        """Load the model, make its first programs and start to serve; the others are made meanwhile.
 
-        Blocks until ready. Raises JaxserveError.
+        Blocks until ready. With `warmup="full"`, all programs are made first. Raises JaxserveError.
         """
-        return cls.on(assemble(config, progress))
+        return cls.on(assemble(config, progress, early=config.warmup == "early"))
 
     @classmethod
     def on(cls, machine: Machine) -> Engine:
@@ -116,7 +117,14 @@ class Engine:
         engine._loop.call_soon_threadsafe(engine._stalls.clear)  # stalls during warm-up do not count
         bound = machine.config.max_num_queued_reqs or ROWS * machine.limits.rows
         engine._queue = Queue(bound, machine.config.queue_timeout, machine.now, engine._expire)
+        if machine.ladder is not None:
+            machine.ladder.climb(engine._opened)
         return engine
+
+    def _opened(self, rung: Rung) -> None:
+        """Use more programs. In the ladder's thread; waits for nothing."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._machine.open, rung, self._cluster)
 
     def _rehearse(self) -> None:
         """Serve a few short requests before the first real one.

@@ -18,6 +18,11 @@ def words(vocab: int) -> int:
     return -(-vocab // 32)
 
 
+def all_allowed(rows: int, vocab: int) -> Words:
+    """Return masks [rows, W] that allow every token."""
+    return np.full((rows, words(vocab)), -1, np.int32)
+
+
 class TokenFilter:
     """The tokens that may follow an output. Immutable."""
 

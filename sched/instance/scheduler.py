@@ -6,8 +6,10 @@ that get the inputs in a journal make the same plans (see journal.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import inf
+from typing import Any
 
 from ..api.acceptance import Acceptance
 from ..api.log import Log, no_log
@@ -60,6 +62,7 @@ class Scheduler:
         self._ended = 0.0  # end of the last step, executor's clock
         self._waits = False  # there were running decodes at that time
         self._drift = Drift()
+        self._adopted = 0  # step-time models after the first
         self._step = 0
         self._decoded = False  # the last planned step contains decodes
         self._again = inf  # when to ask the policy again whether to stop the running step
@@ -126,7 +129,7 @@ class Scheduler:
         """A value that changes whenever `view` changes other than by time."""
         queues = self._queues
         return (queues.prefill.version, queues.decode.version, self.perf.version, self.blocks.available, self.steps,
-                queues.role)  # fmt: skip
+                queues.role, self._adopted)  # fmt: skip
 
     @property
     def steps(self) -> int:
@@ -321,6 +324,15 @@ class Scheduler:
         if request.remaining == 1 and not request.inflight:
             request.state = State.TRANSFERRING
         self._queues.file(request)
+
+    def adopt(self, perf: PerfModel, stairs: tuple[int, ...], recipe: Mapping[str, Any]) -> None:
+        """Take over another step-time model and the sizes it pads to, because the engine has more programs now.
+
+        stairs: see `Limits`. recipe: what a replay makes `perf` from, as of `Journal.instance`.
+        """
+        self._log("adopt", stairs=stairs, recipe=recipe)
+        self.perf, self.limits = perf, replace(self.limits, stairs=stairs)
+        self._adopted += 1
 
     # Inputs: steps.
 

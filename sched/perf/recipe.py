@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..api.errors import InvalidValue
@@ -46,6 +46,14 @@ class Recipe:
         else:
             made = make(self.kind, points=plain, p_moe=self.p_moe, buckets=self.buckets)
         return Drafted(made, self.points) if self.drafts else made
+
+    def padded(self, buckets: Buckets) -> Recipe:
+        """Return the recipe for an engine that pads steps to other sizes.
+
+        Points that it would pad differently say nothing about it, unless there are no others.
+        """
+        alike = [one for one in self.points if buckets.placed(one[0])[1] == self.buckets.placed(one[0])[1]]
+        return replace(self, points=tuple(alike) or self.points, buckets=buckets)
 
     def record(self) -> dict[str, Any]:
         """Return the recipe as JSON-compatible data."""

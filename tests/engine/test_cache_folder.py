@@ -8,8 +8,8 @@ import jax
 import pytest
 from jax._src import compiler
 
-from jaxserve.engine.startup import warmup
-from jaxserve.engine.startup.warmup import compile_counter, use_persistent_cache, why_not_writable
+from jaxserve.engine.startup import compiled
+from jaxserve.engine.startup.compiled import compile_counter, use_persistent_cache, why_not_writable
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_an_unwritable_cache_folder_is_reported_once(tmp_path, caplog, unchanged
     (record,) = caplog.records
     assert str(folder) in record.getMessage() and "JAXSERVE_CACHE_DIR" in record.getMessage()
     assert counter.unkept_total == counter.compilations_total
-    warmup.use_persistent_cache(tmp_path / "new" / "cache")
+    compiled.use_persistent_cache(tmp_path / "new" / "cache")
     assert counter.unkept_total == 0 and why_not_writable(tmp_path / "new" / "cache") is None
 
 

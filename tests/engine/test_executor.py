@@ -15,7 +15,7 @@ import pytest
 
 from jaxserve.engine.programs.inputs import SlotTable
 from jaxserve.engine.runtime.executor import LEAST_LEAD, MOST_LEAD, JaxExecutor
-from jaxserve.engine.startup.warmup import compile_counter
+from jaxserve.engine.startup.compiled import compile_counter
 from jaxserve.sched.api.errors import StepFailed
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin, StepPlan

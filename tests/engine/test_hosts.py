@@ -21,7 +21,7 @@ import pytest
 from jaxserve.engine.programs.inputs import SlotTable
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.runtime.hosts import Leading, OutOfStep, follow
-from jaxserve.engine.startup.warmup import idle_batch
+from jaxserve.engine.startup.calls import idle_batch
 from jaxserve.sched.api.errors import InvalidValue
 from tests.support.engine.host import DRAFTS, LONG, NEW, PARAMS, PROMPTS, REPEATED, WRONG, Case, pooled
 from tests.support.engine.mixed import jobs_of

@@ -20,7 +20,7 @@ from jaxserve.engine.programs import compat
 from jaxserve.engine.programs.inputs import Limits
 from jaxserve.engine.programs.mesh import plan_mesh, sub_meshes
 from jaxserve.engine.startup.build import ExecutorConfig, build_executors, random_init, temporaries
-from jaxserve.engine.startup.warmup import compile_counter, use_persistent_cache
+from jaxserve.engine.startup.compiled import compile_counter, use_persistent_cache
 from jaxserve.models import registry
 from jaxserve.models.dummy import random_weights
 from jaxserve.sched.api.errors import InvalidValue

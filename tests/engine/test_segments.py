@@ -20,7 +20,7 @@ from jaxserve.engine.programs.mesh import plan_mesh
 from jaxserve.engine.programs.segments import Segments, links, outside
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.startup.build import ExecutorConfig, build_executors, random_init
-from jaxserve.engine.startup.warmup import compile_counter
+from jaxserve.engine.startup.compiled import compile_counter
 from jaxserve.models import registry
 from jaxserve.models.layers import Part
 from jaxserve.models.spec import ModelSpec

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.engine.speculation.drafters import Call
 from jaxserve.engine.startup import warmup
+from jaxserve.engine.startup.calls import Rung
 
 WAIT = 10.0  # seconds that end a test which would hang
 
@@ -18,6 +21,8 @@ class Instance:
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
+        self.mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")]))
+        self.complete = False
         self.compiling = threading.Event()
 
     def lower(self) -> Instance:
@@ -37,19 +42,19 @@ def warmed(monkeypatch: pytest.MonkeyPatch, platform: str) -> tuple[list[str], b
     first, second = Instance("0", log), Instance("1", log)
     overlapped = False
 
-    def run_through(state: Any) -> None:
+    def run_through(state: Any, rung: Rung) -> None:
         nonlocal overlapped
         log.append(f"run {state.name}")
         if state is first:
             overlapped = second.compiling.wait(WAIT if platform == "cpu" else 0.2)
         log.append(f"ran {state.name}")
 
-    monkeypatch.setattr(warmup, "calls", lambda state: [Call("step", state, ())] * 2)
+    monkeypatch.setattr(warmup, "rungs", lambda state, early: [Rung((), [Call("step", state, ())] * 2, True)])
     monkeypatch.setattr(warmup, "inner_calls", lambda state: [])
     monkeypatch.setattr(warmup, "inside", lambda state: 0)
     monkeypatch.setattr(warmup, "run_through", run_through)
     states: Any = [first, second]
-    warmup.warm_up(states, platform=platform)
+    warmup.Ladder(states).begin(platform=platform)
     return log, overlapped
 
 

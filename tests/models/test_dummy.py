@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import transformers
 
-from jaxserve.engine.startup.warmup import compile_counter
+from jaxserve.engine.startup.compiled import compile_counter
 from jaxserve.models import dummy, registry
 from jaxserve.models.dummy import random_weights
 from jaxserve.models.layers import Info

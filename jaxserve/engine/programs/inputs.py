@@ -6,7 +6,7 @@ row, G sampling rows, A adjusted tokens of a row, C logits processors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,6 +60,11 @@ class Bucket(NamedTuple):
     width: int  # G: rows of the sampling program that follows
     decode: bool  # every row is one token, so T = S
     verify: bool = False  # rows are decodes with drafted tokens; none is a prompt chunk
+
+    @property
+    def prompts(self) -> bool:
+        """Whether rows may be chunks of prompts."""
+        return not (self.decode or self.verify)
 
     @property
     def label(self) -> str:
@@ -119,6 +124,13 @@ class Limits:
             if n * (1 + depth) <= most
         ]
         return *decode, *verify, *(Bucket(n, min(n, self.slots), self.width(min(n, self.slots)), False) for n in mixed)
+
+    @property
+    def first_buckets(self) -> tuple[Bucket, ...]:
+        """The programs that can compute anything: the smallest and the largest that decode, and for prompt tokens."""
+        decode = [bucket for bucket in self.buckets if bucket.decode]
+        prompts = [bucket for bucket in self.buckets if bucket.prompts]
+        return tuple(dict.fromkeys((decode[0], decode[-1], prompts[0], prompts[-1])))
 
     def width(self, rows: int) -> int:
         return next(width for width in self.widths if width >= rows)
@@ -243,6 +255,10 @@ class SlotTable:
         pages: list[int] = self.tables[slot, : int(self.pages[slot])].tolist()
         return pages
 
+    def hears(self, slot: int, start: int) -> bool:
+        """Return whether hidden states of tokens from position `start` are pooled, or score tokens of the prompt."""
+        return slot in self.pooled or start + 1 < len(self.scored.get(slot, ()))
+
     def release(self, slot: int) -> None:
         self.columns[slot] = self.columns[-1]
         self.arguments[slot] = NOT_ASKED
@@ -252,21 +268,40 @@ class SlotTable:
 
 
 class InputBuilder:
-    """Packs plans into new buffers; the CPU backend still reads the old ones while it computes."""
+    """Packs plans into new buffers; the CPU backend still reads the old ones while it computes.
 
-    def __init__(self, limits: Limits) -> None:
+    Writer: the executor that owns it, which opens buckets as their programs become ready.
+    """
+
+    def __init__(self, limits: Limits, ready: Collection[Bucket] | None = None) -> None:
+        """ready: the buckets whose programs are ready; None: all."""
         self.limits = limits
-        self._decode = [bucket for bucket in limits.buckets if bucket.decode]
-        self._verify = sorted(bucket for bucket in limits.buckets if bucket.verify)
-        self._mixed = [bucket for bucket in limits.buckets if not bucket.decode and not bucket.verify]
+        self._ready: set[Bucket] = set()
+        self.open(limits.buckets if ready is None else ready)
 
-    def bucket(self, rows: int, tokens: int, *, verify: bool = False) -> Bucket:
+    def open(self, buckets: Collection[Bucket]) -> None:
+        """Use these buckets too from now on."""
+        self._ready.update(buckets)
+        ready = [bucket for bucket in self.limits.buckets if bucket in self._ready]
+        self._decode = [bucket for bucket in ready if bucket.decode]
+        self._verify = sorted(bucket for bucket in ready if bucket.verify)
+        self._mixed = [bucket for bucket in ready if bucket.prompts]
+
+    @property
+    def ready(self) -> frozenset[Bucket]:
+        """The buckets in use."""
+        return frozenset(self._ready)
+
+    def bucket(self, rows: int, tokens: int, *, verify: bool = False, heard: bool = False) -> Bucket:
         """Return the smallest program for a step.
 
-        verify: all rows are running decodes. Raises InvalidValue if no program is large enough.
+        verify: all rows are running decodes. heard: hidden states of prompt tokens are used, which only programs for
+        prompt tokens come with. Raises InvalidValue if no program is large enough.
         """
         if rows <= self.limits.slots:
-            some = self._decode if tokens == rows else [*self._verify, *self._mixed] if verify else self._mixed
+            some = self._mixed
+            if not heard:
+                some = self._decode if tokens == rows else [*self._verify, *self._mixed] if verify else self._mixed
             for bucket in some:
                 if bucket.tokens >= tokens and (bucket.rows >= rows or not bucket.verify):
                     return bucket
@@ -280,7 +315,8 @@ class InputBuilder:
         _, slot, start, length, _, tokens, draft, samples, _ = zip(*spans, strict=True)
         rows, total = len(spans), sum(length)
         drafted = max(draft)
-        bucket = self.bucket(rows, total, verify=drafted > 0 and total == rows + sum(draft))
+        heard = bool(slots.pooled or slots.scored) and any(map(slots.hears, slot, start))
+        bucket = self.bucket(rows, total, verify=drafted > 0 and total == rows + sum(draft), heard=heard)
         at = Layout.of(bucket, self.limits)
         ids = np.array(slot)
         lengths = np.array(length)

@@ -64,7 +64,7 @@ class Segments:
         self.links = links(spec, boundary)
         shape = mesh.abstract_mesh  # without devices, so that one trace serves every instance
         whole = NamedSharding(shape, PartitionSpec())
-        prompts = [bucket for bucket in limits.buckets if not bucket.decode and not bucket.verify]
+        prompts = [bucket for bucket in limits.buckets if bucket.prompts]
         least = min(short, max(prompts).tokens)
         self.buckets = tuple(bucket for bucket in prompts if bucket.tokens >= least)
         self._kernel: Attention = (backends or Backends()).kernel(shape, decode=False)

@@ -91,8 +91,9 @@ class Programs:
             kernel = backends.kernel(shape, decode=bucket.decode, few=bucket.verify)
             program = partial(_step, spec=spec, limits=limits, bucket=bucket, kernel=kernel)
             self.step[bucket] = Program(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
-            self.block.setdefault(bucket.tokens, Program(_block, f"block_{bucket.tokens}", whole))
-            self.pool.setdefault(bucket.tokens, Program(pool, f"pool_{bucket.tokens}", whole))
+            if bucket.prompts:
+                self.block[bucket.tokens] = Program(_block, f"block_{bucket.tokens}", whole)
+                self.pool[bucket.tokens] = Program(pool, f"pool_{bucket.tokens}", whole)
         logits = partial(logits_of, spec=spec, whole=whole)
         given: dict[str, Any] = {
             "logits": logits,
@@ -104,7 +105,6 @@ class Programs:
         self.pick = Program(_pick, "pick", whole)
         self.verify = Program(partial(_verify, **given), "verify", (whole, whole), (2,))
         self.masked = Program(partial(_draw, **given), "draw_masked", (whole, whole), (2,))
-        self.masked_full = Program(partial(_full, **given), "draw_masked_full", (whole,) * 4, (2, 3))
         self.masked_verify = Program(partial(_verify, **given), "verify_masked", (whole, whole), (2,))
         self.drafted = Program(_drafted, "drafted", whole)
         self.foresee = Program(_foresee, "foresee", whole, (0,))

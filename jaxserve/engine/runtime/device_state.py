@@ -25,7 +25,7 @@ from jaxserve.engine.programs.speculate import UNKNOWN
 from jaxserve.engine.programs.step import SCORED, Carry, Programs, Tree, extras
 from jaxserve.engine.speculation.drafters import Drafter
 from jaxserve.sched.api.plan import Begin, Span
-from jaxserve.structured.token_filter import Words
+from jaxserve.structured.token_filter import Words, all_allowed
 from pallas_kernels.attention.api import Pool
 
 # Number of alternatives, and blocks of (targets, their log-probabilities [W, 2 + 2 * MAX_LOGPROBS] int32).
@@ -85,13 +85,18 @@ class DeviceState:
         self._whole = NamedSharding(mesh, PartitionSpec())
         self._kv_buffers = NamedSharding(mesh, programs.spec.cache.kv_buffer_partition)
         self._make = pool_maker(programs.spec, mesh, limits.pages, limits.page_size, dtype)
-        self._unadjusted: dict[int, tuple[jax.Array, jax.Array]] = {
+        self._unadjusted: dict[int, tuple[jax.Array, jax.Array, jax.Array]] = {
             width: placed(
-                (np.full((width, ADJUSTED), limits.vocab, np.int32), np.zeros((width, ADJUSTED), np.float32)),
+                (
+                    np.full((width, ADJUSTED), limits.vocab, np.int32),
+                    np.zeros((width, ADJUSTED), np.float32),
+                    all_allowed(width, limits.vocab),
+                ),
                 self._whole,
             )
             for width in limits.widths
         }
+        self.complete = True  # False: until then, programs that only save time are not used; set by its executor
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -147,7 +152,7 @@ class DeviceState:
 
     def walk(self, batch: Batch) -> Walk | None:
         """Return the segment walk of a step; None if its bucket has no segments."""
-        if self.segments is None or batch.bucket not in self.segments.end:
+        if self.segments is None or not self.complete or batch.bucket not in self.segments.end:
             return None
         return Walk(batch, len(self.segments.links))
 
@@ -199,19 +204,19 @@ class DeviceState:
             drawn.verified = self._verify(hidden, batch.drafts, ahead, batch.arguments)
             if not batch.full:
                 return drawn
-        more = extras(masks, batch.arguments)
-        if not batch.full:
+        if not batch.full and (masks is None or self.complete):
             draw = programs.draw if masks is None else programs.masked
+            more = extras(masks, batch.arguments)
             drawn.tokens, self.carry = draw(self.weights, rows, self.carry, batch.sampling, *more)
             return drawn
-        ids, values = self.unadjusted(batch.bucket.width)
+        ids, values, allowed = self.unadjusted(batch.bucket.width)
         used = np.int32(0)
         if batch.adjust is not None:
             ids, values = placed(batch.adjust[:2], self._whole)
             used = np.int32(batch.adjust[2])
-        full = programs.full if masks is None else programs.masked_full
+        more = extras(allowed if masks is None else masks, batch.arguments)
         every = self.weights, rows, self.carry, self.counts, batch.sampling, ids, values, used, *more
-        drawn.tokens, self.carry, self.counts, logprobs = full(*every)
+        drawn.tokens, self.carry, self.counts, logprobs = programs.full(*every)
         if batch.logprobs:
             drawn.logprobs = logprobs
         return drawn
@@ -224,8 +229,8 @@ class DeviceState:
         verified: jax.Array = tokens
         return verified
 
-    def unadjusted(self, width: int) -> tuple[jax.Array, jax.Array]:
-        """Return ids and values [G, A] that change no logit."""
+    def unadjusted(self, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return ids and values [G, A] that change no logit, and masks [G, W] that allow every token."""
         return self._unadjusted[width]
 
     def replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:

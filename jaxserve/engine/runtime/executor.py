@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxserve.engine.memory.transfer import KVBuffer, cut, padded, piece_sizes
-from jaxserve.engine.programs.inputs import Batch, InputBuilder, SlotTable
+from jaxserve.engine.programs.inputs import Batch, Bucket, InputBuilder, SlotTable
 from jaxserve.engine.programs.pooling import POOLED
 from jaxserve.engine.programs.segments import Walk
 from jaxserve.engine.runtime.checks import cause
@@ -90,8 +90,9 @@ class JaxExecutor:
         depth: int = DEPTH,
         compiler: Compiler | None = None,
         markers: ThinkingMarkers | None = None,
+        ready: Collection[Bucket] | None = None,
     ) -> None:
-        """compiler, markers: for structured outputs, see `Masker`."""
+        """compiler, markers: for structured outputs, see `Masker`. ready: buckets to use until `open`; None: all."""
         self.name = name
         self.depth = depth
         self.fault: Callable[[StepPlan], None] | None = None
@@ -100,10 +101,10 @@ class JaxExecutor:
         self.rebuilds = 0
         self._state = state
         self._limits = state.programs.limits
-        self._inputs = InputBuilder(self._limits)
+        self._inputs = InputBuilder(self._limits, ready)
         self._slots = SlotTable(self._limits)
         self._masker = Masker(name, self._limits, compiler, markers)
-        self._sizes = piece_sizes(self._limits.row_pages)
+        self._sizes = piece_sizes(self._limits.row_pages)[0 if state.complete else -1 :]
         self._life = 0
         self._lost = False  # a step raised, and `rebuild` has not been called since
         self._flying: dict[Step, StepJob] = {}
@@ -127,6 +128,18 @@ class JaxExecutor:
     def largest_piece(self) -> int:
         """The most pages in a piece of a KV buffer."""
         return self._sizes[-1]
+
+    @property
+    def ready(self) -> frozenset[Bucket]:
+        """The buckets whose programs are in use."""
+        return self._inputs.ready
+
+    def open(self, buckets: Collection[Bucket], complete: bool) -> None:
+        """Use more programs from the next step on. complete: all programs are ready, those that only save time too."""
+        self._inputs.open(buckets)
+        if complete:
+            self._state.complete = True
+            self._sizes = piece_sizes(self._limits.row_pages)
 
     @property
     def preemptible(self) -> bool:

@@ -60,7 +60,7 @@ class DraftPrograms:
         self.draft = Program(draft, "draft", (whole, pools, whole), (1, 2, 3))
         self.follow: dict[Bucket, Program] = {}
         for bucket in limits.buckets:
-            if not bucket.decode and not bucket.verify:
+            if bucket.prompts:
                 program = partial(_follow, spec=spec, limits=limits, bucket=bucket, kernel=several)
                 self.follow[bucket] = Program(program, f"follow_{bucket.tokens}", pools, (1,))
         self.moves = KVPrograms(spec.cache, shape)

@@ -19,9 +19,11 @@ from jaxserve.engine.programs.mesh import MeshPlan, plan_of, sub_meshes
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo
 from jaxserve.engine.startup import environment, objectives, processors, profile
-from jaxserve.engine.startup.build import ExecutorConfig, LoadWeights, build_executors, from_folder, random_init
+from jaxserve.engine.startup.build import ExecutorConfig, LoadWeights, build_early, from_folder, random_init
+from jaxserve.engine.startup.calls import Rung
+from jaxserve.engine.startup.compiled import CompileCounter, compile_counter
 from jaxserve.engine.startup.tiers import KVTiers
-from jaxserve.engine.startup.warmup import CompileCounter, Progress, compile_counter
+from jaxserve.engine.startup.warmup import Ladder, Progress
 from jaxserve.errors import InvalidValue
 from jaxserve.models.source import DUMMY, find_model, tokenizer_json
 from jaxserve.models.thinking import thinking_markers
@@ -81,13 +83,16 @@ class Machine:
         info: EngineInfo,
         compiler: Compiler,
         *,
+        ladder: Ladder | None = None,
         lent: bool = False,
     ) -> None:
-        """lent: the executors belong to another machine, which closes them."""
+        """ladder: None: all programs are ready. lent: the executors belong to another machine, which closes them."""
         promised = objectives.promise(config, recipe.make(), limits, info.max_model_len)
         self.info = replace(info, promise=promised)
         self.executors = executors
         self.recipe = recipe  # creates the step-time model of each new scheduler
+        self.ladder = ladder
+        self._measured = recipe  # before more programs were ready
         self.compiler = compiler  # of the structured outputs of requests, for all executors
         self.compiled: CompileCounter = compile_counter()
         self.config = config.promising(promised.slo)
@@ -129,6 +134,18 @@ class Machine:
             store=self.tiers.first,
         )
 
+    def open(self, rung: Rung, cluster: Cluster) -> None:
+        """Use more programs: tell the executors, and the schedulers of `cluster` what steps take now."""
+        for executor in self.executors:
+            executor.open(rung.buckets, rung.last)
+        buckets = profile.buckets_of(self.executors[0])
+        if buckets == self.recipe.buckets:
+            return
+        self.recipe, self.limits = self._measured.padded(buckets), replace(self.limits, stairs=buckets.mixed)
+        record = self.recipe.record()
+        for core in cluster.cores:
+            core.scheduler.adopt(self.recipe.make(), buckets.mixed, record)
+
     @property
     def journal_errors(self) -> int:
         """The number of failures to write the journal: 1 once it has stopped."""
@@ -166,7 +183,7 @@ class Machine:
         """Measure step times for schedulers created from now on. Nothing else may run."""
         seconds = self.config.profile_time or profile.default_seconds(jax.default_backend())
         points = profile.measured(self.executors[0], self.limits, self.info.max_model_len, self.recipe.buckets, seconds)
-        self.recipe = replace(self.recipe, points=tuple(points))
+        self.recipe = self._measured = replace(self.recipe, points=tuple(points))
 
     def serving(self, config: ServeConfig, limits: Limits | None = None) -> Machine:
         """Return a machine with the same executors and other scheduling settings (SCHEDULING).
@@ -189,6 +206,8 @@ class Machine:
 
     async def close(self) -> bool:
         """Close the executors; return False if one did not end within CLOSING seconds."""
+        if self.ladder is not None and not self._lent:
+            await asyncio.to_thread(self.ladder.close)  # ends with the program that is being made
         began = time.monotonic()
         ending = [executor.rest() if self._lent else executor.close() for executor in self.executors]
         tasks = [asyncio.ensure_future(one) for one in ending]
@@ -218,22 +237,26 @@ class Built(NamedTuple):
     executors: list[JaxExecutor]
     limits: Limits
     max_model_len: int
+    ladder: Ladder | None
 
 
 def assemble(
     config: ServeConfig,
     progress: Progress | None = None,
     *,
+    early: bool = False,
     ladder: tuple[int, ...] = LADDER,
     through: Callable[[Built], Built] = lambda built: built,
 ) -> Machine:
     """Load, compile and measure. Raises JaxserveError with the remedy.
 
-    ladder: sizes of the programs that compute prompt tokens; other ones are for benchmarks. through: replaces
-    the executors before they are measured (spanning.py).
+    early: return once every request can be computed; `Machine.ladder` makes the other programs. ladder: sizes of the
+    programs that compute prompt tokens; other ones are for benchmarks. through: replaces the executors before they
+    are measured (spanning.py).
     """
     began = time.perf_counter()
-    built = through(build(config, progress, ladder))
+    early = early and not (config.kv_host_memory or config.kv_disk_size)  # tiers give pages back in all piece sizes
+    built = through(build(config, progress, ladder, early=early))
     recipe = _recipe(config, built, progress)
     compile_counter().warm()
     seconds = time.perf_counter() - began
@@ -241,14 +264,22 @@ def assemble(
     log.info("ready in %.1f s; %s, attention %s", seconds, policies_line(config, built.config.mesh), info.attention)
     compiler = built.config.compiler
     assert compiler is not None
-    machine = Machine(config, built.config.mesh, built.executors, built.limits, recipe, info, compiler)
+    machine = Machine(
+        config, built.config.mesh, built.executors, built.limits, recipe, info, compiler, ladder=built.ladder
+    )
     for why in machine.info.promise.broken.values():
         log.warning("%s", why)
     return machine
 
 
-def build(config: ServeConfig, progress: Progress | None = None, ladder: tuple[int, ...] = LADDER) -> Built:
-    """Load and compile. Raises JaxserveError with the remedy."""
+def build(
+    config: ServeConfig,
+    progress: Progress | None = None,
+    ladder: tuple[int, ...] = LADDER,
+    *,
+    early: bool = False,
+) -> Built:
+    """Load and compile. early: see `assemble`. Raises JaxserveError with the remedy."""
     found, path = find_model(config.model_source, config.revision, config.load_format)
     spec = found.quantized_as(config.quantization)
     environment.prepare(config.gpu_memory_utilization, config.command_buffer_update)
@@ -286,7 +317,7 @@ def build(config: ServeConfig, progress: Progress | None = None, ladder: tuple[i
         processors=processors.load(config.logits_processors, spec.vocab),
         markers=_markers(path, spec.eos),
     )
-    executors = build_executors(built, progress)
+    executors, made = build_early(built, progress, early=early)
     drafted = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     limits = Limits(
         tokens,
@@ -302,7 +333,7 @@ def build(config: ServeConfig, progress: Progress | None = None, ladder: tuple[i
         session_share=config.session_cache_share,
         session_timeout=config.session_timeout,
     )
-    return Built(built, path, executors, limits, length)
+    return Built(built, path, executors, limits, length, made)
 
 
 def _weights(load_format: str, seed: int, folder: Path | None, progress: Progress | None = None) -> LoadWeights:
@@ -318,14 +349,15 @@ def _recipe(config: ServeConfig, built: Built, progress: Progress | None) -> Rec
     plain = plain_recipe(config, built)
     if config.perf_preset is not None:
         return _from_preset(config, config.perf_preset, built, plain)
-    seconds = config.profile_time or profile.default_seconds(jax.default_backend())
+    ready = profile.buckets_of(executor)
+    seconds = config.profile_time or profile.default_seconds(jax.default_backend(), early=ready != plain.buckets)
     kept = profile.ProfileCache(profile.facts(built.config, executor, config.model_source))
     found = kept.load()
-    if found is not None and not profile.holds(found, executor, built.limits, built.max_model_len, plain.buckets):
+    if found is not None and not profile.holds(found, executor, built.limits, built.max_model_len, ready):
         log.warning("step times: the stored ones are off by more than a factor of %g; measuring again", profile.FAR)
         found = None
     if found is None:
-        found = profile.measured(executor, built.limits, built.max_model_len, plain.buckets, seconds, progress=progress)
+        found = profile.measured(executor, built.limits, built.max_model_len, ready, seconds, progress=progress)
         kept.save(found)
         log.info("step times: %d loads measured, stored in %s", len(found), kept.path)
     else:
@@ -339,7 +371,7 @@ def plain_recipe(config: ServeConfig, built: Built) -> Recipe:
     """Return the recipe without any measurements."""
     moe = built.config.spec.moe
     return Recipe(
-        buckets=profile.buckets_of(built.executors[0]),
+        buckets=profile.buckets_of(built.executors[0], ready=False),
         p_moe=0.0 if moe is None else moe.chosen / moe.experts,
         drafts=built.limits.draft > 0,
         model=config.model or "jaxserve-demo",

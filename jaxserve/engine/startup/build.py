@@ -26,9 +26,11 @@ from jaxserve.engine.runtime.device_state import DeviceState
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.speculation.draft_model import DraftModel, DraftPrograms
 from jaxserve.engine.speculation.drafters import Drafter, NGram
+from jaxserve.engine.startup.calls import idle_batch
+from jaxserve.engine.startup.compiled import cache_folder, use_persistent_cache
 from jaxserve.engine.startup.environment import reserved_share
 from jaxserve.engine.startup.executables import Executables, facts_of
-from jaxserve.engine.startup.warmup import Progress, cache_folder, idle_batch, use_persistent_cache, warm_up
+from jaxserve.engine.startup.warmup import Ladder, Progress
 from jaxserve.models import converted, dummy, manifest, registry, weights
 from jaxserve.models.layers import Info
 from jaxserve.models.spec import ModelSpec
@@ -37,6 +39,7 @@ from jaxserve.sched.api.preemption import DEPTH, SHORT, SHORT_ON_CPU, Boundary
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.settings.speculative import Speculative
 from jaxserve.structured.compiler import Compiler
+from jaxserve.structured.token_filter import words
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +75,7 @@ class ExecutorConfig:
     ladder: tuple[int, ...] = LADDER  # see `Limits`; other ones are for benchmarks
     interpret: bool = False  # tests only: run an accelerator's kernels in jax's interpreters on a CPU
     persistent_cache: bool = True
-    cache_folder: Path | None = None  # None: see `warmup.use_persistent_cache`
+    cache_folder: Path | None = None  # None: see `compiled.use_persistent_cache`
     warm: bool = True
     speculative: Speculative | None = None
     draft: ModelSpec | None = None  # the whole draft model, if there is one
@@ -138,6 +141,17 @@ def random_init(seed: int = 0) -> LoadWeights:
 
 def build_executors(config: ExecutorConfig, progress: Progress | None = None) -> list[JaxExecutor]:
     """Build one warm executor per instance, in the order of `config.mesh.roles`."""
+    return build_early(config, progress, early=False)[0]
+
+
+def build_early(
+    config: ExecutorConfig, progress: Progress | None = None, *, early: bool = True
+) -> tuple[list[JaxExecutor], Ladder | None]:
+    """Build one executor per instance, in the order of `config.mesh.roles`, and their programs.
+
+    early: the executors can compute anything when this returns, and `Ladder.climb` makes the other programs. Engines
+    that draft make all programs first. The ladder is None without warm-up.
+    """
     if config.persistent_cache:
         use_persistent_cache(config.cache_folder)
     meshes = sub_meshes(config.mesh, share_devices=config.share_devices)
@@ -160,13 +174,17 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
         DeviceState(programs, mesh, tree, stored, segments, drafter)
         for mesh, tree, drafter in zip(meshes, trees, drafters, strict=True)
     ]
+    ladder, ready = None, None
     if config.warm:
-        warm_up(states, progress, kept=_kept(config, spec, limits, backends, meshes[0], dtype, stored))
-    roles = config.mesh.roles
-    return [
-        JaxExecutor(f"{role.value}-{i}", state, config.preempt_depth, config.compiler, config.markers)
-        for i, (role, state) in enumerate(zip(roles, states, strict=True))
+        kept = _kept(config, spec, limits, backends, meshes[0], dtype, stored)
+        ladder = Ladder(states, kept, early=early and config.speculative is None)
+        ladder.begin(progress)
+        ready = ladder.first.buckets
+    executors = [
+        JaxExecutor(f"{role.value}-{i}", state, config.preempt_depth, config.compiler, config.markers, ready)
+        for i, (role, state) in enumerate(zip(config.mesh.roles, states, strict=True))
     ]
+    return executors, ladder
 
 
 def _kept(
@@ -319,8 +337,9 @@ def temporaries(
     rows = described((bucket.width, spec.dim), dtype)
     counts = described((limits.slots, limits.vocab), jnp.int16)
     adjust = described((bucket.width, ADJUSTED), jnp.int32), described((bucket.width, ADJUSTED), jnp.float32)
+    masks = described((bucket.width, words(spec.vocab)), jnp.int32)
     full = (tree, rows, carry, counts, batch.sampling, *adjust, described((), jnp.int32))
-    draw = programs.full.lower(*full, *extras(None, batch.arguments)).compile()
+    draw = programs.full.lower(*full, *extras(masks, batch.arguments)).compile()
     largest = max(_temporary(step), _temporary(draw))
     if limits.draft:
         several = described((bucket.width * (1 + limits.depths[-1]), spec.dim), dtype)

@@ -52,6 +52,10 @@ class Executables:
         self.loaded = self.stored = 0
         self.usable = self._prepare()
 
+    def has(self, call: Call) -> bool:
+        """Return whether there is an executable of a program, which may still turn out to be damaged."""
+        return self.usable and self._path(call).is_file()
+
     def load(self, call: Call, devices: Iterable[Any]) -> jax.stages.Compiled | None:
         """Return the executable of a program on `devices`; None if there is none that can be used."""
         path = self._path(call)

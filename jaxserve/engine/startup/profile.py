@@ -18,7 +18,8 @@ import jax
 
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.startup.build import ExecutorConfig
-from jaxserve.engine.startup.warmup import Progress, cache_folder, compile_counter
+from jaxserve.engine.startup.compiled import cache_folder, compile_counter
+from jaxserve.engine.startup.warmup import Progress
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.executor import Executor
 from jaxserve.sched.api.perf import Load
@@ -31,21 +32,23 @@ log = logging.getLogger(__name__)
 
 SECONDS = {"cpu": 10.0}  # longest profile by platform
 ACCELERATOR = 5.0
+EARLY = 1.5  # of an engine that serves before all of its programs are ready
 CHECK = 0.5  # seconds for a check that a stored profile still holds
 FAR = 3.0  # factor by which step times may differ from a stored profile
 FOLDER = "profiles"  # inside the folder of compiled programs
 
 
-def default_seconds(platform: str) -> float:
-    return SECONDS.get(platform, ACCELERATOR)
+def default_seconds(platform: str, *, early: bool = False) -> float:
+    """Return the longest time to measure. early: before an engine serves with its first programs."""
+    return EARLY if early else SECONDS.get(platform, ACCELERATOR)
 
 
-def buckets_of(executor: JaxExecutor) -> Buckets:
-    """Return the sizes of an executor's step programs."""
-    made = executor.state.programs.limits.buckets
+def buckets_of(executor: JaxExecutor, *, ready: bool = True) -> Buckets:
+    """Return the sizes of an executor's step programs. ready: of those that are in use."""
+    made = [bucket for bucket in executor.state.programs.limits.buckets if not ready or bucket in executor.ready]
     return Buckets(
         tuple(bucket.rows for bucket in made if bucket.decode),
-        tuple(bucket.tokens for bucket in made if not bucket.decode and not bucket.verify),
+        tuple(bucket.tokens for bucket in made if bucket.prompts),
     )
 
 

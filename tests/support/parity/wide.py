@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.engine.startup.warmup import COMPILE
+from jaxserve.engine.startup.compiled import COMPILE
 from jaxserve.models import registry
 from jaxserve.sched.api.params import SamplingParams
 from tests.support.parity.asks import ROOMY, TIGHT, asks
