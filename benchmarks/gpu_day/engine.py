@@ -35,8 +35,8 @@ from jaxserve.engine.runtime.device_state import DeviceState
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.runtime.results import read
 from jaxserve.engine.startup.build import ExecutorConfig, build_executors, random_init
-from jaxserve.engine.startup.environment import known
 from jaxserve.engine.startup.calls import idle_batch
+from jaxserve.engine.startup.environment import known
 from jaxserve.models import registry
 from jaxserve.models.published import published_spec
 from jaxserve.models.spec import ModelSpec

@@ -491,6 +491,7 @@ class Engine:
         fetches = self._cluster.prefix_fetch
         schedulers = [(core.name, core.scheduler, fetches.waiting(core)) for core in self._cluster.cores]
         kv_transfers, compiled = self._cluster.kv_transfers, self._machine.compiled
+        programs = self._machine.programs
         return Stats(
             tuple(
                 InstanceStats(
@@ -522,6 +523,11 @@ class Engine:
             self._gc_control.seconds,
             deflections=self._cluster.deflections,
             unkept_programs=compiled.unkept_total,
+            traces=compiled.traces_total,
+            programs=programs.total,
+            programs_ready=programs.ready,
+            programs_loaded=programs.loaded,
+            programs_later=programs.later,
             ttft_predictions=dict(self._cluster.ttft_predictions.accuracy),
             journal_errors=self._machine.journal_errors,
             hung_steps=self._cluster.hung_steps,

@@ -79,7 +79,10 @@ class EngineCollector(Collector):
             ("replicas_ready", "Engines that take requests.", stats.replicas),
             ("replicas_wanted", "Engines that should take requests.", stats.replicas_wanted),
             ("replicas_draining", "Engines that finish their requests and end.", stats.replicas_draining),
-        ):
+            ("programs", "Programs of all instances.", stats.programs),
+            ("programs_ready", "Programs that are ready; the others are made while the engine serves.",
+             stats.programs_ready),
+        ):  # fmt: skip
             yield self._family(GaugeMetricFamily, name, text, [((), float(count))])
         text = "Share of ended requests that attained their objectives."
         yield self._family(GaugeMetricFamily, "slo_attainment", text, [((), attainment(stats))])
@@ -164,10 +167,13 @@ class EngineCollector(Collector):
             ("compilations", "Programs compiled, including during warm-up.", stats.compilations),
             (
                 "compilations_after_warmup",
-                "Programs compiled while serving; expected to be 0.",
+                "Programs that a step waited for; expected to be 0.",
                 stats.compilations_after_warmup,
             ),
             ("compilation_cache_loads", "Programs loaded from the compilation cache on disk.", stats.cache_loads),
+            ("program_traces", "Programs traced; 0 while every program is kept from earlier starts.", stats.traces),
+            ("programs_loaded", "Executables of earlier starts that were loaded.", stats.programs_loaded),
+            ("programs_later", "Programs that became ready while serving.", stats.programs_later),
             (
                 "compilation_cache_write_failures",
                 "Compiled programs that could not be written to the cache.",

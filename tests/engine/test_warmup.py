@@ -22,8 +22,12 @@ class Instance:
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
         self.mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")]))
+        self.allocation = ()
         self.complete = False
         self.compiling = threading.Event()
+
+    def rebuild(self) -> None:
+        """Nothing to allocate."""
 
     def lower(self) -> Instance:
         return self

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
-from pallas_kernels.attention.api import Pool
 
 log = logging.getLogger(__name__)
 
@@ -173,18 +170,3 @@ def fit_pages(
     pages = max(needed, pages // grid * grid)
     log.info("KV pool: %d pages, %d tokens, %.2f GiB per instance", pages, pages * page_size, pages * each / 2**30)
     return pages
-
-
-def pool_maker(spec: ModelSpec, mesh: Mesh, pages: int, page_size: int, dtype: Any) -> Callable[[], list[Pool]]:
-    """Return a function that allocates empty pools on `mesh`: per layer the arrays of `spec.cache`.
-
-    It calls one program per array: a program that returned all of them would need twice the memory.
-    """
-    cache = spec.cache
-    shape = cache.shape(pages, page_size)
-
-    def empty_pool() -> jax.Array:
-        return jnp.zeros(shape, dtype)
-
-    make = jax.jit(empty_pool, out_shardings=NamedSharding(mesh, cache.partition))
-    return lambda: [tuple(make() for _ in range(cache.parts)) for _ in range(cache.layers)]

@@ -133,6 +133,21 @@ class KVPrograms:
         self.scatter = Program(fill, "scatter", cache.pools(NamedSharding(mesh, cache.partition)), (0,))
 
 
+class EmptyPools:
+    """Allocates the empty pools of an instance: per layer the arrays of its cache.
+
+    It calls one program per array: a program that returned all of them would need twice the memory.
+    """
+
+    def __init__(self, cache: Cache, mesh: Mesh, limits: Limits, dtype: Any) -> None:
+        self._cache = cache
+        make = partial(jnp.zeros, cache.shape(limits.pages, limits.page_size), dtype)
+        self.program = Program(make, "empty_pool", NamedSharding(mesh, cache.partition))
+
+    def __call__(self) -> list[Pool]:
+        return [tuple(self.program() for _ in range(self._cache.parts)) for _ in range(self._cache.layers)]
+
+
 def _step(
     weights: Tree,
     pools: list[Pool],  # L x what `spec.cache` says

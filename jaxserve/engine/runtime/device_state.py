@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.engine.memory.kv import pool_maker
 from jaxserve.engine.memory.transfer import Piece, padded
 from jaxserve.engine.programs.draft_inputs import Drafts
 from jaxserve.engine.programs.inputs import Batch, Float32, Int32
@@ -22,8 +21,8 @@ from jaxserve.engine.programs.program import bound
 from jaxserve.engine.programs.sampling import ADJUSTED, MOST_COUNTED, SEEN_IN_PROMPT, Column
 from jaxserve.engine.programs.segments import Segments, Walk, outside, pools_of
 from jaxserve.engine.programs.speculate import UNKNOWN
-from jaxserve.engine.programs.step import SCORED, Carry, Programs, Tree, extras
-from jaxserve.engine.speculation.drafters import Drafter
+from jaxserve.engine.programs.step import SCORED, Carry, EmptyPools, Programs, Tree, extras
+from jaxserve.engine.speculation.drafters import Call, Drafter
 from jaxserve.sched.api.plan import Begin, Span
 from jaxserve.structured.token_filter import Words, all_allowed
 from pallas_kernels.attention.api import Pool
@@ -73,7 +72,7 @@ class DeviceState:
         segments: Segments | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """segments: programs of steps that can be preempted; None: no step can."""
+        """Call `rebuild` before anything else. segments: programs of steps that can be preempted; None: no step can."""
         limits = programs.limits
         self.programs = programs.bound()
         self.segments = None if segments is None else bound(segments)
@@ -84,7 +83,7 @@ class DeviceState:
         self.pools: list[Pool] = []
         self._whole = NamedSharding(mesh, PartitionSpec())
         self._kv_buffers = NamedSharding(mesh, programs.spec.cache.kv_buffer_partition)
-        self._make = pool_maker(programs.spec, mesh, limits.pages, limits.page_size, dtype)
+        self._make = EmptyPools(programs.spec.cache, mesh, limits, dtype)
         self._unadjusted: dict[int, tuple[jax.Array, jax.Array, jax.Array]] = {
             width: placed(
                 (
@@ -97,7 +96,11 @@ class DeviceState:
             for width in limits.widths
         }
         self.complete = True  # False: until then, programs that only save time are not used; set by its executor
-        self.rebuild()
+
+    @property
+    def allocation(self) -> list[Call]:
+        """The programs that `rebuild` runs."""
+        return [Call("empty pool", self._make.program, ()), *(() if self.drafter is None else self.drafter.allocation)]
 
     def rebuild(self) -> None:
         """Reset pools, carry and counts: at the start, and after a failed step lost its donated buffers."""

@@ -106,6 +106,11 @@ class Stats:
     unkept_programs: int = 0  # compiled, but not stored because the cache folder is not writable
     journal_errors: int = 0  # 1 after the journal failed to be written and stopped
     hung_steps: int = 0  # steps that the watchdog gave up
+    traces: int = 0  # programs that jax traced
+    programs: int = 0  # of all instances
+    programs_ready: int = 0
+    programs_loaded: int = 0  # kept executables of earlier starts
+    programs_later: int = 0  # that became ready while serving
     replicas: int = 1  # engines that take requests
     replicas_wanted: int = 1  # engines that should
     replicas_draining: int = 0  # engines that finish their requests and end

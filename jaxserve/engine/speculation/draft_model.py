@@ -22,7 +22,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.engine.memory.kv import pool_maker
 from jaxserve.engine.memory.transfer import padded, piece_sizes
 from jaxserve.engine.programs.backends import Backends
 from jaxserve.engine.programs.draft_inputs import DraftColumn, Drafts, Int32, idle_rows
@@ -31,7 +30,7 @@ from jaxserve.engine.programs.mesh import placed
 from jaxserve.engine.programs.program import Program, bound
 from jaxserve.engine.programs.sampling import Column, SamplingRows, draw
 from jaxserve.engine.programs.speculate import GUESSED, salted
-from jaxserve.engine.programs.step import Carry, KVPrograms, Logits, Tree, logits_of, unpack
+from jaxserve.engine.programs.step import Carry, EmptyPools, KVPrograms, Logits, Tree, logits_of, unpack
 from jaxserve.engine.speculation.drafters import Call, drafted_into
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
@@ -80,9 +79,13 @@ class DraftModel:
         self._programs = programs.bound()
         self._weights = weights
         self._kv_buffers = NamedSharding(mesh, programs.spec.cache.kv_buffer_partition)
-        self._make = pool_maker(programs.spec, mesh, limits.pages, limits.page_size, dtype)
+        self._make = EmptyPools(programs.spec.cache, mesh, limits, dtype)
         self._pools: list[Pool] = []
         self._done = np.zeros(limits.slots + 1, np.int64)  # positions of each slot with computed KV
+
+    @property
+    def allocation(self) -> list[Call]:
+        return [Call("empty draft pool", self._make.program, ())]
 
     def rebuild(self) -> None:
         self._pools = []

@@ -43,6 +43,10 @@ class Drafter(Protocol):
     def begin(self, slot: int, start: int) -> None:
         """Start a request in a slot; the KV of its first `start` tokens is present."""
 
+    @property
+    def allocation(self) -> list[Call]:
+        """The programs that `rebuild` runs."""
+
     def rebuild(self) -> None:
         """Reset all state."""
 
@@ -83,6 +87,10 @@ class NGram:
 
     def begin(self, slot: int, start: int) -> None:
         """No state."""
+
+    @property
+    def allocation(self) -> list[Call]:
+        return []
 
     def rebuild(self) -> None:
         """No state."""

@@ -23,7 +23,7 @@ from jaxserve.engine.startup.build import ExecutorConfig, LoadWeights, build_ear
 from jaxserve.engine.startup.calls import Rung
 from jaxserve.engine.startup.compiled import CompileCounter, compile_counter
 from jaxserve.engine.startup.tiers import KVTiers
-from jaxserve.engine.startup.warmup import Ladder, Progress
+from jaxserve.engine.startup.warmup import Ladder, ProgramCounts, Progress
 from jaxserve.errors import InvalidValue
 from jaxserve.models.source import DUMMY, find_model, tokenizer_json
 from jaxserve.models.thinking import thinking_markers
@@ -145,6 +145,11 @@ class Machine:
         record = self.recipe.record()
         for core in cluster.cores:
             core.scheduler.adopt(self.recipe.make(), buckets.mixed, record)
+
+    @property
+    def programs(self) -> ProgramCounts:
+        """How many programs there are, of all instances."""
+        return ProgramCounts(0, 0, 0, 0) if self.ladder is None else self.ladder.counts
 
     @property
     def journal_errors(self) -> int:

@@ -180,6 +180,9 @@ def build_early(
         ladder = Ladder(states, kept, early=early and config.speculative is None)
         ladder.begin(progress)
         ready = ladder.first.buckets
+    else:
+        for state in states:
+            state.rebuild()
     executors = [
         JaxExecutor(f"{role.value}-{i}", state, config.preempt_depth, config.compiler, config.markers, ready)
         for i, (role, state) in enumerate(zip(config.mesh.roles, states, strict=True))

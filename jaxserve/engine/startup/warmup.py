@@ -11,8 +11,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -37,8 +38,19 @@ NICE = 10  # of the thread that makes programs while the engine serves
 SWITCH = 5e-4  # seconds after which that thread, which traces in Python, lets others run; Python's default is 5 ms
 
 
+class ProgramCounts(NamedTuple):
+    """Numbers of programs, of all instances."""
+
+    total: int
+    ready: int
+    loaded: int  # kept executables of earlier starts
+    later: int  # became ready while the engine serves
+
+
 class Ladder:
-    """The programs of equal instances. Writer: `begin` before the engine serves, then the thread of `climb`.
+    """The programs of equal instances, whose state it allocates.
+
+    Writer: `begin` before the engine serves, then the thread of `climb`.
 
     kept: executables of earlier starts; None: none are used, and none are kept. early: see `rungs`.
     """
@@ -46,6 +58,10 @@ class Ladder:
     def __init__(self, states: Sequence[DeviceState], kept: Executables | None = None, *, early: bool = False) -> None:
         self._states = states
         self._kept = kept
+        for state in states:
+            for call in state.allocation:
+                self._install(call, state)
+            state.rebuild()
         self._rungs = [rungs(state, early=early) for state in states]
         self._platform = states[0].mesh.devices.flat[0].platform
         if early and self._platform != "cpu" and not self._all_kept():
@@ -54,7 +70,7 @@ class Ladder:
         self._total = sum(len(rung.calls) for made in self._rungs for rung in made) + len(states) * inside(states[0])
         self._climbing: threading.Thread | None = None
         self._stopped = threading.Event()
-        self.done = 0  # programs that are ready
+        self.done = self._at_first = 0  # programs that are ready, and that were when `begin` returned
 
     def _all_kept(self) -> bool:
         kept = self._kept
@@ -63,9 +79,10 @@ class Ladder:
         )
 
     @property
-    def total(self) -> int:
-        """The number of programs."""
-        return self._total
+    def counts(self) -> ProgramCounts:
+        """How many programs there are now."""
+        loaded = 0 if self._kept is None else self._kept.loaded
+        return ProgramCounts(self._total, self.done, loaded, self.done - self._at_first)
 
     @property
     def first(self) -> Rung:
@@ -87,7 +104,7 @@ class Ladder:
         """
         alone = (platform or self._platform) == "gpu"
         began, counter = time.perf_counter(), compile_counter()
-        before, loads = counter.compilations_total, counter.cache_loads_total
+        before, loads, traces = counter.compilations_total, counter.cache_loads_total, counter.traces_total
         threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jaxserve-compile")
         first = sum(len(made[0].calls) for made in self._rungs) if self.rest else self._total
         with uncollected(), threads as pool:
@@ -111,10 +128,10 @@ class Ladder:
                     runs[-1].result()
             for run in runs:
                 run.result()
-        seconds = time.perf_counter() - began
+        seconds, self._at_first = time.perf_counter() - began, self.done
         log.info(
             "warm-up: %d of %d programs for %d instance(s) in %.1f s (%d kept ones loaded, %d compiled, "
-            "%d from jax's cache)",
+            "%d from jax's cache; %d traced)",
             self.done,
             self._total,
             len(self._states),
@@ -122,6 +139,7 @@ class Ladder:
             0 if self._kept is None else self._kept.loaded,
             counter.compilations_total - before,
             counter.cache_loads_total - loads,
+            counter.traces_total - traces,
         )
         counter.warm()
         return seconds
@@ -142,8 +160,7 @@ class Ladder:
             with compile_counter().later():
                 for at in range(1, 1 + self.rest):
                     for state, made in zip(self._states, self._rungs, strict=True):
-                        calls = made[at].calls
-                        for call in [*calls, *(inner_calls(state) if made[at].last else ())]:
+                        for call in _in_order(made[at], state):
                             if self._stopped.is_set():
                                 return
                             self._install(call, state)
@@ -170,6 +187,13 @@ class Ladder:
         if made is None:
             made = call.program.lower(*call.args).compile() if kept is None else kept.compile(call)
         call.program.install(call.args, made)
+
+
+def _in_order(rung: Rung, state: DeviceState) -> Iterator[Call]:
+    """Yield the programs of a rung; each is to be installed before the next is asked for."""
+    yield from rung.calls
+    if rung.last:
+        yield from inner_calls(state)
 
 
 def run_through(state: DeviceState, rung: Rung) -> None:

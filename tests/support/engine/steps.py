@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxserve.engine.programs.mesh import plan_mesh
 from jaxserve.engine.runtime.executor import JaxExecutor
-from jaxserve.engine.startup.build import ExecutorConfig, build_executors, from_folder
+from jaxserve.engine.startup.build import ExecutorConfig, build_early, build_executors, from_folder
+from jaxserve.engine.startup.warmup import Ladder
 from jaxserve.models import registry
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult, TokenLogprobs
@@ -25,6 +26,15 @@ POOL = 200 << 10  # bytes per instance: 200 pages of the tiny model
 
 
 def executors(folder: Path, mesh: str = "1x1", **options: Any) -> list[JaxExecutor]:
+    return build_executors(settings_of(folder, mesh, **options))
+
+
+def early_executors(folder: Path, mesh: str = "1x1", **options: Any) -> tuple[list[JaxExecutor], Ladder | None]:
+    """As `executors`, with the first programs only, and the ladder that makes the others."""
+    return build_early(settings_of(folder, mesh, **options))
+
+
+def settings_of(folder: Path, mesh: str, **options: Any) -> ExecutorConfig:
     plan = plan_mesh(mesh)
     settings: dict[str, Any] = {
         "max_num_seqs": SLOTS,
@@ -35,7 +45,7 @@ def executors(folder: Path, mesh: str = "1x1", **options: Any) -> list[JaxExecut
     }
     load = from_folder(folder)
     settings["spec"] = registry.load_spec(folder)
-    return build_executors(ExecutorConfig(load=load, mesh=plan, **settings | options))
+    return ExecutorConfig(load=load, mesh=plan, **settings | options)
 
 
 @dataclass

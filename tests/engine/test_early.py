@@ -1,0 +1,181 @@
+"""An engine answers once its first programs can compute anything; the tokens are those of all programs."""
+
+from __future__ import annotations
+
+import io
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.programs.inputs import Bucket, InputBuilder, Limits
+from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.startup import warmup
+from jaxserve.engine.startup.calls import Rung
+from jaxserve.engine.startup.compiled import compile_counter
+from jaxserve.engine.startup.warmup import Ladder
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.slo import NO_SLO
+from jaxserve.sched.journal import replay
+from jaxserve.sched.perf.recipe import Recipe
+from tests.support.engine.steps import GREEDY, Job, early_executors, executors, generate, run
+
+TOKENS = 100  # programs for 64, 96 and 100 tokens with prompts, and for 1, 4 and 8 decodes
+KINDS = {
+    "greedy": GREEDY,
+    "seeded": SamplingParams(temperature=1.0, top_k=20, top_p=0.9, max_tokens=None),
+    "log-probabilities": replace(GREEDY, logprobs=3, prompt_logprobs=2),
+    "penalties": replace(GREEDY, repetition_penalty=1.3, presence_penalty=0.4),
+    "masked": replace(GREEDY, allowed_token_ids=tuple(range(10, 60))),
+    "masked, with penalties": replace(GREEDY, allowed_token_ids=tuple(range(10, 60)), frequency_penalty=0.5),
+}
+
+
+def jobs() -> list[Job]:
+    made = []
+    for slot, params in enumerate(KINDS.values()):
+        prompt = tuple((7 * slot + 5 * at) % 90 + 3 for at in range(9 + 7 * slot))
+        made.append(Job(prompt, params, slot=slot, seed=slot))
+    return made
+
+
+def answered(executor: JaxExecutor) -> tuple[list[list[int]], list[float]]:
+    """Run requests of all kinds together and each alone; return tokens and log-probabilities."""
+    made = jobs()
+    run(generate(executor, made, 6, chunk=lambda: 16))
+    for job in jobs():
+        run(generate(executor, [job], 6, chunk=lambda: 70))
+        made.append(job)
+    return [job.output for job in made], [x.logprob for job in made for x in (*job.logprobs, *job.prompt_logprobs)]
+
+
+def same(one: tuple[list[list[int]], list[float]], other: tuple[list[list[int]], list[float]]) -> bool:
+    return one[0] == other[0] and one[1] == pytest.approx(other[1], abs=1e-4)
+
+
+class Climb:
+    """A ladder that makes one rung at a time."""
+
+    def __init__(self, ladder: Ladder) -> None:
+        self._arrived: queue.Queue[Rung] = queue.Queue()
+        self._go = threading.Semaphore(0)
+        ladder.climb(self._opened)
+
+    def _opened(self, rung: Rung) -> None:
+        self._arrived.put(rung)
+        self._go.acquire()
+
+    def next(self) -> Rung:
+        """Return the next rung, which is made but not open."""
+        return self._arrived.get(timeout=300)
+
+    def go_on(self) -> None:
+        self._go.release()
+
+
+def test_every_rung_gives_the_tokens_of_all_programs(tiny: Path) -> None:
+    (whole,) = executors(tiny, max_num_batched_tokens=TOKENS)
+    expected = answered(whole)
+    (executor,), ladder = early_executors(tiny, max_num_batched_tokens=TOKENS)
+    assert ladder is not None and ladder.counts.ready < ladder.counts.total
+    assert {bucket.label for bucket in executor.ready} == {"decode 1", "decode 8", "step 64", "step 100"}
+    waited = compile_counter().after_warmup
+    assert same(answered(executor), expected)
+    climb, opened = Climb(ladder), []
+    while not (opened and opened[-1].last):
+        opened.append(climb.next())
+        executor.open(opened[-1].buckets, opened[-1].last)
+        assert same(answered(executor), expected)
+        climb.go_on()
+    ladder.close()
+    assert executor.ready == whole.ready and len(opened) == 3
+    assert ladder.counts.ready == ladder.counts.total and ladder.counts.later > 0
+    assert compile_counter().after_warmup == waited, "a step waited for a program"
+
+
+def test_a_program_that_cannot_be_made_ends_no_request(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (executor,), ladder = early_executors(tiny, max_num_batched_tokens=TOKENS)
+    assert ladder is not None
+    before = answered(executor)
+
+    def fails(state: Any) -> list[Any]:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(warmup, "inner_calls", fails)
+    opened: list[Rung] = []
+    ladder.climb(opened.append)
+    _until(lambda: len(opened) == 2)
+    ladder.close()
+    assert not any(rung.last for rung in opened) and same(answered(executor), before)
+
+
+def _until(done: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    while not done():
+        pause.wait(0.01)
+
+
+@pytest.mark.parametrize(("slots", "tokens"), [(1, 1), (4, 16), (64, 512), (256, 8192)])
+def test_the_first_buckets_hold_every_step(slots: int, tokens: int) -> None:
+    limits = Limits(slots, tokens, pages=100, page_size=16, row_pages=8, vocab=96)
+    first, whole = InputBuilder(limits, limits.first_buckets), InputBuilder(limits)
+    assert len(first.ready) <= 4
+    for rows in range(1, slots + 1):
+        for size in {rows, min(rows + 1, tokens), max(rows, tokens)}:
+            coarse, fine = first.bucket(rows, size), whole.bucket(rows, size)
+            assert coarse.tokens >= fine.tokens and coarse.decode == fine.decode
+    first.open(limits.buckets)
+    assert first.ready == whole.ready
+
+
+def test_hidden_states_of_prompts_come_from_programs_for_prompts() -> None:
+    """Even of a single token, whose step could be one of decodes."""
+    limits = Limits(8, 64, pages=100, page_size=16, row_pages=8, vocab=96)
+    assert InputBuilder(limits).bucket(1, 1).decode
+    heard: Bucket = InputBuilder(limits).bucket(1, 1, heard=True)
+    assert heard.prompts
+
+
+def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    engine = Engine.start(
+        ServeConfig(
+            mesh="2x1", max_num_seqs=8, max_num_batched_tokens=128, max_model_len=256, profile_time=0.2,
+            journal=str(path),
+        )
+    )  # fmt: skip
+    try:
+        ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        first = engine.stats()
+        assert first.programs_ready < first.programs and first.programs_later == 0
+        asked = 0
+        while (stats := engine.stats()).programs_ready < stats.programs or asked < 20:
+            for length in (3, 40, 100):
+                params = SamplingParams(temperature=0.0, max_tokens=4)
+                engine.submit(
+                    list(range(5, 5 + length)), params, slo=NO_SLO,
+                    on_delta=lambda delta: delta.finish_reason and ended.put(delta.error),
+                )  # fmt: skip
+            assert [ended.get(timeout=60) for _ in range(3)] == [None] * 3
+            asked += 1
+        assert stats.programs_later > 0 and stats.compilations_after_warmup == 0
+    finally:
+        engine.close()
+    text = path.read_text()
+    assert text.count('"kind":"adopt"') >= 2, "each instance sees the ladder grow"
+    replayed = replay(io.StringIO(text), lambda record: Recipe.of(record).make())
+    assert replayed.plans > 20 and not replayed.differences
+
+
+def test_an_engine_closes_while_its_programs_are_made() -> None:
+    engine = Engine.start(
+        ServeConfig(mesh="1x1", max_num_seqs=4, max_num_batched_tokens=128, max_model_len=256, profile_time=0.2)
+    )
+    assert engine.close()
+    assert not any(thread.name == "jaxserve-ladder" for thread in threading.enumerate())
