@@ -6,25 +6,22 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import anthropic
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
-from pydantic import TypeAdapter
+
+from tests.support.server import vendors
 
 MODEL = "jaxserve-demo"
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 HI = [{"role": "user", "content": "Hi"}]
 Fake = Callable[..., Any]
 
 
 @pytest.fixture
-def client(fake: Fake) -> Iterator[Callable[..., anthropic.Anthropic]]:
+def client(fake: Fake) -> Iterator[Callable[..., Any]]:
     """A factory of clients of a server."""
-    made: list[anthropic.Anthropic] = []
+    made = []
 
-    def connect(live: Any, key: str = "none") -> anthropic.Anthropic:
-        http = anthropic.DefaultHttpxClient(verify=False)
-        made.append(anthropic.Anthropic(base_url=live.url, api_key=key, max_retries=0, timeout=60, http_client=http))
+    def connect(live: Any, key: str = "none") -> Any:
+        made.append(vendors.anthropic_of(live.url, key, timeout=60))
         return made[-1]
 
     yield connect
@@ -42,7 +39,7 @@ def events(live: Any, **fields: Any) -> list[dict[str, Any]]:
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
         if found[-1]["type"] not in ("ping", "error"):
-            EVENT.validate_python(found[-1])
+            vendors.message_event().validate_python(found[-1])
     return found
 
 
@@ -57,7 +54,7 @@ def test_create(fake: Fake, client: Any) -> None:
     made = client(live).messages.create(
         model=MODEL, max_tokens=5, system="Be brief.", messages=HI, extra_body={"temperature": 0.5, "top_k": 7}
     )
-    Message.model_validate(made.to_dict())
+    vendors.message().validate_python(made.to_dict())
     prompt = live.engine.submitted[0].prompt
     assert made.content[0].text == live.service.tokenizer.decode(prompt[:5], skip_special_tokens=True)
     assert (made.role, made.stop_reason, made.stop_sequence) == ("assistant", "max_tokens", None)
@@ -153,6 +150,8 @@ def test_count_tokens(fake: Fake, client: Any) -> None:
 
 
 def test_keys(fake: Fake, client: Any) -> None:
+    import anthropic
+
     live = fake(config={"api_key": ("right",)})
     assert client(live, "right").messages.create(model=MODEL, max_tokens=1, messages=HI).content
     with pytest.raises(anthropic.AuthenticationError) as error:
@@ -164,6 +163,8 @@ def test_keys(fake: Fake, client: Any) -> None:
 
 
 def test_failures(fake: Fake, client: Any) -> None:
+    import anthropic
+
     live = fake()
     live.engine.fail_after = 1
     last = events(live)[-1]

@@ -8,13 +8,11 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
 
 from jaxserve.server.responses.store import MAX_STORED, Store
+from tests.support.server import vendors
 
 MODEL = "jaxserve-demo"
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 Fake = Callable[..., Any]
 
 
@@ -27,7 +25,7 @@ def events(live: Any, **fields: Any) -> list[dict[str, Any]]:
     for block in made.text.strip().split("\n\n"):
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
-        EVENT.validate_python(event)
+        vendors.response_event().validate_python(event)
         assert name == f"event: {event['type']}"
         found.append(event)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
@@ -54,7 +52,7 @@ def test_create(fake: Fake) -> None:
         model=MODEL, input="Hello", instructions="Be brief.", max_output_tokens=5, temperature=0.5, top_p=0.9,
         metadata={"trace": "7"}, user="me",
     )  # fmt: skip
-    Response.model_validate(made.to_dict())
+    vendors.response().validate_python(made.to_dict())
     assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert made.output[0].status == "incomplete"
     assert made.output_text == live.service.tokenizer.decode(
