@@ -85,6 +85,24 @@ def live(engine: Any, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFac
     server.close()
 
 
+@pytest.fixture(scope="session")
+def _shared(tokenizer: Tokenizer) -> Iterator[Live]:
+    from tests.support.server.double import Double
+
+    made = Live(Service(Double(), tokenizer, ServeConfig.load(disable_log_stats=True)))
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def plain(_shared: Live) -> Iterator[Live]:
+    """A server with an engine double, shared by tests that change neither. Starting and stopping one takes 0.3 s."""
+    _shared.quiet()
+    _shared.engine.submitted.clear()
+    yield _shared
+    assert _shared.engine.healthy and _shared.engine.usual and not _shared.service.draining, "use `fake` for changes"
+
+
 @pytest.fixture
 def fake(tokenizer: Tokenizer) -> Iterator[Callable[..., Live]]:
     """A factory of servers with an engine double: `fake(delay=0.01)`, with settings as `config=dict(…)`."""

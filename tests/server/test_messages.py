@@ -49,34 +49,32 @@ def sent(live: Any) -> str:
     return text
 
 
-def test_create(fake: Fake, client: Any) -> None:
-    live = fake()
-    made = client(live).messages.create(
+def test_create(plain: Any, client: Any) -> None:
+    made = client(plain).messages.create(
         model=MODEL, max_tokens=5, system="Be brief.", messages=HI, extra_body={"temperature": 0.5, "top_k": 7}
     )
     vendors.message().validate_python(made.to_dict())
-    prompt = live.engine.submitted[0].prompt
-    assert made.content[0].text == live.service.tokenizer.decode(prompt[:5], skip_special_tokens=True)
+    prompt = plain.engine.submitted[-1].prompt
+    assert made.content[0].text == plain.service.tokenizer.decode(prompt[:5], skip_special_tokens=True)
     assert (made.role, made.stop_reason, made.stop_sequence) == ("assistant", "max_tokens", None)
     assert (made.usage.input_tokens, made.usage.output_tokens) == (len(prompt), 5)
-    params = live.engine.submitted[0].params
+    params = plain.engine.submitted[-1].params
     assert (params.max_tokens, params.temperature, params.top_k) == (5, 0.5, 7)
-    assert sent(live).index("Be brief.") < sent(live).index("Hi")
+    assert sent(plain).index("Be brief.") < sent(plain).index("Hi")
 
 
-def test_stop_reasons(fake: Fake, client: Any) -> None:
-    live = fake()
-    create = client(live).messages.create
+def test_stop_reasons(plain: Any, client: Any) -> None:
+    create = client(plain).messages.create
     made = create(model=MODEL, max_tokens=50, messages=[{"role": "user", "content": "one two"}], stop_sequences=["wo"])
     assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "wo")
     assert made.content[0].text.endswith("one t")
-    token = live.engine.submitted[0].prompt[0]
+    token = plain.engine.submitted[-1].prompt[0]
     made = create(model=MODEL, max_tokens=50, messages=HI, extra_body={"stop_token_ids": [token]})
     assert (made.stop_reason, made.stop_sequence) == ("end_turn", None)
 
 
-def test_the_events_of_a_stream(fake: Fake) -> None:
-    found = events(fake())
+def test_the_events_of_a_stream(plain: Any) -> None:
+    found = events(plain)
     kinds = [event["type"] for event in found]
     deltas = kinds.count("content_block_delta")
     assert kinds == [
@@ -89,8 +87,8 @@ def test_the_events_of_a_stream(fake: Fake) -> None:
     assert found[-2]["usage"]["output_tokens"] == 3
 
 
-def test_a_stream_is_the_whole_answer(fake: Fake, client: Any) -> None:
-    connected = client(fake())
+def test_a_stream_is_the_whole_answer(plain: Any, client: Any) -> None:
+    connected = client(plain)
     given = {"model": MODEL, "max_tokens": 6, "messages": HI}
     whole = connected.messages.create(**given)
     with connected.messages.stream(**given) as stream:
@@ -100,9 +98,8 @@ def test_a_stream_is_the_whole_answer(fake: Fake, client: Any) -> None:
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 6)
 
 
-def test_blocks_become_messages(fake: Fake, client: Any) -> None:
-    live = fake()
-    client(live).messages.create(
+def test_blocks_become_messages(plain: Any, client: Any) -> None:
+    client(plain).messages.create(
         model=MODEL,
         max_tokens=1,
         system=[{"type": "text", "text": "Rules.", "cache_control": {"type": "ephemeral"}}],
@@ -118,35 +115,32 @@ def test_blocks_become_messages(fake: Fake, client: Any) -> None:
             {"role": "user", "content": "Three?"},
         ],
     )
-    prompt = sent(live)
+    prompt = sent(plain)
     places = [prompt.index(text) for text in ("Rules.", "One?", "Two.", "Three?")]
     assert places == sorted(places)
 
 
-def test_a_begun_answer_is_continued(fake: Fake, client: Any) -> None:
-    live = fake()
-    client(live).messages.create(
+def test_a_begun_answer_is_continued(plain: Any, client: Any) -> None:
+    client(plain).messages.create(
         model=MODEL, max_tokens=1, messages=[*HI, {"role": "assistant", "content": "The answer is"}]
     )
-    assert sent(live).endswith("The answer is")
+    assert sent(plain).endswith("The answer is")
 
 
-def test_objectives_are_those_of_chat(fake: Fake, client: Any) -> None:
-    live = fake()
-    client(live).messages.create(
+def test_objectives_are_those_of_chat(plain: Any, client: Any) -> None:
+    client(plain).messages.create(
         model=MODEL, max_tokens=1, messages=HI, service_tier="standard_only",
         extra_headers={"x-slo-tpot-ms": "70"}, extra_body={"ttft_slo_ms": 900},
     )  # fmt: skip
-    assert (live.engine.submitted[0].slo.ttft, live.engine.submitted[0].slo.tpot) == (0.9, 0.07)
+    assert (plain.engine.submitted[-1].slo.ttft, plain.engine.submitted[-1].slo.tpot) == (0.9, 0.07)
 
 
-def test_count_tokens(fake: Fake, client: Any) -> None:
-    live = fake()
-    connected = client(live)
+def test_count_tokens(plain: Any, client: Any) -> None:
+    connected = client(plain)
     given = {"model": MODEL, "messages": HI, "system": "Be brief."}
     counted = connected.messages.count_tokens(**given).input_tokens
     assert counted == connected.messages.create(**given, max_tokens=1).usage.input_tokens
-    assert len(live.engine.submitted) == 1
+    assert len(plain.engine.submitted) == 1
 
 
 def test_keys(fake: Fake, client: Any) -> None:
@@ -201,17 +195,16 @@ REFUSALS: tuple[Any, ...] = (
 )
 
 
-def test_refusals_name_the_field(fake: Fake) -> None:
-    live = fake()
+def test_refusals_name_the_field(plain: Any) -> None:
     for field, given, told in REFUSALS:
-        made = live.http.post("/v1/messages", json={"max_tokens": 1, "messages": HI, **given})
+        made = plain.http.post("/v1/messages", json={"max_tokens": 1, "messages": HI, **given})
         answer = made.json()
         assert (made.status_code, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
         assert answer["error"]["param"] == field and told in answer["error"]["message"]
 
 
-def test_other_refusals(fake: Fake) -> None:
-    http = fake().http
+def test_other_refusals(plain: Any) -> None:
+    http = plain.http
     old = http.post("/v1/messages", json={"max_tokens": 1, "messages": HI}, headers={"anthropic-version": "2023-01-01"})
     assert (old.status_code, old.json()["error"]["param"]) == (400, "anthropic-version")
     missing = http.post("/v1/messages", json={"messages": HI})
