@@ -6,6 +6,7 @@ inherit them.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.util
 import itertools
@@ -13,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,6 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 MAPS, OFTEN = Path("/proc/self/maps"), 25
 MEMORY, HELD = Path("/proc/self/statm"), 2 << 30  # bytes that a worker may hold before it forgets compiled programs
+GROWN = 512 << 20  # bytes more than were left the last time: forgetting takes seconds, and what is in use stays
+_left = [0]
 _tests = itertools.count(1)
 
 
@@ -109,9 +113,22 @@ def _few_mappings() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _little_memory() -> None:
     """Forget compiled programs between files if the worker holds much memory, since workers share a machine."""
-    if MEMORY.exists() and int(MEMORY.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > HELD:
+    if resident() > max(HELD, _left[0] + GROWN):
         gc.collect()
         let_go(0)
+        give_back()
+        _left[0] = resident()
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process holds; 0 where the system does not say."""
+    return int(MEMORY.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if MEMORY.exists() else 0
+
+
+def give_back() -> None:
+    """Give memory that is free back to the system: glibc keeps what many compilations have left in pieces."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def let_go(most: int) -> None:

@@ -34,6 +34,7 @@ SERVED: dict[str, Any] = {
     "kv_cache_memory": "32MiB",
     "disable_log_stats": True,
 }
+FOLDER = Path(__file__).parent
 QUIET = {  # clients that would report their use
     "LANGSMITH_TRACING": "false",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -41,19 +42,29 @@ QUIET = {  # clients that would report their use
 }
 
 
+def wanted(config: pytest.Config) -> bool:
+    """Return whether this run has the tests of this folder."""
+    marks = str(config.getoption("markexpr", default=""))
+    return "clients" in marks and "not clients" not in marks
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Set what the clients read when they are imported."""
-    marks = str(config.getoption("markexpr", default=""))
-    if "clients" in marks and "not clients" not in marks:
+    if wanted(config):
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
+
+
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """Leave these files out of other runs: importing the clients takes seconds in each worker."""
+    return None if wanted(config) else True
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder; the clients' own warnings are not ours."""
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if item.path.parent == FOLDER:
             item.add_marker(pytest.mark.clients)
             item.add_marker(pytest.mark.filterwarnings("default"))
             needed = NEEDS.get(item.path.stem)

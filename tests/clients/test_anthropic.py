@@ -9,6 +9,7 @@ import anthropic
 import pytest
 
 from tests.support.server.live import MODEL, Live
+from tests.support.server.vendors import anthropic_of
 from tests.support.shapes import ASK, CITIES, WEATHER, Trip, weather
 
 FUNCTION = WEATHER["function"]
@@ -22,8 +23,7 @@ GIVEN: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 80}
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[anthropic.Anthropic]:
-    http = anthropic.DefaultHttpxClient(verify=False)
-    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=120, http_client=http) as made:
+    with anthropic_of(live.url, timeout=120) as made:
         yield made
 
 

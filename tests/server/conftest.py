@@ -14,7 +14,18 @@ from jaxserve.remote.address import Address
 from jaxserve.remote.client import RemoteEngine
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
+from tests.support import workers
 from tests.support.server.live import ADMIN, ALONE, SMALL, Live
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse tests of the session's engine outside of its group: another process would start that engine again."""
+    users = {item.nodeid.partition("::")[0] for item in items if "engine" in getattr(item, "fixturenames", ())}
+    for path in users:
+        if path.startswith("tests/server/") and workers.group(path) != "server":
+            raise pytest.UsageError(
+                f"{path} uses the session's engine, so it belongs to the group `server` of {workers.__name__}"
+            )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,6 +83,24 @@ def live(engine: Any, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFac
     yield made
     made.stop()
     server.close()
+
+
+@pytest.fixture(scope="session")
+def _shared(tokenizer: Tokenizer) -> Iterator[Live]:
+    from tests.support.server.double import Double
+
+    made = Live(Service(Double(), tokenizer, ServeConfig.load(disable_log_stats=True)))
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def plain(_shared: Live) -> Iterator[Live]:
+    """A server with an engine double, shared by tests that change neither. Starting and stopping one takes 0.3 s."""
+    _shared.quiet()
+    _shared.engine.submitted.clear()
+    yield _shared
+    assert _shared.engine.healthy and _shared.engine.usual and not _shared.service.draining, "use `fake` for changes"
 
 
 @pytest.fixture

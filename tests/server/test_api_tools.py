@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import pytest
+
+from tests.support.server.vendors import anthropic_of
 
 MODEL = "jaxserve-demo"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -32,15 +33,14 @@ def ask(live: Any, text: str = CALL, **fields: Any) -> Any:
     )
 
 
-def message(live: Any, **fields: Any) -> anthropic.types.Message:
-    http = anthropic.DefaultHttpxClient(verify=False)
+def message(live: Any, **fields: Any) -> Any:
     given = {
         "messages": [{"role": "user", "content": CALL}],
         "tools": [ANTHROPIC],
         "stop_sequences": ["DONE"],
         **fields,
     }
-    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, http_client=http) as client:
+    with anthropic_of(live.url) as client:
         with client.messages.stream(model=MODEL, max_tokens=2000, **given) as stream:
             streamed = stream.get_final_message()
         made = client.messages.create(model=MODEL, max_tokens=2000, **given)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-import anthropic
 import pytest
 from pydantic import BaseModel
 
 from jaxserve import LLM, BeamSearchParams, SamplingParams
 from jaxserve.errors import InvalidValue
+from tests.support.server.vendors import anthropic_of
 
 MODEL = "jaxserve-demo"
 
@@ -52,8 +52,7 @@ def test_messages_are_the_answers_of_chat(live: Any) -> None:
     chat = live.client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hello"}], max_tokens=9, temperature=0.0
     )
-    http = anthropic.DefaultHttpxClient(verify=False)
-    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, http_client=http) as client:
+    with anthropic_of(live.url) as client:
         made = client.messages.create(
             model=MODEL, max_tokens=9, messages=[{"role": "user", "content": "Hello"}], extra_body={"temperature": 0}
         )

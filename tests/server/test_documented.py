@@ -20,9 +20,8 @@ def refs(node: Any) -> set[str]:
     return set().union(*map(refs, node)) if isinstance(node, list) else set()
 
 
-def test_the_schema_is_valid(fake):
-    live = fake()
-    schema = live.http.get("/openapi.json").json()
+def test_the_schema_is_valid(plain):
+    schema = plain.http.get("/openapi.json").json()
     validate(schema, cls=OpenAPIV31SpecValidator)
     for ref in refs(schema):
         found: Any = schema
@@ -32,22 +31,22 @@ def test_the_schema_is_valid(fake):
     bodies = schema["components"]["schemas"]
     assert {"ChatBody", "CompletionBody", "StreamOptions", "StageSLO", "ErrorAnswer"} <= set(bodies)
     assert "cache_salt" in bodies["ChatBody"]["properties"]
-    assert live.http.get("/docs").status_code == 200
+    assert plain.http.get("/docs").status_code == 200
 
 
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/v1/moderations"), ("GET", "/"), ("POST", "/v1/images"), ("GET", "/v1/chat")]
 )
-def test_unknown_routes_list_the_known_ones(fake, method, path):
-    answer = fake().http.request(method, path)
+def test_unknown_routes_list_the_known_ones(plain, method, path):
+    answer = plain.http.request(method, path)
     message = answer.json()["error"]["message"]
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_route"
     assert f"no route {method} {path} here" in message
     assert "POST /v1/chat/completions" in message and "GET /health" in message
 
 
-def test_a_wrong_method_names_the_right_one(fake):
-    answer = fake().http.get("/v1/completions")
+def test_a_wrong_method_names_the_right_one(plain):
+    answer = plain.http.get("/v1/completions")
     assert answer.status_code == 405 and answer.headers["Allow"] == "POST"
     assert "takes POST" in answer.json()["error"]["message"]
 

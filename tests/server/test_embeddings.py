@@ -110,8 +110,8 @@ def test_pooling_and_scores(live: Live, states: list[Vector], pooling: str) -> N
         ("/v1/score", {"text_1": 1.5, "text_2": ["x"]}, "text_1"),
     ],
 )
-def test_bad_input_names_the_field(fake: Any, path: str, body: dict[str, Any], param: str) -> None:
-    answer = fake().http.post(path, json=body)
+def test_bad_input_names_the_field(plain: Any, path: str, body: dict[str, Any], param: str) -> None:
+    answer = plain.http.post(path, json=body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == param

@@ -6,25 +6,22 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import anthropic
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
-from pydantic import TypeAdapter
+
+from tests.support.server import vendors
 
 MODEL = "jaxserve-demo"
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 HI = [{"role": "user", "content": "Hi"}]
 Fake = Callable[..., Any]
 
 
 @pytest.fixture
-def client(fake: Fake) -> Iterator[Callable[..., anthropic.Anthropic]]:
+def client(fake: Fake) -> Iterator[Callable[..., Any]]:
     """A factory of clients of a server."""
-    made: list[anthropic.Anthropic] = []
+    made = []
 
-    def connect(live: Any, key: str = "none") -> anthropic.Anthropic:
-        http = anthropic.DefaultHttpxClient(verify=False)
-        made.append(anthropic.Anthropic(base_url=live.url, api_key=key, max_retries=0, timeout=60, http_client=http))
+    def connect(live: Any, key: str = "none") -> Any:
+        made.append(vendors.anthropic_of(live.url, key, timeout=60))
         return made[-1]
 
     yield connect
@@ -42,7 +39,7 @@ def events(live: Any, **fields: Any) -> list[dict[str, Any]]:
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
         if found[-1]["type"] not in ("ping", "error"):
-            EVENT.validate_python(found[-1])
+            vendors.message_event().validate_python(found[-1])
     return found
 
 
@@ -52,34 +49,32 @@ def sent(live: Any) -> str:
     return text
 
 
-def test_create(fake: Fake, client: Any) -> None:
-    live = fake()
-    made = client(live).messages.create(
+def test_create(plain: Any, client: Any) -> None:
+    made = client(plain).messages.create(
         model=MODEL, max_tokens=5, system="Be brief.", messages=HI, extra_body={"temperature": 0.5, "top_k": 7}
     )
-    Message.model_validate(made.to_dict())
-    prompt = live.engine.submitted[0].prompt
-    assert made.content[0].text == live.service.tokenizer.decode(prompt[:5], skip_special_tokens=True)
+    vendors.message().validate_python(made.to_dict())
+    prompt = plain.engine.submitted[-1].prompt
+    assert made.content[0].text == plain.service.tokenizer.decode(prompt[:5], skip_special_tokens=True)
     assert (made.role, made.stop_reason, made.stop_sequence) == ("assistant", "max_tokens", None)
     assert (made.usage.input_tokens, made.usage.output_tokens) == (len(prompt), 5)
-    params = live.engine.submitted[0].params
+    params = plain.engine.submitted[-1].params
     assert (params.max_tokens, params.temperature, params.top_k) == (5, 0.5, 7)
-    assert sent(live).index("Be brief.") < sent(live).index("Hi")
+    assert sent(plain).index("Be brief.") < sent(plain).index("Hi")
 
 
-def test_stop_reasons(fake: Fake, client: Any) -> None:
-    live = fake()
-    create = client(live).messages.create
+def test_stop_reasons(plain: Any, client: Any) -> None:
+    create = client(plain).messages.create
     made = create(model=MODEL, max_tokens=50, messages=[{"role": "user", "content": "one two"}], stop_sequences=["wo"])
     assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "wo")
     assert made.content[0].text.endswith("one t")
-    token = live.engine.submitted[0].prompt[0]
+    token = plain.engine.submitted[-1].prompt[0]
     made = create(model=MODEL, max_tokens=50, messages=HI, extra_body={"stop_token_ids": [token]})
     assert (made.stop_reason, made.stop_sequence) == ("end_turn", None)
 
 
-def test_the_events_of_a_stream(fake: Fake) -> None:
-    found = events(fake())
+def test_the_events_of_a_stream(plain: Any) -> None:
+    found = events(plain)
     kinds = [event["type"] for event in found]
     deltas = kinds.count("content_block_delta")
     assert kinds == [
@@ -92,8 +87,8 @@ def test_the_events_of_a_stream(fake: Fake) -> None:
     assert found[-2]["usage"]["output_tokens"] == 3
 
 
-def test_a_stream_is_the_whole_answer(fake: Fake, client: Any) -> None:
-    connected = client(fake())
+def test_a_stream_is_the_whole_answer(plain: Any, client: Any) -> None:
+    connected = client(plain)
     given = {"model": MODEL, "max_tokens": 6, "messages": HI}
     whole = connected.messages.create(**given)
     with connected.messages.stream(**given) as stream:
@@ -103,9 +98,8 @@ def test_a_stream_is_the_whole_answer(fake: Fake, client: Any) -> None:
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 6)
 
 
-def test_blocks_become_messages(fake: Fake, client: Any) -> None:
-    live = fake()
-    client(live).messages.create(
+def test_blocks_become_messages(plain: Any, client: Any) -> None:
+    client(plain).messages.create(
         model=MODEL,
         max_tokens=1,
         system=[{"type": "text", "text": "Rules.", "cache_control": {"type": "ephemeral"}}],
@@ -121,38 +115,37 @@ def test_blocks_become_messages(fake: Fake, client: Any) -> None:
             {"role": "user", "content": "Three?"},
         ],
     )
-    prompt = sent(live)
+    prompt = sent(plain)
     places = [prompt.index(text) for text in ("Rules.", "One?", "Two.", "Three?")]
     assert places == sorted(places)
 
 
-def test_a_begun_answer_is_continued(fake: Fake, client: Any) -> None:
-    live = fake()
-    client(live).messages.create(
+def test_a_begun_answer_is_continued(plain: Any, client: Any) -> None:
+    client(plain).messages.create(
         model=MODEL, max_tokens=1, messages=[*HI, {"role": "assistant", "content": "The answer is"}]
     )
-    assert sent(live).endswith("The answer is")
+    assert sent(plain).endswith("The answer is")
 
 
-def test_objectives_are_those_of_chat(fake: Fake, client: Any) -> None:
-    live = fake()
-    client(live).messages.create(
+def test_objectives_are_those_of_chat(plain: Any, client: Any) -> None:
+    client(plain).messages.create(
         model=MODEL, max_tokens=1, messages=HI, service_tier="standard_only",
         extra_headers={"x-slo-tpot-ms": "70"}, extra_body={"ttft_slo_ms": 900},
     )  # fmt: skip
-    assert (live.engine.submitted[0].slo.ttft, live.engine.submitted[0].slo.tpot) == (0.9, 0.07)
+    assert (plain.engine.submitted[-1].slo.ttft, plain.engine.submitted[-1].slo.tpot) == (0.9, 0.07)
 
 
-def test_count_tokens(fake: Fake, client: Any) -> None:
-    live = fake()
-    connected = client(live)
+def test_count_tokens(plain: Any, client: Any) -> None:
+    connected = client(plain)
     given = {"model": MODEL, "messages": HI, "system": "Be brief."}
     counted = connected.messages.count_tokens(**given).input_tokens
     assert counted == connected.messages.create(**given, max_tokens=1).usage.input_tokens
-    assert len(live.engine.submitted) == 1
+    assert len(plain.engine.submitted) == 1
 
 
 def test_keys(fake: Fake, client: Any) -> None:
+    import anthropic
+
     live = fake(config={"api_key": ("right",)})
     assert client(live, "right").messages.create(model=MODEL, max_tokens=1, messages=HI).content
     with pytest.raises(anthropic.AuthenticationError) as error:
@@ -164,6 +157,8 @@ def test_keys(fake: Fake, client: Any) -> None:
 
 
 def test_failures(fake: Fake, client: Any) -> None:
+    import anthropic
+
     live = fake()
     live.engine.fail_after = 1
     last = events(live)[-1]
@@ -200,17 +195,16 @@ REFUSALS: tuple[Any, ...] = (
 )
 
 
-def test_refusals_name_the_field(fake: Fake) -> None:
-    live = fake()
+def test_refusals_name_the_field(plain: Any) -> None:
     for field, given, told in REFUSALS:
-        made = live.http.post("/v1/messages", json={"max_tokens": 1, "messages": HI, **given})
+        made = plain.http.post("/v1/messages", json={"max_tokens": 1, "messages": HI, **given})
         answer = made.json()
         assert (made.status_code, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
         assert answer["error"]["param"] == field and told in answer["error"]["message"]
 
 
-def test_other_refusals(fake: Fake) -> None:
-    http = fake().http
+def test_other_refusals(plain: Any) -> None:
+    http = plain.http
     old = http.post("/v1/messages", json={"max_tokens": 1, "messages": HI}, headers={"anthropic-version": "2023-01-01"})
     assert (old.status_code, old.json()["error"]["param"]) == (400, "anthropic-version")
     missing = http.post("/v1/messages", json={"messages": HI})

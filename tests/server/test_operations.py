@@ -134,8 +134,8 @@ def test_pages_of_allowed_origins_may_call(fake):
     assert live.http.options("/v1/completions", headers={"Origin": PAGE, **asks}).status_code == 400
 
 
-def test_no_page_may_call_by_default(fake):
-    answer = fake().http.post("/v1/completions", json=BODY, headers={"Origin": PAGE})
+def test_no_page_may_call_by_default(plain):
+    answer = plain.http.post("/v1/completions", json=BODY, headers={"Origin": PAGE})
     assert answer.status_code == 200 and not [name for name in answer.headers if name.startswith("access-control")]
 
 
@@ -255,13 +255,12 @@ def test_gateways_cannot_name_tiers_that_the_client_may_not_use(fake, tmp_path: 
 
 
 @pytest.mark.parametrize("header", ["x-gateway-inference-objective", "x-llm-d-inference-objective"])
-def test_gateways_name_tiers_as_objectives(fake, header):
-    live = fake()
+def test_gateways_name_tiers_as_objectives(plain, header):
     for named, body, tier in (
         ("interactive", {}, "interactive"),
         ("someone-elses", {}, "standard"),
         ("interactive", {"service_tier": "batch"}, "batch"),
     ):
-        assert live.http.post("/v1/completions", json={**BODY, **body}, headers={header: named}).status_code == 200
-        config = live.service.config
-        assert live.engine.submitted[-1].slo == config.tier(tier).slo, named
+        assert plain.http.post("/v1/completions", json={**BODY, **body}, headers={header: named}).status_code == 200
+        config = plain.service.config
+        assert plain.engine.submitted[-1].slo == config.tier(tier).slo, named

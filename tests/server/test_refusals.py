@@ -62,18 +62,16 @@ def check(response: httpx.Response, status: int, param: str | None = None) -> di
         ({"stop_token_ids": [10**9]}, 400, "stop_token_ids"),
     ],
 )
-def test_bad_bodies_are_refused(fake, path, body, status, param):
-    live = fake()
+def test_bad_bodies_are_refused(plain, path, body, status, param):
     if isinstance(body, dict):
         base = GOOD if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
         body = json.dumps({**base, **body}).encode()
-    check(live.http.post(path, content=body), status, param)
-    assert live.http.post("/v1/completions", json=GOOD).status_code == 200
-    assert all(one.finish_reason for one in live.engine.submitted)
+    check(plain.http.post(path, content=body), status, param)
+    assert plain.http.post("/v1/completions", json=GOOD).status_code == 200
+    assert all(one.finish_reason for one in plain.engine.submitted)
 
 
-def test_bad_bodies_of_one_endpoint_are_refused(fake):
-    live = fake()
+def test_bad_bodies_of_one_endpoint_are_refused(plain):
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]
     for path, body, param in (
         ("/v1/completions", {"prompt": None}, "prompt"),
@@ -96,8 +94,8 @@ def test_bad_bodies_of_one_endpoint_are_refused(fake):
         ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
     ):
-        check(live.http.post(path, json=body), 400, param)
-    assert live.http.post("/v1/completions", json=GOOD).status_code == 200
+        check(plain.http.post(path, json=body), 400, param)
+    assert plain.http.post("/v1/completions", json=GOOD).status_code == 200
 
 
 def test_a_prompt_longer_than_the_context_names_both_lengths(fake):
@@ -130,13 +128,12 @@ def test_wrong_keys_are_refused(fake):
         live.client.models.list()
 
 
-def test_unknown_routes_are_404(fake):
-    live = fake()
-    check(live.http.get("/nowhere"), 404)
-    check(live.http.get("/v1/completions"), 405)
-    check(live.http.get("/v1/models/none"), 404, "model")
+def test_unknown_routes_are_404(plain):
+    check(plain.http.get("/nowhere"), 404)
+    check(plain.http.get("/v1/completions"), 405)
+    check(plain.http.get("/v1/models/none"), 404, "model")
     with pytest.raises(openai.NotFoundError):
-        live.client.completions.create(model="none", prompt="x")
+        plain.client.completions.create(model="none", prompt="x")
 
 
 def test_a_full_queue_is_503(fake):

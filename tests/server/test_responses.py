@@ -8,13 +8,11 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
 
 from jaxserve.server.responses.store import MAX_STORED, Store
+from tests.support.server import vendors
 
 MODEL = "jaxserve-demo"
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 Fake = Callable[..., Any]
 
 
@@ -27,7 +25,7 @@ def events(live: Any, **fields: Any) -> list[dict[str, Any]]:
     for block in made.text.strip().split("\n\n"):
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
-        EVENT.validate_python(event)
+        vendors.response_event().validate_python(event)
         assert name == f"event: {event['type']}"
         found.append(event)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
@@ -48,37 +46,35 @@ def sent(live: Any) -> str:
     return text
 
 
-def test_create(fake: Fake) -> None:
-    live = fake()
-    made = live.client.responses.create(
+def test_create(plain: Any) -> None:
+    made = plain.client.responses.create(
         model=MODEL, input="Hello", instructions="Be brief.", max_output_tokens=5, temperature=0.5, top_p=0.9,
         metadata={"trace": "7"}, user="me",
     )  # fmt: skip
-    Response.model_validate(made.to_dict())
+    vendors.response().validate_python(made.to_dict())
     assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert made.output[0].status == "incomplete"
-    assert made.output_text == live.service.tokenizer.decode(
-        live.engine.submitted[0].prompt[:5], skip_special_tokens=True
+    assert made.output_text == plain.service.tokenizer.decode(
+        plain.engine.submitted[0].prompt[:5], skip_special_tokens=True
     )
     assert (made.temperature, made.top_p, made.metadata, made.user) == (0.5, 0.9, {"trace": "7"}, "me")
     assert made.usage.output_tokens == 5
     assert made.usage.total_tokens == made.usage.input_tokens + 5
-    params = live.engine.submitted[0].params
+    params = plain.engine.submitted[0].params
     assert (params.max_tokens, params.temperature, params.top_p) == (5, 0.5, 0.9)
-    assert "Be brief." in sent(live) and "Hello" in sent(live)
+    assert "Be brief." in sent(plain) and "Hello" in sent(plain)
 
 
-def test_an_output_that_ends_is_completed(fake: Fake) -> None:
-    live = fake()
-    first = live.client.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
-    token = live.engine.submitted[0].prompt[0]
-    made = live.client.responses.create(model=MODEL, input="Hi", extra_body={"stop_token_ids": [token]})
+def test_an_output_that_ends_is_completed(plain: Any) -> None:
+    first = plain.client.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
+    token = plain.engine.submitted[0].prompt[0]
+    made = plain.client.responses.create(model=MODEL, input="Hi", extra_body={"stop_token_ids": [token]})
     assert (first.status, made.status, made.output[0].status) == ("incomplete", "completed", "completed")
     assert made.incomplete_details is None
 
 
-def test_the_events_of_a_stream(fake: Fake) -> None:
-    found = events(fake(), max_output_tokens=3)
+def test_the_events_of_a_stream(plain: Any) -> None:
+    found = events(plain, max_output_tokens=3)
     kinds = [event["type"].removeprefix("response.") for event in found]
     assert kinds == [
         "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * (len(found) - 8),
@@ -94,15 +90,14 @@ def test_the_events_of_a_stream(fake: Fake) -> None:
     assert len({event["item_id"] for event in found if "item_id" in event}) == 1
 
 
-def test_a_stream_is_the_whole_answer(fake: Fake) -> None:
-    live = fake()
-    live.client.responses.create(model=MODEL, input="Same", max_output_tokens=1)
-    prompt = live.engine.submitted[0].prompt
+def test_a_stream_is_the_whole_answer(plain: Any) -> None:
+    plain.client.responses.create(model=MODEL, input="Same", max_output_tokens=1)
+    prompt = plain.engine.submitted[0].prompt
     stop = next(token for at, token in enumerate(prompt) if at > 3 and token not in prompt[:at])
     given: dict[str, Any] = {"model": MODEL, "input": "Same", "extra_body": {"stop_token_ids": [stop]}}
     given |= {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    whole = live.client.responses.create(**given)
-    with live.client.responses.stream(**given) as stream:
+    whole = plain.client.responses.create(**given)
+    with plain.client.responses.stream(**given) as stream:
         seen = [event.type for event in stream]
         final = stream.get_final_response()
     assert "response.output_text.delta" in seen
@@ -111,9 +106,8 @@ def test_a_stream_is_the_whole_answer(fake: Fake) -> None:
     assert {len(one.top_logprobs) for one in whole.output[0].content[0].logprobs} == {1}
 
 
-def test_items_become_messages(fake: Fake) -> None:
-    live = fake()
-    live.client.responses.create(
+def test_items_become_messages(plain: Any) -> None:
+    plain.client.responses.create(
         model=MODEL,
         max_output_tokens=1,
         input=[
@@ -127,29 +121,29 @@ def test_items_become_messages(fake: Fake) -> None:
             {"type": "message", "role": "user", "content": "Three?"},
         ],
     )  # fmt: skip
-    prompt = sent(live)
+    prompt = sent(plain)
     places = [prompt.index(text) for text in ("Rules.", "One?", "Two.", "Three?")]
     assert places == sorted(places)
 
 
-def test_objectives_are_those_of_chat(fake: Fake) -> None:
-    live = fake()
-    live.client.responses.create(
+def test_objectives_are_those_of_chat(plain: Any) -> None:
+    plain.client.responses.create(
         model=MODEL, input="Hi", max_output_tokens=1, extra_headers={"x-slo-tpot-ms": "70"},
         extra_body={"ttft_slo_ms": 900, "priority": 3},
     )  # fmt: skip
-    request = live.engine.submitted[0]
+    request = plain.engine.submitted[0]
     assert (request.slo.ttft, request.slo.tpot, request.priority) == (0.9, 0.07, 3)
 
 
-def test_a_conversation_is_continued(fake: Fake) -> None:
-    live = fake()
-    first = live.client.responses.create(model=MODEL, input="Red", instructions="Only once.", max_output_tokens=2)
-    second = live.client.responses.create(
+def test_a_conversation_is_continued(plain: Any) -> None:
+    first = plain.client.responses.create(model=MODEL, input="Red", instructions="Only once.", max_output_tokens=2)
+    second = plain.client.responses.create(
         model=MODEL, input="Green", previous_response_id=first.id, max_output_tokens=2
     )
-    third = live.client.responses.create(model=MODEL, input="Blue", previous_response_id=second.id, max_output_tokens=1)
-    prompt = sent(live)
+    third = plain.client.responses.create(
+        model=MODEL, input="Blue", previous_response_id=second.id, max_output_tokens=1
+    )
+    prompt = sent(plain)
     texts = ["Red", first.output_text, "Green", second.output_text, "Blue"]
     at = 0
     for text in texts:
@@ -158,27 +152,26 @@ def test_a_conversation_is_continued(fake: Fake) -> None:
     assert third.previous_response_id == second.id
 
 
-def test_stored_responses(fake: Fake) -> None:
-    live = fake()
-    made = live.client.responses.create(model=MODEL, input="Hi", max_output_tokens=2)
+def test_stored_responses(plain: Any) -> None:
+    made = plain.client.responses.create(model=MODEL, input="Hi", max_output_tokens=2)
     assert made.to_dict()["store"] is True
-    assert live.client.responses.retrieve(made.id).to_dict() == made.to_dict()
-    items = live.client.responses.input_items.list(made.id)
+    assert plain.client.responses.retrieve(made.id).to_dict() == made.to_dict()
+    items = plain.client.responses.input_items.list(made.id)
     assert [item.content[0].text for item in items] == ["Hi"]
     several = [{"role": "user", "content": "One"}, {"role": "user", "content": "Two"}]
-    other = live.client.responses.create(model=MODEL, input=several, max_output_tokens=1)
+    other = plain.client.responses.create(model=MODEL, input=several, max_output_tokens=1)
     for order, texts in (("asc", ["One", "Two"]), ("desc", ["Two", "One"])):
-        items = live.client.responses.input_items.list(other.id, order=order)
+        items = plain.client.responses.input_items.list(other.id, order=order)
         assert [item.content[0].text for item in items] == texts
-    streamed = events(live, max_output_tokens=2)[-1]["response"]
-    assert live.client.responses.retrieve(streamed["id"]).to_dict() == streamed
-    live.client.responses.delete(made.id)
-    for call in (live.client.responses.retrieve, live.client.responses.delete):
+    streamed = events(plain, max_output_tokens=2)[-1]["response"]
+    assert plain.client.responses.retrieve(streamed["id"]).to_dict() == streamed
+    plain.client.responses.delete(made.id)
+    for call in (plain.client.responses.retrieve, plain.client.responses.delete):
         with pytest.raises(openai.NotFoundError) as error:
             call(made.id)
         assert error.value.param == "response_id"
     with pytest.raises(openai.NotFoundError) as error:
-        live.client.responses.create(model=MODEL, input="Hi", previous_response_id=made.id)
+        plain.client.responses.create(model=MODEL, input="Hi", previous_response_id=made.id)
     assert error.value.param == "previous_response_id"
 
 
@@ -252,21 +245,19 @@ REFUSALS: tuple[Any, ...] = (
 )
 
 
-def test_refusals_name_the_field(fake: Fake) -> None:
-    live = fake()
+def test_refusals_name_the_field(plain: Any) -> None:
     for field, given, told in REFUSALS:
-        assert told in refused(live, field, **given)
+        assert told in refused(plain, field, **given)
 
 
-def test_other_refusals(fake: Fake) -> None:
-    live = fake()
-    missing = live.http.post("/v1/responses", json={"model": MODEL})
+def test_other_refusals(plain: Any) -> None:
+    missing = plain.http.post("/v1/responses", json={"model": MODEL})
     assert (missing.status_code, missing.json()["error"]["param"]) == (400, "input")
-    other = live.http.post("/v1/responses", json={"model": "gpt-9", "input": "Hi"})
+    other = plain.http.post("/v1/responses", json={"model": "gpt-9", "input": "Hi"})
     assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
-    made = live.client.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
+    made = plain.client.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
     with pytest.raises(openai.BadRequestError) as error:
-        live.client.responses.cancel(made.id)
+        plain.client.responses.cancel(made.id)
     assert error.value.param == "background"
 
 

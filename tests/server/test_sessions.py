@@ -18,22 +18,21 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 1, "temperature": 0}
         (None, "x" * 257, "x-session-id"),
     ],
 )
-def test_a_bad_name_is_refused(fake, field, header, param):
+def test_a_bad_name_is_refused(plain, field, header, param):
     body = BODY if field is None else {**BODY, "session_id": field}
-    refused = fake().http.post("/v1/completions", json=body, headers={} if header is None else {"x-session-id": header})
+    refused = plain.http.post("/v1/completions", json=body, headers={} if header is None else {"x-session-id": header})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param
 
 
-def test_every_turn_of_a_session_has_its_own_stages(fake):
+def test_every_turn_of_a_session_has_its_own_stages(plain):
     """The field precedes the header; both turns reach the engine as one session, each with its objectives."""
-    live = fake()
     for tpot in (200, 50):
         stages = {"thinking": {"tpot_slo_ms": tpot}, "answer": {"tpot_slo_ms": 2 * tpot}}
         body = {**BODY, "stage_slo": stages}
         named = {"x-session-id": "tool loop"}
         for more, headers in (({}, named), ({"session_id": "tool loop"}, {"x-session-id": "another"}), ({}, {})):
-            assert live.http.post("/v1/completions", json={**body, **more}, headers=headers).status_code == 200
-    made = live.engine.submitted
+            assert plain.http.post("/v1/completions", json={**body, **more}, headers=headers).status_code == 200
+    made = plain.engine.submitted
     assert [one.session == session_of("", "tool loop", {}) for one in made] == [True, True, False] * 2
     assert [one.session for one in made[2::3]] == ["", ""]
     for one, tpot in zip(made[::3], (0.2, 0.05), strict=True):

@@ -21,19 +21,18 @@ from jaxserve.sched.api.params import SamplingParams
         (["", "a"], "not empty"),
     ],
 )
-def test_too_many_or_too_long_stop_strings_are_refused_with_the_limits(fake, stop, says):
-    live = fake()
+def test_too_many_or_too_long_stop_strings_are_refused_with_the_limits(plain, stop, says):
     for path, body in (
         ("/v1/completions", {"prompt": "x"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
     ):
-        answer = live.http.post(path, json={**body, "stop": stop})
+        answer = plain.http.post(path, json={**body, "stop": stop})
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == "stop" and says in error["message"], error
         assert len(error["message"]) < 300
     with pytest.raises(InvalidValue, match="stop_token_ids"):
         SamplingParams(stop_token_ids=tuple(range(1025)))
-    allowed = live.http.post("/v1/completions", json={"prompt": "x", "stop": ["y" * 1024] * 64, "max_tokens": 2})
+    allowed = plain.http.post("/v1/completions", json={"prompt": "x", "stop": ["y" * 1024] * 64, "max_tokens": 2})
     assert allowed.status_code == 200
 
 

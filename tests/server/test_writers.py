@@ -6,11 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
 
 from jaxserve.generation.generate import Submission
 from jaxserve.sched.api.params import SamplingParams
@@ -20,9 +17,8 @@ from jaxserve.server.messages import writer as _messages
 from jaxserve.server.responses import writer as _responses
 from jaxserve.server.responses.items import messages_of_items
 from jaxserve.server.responses.request import ResponsesBody
+from tests.support.server import vendors
 
-RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 USAGE = {
     "prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13, "prompt_tokens_details": {"cached_tokens": 5},
     "completion_tokens_details": {"reasoning_tokens": 2},
@@ -93,12 +89,12 @@ def test_the_events_of_a_response(reason: str, thoughts: list[str], texts: list[
     one, other = writer(), writer()
     events = run(one, chunks(thoughts, texts, calls, reason))
     run(other, [whole(thoughts, texts, calls, reason)])
-    Response.model_validate(one.response)
+    vendors.response().validate_python(one.response)
     assert no_ids(one.response) == no_ids(other.response)
     assert done == [one.response, other.response]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
-        RESPONSE_EVENT.validate_python(event)
+        vendors.response_event().validate_python(event)
     # Each item is added, written and done before the next, and is what the response has in the end.
     items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert items == one.response["output"]
@@ -150,11 +146,11 @@ def test_the_events_of_a_message(
     one, other = (_messages.Writer(_messages.new_message(answer())) for _ in range(2))
     events = run(one, chunks(thoughts, texts, calls, reason))
     run(other, [whole(thoughts, texts, calls, reason)])
-    Message.model_validate(one.message)
+    vendors.message().validate_python(one.message)
     assert no_ids(one.message) == no_ids(other.message)
     for event in events:
         if event["type"] != "ping":
-            MESSAGE_EVENT.validate_python(event)
+            vendors.message_event().validate_python(event)
     assert one.message["stop_reason"] == told
     assert one.message["usage"] == {
         "input_tokens": 4, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 5, "output_tokens": 4,

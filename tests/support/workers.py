@@ -11,6 +11,15 @@ from xdist.scheduler import LoadScopeScheduling
 MOST = 4  # each worker may hold 4 GiB, mostly programs compiled by XLA
 FEW = 3  # up to this many files given by name run in this process
 
+# Files of tests/server on the engine double, which need nothing of the session's engine: groups of their own.
+DOUBLES = tuple(
+    f"tests/server/test_{name}.py"
+    for name in (
+        "api_tools", "bodies", "connections", "documented", "fairness", "gave_up", "generation", "hostile_values",
+        "long_texts", "messages", "proxy", "refusals", "responses", "stops", "text", "tls", "writers",
+    )
+)  # fmt: skip
+
 # Files that share session fixtures or executors cached in a process. Longest first: a group that starts
 # last would run alone at the end. Every other file is a group of its own.
 GROUPS = {
@@ -24,6 +33,13 @@ GROUPS = {
               "tests/engine/test_parameters.py", "tests/engine/test_segments.py"),
     "precision": ("tests/engine/test_kv_dtype.py", "tests/engine/test_quantized.py"),
     "names": ("tests/server/test_names.py", "tests/server/test_tiers.py"),
+    # Servers and engines in processes of their own: a lane, so that they neither run beside each other nor
+    # keep tests that share an engine waiting.
+    "processes": ("tests/ray/", "tests/server/test_ending.py", "tests/server/test_handoff_processes.py",
+                  "tests/server/test_killed.py", "tests/server/test_notebook.py",
+                  "tests/server/test_operations_processes.py", "tests/server/test_processes.py",
+                  "tests/server/test_rolling_processes.py", "tests/server/test_scaled_processes.py",
+                  "tests/server/test_signals.py"),
     "scripts": ("tests/bench/test_scripts.py",),
     "distillation": ("tests/training/",),
     "logits": ("tests/models/test_parity.py",),
@@ -37,6 +53,8 @@ ORDER = {name: place for place, name in enumerate(GROUPS)}
 
 def group(path: str) -> str:
     """Return the group of a file by the longest matching prefix."""
+    if path in DOUBLES:
+        return path
     fits = [(len(start), name) for name, starts in GROUPS.items() for start in starts if path.startswith(start)]
     return max(fits)[1] if fits else path
 

@@ -18,11 +18,13 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.sched.instance.stats import Counters
 
+BOUND = 1000  # requests that may run at the same time
+
 
 class Double:
     """An engine double that repeats the prompt token by token from a thread per request."""
 
-    def __init__(self, *, vocab_size: int = 4096, max_model_len: int = 256, delay: float = 0.0, bound: int = 1000):
+    def __init__(self, *, vocab_size: int = 4096, max_model_len: int = 256, delay: float = 0.0, bound: int = BOUND):
         instance = InstanceInfo("i0", "mixed", ("cpu:0",), 64, 16)
         none: frozenset[int] = frozenset()
         self.info = EngineInfo(
@@ -47,9 +49,15 @@ class Double:
         self.cancelled: dict[int, str] = {}
         self._over: dict[int, Request] = {}
         self._running: set[int] = set()
+        self._left: dict[int, threading.Event] = {}
         self._ids = itertools.count()
         self._counters = Counters()
         self._lock = threading.Lock()
+
+    @property
+    def usual(self) -> bool:
+        """Whether requests end as they should: no test has asked for failures or delays."""
+        return self.fail_after is self.reject is None and not self.delay and self.bound == BOUND
 
     def submit(
         self,
@@ -75,6 +83,7 @@ class Double:
                 raise InvalidValue("token 13 is bad luck", "prompt")
             id = next(self._ids)
             self._running.add(id)
+            self._left[id] = threading.Event()
         request = Request(
             id,
             tuple(prompt),
@@ -94,7 +103,7 @@ class Double:
         return id
 
     def _run(self, request: Request, tell: Callable[[Delta], None]) -> None:
-        params, id = request.params, request.id
+        params, id, left = request.params, request.id, self._left[request.id]
         request.scheduled_at = time.monotonic()
         if self.reject is not None:
             self._end(request, "rejected")
@@ -102,7 +111,7 @@ class Double:
             return
         room = self.info.max_model_len - request.prompt_length
         for count, token in enumerate(itertools.cycle(request.prompt), 1):
-            time.sleep(self.delay)
+            left.wait(self.delay)  # a cancelled request ends at once, as one of the engine does after its step
             if id in self.cancelled or self.fail_after == count - 1:
                 reason = self.cancelled.get(id, "error")
                 self._end(request, reason)
@@ -135,6 +144,7 @@ class Double:
 
     def cancel(self, request: int, reason: str = "abort") -> None:
         self.cancelled.setdefault(request, reason)
+        self._left[request].set()
 
     def record(self, request: int) -> RequestMetrics | None:
         found = self._over.get(request)

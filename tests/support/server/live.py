@@ -6,13 +6,16 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 
 from jaxserve.server.service import Service
 from jaxserve.server.serving import Ending, listen_on, serve
+
+if TYPE_CHECKING:
+    import openai
 
 MODEL = "jaxserve-demo"
 SMALL = {
@@ -44,7 +47,13 @@ class Live:
         assert self._ready.wait(30), "the server did not start"
         # verify: loading the certificates, which plain HTTP does not need, takes longer than an answer.
         self.http = httpx.Client(base_url=self.url, timeout=120, verify=False)
-        self.client = openai.OpenAI(
+
+    @cached_property
+    def client(self) -> openai.OpenAI:
+        """OpenAI's client of this server."""
+        import openai
+
+        return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0,
             http_client=openai.DefaultHttpxClient(verify=False),
         )  # fmt: skip
@@ -74,7 +83,8 @@ class Live:
 
     def stop(self) -> None:
         self.http.close()
-        self.client.close()
+        if "client" in vars(self):
+            self.client.close()
         if self._thread.is_alive():
             self.call(self.ending.now)
             self._thread.join(30)

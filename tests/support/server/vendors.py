@@ -1,0 +1,52 @@
+"""What the vendors' own packages say: Anthropic's client, and the types of both APIs. Imported at their first use."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+if TYPE_CHECKING:
+    import anthropic
+
+
+def anthropic_of(url: str, key: str = "none", **more: Any) -> anthropic.Anthropic:
+    """Return a client of the server at `url`; close it, or use it in a `with`."""
+    import anthropic
+
+    # Loading the certificates, which plain HTTP does not need, takes longer than an answer.
+    http = anthropic.DefaultHttpxClient(verify=False)
+    return anthropic.Anthropic(base_url=url, api_key=key, max_retries=0, http_client=http, **more)
+
+
+@cache
+def message() -> TypeAdapter[Any]:
+    """Return the validator of an answer of /v1/messages."""
+    from anthropic.types import Message
+
+    return TypeAdapter(Message)
+
+
+@cache
+def message_event() -> TypeAdapter[Any]:
+    """Return the validator of an event of a stream of /v1/messages."""
+    from anthropic.types import RawMessageStreamEvent
+
+    return TypeAdapter(RawMessageStreamEvent)
+
+
+@cache
+def response() -> TypeAdapter[Any]:
+    """Return the validator of an answer of /v1/responses."""
+    from openai.types.responses import Response
+
+    return TypeAdapter(Response)
+
+
+@cache
+def response_event() -> TypeAdapter[Any]:
+    """Return the validator of an event of a stream of /v1/responses."""
+    from openai.types.responses import ResponseStreamEvent
+
+    return TypeAdapter(ResponseStreamEvent)
