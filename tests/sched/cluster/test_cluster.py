@@ -16,8 +16,8 @@ from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.api.slo import SLO
 from tests.support.examples import examples
-from tests.support.sched.complete import JOB, PD, ROLES, check_complete
-from tests.support.sched.harness import Job, simulate
+from tests.support.sched.complete import JOB, PD, ROLES, check_complete, check_told
+from tests.support.sched.harness import Job, every, simulate
 
 
 @pytest.mark.parametrize("roles", ROLES)
@@ -49,20 +49,11 @@ def test_pools_of_a_few_pages_never_deadlock(jobs, roles, policy, pages, rows, t
 @given(
     jobs=st.lists(JOB, min_size=1, max_size=6),
     roles=st.sampled_from(list(ROLES.values())),
-    every=st.integers(3, 7),
+    fail=st.integers(3, 7),
 )
 @settings(max_examples=examples(60))
-def test_steps_that_raise_cost_no_token(jobs, roles, every) -> None:  # type: ignore[no-untyped-def]
-    seen = [0]
-
-    def fails(name: str, plan: StepPlan) -> bool:
-        seen[0] += 1
-        return seen[0] % every == 0 and seen[0] < 40
-
-    outcome = simulate(jobs, roles, pages=14, rows=4, tokens=16, fails=fails)
-    for request in outcome.requests:
-        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
-        assert told == request.output
+def test_steps_that_raise_cost_no_token(jobs, roles, fail) -> None:  # type: ignore[no-untyped-def]
+    check_told(simulate(jobs, roles, pages=14, rows=4, tokens=16, fails=every(fail)))
 
 
 def test_a_request_that_makes_steps_raise_fails_alone() -> None:
@@ -93,13 +84,12 @@ def test_transfers_that_raise_cost_no_token(jobs, roles, every, pages) -> None: 
         return seen[0] % every == 0
 
     outcome = simulate(jobs, roles, pages=pages, rows=4, tokens=16, loses=loses)
+    check_told(outcome)
     for request, job in zip(outcome.requests, jobs, strict=True):
-        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
-        assert told == request.output
         if request.finish_reason == "error":
             assert "failed 3 times" in (request.error or "") and seen[0] >= 3 * every - 2
         elif request.finish_reason != "abort":
-            assert len(told) == min(job.output, request.limit)
+            assert len(request.output) == min(job.output, request.limit)
 
 
 def test_lost_pools_do_not_count_as_failures_of_the_link() -> None:

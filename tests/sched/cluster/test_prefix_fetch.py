@@ -14,12 +14,10 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.cluster.prefix_fetch import LEAST_PATIENCE
-from jaxserve.sched.journal import replay
 from jaxserve.sched.sim import clock
 from tests.support.examples import examples
-from tests.support.sched.complete import JOB, ROLES, check_complete
-from tests.support.sched.harness import Job, simulate
-from tests.support.sched.recorded import perf, recorded
+from tests.support.sched.complete import JOB, ROLES, check_complete, check_told
+from tests.support.sched.harness import Job, every, simulate
 from tests.support.sched.sources import BEHAVIORS, Source
 
 SOURCE = st.builds(
@@ -62,40 +60,11 @@ def test_whatever_sources_do_every_request_gets_its_tokens(jobs, sources, roles,
     jobs=st.lists(JOB, min_size=1, max_size=6),
     source=SOURCE,
     roles=st.sampled_from(list(ROLES.values())),
-    every=st.integers(3, 7),
+    fail=st.integers(3, 7),
 )
 @settings(max_examples=examples(60))
-def test_steps_that_raise_cost_no_token(jobs, source, roles, every) -> None:  # type: ignore[no-untyped-def]
-    seen = [0]
-
-    def fails(name: str, plan: StepPlan) -> bool:
-        seen[0] += 1
-        return seen[0] % every == 0 and seen[0] < 40
-
-    outcome, _ = run(jobs, source, roles=roles, pages=14, rows=4, tokens=16, fails=fails)
-    for request in outcome.requests:
-        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
-        assert told == request.output
-
-
-@given(
-    jobs=st.lists(JOB, min_size=1, max_size=8),
-    behaviors=st.lists(st.sampled_from(BEHAVIORS), min_size=1, max_size=4),
-    roles=st.sampled_from(list(ROLES)),
-    policy=st.sampled_from(["distserve", "kairos"]),
-)
-@settings(max_examples=examples(60))
-def test_replay_reproduces_every_plan(jobs, behaviors, roles, policy) -> None:  # type: ignore[no-untyped-def]
-    text = recorded(jobs, roles, policy, sources=[Source(behaviors)])
-    found = replay(text.splitlines(), perf)
-    assert found.differences == [] and found.plans == text.count('"kind":"planned"')
-
-
-@given(jobs=st.lists(JOB, min_size=1, max_size=8), behaviors=st.lists(st.sampled_from(BEHAVIORS), min_size=1))
-@settings(max_examples=examples(30))
-def test_equal_sources_give_equal_histories(jobs, behaviors) -> None:  # type: ignore[no-untyped-def]
-    first, second = (run(jobs, Source(behaviors), roles=ROLES["4x1"], policy="kairos")[0] for _ in range(2))
-    assert first.plans == second.plans and first.ended == second.ended
+def test_steps_that_raise_cost_no_token(jobs, source, roles, fail) -> None:  # type: ignore[no-untyped-def]
+    check_told(run(jobs, source, roles=roles, pages=14, rows=4, tokens=16, fails=every(fail))[0])
 
 
 @given(

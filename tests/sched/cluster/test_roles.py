@@ -19,7 +19,7 @@ from jaxserve.sched.sim.workload import Arrival
 from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, ROUTERS, SHAPE, drawn
 from tests.support.sched.harness import COEFFICIENTS, Job
-from tests.support.sched.roles import ROLE_CHANGES, SEVERAL, D, M, P, RoleChanges, check, check_replay, journaled, run
+from tests.support.sched.roles import ROLE_CHANGES, SEVERAL, D, M, P, RoleChanges, check, run
 
 
 @settings(max_examples=examples(60))
@@ -51,22 +51,6 @@ def test_no_change_of_roles_loses_anything_under_any_policy(policy: str) -> None
         case = draw.choice(sorted(SEVERAL)), draw.choice(ROUTERS), draw.choice(ADMISSIONS)
         jobs, shape = drawn((policy, number))
         check(policy, case, jobs, shape, random_changes(draw, draw.randint(1, 20)))
-
-
-# Journal
-
-
-@settings(max_examples=examples(40))
-@given(
-    jobs=JOBS,
-    mesh=st.sampled_from(["1P1D", "2P2D"]),
-    policy=st.sampled_from(["distserve", "kairos", "unified"]),
-    first=st.sampled_from(["prefill", "decode"]),
-    lead=st.sampled_from([0.0, 0.0005]),
-    changes=ROLE_CHANGES,
-)
-def test_changes_of_roles_are_journaled(jobs, mesh, policy, first, lead, changes) -> None:  # type: ignore[no-untyped-def]
-    check_replay(journaled(jobs, mesh, policy, {"first_token": first, "lead": lead}, changes))
 
 
 # Single cases

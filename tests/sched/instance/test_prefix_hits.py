@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import StepResult
 from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
@@ -22,6 +21,7 @@ from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.fcfs import Fcfs
 from jaxserve.sched.policies.sarathi import Sarathi
 from tests.support.examples import examples
+from tests.support.sched.fleet import step
 
 PERF = Coefficients(1e-3, 1e-5, 1e-5, 0.0, 0.0, 0.0)
 PROMPTS = st.lists(
@@ -99,13 +99,6 @@ TestHits.settings = settings(max_examples=examples(150), stateful_step_count=40,
 
 def instance(pages: int = 400) -> Scheduler:
     return Scheduler(Fcfs(), GeneralModel(PERF, correct=False), Limits(512, 8, pages, 16), Role.PREFILL)
-
-
-def step(one: Scheduler) -> None:
-    plan = one.plan(0.0, 0.0)
-    assert plan is not None
-    tokens = tuple((7,) if span.samples else () for span in plan.spans)
-    one.settle(StepResult(plan.step, 0.0, 0.0, tokens))
 
 
 def hit(one: Scheduler, id: int) -> int:

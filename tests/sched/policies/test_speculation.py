@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.api.acceptance import Drafts
 from jaxserve.sched.api.perf import Load
-from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.policy import Decision, Grant, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, State
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.slos_serve.speculation import PrefillSupply, StepCosts, accepted, counted_on, prompt_room
 from tests.support.examples import examples
-from tests.support.sched.harness import Job, Outcome, simulate
+from tests.support.sched.complete import check_told
+from tests.support.sched.harness import Job, Outcome, every, simulate
 from tests.support.sched.speculation import JOB, check
 
 # ---- gain by drafts and remaining step time
@@ -190,23 +190,13 @@ def test_drafting_loses_and_invents_no_token(  # type: ignore[no-untyped-def]
     check(outcome, jobs, draft, 4)
 
 
-@given(jobs=st.lists(JOB, min_size=1, max_size=5), every=st.integers(3, 7), acceptance=st.sampled_from([0.3, 1.0]))
+@given(jobs=st.lists(JOB, min_size=1, max_size=5), fail=st.integers(3, 7), acceptance=st.sampled_from([0.3, 1.0]))
 @settings(max_examples=examples(40), deadline=None)
 def test_a_step_that_raises_while_it_verifies_costs_no_token(  # type: ignore[no-untyped-def]
-    jobs, every, acceptance
+    jobs, fail, acceptance
 ) -> None:
-    seen = [0]
-
-    def fails(name: str, plan: StepPlan) -> bool:
-        seen[0] += 1
-        return seen[0] % every == 0 and seen[0] < 40
-
-    outcome = simulate(
-        jobs, policy=lambda: Drafting([3]), pages=16, rows=4, tokens=16, draft=3, acceptance=acceptance, fails=fails
-    )
-    for request in outcome.requests:
-        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
-        assert told == request.output
+    shape = {"pages": 16, "rows": 4, "tokens": 16, "draft": 3, "acceptance": acceptance}
+    check_told(simulate(jobs, policy=lambda: Drafting([3]), fails=every(fail), **shape))
 
 
 def steps(outcome: Outcome) -> int:

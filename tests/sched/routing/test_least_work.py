@@ -16,7 +16,6 @@ from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
-from jaxserve.sched.journal import replay
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.sarathi import Sarathi
 from jaxserve.sched.routing.base import Fleet
@@ -26,7 +25,6 @@ from tests.support.examples import examples
 from tests.support.sched.complete import JOB, ROLES, check_complete
 from tests.support.sched.harness import COEFFICIENTS, Job
 from tests.support.sched.harness import simulate as serve
-from tests.support.sched.recorded import perf, recorded
 
 EXACT = Coefficients(fixed=0.010, prefill=1e-4, decode=1e-4, quadratic=0.0, longest=1e-7, context=1e-7)
 DEVICE = Latency("test", kv_bytes_per_token=1000, kv_tokens=100_000, page_size=16, coefficients=EXACT)
@@ -185,13 +183,6 @@ def test_write_back_loses_nothing(jobs, roles, pages, every) -> None:  # type: i
 
     found = serve(jobs, roles, routing=GIVE, pages=pages, rows=3, loses=loses)
     assert [request.id for request in found.requests] == list(range(len(jobs)))
-
-
-@given(jobs=st.lists(JOB, min_size=1, max_size=8), every=st.sampled_from([5, 10_000]))
-@settings(max_examples=examples(30))
-def test_write_back_is_journaled(jobs: list[Job], every: int) -> None:
-    text = recorded(jobs, "4x1", "distserve", every, GIVE)
-    assert replay(text.splitlines(), perf).differences == []
 
 
 def test_reads_by_other_threads_are_not_memoized() -> None:
