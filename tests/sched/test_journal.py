@@ -50,15 +50,16 @@ FEATURES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
 @given(
     jobs=st.lists(JOB, min_size=1, max_size=8),
     roles=st.sampled_from(list(ROLES)),
-    policy=st.sampled_from(["distserve", "kairos", "unified"]),
+    policy=st.sampled_from(["distserve", "kairos", "slos_serve", "unified"]),
+    draft=st.sampled_from([0, 3]),
     data=st.data(),
 )
 @settings(max_examples=examples(60))
 def test_replay_reproduces_every_plan(
-    feature: str, jobs: list[Job], roles: str, policy: str, data: st.DataObject
+    feature: str, jobs: list[Job], roles: str, policy: str, draft: int, data: st.DataObject
 ) -> None:
     """And equal runs have equal journals."""
-    shape = {"roles": roles, "policy": policy, **data.draw(FEATURES[feature])}
+    shape = {"roles": roles, "policy": policy, "draft": draft, "acceptance": 0.6, **data.draw(FEATURES[feature])}
     first, second = (recorded(jobs, **deepcopy(shape)) for _ in range(2))
     assert first == second
     check_replay(first)

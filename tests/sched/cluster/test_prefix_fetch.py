@@ -79,23 +79,21 @@ def test_role_changes_lose_no_held_request(jobs, source, changes) -> None:  # ty
     check_complete(outcome, jobs, cancelled=True)
 
 
-def test_fetched_pages_are_prefix_hits() -> None:
-    outcome, fetches = run([Job(range(41), 4)], Source())
-    assert outcome.requests[0].cached == 40 and fetches.pages == 10 and fetches.requests == 1
-
-
-@pytest.mark.parametrize("length", [1, 4])
-def test_the_last_token_of_a_prompt_is_computed_here(length: int) -> None:
-    """A prompt within one page has nothing to fetch."""
-    source = Source()
-    run([Job(range(length), 4)], source)
-    assert source.asked == []
-
-
-def test_a_source_that_is_slower_than_computing_is_not_asked() -> None:
-    source = Source(seconds=1.0)
-    outcome, fetches = run([Job(range(41), 4)], source)
-    assert source.asked == [] and fetches.requests == 0 and outcome.requests[0].cached == 0
+@pytest.mark.parametrize(
+    ("length", "seconds", "params", "cached"),
+    [
+        pytest.param(41, 1e-5, {}, 40, id="fetched pages are prefix hits"),
+        pytest.param(1, 1e-5, {}, 0, id="the last token is computed here"),
+        pytest.param(4, 1e-5, {}, 0, id="a prompt of one page"),
+        pytest.param(41, 1.0, {}, 0, id="a source that is slower than computing"),
+        pytest.param(41, 1e-5, {"prompt_logprobs": 1}, 0, id="log-probabilities of every position"),
+    ],
+)
+def test_a_source_is_asked_only_if_that_saves_time(length: int, seconds: float, params: Any, cached: int) -> None:
+    source, job = Source(seconds=seconds), Job(range(length), 4, params=SamplingParams(max_tokens=None, **params))
+    outcome, fetches = run([job], source)
+    assert outcome.requests[0].cached == cached == 4 * fetches.pages
+    assert bool(source.asked) == bool(cached) == bool(fetches.requests)
 
 
 def test_a_source_is_asked_again_for_the_rest() -> None:
@@ -174,9 +172,3 @@ def test_held_requests_leave_an_instance_that_hangs(roles: tuple[Role, ...]) -> 
     assert outcome.requests[0].finish_reason == UNAVAILABLE
     others = {request.finish_reason for request in outcome.requests[1:]}
     assert others == {"stop" if len(roles) > 1 else UNAVAILABLE}
-
-
-def test_requests_that_ask_for_prompt_logprobs_fetch_nothing() -> None:
-    source = Source()
-    run([Job(range(41), 4, params=SamplingParams(max_tokens=None, prompt_logprobs=1))], source)
-    assert source.asked == []

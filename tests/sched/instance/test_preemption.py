@@ -53,22 +53,6 @@ def test_a_preempted_step_resumes_without_extra_time() -> None:
     assert counters.measured_seconds == pytest.approx(T_LONG + T_SHORT, rel=1e-12)
 
 
-def test_without_preemption_the_short_prompt_waits() -> None:
-    jobs = [job(LONG), job(SHORT, arrival=1.4 * SEGMENT, ttft=0.02)]
-    expected = [T_LONG, T_LONG + T_SHORT]
-    assert firsts(preempting(jobs, preemptible=False)) == pytest.approx(expected, rel=1e-12)
-    assert firsts(preempting(jobs, policy="flowprefill:no-preempt")) == pytest.approx(expected, rel=1e-12)
-    assert firsts(preempting(jobs, suspended=0)) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("segments", [1, 2, 5, 40])
-def test_a_step_stops_at_its_next_boundary(segments: int) -> None:
-    at = 0.3 * T_LONG
-    boundary = -(-at // (T_LONG / segments)) * T_LONG / segments
-    outcome = preempting([job(LONG), job(SHORT, arrival=at, ttft=0.06)], segments=segments)
-    assert firsts(outcome)[1] == pytest.approx(boundary + T_SHORT, rel=1e-12)
-
-
 def test_a_step_asked_to_stop_in_its_last_segment_ends_and_counts_as_blocking() -> None:
     outcome = preempting([job(LONG), job(SHORT, arrival=9.75 * SEGMENT, ttft=0.02)])
     counters = outcome.counters["mixed0"]

@@ -122,19 +122,6 @@ def test_a_waiting_prompt_learns_at_every_step_of_a_prefix_that_another_computes
     one.check()
 
 
-def test_evicted_pages_are_no_longer_hits() -> None:
-    one, shared = instance(pages=60), list(range(512))
-    one.add(request(0, shared))
-    step(one)
-    one.release(0)
-    one.add(request(1, [*shared, *range(900, 932)], 2.0))
-    one.add(request(2, list(range(1000, 1512)), 1.0))
-    assert hit(one, 1) == 512
-    step(one)  # 32 of 60 pages are free, so that 4 of the 32 cached ones are evicted
-    assert one.version and hit(one, 1) == 512 - 4 * 16
-    one.check()
-
-
 def test_a_dropped_request_finds_its_own_pages() -> None:
     one = Scheduler(Sarathi(), GeneralModel(PERF, correct=False), Limits(64, 8, 12, 16))
     for id in (0, 1):

@@ -24,11 +24,6 @@ from tests.support.sched.speculation import JOB, check
 # --------------------------------------------------------------------------
 
 
-def test_tokens_gained_by_verifying() -> None:
-    assert accepted(0.7, 4) == pytest.approx(2.533)
-    assert accepted(0.7, 1) == 1.0 and accepted(0.0, 4) == 1.0 and accepted(1.0, 4) == 4.0
-
-
 @given(st.floats(0, 0.999), st.integers(1, 10))
 def test_another_drafted_token_gains_its_chance_of_acceptance(acceptance: float, length: int) -> None:
     """A drafted token counts only if all drafted tokens before it are right."""
@@ -46,15 +41,6 @@ def test_caution_never_increases_the_expected_gain(acceptance: float, length: in
 def test_caution_by_hand() -> None:
     """Two tokens at 0.5: 1 or 2, mean 1.5, standard deviation 0.5, over 10 / 1.5 steps: 0.19."""
     assert counted_on(0.5, 2, 1.0) == pytest.approx(1.5 - 0.5 * (1.5 / 10) ** 0.5)
-
-
-def test_prompt_room_by_hand() -> None:
-    """At 10 ms fixed and 1 ms a token, 25 ms leaves 15 tokens for prompts, 12 beside three rows; 6 ms lacks 4."""
-    perf = GeneralModel(Coefficients(10e-3, 1e-3, 1e-3, 0, 0, 0))
-    assert prompt_room(perf, Load(), 100, 25e-3 + 1e-9) == 15
-    assert prompt_room(perf, Load(decode=3), 100, 25e-3 + 1e-9) == 12
-    assert prompt_room(perf, Load(decode=3), 7, 25e-3) == 7
-    assert prompt_room(perf, Load(), 100, 6e-3) in (-4, -5)
 
 
 @given(

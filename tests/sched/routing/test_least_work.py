@@ -43,18 +43,6 @@ def order(one: Request, *instances: Scheduler) -> list[int]:
     return routing.make("least_work").prefill(one, Fleet(0.0, instances, lambda tokens: 0.0))
 
 
-def test_counts_tokens_to_compute_and_not_requests() -> None:
-    busy, crowded = instance(), instance()
-    busy.add(request(0, 5000))
-    for id in range(1, 5):
-        crowded.add(request(id, 1000, 10_000 * id))
-    assert order(request(9, 10, 90_000), busy, crowded) == [1, 0]
-
-
-def test_never_routes_to_a_decode_instance() -> None:
-    assert order(request(9, 10), instance(), instance(Role.DECODE), instance()) == [0, 2]
-
-
 def test_a_prefix_counts_as_the_tokens_it_saves() -> None:
     """800 of the prompt's 1,000 tokens are cached on the second instance."""
     for backlog, best in ((799, 1), (800, 0), (801, 0)):
