@@ -17,10 +17,8 @@ from jaxserve.sched.api.policy import Limits, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request, State
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.feasibility import (
-    GRID,
     decode_load,
     joiners_bound,
-    largest_chunk,
     mixed_bound,
     on_time_set,
     piggyback_speed,
@@ -79,48 +77,6 @@ def test_kept_jobs_stay_while_they_alone_are_on_time(jobs: list[tuple[int, int, 
         rest = [index for index in range(len(jobs)) if index not in stay]
         more = combinations(rest, len(chosen) - len(stay) + 1)
         assert not any(on_time(start, jobs, (*stay, *each)) for each in more)
-
-
-@given(jobs=JOBS)
-def test_another_job_never_shrinks_the_largest_set(jobs: list[tuple[int, int, bool]]) -> None:
-    """With another job, the largest set never shrinks and grows by one at most."""
-    for count in range(len(jobs)):
-        before, after = len(solve(0, jobs[:count])), len(solve(0, jobs[: count + 1]))
-        assert before <= after <= before + 1
-
-
-def test_the_longest_job_leaves_and_of_equals_the_later() -> None:
-    assert solve(0, [(3, 4, False), (5, 8, False), (2, 7, False)]) == (0, 2)
-    assert solve(0, [(4, 6, False), (4, 6, False)]) == (0,)
-    assert solve(1, [(4, 4, False)]) == () and solve(0, [(4, 4, False)]) == (0,)  # ending at the deadline is in time
-    assert solve(0, [(0, 0, False)]) == (0,)
-
-
-@given(
-    rows=st.lists(st.integers(1, 3000), max_size=5),
-    done=st.integers(0, 3000),
-    left=st.integers(0, 1000),
-    bound=st.floats(0.0, 1.2),
-    grid=st.sampled_from([1, 7, GRID]),
-    quadratic=st.sampled_from([0.0, 1e-7]),
-)
-@settings(max_examples=examples(200))
-def test_the_largest_chunk_is_the_largest_that_fits(rows, done, left, bound, grid, quadratic) -> None:  # type: ignore[no-untyped-def]
-    perf = GeneralModel(Coefficients(0.010, 1e-3, 1e-3, quadratic, 1e-6, 1e-7), correct=False)
-    load = Load(decode=len(rows), longest=max(rows, default=0), context=sum(rows))
-    multiples = [*range(grid, left, grid), *([left] if left else [])]  # and the whole rest
-    fit = [tokens for tokens in multiples if perf.step_time(load.add_chunk(tokens, done)) <= bound]
-    assert largest_chunk(perf.step_time, load, done, left, bound, grid) == max(fit, default=0)
-
-
-def test_the_largest_chunk_by_hand() -> None:
-    """Two rows take 10 + 2 + 1 + 0.05 ms, so 136.95 of 150 ms are left for tokens of 1 ms."""
-    load = Load(decode=2, longest=1000, context=1500)
-    assert largest_chunk(PERF.step_time, load, 0, 1000, 0.150) == 128
-    assert largest_chunk(PERF.step_time, load, 0, 1000, 0.150, grid=1) == 136
-    assert largest_chunk(PERF.step_time, load, 0, 136, 0.150) == 136  # the whole rest may be any number
-    assert largest_chunk(PERF.step_time, load, 0, 137, 0.150) == 128
-    assert largest_chunk(PERF.step_time, load, 0, 1000, 0.077) == 0 == largest_chunk(PERF.step_time, load, 0, 0, 9.0)
 
 
 def test_remaining_work_counts_steps_and_remaining_tokens() -> None:

@@ -18,7 +18,7 @@ from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request, State
 from jaxserve.sched.api.slo import ANSWER, LONGEST, NO_SLO, SHORTEST, SLO, THINKING
 from jaxserve.sched.api.thinking import ThinkingEnd
 from jaxserve.sched.sim.executor import END_THINKING
-from tests.support.sched.harness import Job, Outcome
+from tests.support.sched.harness import Job, Outcome, every
 from tests.support.sched.laws import Watch
 
 STAGES = [
@@ -120,14 +120,8 @@ def run_extremes(policy: str, roles: list[Role], **shape: Any) -> Outcome:
         )
         for index in range(30)
     ]
-    steps = [0]
-
-    def fails(name: str, plan: object) -> bool:
-        steps[0] += 1
-        return steps[0] % 17 == 0
-
     outcome = Watch(policy, seal=True).run(
-        jobs, roles, rows=4, pages=60, fails=fails, draft=2, acceptance=0.5, lead=1e-3, **shape
+        jobs, roles, rows=4, pages=60, fails=every(17, until=10_000), draft=2, acceptance=0.5, lead=1e-3, **shape
     )
     assert len(outcome.requests) == 30
     return outcome

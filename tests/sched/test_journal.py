@@ -1,33 +1,82 @@
-"""A replayed journal reproduces its plans, and a changed policy shows as differences."""
+"""A replayed journal reproduces its plans, whatever happened, and a changed plan shows as a difference."""
 
 from __future__ import annotations
 
 import json
+from copy import deepcopy
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.plan import StepPlan
+from jaxserve.sched.api.policy import Role
 from jaxserve.sched.journal import replay
 from tests.support.examples import examples
 from tests.support.sched.complete import JOB, ROLES
 from tests.support.sched.harness import Job
-from tests.support.sched.recorded import perf, recorded
+from tests.support.sched.recorded import check_replay, perf, recorded
+from tests.support.sched.roles import ROLE_CHANGES
+from tests.support.sched.sources import BEHAVIORS, Source
+from tests.support.sched.tiers import TIERS
+
+FEATURES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+    "steps fail": st.fixed_dictionaries({"fail": st.sampled_from([4, 7])}),
+    "role changes": st.fixed_dictionaries(
+        {
+            "role_changes": ROLE_CHANGES,
+            "first_token": st.sampled_from(["prefill", "decode"]),
+            "lead": st.sampled_from([0.0, 0.0005]),
+            "roles": st.sampled_from(["2x1", "4x1"]),
+        }
+    ),
+    "KV write-back": st.fixed_dictionaries({"routing": st.just("least_work:write_back"), "roles": st.just("4x1")}),
+    "KV tiers": st.fixed_dictionaries({"tiers": TIERS}),
+    "KV sources": st.lists(st.sampled_from(BEHAVIORS), min_size=1).map(lambda does: {"sources": [Source(does)]}),
+    "preemption": st.fixed_dictionaries(
+        {
+            "policy": st.just("flowprefill"),
+            "preemptible": st.just(True),
+            "suspended": st.just(3),
+            "fail": st.sampled_from([4, 10_000]),
+        }
+    ),
+}
 
 
+@pytest.mark.parametrize("feature", FEATURES)
 @given(
     jobs=st.lists(JOB, min_size=1, max_size=8),
     roles=st.sampled_from(list(ROLES)),
-    policy=st.sampled_from(["distserve", "kairos"]),
-    every=st.sampled_from([4, 7, 10_000]),
+    policy=st.sampled_from(["distserve", "kairos", "slos_serve", "unified"]),
+    draft=st.sampled_from([0, 3]),
+    data=st.data(),
 )
 @settings(max_examples=examples(60))
-def test_replay_reproduces_every_plan(jobs: list[Job], roles: str, policy: str, every: int) -> None:
-    text = recorded(jobs, roles, policy, every)
-    outcome = replay(text.splitlines(), perf)
-    assert outcome.differences == []
-    assert outcome.plans == text.count('"kind":"planned"')
+def test_replay_reproduces_every_plan(
+    feature: str, jobs: list[Job], roles: str, policy: str, draft: int, data: st.DataObject
+) -> None:
+    """And equal runs have equal journals."""
+    shape = {"roles": roles, "policy": policy, "draft": draft, "acceptance": 0.6, **data.draw(FEATURES[feature])}
+    first, second = (recorded(jobs, **deepcopy(shape)) for _ in range(2))
+    assert first == second
+    check_replay(first)
+
+
+@pytest.mark.parametrize("hangs", ["prefill0", "prefill1", "decode2", "decode3"])
+def test_replay_reproduces_the_plans_around_a_hung_step(hangs: str) -> None:
+    jobs, seen = [Job(range(50 * at, 50 * at + 4 + at % 9), 3 + at % 7, 0.3 * at) for at in range(24)], [0]
+
+    def late(name: str, plan: StepPlan) -> float:
+        seen[0] += name == hangs
+        return 300.0 if name == hangs and seen[0] == 3 else 0.0
+
+    split = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
+    text = recorded(jobs, split, "unified", routing="round_robin", pages=64, rows=8, rest=600.0, late=late)
+    assert '"hang"' in text
+    check_replay(text)
 
 
 def test_steps_record_their_predicted_times() -> None:

@@ -132,6 +132,13 @@ def test_shared_options_go_to_the_parts_that_take_them() -> None:
     [
         (policies.make, "sarathi:tokens=few", "policy 'sarathi': option 'tokens=few' must be a whole number"),
         (policies.make, "sarathi:tokens=-1", "at least 1, or 0"),
+        (policies.make, "sarathi:share=1.5", "at most 1"),
+        (policies.make, "vllm:tokens=0", "at least 1"),
+        (policies.make, "fairbatching:use=0", "more than 0"),
+        (policies.make, "fairbatching:budget=many", "must be slo, tokens, fixed or fixed:N"),
+        (policies.make, "flowprefill:batch=-1", "batch=-1 must be 0"),
+        (policies.make, "edf:literal", "policy 'edf' has no option 'literal'; its options: ageing=0.0, no-pack"),
+        (policies.make, "slos_serve:spek", "its options: no-admit, no-spec, no-dynamic, margin"),
         (policies.make, "kairos:verbos", "policy 'kairos' has no option 'verbos'"),
         (policies.make, "fairbatching:anchor=last", "anchor='last' must be first or arrival"),
         (policies.make, "fairbatching:budget=fixed:0", "budget='fixed:0' must be slo, tokens, fixed or fixed:N"),

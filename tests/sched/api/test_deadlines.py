@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from jaxserve.sched.api.request import State
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from tests.support.sched.complete import ROLES
-from tests.support.sched.harness import Job, simulate
+from tests.support.sched.harness import Job, every, simulate
 
 TPOT = 0.125  # a power of two, so that its sums are exact
 
@@ -39,17 +38,6 @@ class Watched(Scheduler):
         for one in self:
             if one.state is not State.FINISHED:
                 assert one.budget == one.generated * TPOT, f"{one} has a budget of {one.budget / TPOT} tokens"
-
-
-def every(count: int) -> Callable[[str, StepPlan], bool]:
-    """Fail every `count`-th step up to the 40th, so that requests still end."""
-    steps = [0]
-
-    def fails(name: str, plan: StepPlan) -> bool:
-        steps[0] += 1
-        return steps[0] < 40 and steps[0] % count == 0
-
-    return fails
 
 
 @pytest.mark.parametrize("roles", ROLES)

@@ -57,37 +57,6 @@ def test_the_last_marker_of_a_prompt_decides(
             assert end.feed(token) == ended([*prompt, *output[:place]], closes)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "stage"),
-    [
-        ([], THINKING),
-        ([TURN, 7, 8], THINKING),  # the model writes <think> itself
-        ([TURN, 7, OPEN], THINKING),
-        ([TURN, 7, OPEN, 9, CLOSE, 9], ANSWER),  # enable_thinking=false
-        ([TURN, 7, OPEN, 9, CLOSE, 9, 9, 9], ANSWER),  # a continued answer
-        ([TURN, OPEN, 9, CLOSE, 8, TURN, 7], THINKING),  # the marker is of an earlier turn
-        ([TURN, OPEN, 9, CLOSE, 8, TURN, 7, OPEN, CLOSE], ANSWER),
-    ],
-)
-def test_markers_of_one_token(prompt: list[int], stage: str) -> None:
-    assert (THINKING if QWEN.after(prompt) else ANSWER) == stage
-
-
-@pytest.mark.parametrize(
-    ("prompt", "stage"),
-    [
-        ([START, 7, START, 8], THINKING),
-        ([START, 7, START, 8, CHANNEL], THINKING),
-        ([START, 7, START, 8, CHANNEL, ANALYSIS, 9], THINKING),
-        ([START, 7, START, 8, CHANNEL, FINAL, 9], ANSWER),
-        ([START, 8, CHANNEL, FINAL, 9, START, 7, START, 8], THINKING),
-        ([START, 7, FINAL, START, 8], THINKING),
-    ],
-)
-def test_markers_of_several_tokens(prompt: list[int], stage: str) -> None:
-    assert (THINKING if HARMONY.after(prompt) else ANSWER) == stage
-
-
 @pytest.mark.parametrize("after", [0, 1, STRETCH - 2, STRETCH - 1, STRETCH, 3 * STRETCH + 1])
 def test_a_marker_far_from_the_end_of_a_prompt(after: int) -> None:
     assert HARMONY.after([START, 8, CHANNEL, FINAL, *[9] * after]) is None
@@ -104,27 +73,6 @@ def made(prompt: list[int], slo: SLO) -> Request:
 
 
 STAGED = SLO(ttft=1.0, tpot=0.1, stages=((THINKING, 0.02), (ANSWER, 0.05)))
-
-
-def test_each_token_of_an_output_counts_by_its_own_stage() -> None:
-    output = [CHANNEL, ANALYSIS, 9, FINAL, START, 8, CHANNEL, FINAL, 7, CHANNEL, ANALYSIS, 7]
-    one = made([START, 7, START, 8], STAGED)
-    for at, token in enumerate(output):
-        one.pending += 1
-        one.budget += one.tpot
-        one.gain(token, float(at))
-        assert one.stage == (THINKING if at < output.index(FINAL, 4) else ANSWER), at
-    # thinking up to the end of the marker, which the first token begins; then the other tokens and
-    # the next one
-    assert one.budget == pytest.approx(7 * 0.02 + 5 * 0.05)
-
-
-def test_a_marker_may_begin_in_the_prompt() -> None:
-    one = made([START, 7, START, 8, CHANNEL], STAGED)
-    assert one.stage == THINKING
-    one.pending += 1
-    one.gain(FINAL, 1.0)
-    assert one.stage == ANSWER
 
 
 def test_without_stages_no_marker_is_searched_for() -> None:

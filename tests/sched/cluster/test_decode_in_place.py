@@ -18,10 +18,11 @@ from jaxserve.sched.routing.unified import LATELY, _Lately
 from jaxserve.sched.sim import Arrival, Mesh, simulate
 from jaxserve.sched.sim.options import Options
 from tests.support.examples import examples
-from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, SHAPE
+from tests.support.sched.cases import ADMISSIONS, JOBS, MESHES, POLICIES, SHAPE
 from tests.support.sched.harness import Job
 from tests.support.sched.latency import LATENCY
-from tests.support.sched.roles import ROLE_CHANGES, SEVERAL, check, check_replay, journaled, run
+from tests.support.sched.recorded import check_replay, recorded
+from tests.support.sched.roles import ROLE_CHANGES, SEVERAL, check, run
 
 D, P = Role.DECODE, Role.PREFILL
 SOME = st.integers(1, 3)  # every `SOME`th request decodes in place
@@ -61,7 +62,7 @@ def test_decoding_in_place_loses_nothing(policy, mesh, admission, jobs, shape, s
 )
 def test_decoding_in_place_is_journaled(jobs, mesh, policy, first, some) -> None:  # type: ignore[no-untyped-def]
     with decoding_in_place(some):  # type: ignore[attr-defined]
-        check_replay(journaled(jobs, mesh, policy, {"first_token": first, "lead": 0.0}, []))
+        check_replay(recorded(jobs, MESHES[mesh], policy, pages=24, first_token=first))
 
 
 def test_a_request_without_a_slot_decodes_in_place_until_one_is_free() -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from io import StringIO
 from typing import Any
 
 import pytest
 
 from jaxserve.sched.api.plan import UNAVAILABLE, StepPlan
-from jaxserve.sched.api.policy import Limits, Role
-from jaxserve.sched.api.preemption import stopping
-from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.perf.model import GeneralModel
-from tests.support.sched.harness import COEFFICIENTS, Job, simulate
+from jaxserve.sched.api.policy import Role
+from tests.support.sched.harness import Job, simulate
 
 SPLIT = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
 NAMES = ("prefill0", "prefill1", "decode2", "decode3")
@@ -92,20 +88,3 @@ def test_every_request_ends(fault: Fault, name: str, policy: str) -> None:
             assert len(one.output) == 3 + one.id % 7
         else:
             assert one.error
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_journal_with_a_hung_step_replays_the_same_plans(name: str) -> None:
-    text = StringIO()
-    journal = Journal(text)
-    limits = Limits(32, 8, 64, 4, stopping=stopping(8, 1))  # as in the harness
-
-    def log(instance: str) -> Any:
-        role = Role(instance.rstrip("0123456789"))
-        return journal.instance(instance, policy="unified", limits=limits, role=role, prefix_caching=True, perf={})
-
-    simulate(jobs(), SPLIT, policy="unified", routing="round_robin", rest=600.0, log=log, **hangs(name))
-    lines = text.getvalue().splitlines()
-    assert any('"hang"' in line for line in lines)
-    found = replay(lines, lambda perf: GeneralModel(COEFFICIENTS))
-    assert found.plans > COUNT and not found.differences

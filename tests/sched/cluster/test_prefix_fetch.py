@@ -14,12 +14,10 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.cluster.prefix_fetch import LEAST_PATIENCE
-from jaxserve.sched.journal import replay
 from jaxserve.sched.sim import clock
 from tests.support.examples import examples
-from tests.support.sched.complete import JOB, ROLES, check_complete
-from tests.support.sched.harness import Job, simulate
-from tests.support.sched.recorded import perf, recorded
+from tests.support.sched.complete import JOB, ROLES, check_complete, check_told
+from tests.support.sched.harness import Job, every, simulate
 from tests.support.sched.sources import BEHAVIORS, Source
 
 SOURCE = st.builds(
@@ -62,40 +60,11 @@ def test_whatever_sources_do_every_request_gets_its_tokens(jobs, sources, roles,
     jobs=st.lists(JOB, min_size=1, max_size=6),
     source=SOURCE,
     roles=st.sampled_from(list(ROLES.values())),
-    every=st.integers(3, 7),
+    fail=st.integers(3, 7),
 )
 @settings(max_examples=examples(60))
-def test_steps_that_raise_cost_no_token(jobs, source, roles, every) -> None:  # type: ignore[no-untyped-def]
-    seen = [0]
-
-    def fails(name: str, plan: StepPlan) -> bool:
-        seen[0] += 1
-        return seen[0] % every == 0 and seen[0] < 40
-
-    outcome, _ = run(jobs, source, roles=roles, pages=14, rows=4, tokens=16, fails=fails)
-    for request in outcome.requests:
-        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
-        assert told == request.output
-
-
-@given(
-    jobs=st.lists(JOB, min_size=1, max_size=8),
-    behaviors=st.lists(st.sampled_from(BEHAVIORS), min_size=1, max_size=4),
-    roles=st.sampled_from(list(ROLES)),
-    policy=st.sampled_from(["distserve", "kairos"]),
-)
-@settings(max_examples=examples(60))
-def test_replay_reproduces_every_plan(jobs, behaviors, roles, policy) -> None:  # type: ignore[no-untyped-def]
-    text = recorded(jobs, roles, policy, sources=[Source(behaviors)])
-    found = replay(text.splitlines(), perf)
-    assert found.differences == [] and found.plans == text.count('"kind":"planned"')
-
-
-@given(jobs=st.lists(JOB, min_size=1, max_size=8), behaviors=st.lists(st.sampled_from(BEHAVIORS), min_size=1))
-@settings(max_examples=examples(30))
-def test_equal_sources_give_equal_histories(jobs, behaviors) -> None:  # type: ignore[no-untyped-def]
-    first, second = (run(jobs, Source(behaviors), roles=ROLES["4x1"], policy="kairos")[0] for _ in range(2))
-    assert first.plans == second.plans and first.ended == second.ended
+def test_steps_that_raise_cost_no_token(jobs, source, roles, fail) -> None:  # type: ignore[no-untyped-def]
+    check_told(run(jobs, source, roles=roles, pages=14, rows=4, tokens=16, fails=every(fail))[0])
 
 
 @given(
@@ -110,23 +79,21 @@ def test_role_changes_lose_no_held_request(jobs, source, changes) -> None:  # ty
     check_complete(outcome, jobs, cancelled=True)
 
 
-def test_fetched_pages_are_prefix_hits() -> None:
-    outcome, fetches = run([Job(range(41), 4)], Source())
-    assert outcome.requests[0].cached == 40 and fetches.pages == 10 and fetches.requests == 1
-
-
-@pytest.mark.parametrize("length", [1, 4])
-def test_the_last_token_of_a_prompt_is_computed_here(length: int) -> None:
-    """A prompt within one page has nothing to fetch."""
-    source = Source()
-    run([Job(range(length), 4)], source)
-    assert source.asked == []
-
-
-def test_a_source_that_is_slower_than_computing_is_not_asked() -> None:
-    source = Source(seconds=1.0)
-    outcome, fetches = run([Job(range(41), 4)], source)
-    assert source.asked == [] and fetches.requests == 0 and outcome.requests[0].cached == 0
+@pytest.mark.parametrize(
+    ("length", "seconds", "params", "cached"),
+    [
+        pytest.param(41, 1e-5, {}, 40, id="fetched pages are prefix hits"),
+        pytest.param(1, 1e-5, {}, 0, id="the last token is computed here"),
+        pytest.param(4, 1e-5, {}, 0, id="a prompt of one page"),
+        pytest.param(41, 1.0, {}, 0, id="a source that is slower than computing"),
+        pytest.param(41, 1e-5, {"prompt_logprobs": 1}, 0, id="log-probabilities of every position"),
+    ],
+)
+def test_a_source_is_asked_only_if_that_saves_time(length: int, seconds: float, params: Any, cached: int) -> None:
+    source, job = Source(seconds=seconds), Job(range(length), 4, params=SamplingParams(max_tokens=None, **params))
+    outcome, fetches = run([job], source)
+    assert outcome.requests[0].cached == cached == 4 * fetches.pages
+    assert bool(source.asked) == bool(cached) == bool(fetches.requests)
 
 
 def test_a_source_is_asked_again_for_the_rest() -> None:
@@ -205,9 +172,3 @@ def test_held_requests_leave_an_instance_that_hangs(roles: tuple[Role, ...]) -> 
     assert outcome.requests[0].finish_reason == UNAVAILABLE
     others = {request.finish_reason for request in outcome.requests[1:]}
     assert others == {"stop" if len(roles) > 1 else UNAVAILABLE}
-
-
-def test_requests_that_ask_for_prompt_logprobs_fetch_nothing() -> None:
-    source = Source()
-    run([Job(range(41), 4, params=SamplingParams(max_tokens=None, prompt_logprobs=1))], source)
-    assert source.asked == []

@@ -67,20 +67,6 @@ def test_the_fast_path_ends_in_the_same_state_as_the_general_one(**case: Any) ->
     assert history(short) == history(long)
 
 
-def test_most_rows_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tokens take it but the first, which the last chunk of the prompt samples, and those that begin a page."""
-    taken: list[tuple[int, int]] = []
-    again = StepBuilder._again
-
-    def noted(self: StepBuilder, request: Request, start: int) -> Span:
-        taken.append((request.id, start))
-        return again(self, request, start)
-
-    monkeypatch.setattr(StepBuilder, "_again", noted)
-    simulate([Job(range(5), 9)], page_size=4)
-    assert taken == [(0, start) for start in range(5, 13) if start not in (8, 12)]
-
-
 def test_spans_built_quickly_equal_those_built_by_keyword() -> None:
     assert decoding(3, 2, 17) == Span(3, 2, 17, 1, samples=True)
     assert token_delta(3, (7, 8)) == Delta(3, (7, 8))

@@ -136,19 +136,3 @@ def test_no_pages_are_taken_from_a_request_in_the_running_step() -> None:
     assert plan is not None and [span.request for span in plan.spans] == [0]
     assert (len(first.pages), last.pages) == (3, [])
     one.check()
-
-
-def test_a_reset_removes_cached_prefixes_and_frees_their_pages() -> None:
-    one = scheduler()
-    one.add(request(0))
-    while len(one):
-        step(one)
-    waiting = request(1)
-    assert one.cached_tokens(waiting) == 12 and one.blocks.available == PAGES
-    one.reset_prefix_cache()
-    assert one.cached_tokens(waiting) == 0 and one.blocks.available == PAGES
-    one.check()
-    one.add(waiting)
-    step(one)
-    assert waiting.cached == 0
-    one.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 from bisect import bisect_left
 from typing import Any
@@ -11,17 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.api.log import Log
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.plan import StepPlan
-from jaxserve.sched.api.policy import Decision, Grant, Limits, Role, View
-from jaxserve.sched.api.preemption import stopping
+from jaxserve.sched.api.policy import Decision, Grant, View
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.stats import BLOCKING
-from jaxserve.sched.journal import Journal, replay
+from jaxserve.sched.journal import replay
 from tests.support.examples import examples
-from tests.support.sched.complete import ROLES, check_complete
-from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, perf, simulate
+from tests.support.sched.complete import ROLES, check_complete, check_told
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, every, simulate
+from tests.support.sched.recorded import perf, recorded
 
 LONG, SHORT = 800, 10  # tokens
 T_LONG, T_SHORT = (COEFFICIENTS.step_time(Load().add_chunk(tokens, 0)) for tokens in (LONG, SHORT))
@@ -53,22 +51,6 @@ def test_a_preempted_step_resumes_without_extra_time() -> None:
     assert counters.asked == sum(counters.blocked) == 1
     assert counters.blocking == pytest.approx(0.6 * SEGMENT, rel=1e-9)
     assert counters.measured_seconds == pytest.approx(T_LONG + T_SHORT, rel=1e-12)
-
-
-def test_without_preemption_the_short_prompt_waits() -> None:
-    jobs = [job(LONG), job(SHORT, arrival=1.4 * SEGMENT, ttft=0.02)]
-    expected = [T_LONG, T_LONG + T_SHORT]
-    assert firsts(preempting(jobs, preemptible=False)) == pytest.approx(expected, rel=1e-12)
-    assert firsts(preempting(jobs, policy="flowprefill:no-preempt")) == pytest.approx(expected, rel=1e-12)
-    assert firsts(preempting(jobs, suspended=0)) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("segments", [1, 2, 5, 40])
-def test_a_step_stops_at_its_next_boundary(segments: int) -> None:
-    at = 0.3 * T_LONG
-    boundary = -(-at // (T_LONG / segments)) * T_LONG / segments
-    outcome = preempting([job(LONG), job(SHORT, arrival=at, ttft=0.06)], segments=segments)
-    assert firsts(outcome)[1] == pytest.approx(boundary + T_SHORT, rel=1e-12)
 
 
 def test_a_step_asked_to_stop_in_its_last_segment_ends_and_counts_as_blocking() -> None:
@@ -197,18 +179,10 @@ def test_tiny_pools_with_preemption_never_deadlock(  # type: ignore[no-untyped-d
     check_complete(outcome, jobs, cancelled=True)
 
 
-@given(jobs=st.lists(JOB, min_size=1, max_size=6), every=st.integers(3, 7), seed=st.integers(0, 1000))
+@given(jobs=st.lists(JOB, min_size=1, max_size=6), fail=st.integers(3, 7), seed=st.integers(0, 1000))
 @settings(max_examples=examples(60))
-def test_steps_that_raise_among_suspended_ones_cost_no_token(jobs, every, seed) -> None:  # type: ignore[no-untyped-def]
-    seen = [0]
-
-    def fails(name: str, plan: StepPlan) -> bool:
-        seen[0] += 1
-        return seen[0] % every == 0 and seen[0] < 40
-
-    for outcome in (preempting(jobs, pages=14, rows=4, tokens=16, fails=fails, policy=lambda: Chaos(seed)),):
-        for request in outcome.requests:
-            assert [token for delta in outcome.deltas[request.id] for token in delta.tokens] == request.output
+def test_steps_that_raise_among_suspended_ones_cost_no_token(jobs, fail, seed) -> None:  # type: ignore[no-untyped-def]
+    check_told(preempting(jobs, pages=14, rows=4, tokens=16, fails=every(fail), policy=lambda: Chaos(seed)))
 
 
 @given(jobs=st.lists(JOB, min_size=1, max_size=10), seed=st.none() | st.integers(0, 1000), segments=st.integers(1, 10))
@@ -238,55 +212,9 @@ class Orderly(Chaos):
         )
 
 
-@given(jobs=st.lists(JOB, min_size=1, max_size=8), seed=st.integers(0, 1000))
-@settings(max_examples=examples(20))
-def test_the_same_jobs_give_the_same_history(jobs, seed) -> None:  # type: ignore[no-untyped-def]
-    first, second = (preempting(jobs, pages=12, rows=3, tokens=9, policy=lambda: Chaos(seed)) for _ in range(2))
-    assert first.plans == second.plans and first.ended == second.ended and first.counters == second.counters
-
-
-@given(
-    jobs=st.lists(JOB, min_size=1, max_size=8),
-    roles=st.sampled_from(list(ROLES)),
-    every=st.sampled_from([4, 7, 10_000]),
-)
-@settings(max_examples=examples(40))
-def test_a_journal_with_preemption_replays_the_same_plans(jobs, roles, every) -> None:  # type: ignore[no-untyped-def]
-    file, count = io.StringIO(), [0]
-    journal = Journal(file)
-    limits = Limits(9, 4, 14, 4, preemptible=True, suspended=3, stopping=stopping(8, 1))
-
-    def log(name: str) -> Log:
-        role = Role(name.rstrip("0123456789"))
-        described = {"coefficients": {field: getattr(COEFFICIENTS, field) for field in COEFFICIENTS.__slots__}}
-        return journal.instance(
-            name, policy="flowprefill", limits=limits, role=role, prefix_caching=True, perf=described
-        )
-
-    def fails(name: str, plan: StepPlan) -> bool:
-        count[0] += 1
-        return count[0] % every == 0 and count[0] < 40
-
-    shape = {"pages": 14, "rows": 4, "tokens": 9, "suspended": 3, "segments": 8}
-    preempting(jobs, roles=ROLES[roles], log=log, fails=fails, **shape)
-    text = file.getvalue()
-    outcome = replay(text.splitlines(), perf)
-    assert outcome.differences == []
-    assert outcome.plans == text.count('"kind":"planned"')
-
-
 def test_a_journal_records_the_whole_time_of_a_resumed_step() -> None:
-    file = io.StringIO()
-    journal = Journal(file)
-    described = {"coefficients": {field: getattr(COEFFICIENTS, field) for field in COEFFICIENTS.__slots__}}
-
-    def log(name: str) -> Log:
-        limits = Limits(1000, 8, 2000, 4, preemptible=True)
-        return journal.instance(
-            name, policy="flowprefill", limits=limits, role=Role.MIXED, prefix_caching=True, perf=described
-        )
-
-    preempting([job(LONG), job(SHORT, arrival=1.4 * SEGMENT, ttft=0.02)], log=log)
-    found = replay(file.getvalue().splitlines(), perf)
+    jobs = [job(LONG), job(SHORT, arrival=1.4 * SEGMENT, ttft=0.02)]
+    text = recorded(jobs, "1x1", "flowprefill", preemptible=True, segments=10, pages=2000, rows=8, tokens=1000)
+    found = replay(text.splitlines(), perf)
     assert found.differences == []
     assert [step.seconds for step in found.steps] == pytest.approx([T_SHORT, T_LONG], rel=1e-12)

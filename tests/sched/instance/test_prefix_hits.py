@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import StepResult
 from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
@@ -22,6 +21,7 @@ from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.fcfs import Fcfs
 from jaxserve.sched.policies.sarathi import Sarathi
 from tests.support.examples import examples
+from tests.support.sched.fleet import step
 
 PERF = Coefficients(1e-3, 1e-5, 1e-5, 0.0, 0.0, 0.0)
 PROMPTS = st.lists(
@@ -101,13 +101,6 @@ def instance(pages: int = 400) -> Scheduler:
     return Scheduler(Fcfs(), GeneralModel(PERF, correct=False), Limits(512, 8, pages, 16), Role.PREFILL)
 
 
-def step(one: Scheduler) -> None:
-    plan = one.plan(0.0, 0.0)
-    assert plan is not None
-    tokens = tuple((7,) if span.samples else () for span in plan.spans)
-    one.settle(StepResult(plan.step, 0.0, 0.0, tokens))
-
-
 def hit(one: Scheduler, id: int) -> int:
     rows = one.view(0.0, 0.0).prefill
     return next(int(rows.hit[row]) for row in range(len(rows)) if rows[row].id == id)
@@ -126,19 +119,6 @@ def test_a_waiting_prompt_learns_at_every_step_of_a_prefix_that_another_computes
         found.append(hit(one, 1))
     assert found == [512, 1024, 1536, 2048]
     assert one.prefill_backlog == 1 + 2
-    one.check()
-
-
-def test_evicted_pages_are_no_longer_hits() -> None:
-    one, shared = instance(pages=60), list(range(512))
-    one.add(request(0, shared))
-    step(one)
-    one.release(0)
-    one.add(request(1, [*shared, *range(900, 932)], 2.0))
-    one.add(request(2, list(range(1000, 1512)), 1.0))
-    assert hit(one, 1) == 512
-    step(one)  # 32 of 60 pages are free, so that 4 of the 32 cached ones are evicted
-    assert one.version and hit(one, 1) == 512 - 4 * 16
     one.check()
 
 

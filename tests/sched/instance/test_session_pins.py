@@ -180,12 +180,6 @@ def test_pins_expire_and_are_evicted_like_other_pages_then() -> None:
     assert served(kv, 0, 12) < 8
 
 
-def test_a_share_of_zero_pins_nothing() -> None:
-    kv = made(share=0.0)
-    served(kv, 0, 12, "a")
-    assert kv.blocks.pins == 0 and not list(kv.pins)
-
-
 TURNS = st.lists(
     st.builds(lambda job, session: replace(job, session=session), JOB, st.sampled_from(["", "a", "b"])),
     min_size=2,

@@ -13,7 +13,6 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Decision, Grant, Limits, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
-from jaxserve.sched.instance.request_queues import shown
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import GeneralModel
 from tests.support.sched.harness import COEFFICIENTS, Job
@@ -123,7 +122,3 @@ def test_a_demoted_request_may_take_the_place_of_one_that_is_granted() -> None:
     assert plan is not None and [span.request for span in plan.spans] == [62, 61, 60, 59]
     assert 200 in seen(one)
     one.check()
-
-
-def test_the_number_shown_depends_on_the_rows() -> None:
-    assert (shown(1), shown(16), shown(256)) == (64, 64, 1024)

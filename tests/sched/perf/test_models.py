@@ -15,7 +15,7 @@ from jaxserve.sched.perf.linear import LinearModel
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.perf.table import TableModel
 from jaxserve.sched.sim.latency import Latency
-from jaxserve.yamlio import load_yaml, parse_yaml
+from jaxserve.yamlio import load_yaml
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "latency"
 TRUTH = Coefficients(8.7e-3, 4.5e-5, 2e-5, 3e-10, 2.4e-7, 1.5e-8, 11.5e-3, 8 / 256)
@@ -45,35 +45,6 @@ MODELS: dict[str, PerfModel] = {
     "table": TableModel.profiled(GeneralModel(TRUTH)),
     "linear": LinearModel(8e-3, 4e-5, 2e-8),
 }
-
-
-def test_the_published_points_are_reproduced() -> None:
-    preset = load_yaml(CONFIGS / "minimax-m2.5-h200-tp4.yaml", Latency)
-    truth = preset.solve()
-    published = {
-        ("prefill", 8192): 0.4004,
-        ("prefill", 131072): 8.8,
-        ("decode", 8192): 0.011,
-        ("decode", 131072): 0.0403,
-    }
-    assert {(point.kind, point.tokens): point.seconds for point in preset.points} == pytest.approx(published)
-    prompt = sum(truth.step_time(Load().add_chunk(8192, start)) for start in range(0, 131072, 8192))
-    assert prompt == pytest.approx(8.8, rel=1e-3)
-    assert truth.step_time(Load().add_chunk(8192, 0)) == pytest.approx(0.4004, rel=1e-3)
-    for context, seconds in ((8192, 0.011), (131072, 0.0403)):
-        assert truth.step_time(decode(context)) == pytest.approx(seconds, rel=1e-3)
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_preset_is_read_and_solved(path: Path) -> None:
-    preset = load_yaml(path, Latency)
-    assert preset.solve().step_time(decode(1000)) > 0 and preset.device().pages > 0
-    assert preset.name == path.stem
-
-
-def test_an_unknown_key_is_named_with_those_allowed() -> None:
-    with pytest.raises(InvalidValue, match=r"x.yaml:3: unknown key 'kv_token'.*kv_tokens"):
-        parse_yaml("name: a\nkv_bytes_per_token: 1\nkv_token: 5\n", Latency, "x.yaml")
 
 
 @pytest.mark.parametrize(

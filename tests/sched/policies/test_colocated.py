@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxserve.sched import policies
-from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import StepResult
-from jaxserve.sched.api.policy import Limits, Role, View
+from jaxserve.sched.api.policy import Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
-from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.buckets import Buckets
 from jaxserve.sched.perf.learned import LearnedModel
-from jaxserve.sched.perf.model import GeneralModel
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
-from tests.support.examples import examples
 from tests.support.sched.colocated import EXACT, STEEP, decoding, prompt, view
-from tests.support.sched.complete import JOB, ROLES, check_complete
-from tests.support.sched.harness import Job
-from tests.support.sched.harness import simulate as serve
 
 DEVICE = Latency("test", kv_bytes_per_token=1000, kv_tokens=100_000, coefficients=EXACT)
 NAMES = ["sarathi", "sarathi:tokens=3", "vllm", "vllm:tokens=5", "fairbatching", "fairbatching:anchor=arrival"]
@@ -212,103 +202,7 @@ def test_requests_without_objectives_are_served() -> None:
         assert step(name, view(requests, []))
 
 
-@pytest.mark.parametrize(
-    ("name", "allowed"),
-    [
-        ("fairbatching:anchor=now", "first or arrival"),
-        ("fairbatching:use=0", "more than 0"),
-        ("fairbatching:budget=fixed:0", "slo, tokens, fixed"),
-        ("fairbatching:budget=many", "slo, tokens, fixed"),
-        ("fairbatching:ontime", "on_time_set"),
-        ("sarathi:tokens=-1", "at least 1, or 0"),
-        ("sarathi:share=1.5", "at most 1"),
-        ("vllm:tokens=0", "at least 1"),
-    ],
-)
-def test_invalid_options_name_the_allowed_values(name: str, allowed: str) -> None:
-    with pytest.raises(InvalidValue, match=allowed):
-        policies.make(name)
-
-
 # Laws
-
-
-@dataclass
-class Load:
-    prompt: int
-    output: int
-    arrival: float
-    tier: str
-
-
-@given(
-    name=st.sampled_from(NAMES),
-    loads=st.lists(
-        st.builds(
-            Load, st.integers(1, 20), st.integers(1, 12), st.floats(0, 0.1), st.sampled_from(["standard", BEST_EFFORT])
-        ),
-        min_size=1,
-        max_size=9,
-    ),
-    pages=st.integers(9, 16),
-    rows=st.integers(1, 4),
-    tokens=st.integers(1, 16),
-)
-@settings(max_examples=examples(200))
-def test_an_instance_with_requests_never_idles(name, loads, pages, rows, tokens) -> None:  # type: ignore[no-untyped-def]
-    scheduler = Scheduler(policies.make(name), GeneralModel(EXACT), Limits(tokens, rows, pages, 4))
-    coming = sorted(
-        (
-            Request(
-                id,
-                range(100 * (id % 3), 100 * (id % 3) + one.prompt),
-                SamplingParams(max_tokens=one.output),
-                SLO(0.05, 0.02),
-                one.arrival,
-                tier=one.tier,
-            )
-            for id, one in enumerate(loads)
-        ),
-        key=lambda one: one.arrival,
-    )
-    now = 0.0
-    for _ in range(1000):
-        while coming and coming[0].arrival <= now:
-            scheduler.add(coming.pop(0))
-        plan = scheduler.plan(now, now)
-        assert (plan is None) == (len(scheduler) == 0)
-        if plan is None and not coming:
-            return
-        begun, now = now, coming[0].arrival if plan is None else now + scheduler.predicted
-        if plan is not None:
-            scheduler.settle(
-                StepResult(plan.step, begun, now, tuple((7,) if span.samples else () for span in plan.spans))
-            )
-            scheduler.check()
-    raise AssertionError("the run does not end")
-
-
-@given(
-    jobs=st.lists(JOB, min_size=1, max_size=8),
-    roles=st.sampled_from(list(ROLES.values())),
-    policy=st.sampled_from(NAMES),
-    pages=st.integers(9, 14),
-    rows=st.integers(1, 4),
-    tokens=st.integers(1, 16),
-)
-@settings(max_examples=examples(120))
-def test_nothing_is_lost_whatever_the_roles(jobs, roles, policy, pages, rows, tokens) -> None:  # type: ignore[no-untyped-def]
-    """Conserve pages and requests of up to 34 tokens in pools of 36 to 56 pages, with some requests cancelled."""
-    check_complete(
-        serve(jobs, roles, policy=policy, pages=pages, page_size=4, rows=rows, tokens=tokens), jobs, cancelled=True
-    )
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("roles", ROLES)
-def test_serves_a_burst(name: str, roles: str) -> None:
-    jobs = [Job(range(1000 * i, 1000 * i + 1 + 7 * i % 60), 1 + 5 * i % 30, 0.002 * (i // 5)) for i in range(30)]
-    check_complete(serve(jobs, ROLES[roles], policy=name), jobs)
 
 
 def test_slack_of_running_decodes_absorbs_a_burst_of_prompts() -> None:

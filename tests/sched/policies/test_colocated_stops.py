@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -12,17 +11,15 @@ import pytest
 
 from jaxserve.config import load_yaml, preset
 from jaxserve.sched import policies
-from jaxserve.sched.api.log import Log
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.policy import Decision, Limits, Role, Task, View
-from jaxserve.sched.api.preemption import stopping
 from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.policies import turns
 from jaxserve.sched.sim import NAMED, Latency, Options
 from jaxserve.sched.sim import simulate as simulated
-from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, perf, simulate
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, simulate
+from tests.support.sched.recorded import check_replay, recorded
 from tests.support.sched.views import PERF, decoding, prompt, view
 
 LONG = 1600  # tokens, 94 ms
@@ -118,20 +115,9 @@ def test_best_effort_stops_nothing() -> None:
 
 
 def test_a_journal_of_stops_for_decodes_gives_the_same_plans() -> None:
-    file = io.StringIO()
-    journal = Journal(file)
-    described = {"coefficients": {name: getattr(COEFFICIENTS, name) for name in COEFFICIENTS.__slots__}}
-    limits = Limits(2000, 8, 2000, 4, preemptible=True, stopping=stopping(SHAPE["segments"], 1))
-
-    def log(name: str) -> Log:
-        return journal.instance(
-            name, policy="flowprefill", limits=limits, role=Role.MIXED, prefix_caching=True, perf=described
-        )
-
-    outcome = simulate([talk(), document(0.02), document(0.03, at=5000, ttft=0.3)], log=log, **SHAPE)
-    assert outcome.counters["mixed0"].suspended > 5
-    found = replay(file.getvalue().splitlines(), perf)
-    assert found.differences == [] and found.plans == len(file.getvalue().split('"kind":"planned"')) - 1
+    text = recorded([talk(), document(0.02), document(0.03, at=5000, ttft=0.3)], "1x1", rows=8, **SHAPE)
+    assert text.count('"kind":"suspend"') > 5
+    check_replay(text)
 
 
 # Single decisions

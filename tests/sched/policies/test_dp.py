@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched import admission, routing
+from jaxserve.sched import routing
 from jaxserve.sched.admission.dp import ByDP
 from jaxserve.sched.admission.none import AdmitAll
 from jaxserve.sched.api.errors import InvalidValue
@@ -375,9 +375,3 @@ def test_more_replicas_refuse_less() -> None:
         )
         kept.append(sum(one.finish_reason == "stop" for one in outcome.requests))
     assert kept[0] < kept[1] < kept[2]
-
-
-def test_names() -> None:
-    assert admission.make("dp:refuse").refuse and not admission.make("dp").refuse
-    with pytest.raises(InvalidValue, match=r"its options: .*refuse"):
-        admission.make("dp:rejct")

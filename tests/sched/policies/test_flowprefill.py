@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.sched import policies
-from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.policy import Decision, Task, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request, State
@@ -135,13 +133,6 @@ def test_literal_mode_prefers_the_latest_deadline_among_late_prompts() -> None:
     requests = [due(0, 100, 3.0), due(1, 100, 3.5)]
     assert together(ask(view(requests, [], start=4.0), batch=0)) == [0]
     assert together(ask(view(requests, [], start=4.0), batch=0, literal=True)) == [1]
-
-
-def test_invalid_options_are_named() -> None:
-    with pytest.raises(InvalidValue, match=r"order='lifo' must be one of sedf, deadline_edf, edf"):
-        policies.make("flowprefill:order=lifo")
-    with pytest.raises(InvalidValue, match=r"batch=-1 must be 0"):
-        policies.make("flowprefill:batch=-1")
 
 
 # Batching

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.sched import policies
-from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import BEST_EFFORT, State
 from jaxserve.sched.api.slo import NO_SLO
@@ -77,16 +76,6 @@ def test_waiting_requests_beyond_the_row_limit_never_hide_a_running_one() -> Non
     assert order(Fcfs(), at) == [0, 1, 8]
 
 
-@pytest.mark.parametrize("name", ["lottery", "prefill=fcfs", "prefill=fcfs,decode=lottery", "prefill=edf,decode=sjf"])
-def test_unknown_policies_are_named_with_the_known(name: str) -> None:
-    with pytest.raises(InvalidValue, match=r"(lottery|prefill=fcfs|sjf).*choose one of .*(kairos|continuous|fcfs)"):
-        policies.make(name)
-
-
-def test_halves_can_be_chosen_apart() -> None:
-    assert policies.make("prefill=kairos,decode=continuous") is not None
-
-
 @pytest.mark.parametrize("name", ["kairos:literal", "kairos:verbatim", "prefill=fcfs,decode=kairos:literal"])
 def test_kairos_to_the_letter_lets_one_late_straggler_forbid_everything(name: str) -> None:
     """Line 7: the straggler has the least slack, so all rows decode together until it ends."""
@@ -134,14 +123,6 @@ def test_best_effort_rows_decode_behind_the_others_and_forbid_nothing() -> None:
     straggler = decoding(3, 500, due=-1.0)
     straggler.tier = BEST_EFFORT
     assert order(policies.make("kairos"), view([], [*rows, straggler], role=Role.DECODE)) in ([0, 1], [0, 1, 3])
-
-
-def test_options_reach_the_policy_of_the_phase_they_concern() -> None:
-    assert policies.make("kairos:no-pack+margin=0.1+ageing=0.2") is not None
-    with pytest.raises(InvalidValue, match=r"'kairos' has no option 'packed'; its options: .*no-pack.*margin=0.0"):
-        policies.make("kairos:packed")
-    with pytest.raises(InvalidValue, match=r"'edf' has no option 'literal'; its options: ageing=0.0, no-pack"):
-        policies.make("edf:literal")
 
 
 def test_kairos_accepts_steps_that_take_no_time() -> None:

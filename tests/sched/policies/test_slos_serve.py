@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from math import inf
 from statistics import median
@@ -10,13 +9,8 @@ from time import process_time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from jaxserve.sched import policies
-from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.policy import Decision, Limits, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request, State
 from jaxserve.sched.api.slo import SLO
@@ -24,13 +18,10 @@ from jaxserve.sched.instance.block_pool import BlockPool
 from jaxserve.sched.instance.kv_manager import KVManager
 from jaxserve.sched.instance.prefix_hits import PrefixHits
 from jaxserve.sched.instance.request_queues import RequestQueues
-from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.slos_serve.policy import SlosServe
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
-from tests.support.examples import examples
-from tests.support.sched.harness import COEFFICIENTS, Job, Outcome
-from tests.support.sched.harness import simulate as run
+from tests.support.sched.harness import COEFFICIENTS
 
 DEVICE = Coefficients(fixed=10e-3, prefill=1e-4, decode=5e-5, quadratic=0, longest=0, context=0)
 
@@ -291,87 +282,6 @@ def test_promises_are_kept_if_predictions_are_exact() -> None:
     assert kept > 0.97
     blind = simulate(load, "distserve", Mesh(1), replace(TINY, noise=0.0)).summary
     assert report.summary.attained > 1.3 * blind.attained
-
-
-@pytest.mark.parametrize("options", ["", ":no-admit", ":no-spec", ":no-dynamic", ":no-admit+no-spec+no-dynamic"])
-@pytest.mark.parametrize("mesh", [Mesh(1), Mesh(2), Mesh(3, colocated=True)], ids=str)
-def test_every_request_is_served(options: str, mesh: Mesh) -> None:
-    load = arrivals(120, 500.0, seed=3)
-    latency = replace(TINY, kv_tokens=300)
-    report = simulate(load, f"slos_serve{options}", mesh, latency, options=Options(draft=3, acceptance=0.6))
-    assert report.summary.reasons == {"stop": 120}
-    assert [one.output for one in sorted(report.measured)] == [one.output_tokens for one in load]
-
-
-JOB = st.builds(
-    lambda start, prompt, output, arrival, ttft, tpot, tier, cancel: Job(
-        range(start, start + prompt),
-        output,
-        arrival,
-        slo=SLO(ttft=ttft, tpot=tpot),
-        tier=tier,
-        cancel_at=None if cancel is None else arrival + cancel,
-    ),
-    start=st.sampled_from([0, 1000, 2000]),
-    prompt=st.integers(1, 20),
-    output=st.integers(1, 20),
-    arrival=st.floats(0, 0.05),
-    ttft=st.sampled_from([0.002, 0.01, 0.1]),
-    tpot=st.sampled_from([0.0005, 0.002, 0.02, 5.0]),
-    tier=st.sampled_from([STANDARD, STANDARD, BEST_EFFORT]),
-    cancel=st.none() | st.none() | st.floats(0, 0.05),
-)
-
-
-@given(
-    jobs=st.lists(JOB, min_size=1, max_size=8),
-    roles=st.sampled_from([(Role.MIXED,), (Role.PREFILL, Role.DECODE), (Role.MIXED, Role.MIXED)]),
-    pages=st.integers(11, 16),
-    rows=st.integers(1, 4),
-    tokens=st.integers(1, 16),
-    draft=st.integers(0, 4),
-    policy=st.sampled_from(["slos_serve", "slos_serve:no-admit", "slos_serve:no-dynamic"]),
-    lead=st.sampled_from([0.0, 4e-4]),
-)
-@settings(max_examples=examples(80), deadline=None)
-def test_no_request_starves_in_pools_of_a_few_pages(  # type: ignore[no-untyped-def]
-    jobs, roles, pages, rows, tokens, draft, policy, lead
-) -> None:
-    outcome: Outcome = run(
-        jobs, roles, policy=policy, pages=pages, rows=rows, tokens=tokens, draft=draft, acceptance=0.6, lead=lead
-    )
-    for request, job in zip(outcome.requests, jobs, strict=True):
-        if request.finish_reason != "abort":
-            assert (request.finish_reason, len(request.output)) == ("stop", job.output)
-
-
-def test_a_replayed_journal_gives_equal_plans() -> None:
-    """The policy's state is a function of the views it has seen."""
-    file = io.StringIO()
-    journal = Journal(file)
-    plans: list[StepPlan] = []
-
-    def logs(name: str, policy: str, limits: Limits, role: Role, prefix_caching: bool):  # type: ignore[no-untyped-def]
-        made = journal.instance(name, policy=policy, limits=limits, role=role, prefix_caching=prefix_caching, perf={})
-
-        def log(kind: str, **fields: object) -> None:
-            if kind == "planned":
-                plans.append(fields["plan"])  # type: ignore[arg-type]
-            made(kind, **fields)
-
-        return log
-
-    options = Options(draft=3, acceptance=0.6)
-    simulate(arrivals(120, 150.0), "slos_serve", Mesh(1), TINY, options=options, logs=logs)
-    outcome = replay(file.getvalue().splitlines(), lambda made: GeneralModel(COEFFICIENTS))
-    assert outcome.plans == len(plans) > 100 and not outcome.differences
-    assert any(span.draft for plan in plans for span in plan.spans)
-
-
-def test_options_are_validated() -> None:
-    assert isinstance(policies.make("slos_serve:no-spec+margin=0.1"), SlosServe)
-    with pytest.raises(InvalidValue, match="its options: no-admit, no-spec, no-dynamic, margin"):
-        policies.make("slos_serve:spek")
 
 
 # ---- speed ---------------------------------------------------------------------------------------------------------

@@ -11,22 +11,17 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.api.acceptance import Drafts
 from jaxserve.sched.api.perf import Load
-from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.policy import Decision, Grant, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, State
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.slos_serve.speculation import PrefillSupply, StepCosts, accepted, counted_on, prompt_room
 from tests.support.examples import examples
-from tests.support.sched.harness import Job, Outcome, simulate
+from tests.support.sched.complete import check_told
+from tests.support.sched.harness import Job, Outcome, every, simulate
 from tests.support.sched.speculation import JOB, check
 
 # ---- gain by drafts and remaining step time
 # --------------------------------------------------------------------------
-
-
-def test_tokens_gained_by_verifying() -> None:
-    assert accepted(0.7, 4) == pytest.approx(2.533)
-    assert accepted(0.7, 1) == 1.0 and accepted(0.0, 4) == 1.0 and accepted(1.0, 4) == 4.0
 
 
 @given(st.floats(0, 0.999), st.integers(1, 10))
@@ -46,15 +41,6 @@ def test_caution_never_increases_the_expected_gain(acceptance: float, length: in
 def test_caution_by_hand() -> None:
     """Two tokens at 0.5: 1 or 2, mean 1.5, standard deviation 0.5, over 10 / 1.5 steps: 0.19."""
     assert counted_on(0.5, 2, 1.0) == pytest.approx(1.5 - 0.5 * (1.5 / 10) ** 0.5)
-
-
-def test_prompt_room_by_hand() -> None:
-    """At 10 ms fixed and 1 ms a token, 25 ms leaves 15 tokens for prompts, 12 beside three rows; 6 ms lacks 4."""
-    perf = GeneralModel(Coefficients(10e-3, 1e-3, 1e-3, 0, 0, 0))
-    assert prompt_room(perf, Load(), 100, 25e-3 + 1e-9) == 15
-    assert prompt_room(perf, Load(decode=3), 100, 25e-3 + 1e-9) == 12
-    assert prompt_room(perf, Load(decode=3), 7, 25e-3) == 7
-    assert prompt_room(perf, Load(), 100, 6e-3) in (-4, -5)
 
 
 @given(
@@ -190,23 +176,13 @@ def test_drafting_loses_and_invents_no_token(  # type: ignore[no-untyped-def]
     check(outcome, jobs, draft, 4)
 
 
-@given(jobs=st.lists(JOB, min_size=1, max_size=5), every=st.integers(3, 7), acceptance=st.sampled_from([0.3, 1.0]))
+@given(jobs=st.lists(JOB, min_size=1, max_size=5), fail=st.integers(3, 7), acceptance=st.sampled_from([0.3, 1.0]))
 @settings(max_examples=examples(40), deadline=None)
 def test_a_step_that_raises_while_it_verifies_costs_no_token(  # type: ignore[no-untyped-def]
-    jobs, every, acceptance
+    jobs, fail, acceptance
 ) -> None:
-    seen = [0]
-
-    def fails(name: str, plan: StepPlan) -> bool:
-        seen[0] += 1
-        return seen[0] % every == 0 and seen[0] < 40
-
-    outcome = simulate(
-        jobs, policy=lambda: Drafting([3]), pages=16, rows=4, tokens=16, draft=3, acceptance=acceptance, fails=fails
-    )
-    for request in outcome.requests:
-        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
-        assert told == request.output
+    shape = {"pages": 16, "rows": 4, "tokens": 16, "draft": 3, "acceptance": acceptance}
+    check_told(simulate(jobs, policy=lambda: Drafting([3]), fails=every(fail), **shape))
 
 
 def steps(outcome: Outcome) -> int:

@@ -16,7 +16,6 @@ from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
-from jaxserve.sched.journal import replay
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.sarathi import Sarathi
 from jaxserve.sched.routing.base import Fleet
@@ -26,7 +25,6 @@ from tests.support.examples import examples
 from tests.support.sched.complete import JOB, ROLES, check_complete
 from tests.support.sched.harness import COEFFICIENTS, Job
 from tests.support.sched.harness import simulate as serve
-from tests.support.sched.recorded import perf, recorded
 
 EXACT = Coefficients(fixed=0.010, prefill=1e-4, decode=1e-4, quadratic=0.0, longest=1e-7, context=1e-7)
 DEVICE = Latency("test", kv_bytes_per_token=1000, kv_tokens=100_000, page_size=16, coefficients=EXACT)
@@ -43,18 +41,6 @@ def request(id: int, tokens: int, start: int = 0) -> Request:
 
 def order(one: Request, *instances: Scheduler) -> list[int]:
     return routing.make("least_work").prefill(one, Fleet(0.0, instances, lambda tokens: 0.0))
-
-
-def test_counts_tokens_to_compute_and_not_requests() -> None:
-    busy, crowded = instance(), instance()
-    busy.add(request(0, 5000))
-    for id in range(1, 5):
-        crowded.add(request(id, 1000, 10_000 * id))
-    assert order(request(9, 10, 90_000), busy, crowded) == [1, 0]
-
-
-def test_never_routes_to_a_decode_instance() -> None:
-    assert order(request(9, 10), instance(), instance(Role.DECODE), instance()) == [0, 2]
 
 
 def test_a_prefix_counts_as_the_tokens_it_saves() -> None:
@@ -185,13 +171,6 @@ def test_write_back_loses_nothing(jobs, roles, pages, every) -> None:  # type: i
 
     found = serve(jobs, roles, routing=GIVE, pages=pages, rows=3, loses=loses)
     assert [request.id for request in found.requests] == list(range(len(jobs)))
-
-
-@given(jobs=st.lists(JOB, min_size=1, max_size=8), every=st.sampled_from([5, 10_000]))
-@settings(max_examples=examples(30))
-def test_write_back_is_journaled(jobs: list[Job], every: int) -> None:
-    text = recorded(jobs, "4x1", "distserve", every, GIVE)
-    assert replay(text.splitlines(), perf).differences == []
 
 
 def test_reads_by_other_threads_are_not_memoized() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.api.plan import StepResult
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.routing.prefix_index import KEPT, PrefixIndex
 from tests.support.examples import examples
-from tests.support.sched.fleet import instance, request
+from tests.support.sched.fleet import instance, request, step
 
 
 def prompt(id: int, prefix: int, pages: int) -> Request:
@@ -23,9 +22,7 @@ def prompt(id: int, prefix: int, pages: int) -> Request:
 
 def serve(one: Scheduler, new: Request) -> None:
     one.add(new)
-    plan = one.plan(0.0, 0.0)
-    assert plan is not None
-    one.settle(StepResult(plan.step, 0.0, 0.0, tuple((7,) if span.samples else () for span in plan.spans)))
+    step(one)
     one.cancel(new.id, "abort")
 
 

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import routing
-from jaxserve.sched.admission.none import AdmitAll
 from jaxserve.sched.api.plan import StepResult
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.request import BEST_EFFORT, Request, State
+from jaxserve.sched.api.request import State
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.routing.base import Fleet, Move
@@ -81,38 +80,6 @@ def test_fewest_requests_counts_requests_whatever_their_length() -> None:
     instances[0].add(request(11, 3))
     instances[1].add(request(12, 5000))
     assert routing.make("fewest_requests").prefill(request(0, 100), fleet(instances)) == [1, 0]
-
-
-class Asked(AdmitAll):
-    """An admission that refuses on some instances, and records the instances it was asked about."""
-
-    def __init__(self, refuses: Sequence[Scheduler]) -> None:
-        self.refuses = refuses
-        self.asked: list[Scheduler] = []
-
-    def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
-        self.asked.append(scheduler)
-        return not any(scheduler is one for one in self.refuses)
-
-
-def next_replica(name: str, admission: Asked) -> routing.Router:
-    made = routing.make(name, admission)
-    made._asked = admission  # type: ignore[attr-defined]  # AdmitAll would be replaced by the program
-    return made
-
-
-def test_next_replica_asks_in_turn_until_one_admits_or_the_limit() -> None:
-    instances = [instance(M) for _ in range(4)]
-    asked = Asked(instances[:2])
-    route = next_replica("next_replica", asked)
-    assert route.prefill(request(0, 9), fleet(instances))[0] == 2 and asked.asked == instances[:3]
-    assert route.prefill(request(1, 9), fleet(instances))[0] == 2  # it is the turn of 1, which refuses
-    assert route.prefill(request(2, 9), fleet(instances))[0] == 2
-    assert route.prefill(request(3, 9), fleet(instances)) == [3, 0, 1, 2]
-    asked = Asked(instances)
-    limited = next_replica("next_replica:limit=2", asked)
-    assert limited.prefill(request(4, 9), fleet(instances)) == [0, 1, 2, 3] and asked.asked == instances[:2]
-    assert limited.prefill(request(5, 9, tier=BEST_EFFORT), fleet(instances))[0] == 1 and len(asked.asked) == 2
 
 
 def busy(role: Role, *tokens: int, due: float = 8.0) -> Scheduler:
@@ -187,42 +154,6 @@ def test_unified_reroutes_no_prompt_to_an_instance_with_prompts_waiting_for_page
     assert not routing.make("unified:move_share=0.7").redirect(fleet(instances))
     instances = [busy(P, 1200, 900, 600, due=2.0), instance(D)]
     assert routing.make("unified:move_share=0.7").redirect(fleet(instances))
-
-
-def crowded(role: Role, rows: int, tpot: float = 0.05) -> Scheduler:
-    """Return an instance with at most four rows and a request waiting for one more. A step of four rows takes 14 ms."""
-    one = instance(role, rows=4)
-    for id in range(rows):
-        decodes(one, id, 100, tpot)
-    one.set_kv_waiting(1)
-    return one
-
-
-def test_unified_makes_all_instances_mixed_if_slots_are_scarce() -> None:
-    """With one of two instances decoding, steps may take twice as long, 28 ms."""
-    unified = routing.make("unified")
-    assert unified.roles(fleet([instance(P), crowded(D, 4)])) == {0: M, 1: M}
-    for lacks in (
-        [instance(P), crowded(D, 3)],  # pages are scarce, not slots
-        [instance(P), crowded(D, 4, tpot=0.029)],
-        [instance(P), crowded(D, 4), instance(D)],
-    ):
-        assert routing.make("unified").roles(fleet(lacks)) == {}
-    four = [instance(P), instance(P), instance(P), crowded(D, 4)]  # four times as long; no prompt waits
-    assert routing.make("unified").roles(fleet(four)) == {0: D}
-    assert routing.make("unified:no-change-roles").roles(fleet([instance(P), crowded(D, 4)])) == {}
-    assert routing.make("unified").roles(fleet([crowded(M, 4), crowded(M, 4)])) == {}
-
-
-def test_roles_are_restored_when_slots_are_free_unless_an_operator_changed_them() -> None:
-    unified = routing.make("unified")
-    unified.roles(fleet([instance(P), crowded(D, 4)]))
-    assert unified.roles(fleet([crowded(M, 1), crowded(M, 2)])) == {}
-    assert unified.roles(fleet([crowded(M, 1), crowded(M, 1)])) == {0: P, 1: D}
-    assert unified.roles(fleet([crowded(M, 0), crowded(M, 0)])) == {}  # treated as the initial roles
-    unified.roles(fleet([instance(P), crowded(D, 4)]))
-    assert unified.roles(fleet([instance(D), instance(P)])) == {}
-    assert unified.roles(fleet([instance(M), instance(M)])) == {}
 
 
 @pytest.mark.parametrize("name", ["deflect:dropped", "unified:move_share=1.0"])

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Decision, Grant, View
-from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.api.slo import SLO, THINKING
 from jaxserve.sched.sim import NAMED, Arrival, Options, simulate
 from jaxserve.sched.sim.executor import END_THINKING
@@ -69,29 +67,6 @@ def test_thinking_ends_at_its_token_and_the_answer_has_its_own_objective(
     ends = [place for place, token in enumerate(request.output, 1) if token == END_THINKING]
     assert ends == ([thought] if answer else [])
     assert request.stage == ("answer" if answer else THINKING)
-
-
-def test_best_effort_is_served_and_excluded_from_attainment() -> None:
-    free = SLO(float("inf"), float("inf"))
-    arrivals = [Arrival(0.0, 20, 3, SLO(1e-6, 1.0)), Arrival(0.0, 20, 3, free, "free", tier=BEST_EFFORT)]
-    report = simulate(arrivals, "distserve", "1x1", QUIET)
-    assert report.summary.reasons == {"stop": 2} and report.summary.attained == 0.0
-    assert report.summary.by_class == {"free": (1, 1.0)}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ([Arrival(1.0, 5, 5), Arrival(0.5, 5, 5)], "arrival 1: time=0.5 is before 1.0"),
-        ([Arrival(-1.0, 5, 5)], "arrival 0: time=-1.0 must be 0 or more"),
-        ([Arrival(0.0, 0, 5)], "arrival 0: prompt_tokens=0 must be at least 1"),
-        ([Arrival(0.0, 5, 0)], "arrival 0: output_tokens=0 must be at least 1"),
-        ([Arrival(0.0, 5, 5, after=0)], "arrival 0: after=0 must be an earlier place"),
-    ],
-)
-def test_invalid_arrivals_are_refused(wrong: list[Arrival], message: str) -> None:
-    with pytest.raises(InvalidValue, match=message):
-        simulate(wrong, "distserve", "1x1", QUIET)
 
 
 @pytest.mark.parametrize("name", ["slos-serve-toolllm", "slos-serve-reasoning", "flowprefill-llama3-8b"])

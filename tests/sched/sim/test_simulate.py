@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from time import process_time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.log import Log
@@ -23,7 +19,6 @@ from jaxserve.sched.journal import Journal
 from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, load_trace, simulate
 from jaxserve.sched.sim.workload import Arrivals
 from jaxserve.yamlio import load_yaml
-from tests.support.examples import examples
 from tests.support.sched.presets import CHAT, ROOT, TINY
 
 TRACES = ROOT.parent / "shared" / "traces"
@@ -64,25 +59,6 @@ def test_the_same_seed_gives_the_same_journal(policy: str, perf: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_instance_with_a_request_is_never_idle(policy: str) -> None:
-    file = io.StringIO()
-    journal = Journal(file)
-
-    def logs(name: str, policy: str, limits: Limits, role: Role, prefix_caching: bool) -> Log:
-        return journal.instance(name, policy=policy, limits=limits, role=role, prefix_caching=prefix_caching, perf={})
-
-    report = simulate(CHAT, policy, "1x1", TINY, qps=30, num_requests=60, logs=logs)
-    records = [json.loads(line) for line in file.getvalue().splitlines()]
-    steps = [record["result"][1:3] for record in records if record["kind"] == "settle"]
-    assert len(steps) > 100
-    for (_, idle_from), (idle_to, _) in pairwise(steps):
-        assert idle_to >= idle_from
-        if idle_to > idle_from:
-            alive = [one.id for one in report.measured if one.arrival < idle_to and one.ended > idle_from]
-            assert not alive, f"idle from {idle_from} to {idle_to} while requests {alive} wait"
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_tokens_arrive_in_order_and_never_too_early(policy: str) -> None:
     truth = TINY.solve()
     report = simulate(CHAT, policy, "2x1", replace(TINY, noise=0.0), qps=100, num_requests=100)
@@ -102,39 +78,6 @@ def test_a_single_request_takes_the_time_that_the_model_predicts() -> None:
     assert one.tpot == pytest.approx(sum(steps) / 2)
 
 
-REQUEST = st.builds(
-    lambda time, prompt, output, shared: Arrival(time, prompt, output, hash_ids=(0,) if shared else (), block=8.0),
-    st.floats(0, 0.05),
-    st.integers(1, 40),
-    st.integers(1, 20),
-    st.booleans(),
-)
-
-
-@settings(deadline=None, max_examples=examples(60))
-@given(
-    requests=st.lists(REQUEST, min_size=1, max_size=10),
-    policy=st.sampled_from(POLICIES),
-    mesh=st.sampled_from([Mesh(1), Mesh(2), Mesh(4), Mesh(3, prefill=2), Mesh(2, colocated=True)]),
-    pages=st.integers(11, 20),
-    rows=st.integers(1, 4),
-    tokens=st.integers(1, 40),
-    caching=st.booleans(),
-    first_token=st.sampled_from(["prefill", "decode"]),
-)
-def test_tiny_pools_never_deadlock_and_lose_nothing(  # type: ignore[no-untyped-def]
-    requests, policy, mesh, pages, rows, tokens, caching, first_token
-) -> None:
-    """Pools hold little more than one request; `simulate` itself checks that pages and requests are conserved."""
-    options = Options(tokens=tokens, rows=rows, pages=pages, prefix_caching=caching, first_token=first_token)
-    requests = sorted(requests, key=lambda one: one.time)
-    report = simulate(requests, policy, mesh, TINY, options=options)
-    told = {one.id: (one.output, one.reason) for one in report.measured}
-    for id, one in enumerate(requests):
-        room = 4 * pages - one.prompt_tokens
-        assert told[id] == (min(one.output_tokens, room), "stop" if one.output_tokens <= room else "length")
-
-
 def test_requests_that_never_fit_are_rejected_and_miss_their_slo() -> None:
     arrivals = [Arrival(0.0, 500, 5), Arrival(0.0, 10, 5)]
     report = simulate(arrivals, "distserve", "2x1", TINY)
@@ -147,15 +90,6 @@ def test_a_horizon_leaves_later_requests_unfinished_and_missing_their_slo() -> N
     options = Options(horizon=0.01, pages=10_000)
     report = simulate(arrivals, "distserve", "1x1", TINY, options=options)
     assert report.summary.reasons == {"stop": 1, "unfinished": 1} and report.ended == pytest.approx(0.01)
-
-
-def test_shared_prefixes_are_computed_once() -> None:
-    arrivals = [Arrival(0.2 * n, 30, 3, hash_ids=(7, 8, 9, 10 + n), block=8.0) for n in range(10)]
-    warm = simulate(arrivals, "distserve", "2x1", TINY)
-    cold = simulate(arrivals, "distserve", "2x1", TINY, options=Options(prefix_caching=False))
-    assert cold.counters.prompt_tokens == 300
-    assert warm.counters.prompt_tokens == 300 - 9 * 24 and warm.counters.prefix_hits == 9 * 24
-    assert warm.summary.ttft.mean < cold.summary.ttft.mean
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason=f"the public traces are not beside the repository ({TRACES})")
@@ -175,15 +109,6 @@ def test_traces_are_rescaled_to_a_rate() -> None:
     slow, fast = simulate(arrivals, "distserve", "1x1", TINY), simulate(arrivals, "distserve", "1x1", TINY, qps=5)
     assert (slow.rate, fast.rate) == (0.5, 5)
     assert slow.ended == pytest.approx(20, abs=0.1) and fast.ended == pytest.approx(2, abs=0.1)
-
-
-def test_a_first_token_from_the_decode_instance_includes_the_transfer() -> None:
-    arrivals = [Arrival(0.0, 40, 3)]
-    early, late = (
-        simulate(arrivals, "distserve", "2x1", TINY, options=Options(first_token=side)).measured[0]
-        for side in ("prefill", "decode")
-    )
-    assert late.ttft >= early.ttft + TINY.link_latency
 
 
 def test_bursts_lower_attainment() -> None:

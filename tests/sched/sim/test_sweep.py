@@ -105,15 +105,6 @@ def test_the_stopwatch_counts_every_decision() -> None:
     assert simulate(CHAT, "kairos", "1x1", TINY, qps=20, num_requests=20).decisions is None
 
 
-def test_routing_delay_counts() -> None:
-    arrivals = [Arrival(0.0, 40, 3)]
-    near, far = (
-        simulate(arrivals, "distserve", "1x1", QUIET, options=Options(routing_delay=delay)).measured[0]
-        for delay in (0.0, 0.25)
-    )
-    assert far.ttft == pytest.approx(near.ttft + 0.25) and far.tpot == pytest.approx(near.tpot)
-
-
 def test_stale_views_crowd_one_instance() -> None:
     """The router sees the first instance as empty until an update arrives."""
 
@@ -135,14 +126,6 @@ def test_every_router_loses_nothing_on_stale_views(routing: str, mesh: Mesh) -> 
     options = Options(stale=0.05, routing=routing, routing_delay=0.002)
     report = simulate(CHAT, "kairos", mesh, TINY, qps=150, num_requests=80, options=options)
     assert report.summary.reasons == {"stop": 80}
-
-
-def test_less_kv_is_slower() -> None:
-    half, full = (
-        simulate(CHAT, "distserve", "2x1", QUIET, qps=80, num_requests=100, options=Options(kv_scale=scale))
-        for scale in (0.55, 1.0)
-    )
-    assert half.summary.ttft.mean > full.summary.ttft.mean
 
 
 @pytest.mark.parametrize("perf", ["general", "linear", "table"])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import inf
 
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import StepResult
+from jaxserve.sched.api.plan import StepPlan, StepResult
 from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import SLO
@@ -32,6 +32,14 @@ def fleet(instances: Sequence[Scheduler], transfer: float = 0.0) -> Fleet:
     return Fleet(0.0, instances, lambda tokens: transfer * tokens)
 
 
+def step(one: Scheduler, at: float = 0.0) -> StepPlan:
+    """Plan a step and settle it with token 7 for each span that samples."""
+    plan = one.plan(at, at)
+    assert plan is not None
+    one.settle(StepResult(plan.step, at, at, tuple((7,) if span.samples else () for span in plan.spans)))
+    return plan
+
+
 def decodes(one: Scheduler, id: int, context: int, tpot: float = 0.05) -> None:
     """Add a running decode to the instance, with its prompt done at time 0."""
     row = request(id, context, tpot=tpot)
@@ -39,6 +47,4 @@ def decodes(one: Scheduler, id: int, context: int, tpot: float = 0.05) -> None:
     row.limit = 1000
     one.add(row)
     while not row.output:
-        plan = one.plan(0.0, 0.0)
-        assert plan is not None
-        one.settle(StepResult(plan.step, 0.0, 0.0, tuple((7,) if span.samples else () for span in plan.spans)))
+        step(one)

@@ -117,6 +117,23 @@ class SimSetup:
     tiers: Tiers = field(default_factory=Tiers)  # besides `sources`
     scheduler: Callable[..., Scheduler] = Scheduler
 
+    def limits(self) -> Limits:
+        return Limits(
+            self.tokens, self.rows, self.pages, self.page_size, self.prompts, preemptible=self.preemptible,
+            suspended=self.suspended, stopping=stopping(self.segments, 1), draft=self.draft, cascade=self.cascade,
+        )  # fmt: skip
+
+
+def every(count: int, until: int = 40) -> Callable[[str, StepPlan], bool]:
+    """Return a function for `fails` that lets every `count`-th step before `until` raise."""
+    steps = [0]
+
+    def fails(name: str, plan: StepPlan) -> bool:
+        steps[0] += 1
+        return steps[0] % count == 0 and steps[0] < until
+
+    return fails
+
 
 def simulate(jobs: Sequence[Job], roles: Sequence[Role] = (Role.MIXED,), **shape: Any) -> Outcome:
     """Run jobs to their end and check at every step the laws that can be checked there."""
@@ -197,22 +214,10 @@ def _instances(
 
     for index, role in enumerate(shape.roles):
         name = f"{role.value}{index}"
-        limits = Limits(
-            shape.tokens,
-            shape.rows,
-            shape.pages,
-            shape.page_size,
-            shape.prompts,
-            preemptible=shape.preemptible,
-            suspended=shape.suspended,
-            stopping=stopping(shape.segments, 1),
-            draft=shape.draft,
-            cascade=shape.cascade,
-        )
         scheduler = shape.scheduler(
             policies.make(shape.policy) if isinstance(shape.policy, str) else shape.policy(),
             GeneralModel(shape.coefficients),
-            limits,
+            shape.limits(),
             role,
             prefix_caching=shape.prefix_caching,
             log=shape.log(name),
@@ -237,7 +242,3 @@ def _instances(
         executor.lead = shape.lead
         instances.append(Instance(name, scheduler, executor))
     return instances
-
-
-def perf(record: Mapping[str, Any]) -> GeneralModel:
-    return GeneralModel(Coefficients(**record["coefficients"]))

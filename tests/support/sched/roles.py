@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
-from jaxserve.sched.api.log import Log
-from jaxserve.sched.api.policy import Limits, Role
-from jaxserve.sched.journal import Journal, replay
+from jaxserve.sched.api.policy import Role
 from tests.support.sched import harness
 from tests.support.sched.cases import MESHES, Case
-from tests.support.sched.harness import COEFFICIENTS, Job, perf
+from tests.support.sched.harness import Job
 from tests.support.sched.laws import Watch, check_tokens, check_told
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
@@ -34,37 +31,6 @@ def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], chang
         check_tokens(outcome, watch.records, page_size=4)
         histories.append((watch.records, [one.token_times for one in outcome.requests]))
     assert histories[0] == histories[1]
-
-
-def journaled(jobs: list[Job], mesh: str, policy: str, shape: dict[str, Any], changes: RoleChanges) -> list[str]:
-    file = io.StringIO()
-    journal = Journal(file)
-    limits = Limits(16, 4, 24, 4)
-
-    def log(name: str) -> Log:
-        described = {"coefficients": {field: getattr(COEFFICIENTS, field) for field in COEFFICIENTS.__slots__}}
-        role = Role(name.rstrip("0123456789"))
-        return journal.instance(name, policy=policy, limits=limits, role=role, prefix_caching=True, perf=described)
-
-    harness.simulate(
-        jobs,
-        SEVERAL[mesh],
-        policy=policy,
-        log=log,
-        role_changes=changes,
-        tokens=16,
-        rows=4,
-        pages=24,
-        page_size=4,
-        **shape,
-    )
-    return file.getvalue().splitlines()
-
-
-def check_replay(lines: list[str]) -> None:
-    """Check that a replay makes the same plans and no others."""
-    outcome = replay(lines, perf)
-    assert outcome.differences == [] and outcome.plans == sum('"kind":"planned"' in line for line in lines)
 
 
 def run(changes: RoleChanges, jobs: Sequence[Job], roles: Sequence[Role] = (P, D), **shape: Any) -> harness.Outcome:
