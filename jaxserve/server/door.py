@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -33,6 +32,7 @@ from jaxserve.server.limits import load_limits
 from jaxserve.server.metrics import CONTENT_TYPE
 from jaxserve.server.model_list import check_model, expected_length, present_model, present_models
 from jaxserve.server.start_times import StartTime
+from jaxserve.server.waited import waited_at_start
 
 PROBES = ("/health", "/readyz", "/ping")
 MODELS = "/v1/models"
@@ -40,9 +40,6 @@ BODIES = 32  # the largest bodies, of --max-body-size, that waiting requests may
 UNKNOWN = 5.0  # seconds of Retry-After if the end of the start is unknown
 MOST = 30.0  # and at most: the last start may have been slower
 WAITING = "jaxserve.waiting"  # in the scope of a request: its `_Waiting`
-
-# Seconds for which the request of this task waited here before the service got it.
-waited_at_start: ContextVar[float] = ContextVar("waited_at_start", default=0.0)
 
 
 class ServerStart:
@@ -147,7 +144,7 @@ class Door:
             if not waiting.passed:
                 return
             receive = waiting.receive
-            waited_at_start.set(time.monotonic() - began)  # each request has a task of its own
+            waited_at_start.set(time.monotonic() - began)
         assert self._app is not None
         await self._app(scope, receive, send)
 

@@ -22,7 +22,6 @@ from jaxserve.remote.rolling import Rolling
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
 from jaxserve.server.client_metrics import StageCollector
-from jaxserve.server.door import waited_at_start
 from jaxserve.server.fairness import Client, Stage
 from jaxserve.server.keys import Keys
 from jaxserve.server.limits import load_limits
@@ -34,6 +33,7 @@ from jaxserve.server.pacing import Pace, paced
 from jaxserve.server.prompts import Prompts
 from jaxserve.server.structured import compiled, constraint_of
 from jaxserve.server.tracing import Trace, Tracing
+from jaxserve.server.waited import waited_at_start
 from jaxserve.structured.compiler import Compiler
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.tools.definitions import Tools, tools_of
