@@ -23,6 +23,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.queue import ROWS
 from jaxserve.errors import QueueFull
 from jaxserve.report.start import StartProgress
+from jaxserve.server.arrival import arrived_at_start
 from jaxserve.server.cors import within_origins
 from jaxserve.server.engine_metrics import READY
 from jaxserve.server.failures import Refused, body_of, response_of
@@ -32,7 +33,6 @@ from jaxserve.server.limits import load_limits
 from jaxserve.server.metrics import CONTENT_TYPE
 from jaxserve.server.model_list import check_model, expected_length, present_model, present_models
 from jaxserve.server.start_times import StartTime
-from jaxserve.server.waited import waited_at_start
 
 PROBES = ("/health", "/readyz", "/ping")
 MODELS = "/v1/models"
@@ -139,12 +139,12 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or let the service's application do so."""
         if self._app is None and scope["type"] == "http":
-            began, waiting = time.monotonic(), _Waiting(receive)
+            arrived, waiting = time.monotonic(), _Waiting(receive)
             await self._before({**scope, WAITING: waiting}, receive, send)
             if not waiting.passed:
                 return
             receive = waiting.receive
-            waited_at_start.set(time.monotonic() - began)
+            arrived_at_start.set(arrived)
         assert self._app is not None
         await self._app(scope, receive, send)
 

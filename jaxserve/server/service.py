@@ -21,6 +21,7 @@ from jaxserve.remote.replicas import Replicas
 from jaxserve.remote.rolling import Rolling
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
+from jaxserve.server.arrival import arrived_at_start
 from jaxserve.server.client_metrics import StageCollector
 from jaxserve.server.fairness import Client, Stage
 from jaxserve.server.keys import Keys
@@ -33,7 +34,6 @@ from jaxserve.server.pacing import Pace, paced
 from jaxserve.server.prompts import Prompts
 from jaxserve.server.structured import compiled, constraint_of
 from jaxserve.server.tracing import Trace, Tracing
-from jaxserve.server.waited import waited_at_start
 from jaxserve.structured.compiler import Compiler
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.tools.definitions import Tools, tools_of
@@ -185,9 +185,9 @@ class Service:
             self._mailbox = Mailbox(asyncio.get_running_loop())
         mailbox = self._mailbox
         outputs, tokens = sum(job.params.n for job in answer.jobs), sum(len(job.prompt) for job in answer.jobs)
-        arrived = time.monotonic()
+        arrived = arrived_at_start.get() or time.monotonic()
         async with self._traced(answer), self.stage.admitted(answer.client, outputs, tokens) as client:
-            waited = time.monotonic() - arrived + waited_at_start.get()
+            waited = time.monotonic() - arrived
             streams = [pieces(self.engine, self.tokenizer, replace(job, waited=waited), mailbox) for job in answer.jobs]
             if len(streams) == 1:
                 async with aclosing(streams[0]) as only:
