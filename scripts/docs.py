@@ -117,7 +117,7 @@ def families() -> list[Metric]:
         startup_seconds=0.0,
         promise=Promise(SLO(1.0, 0.1)),
     )
-    metrics = Metrics(SimpleNamespace(info=info, stats=sample_stats), "model")
+    metrics = Metrics(SimpleNamespace(info=info, stats=sample_stats, ailment=None), "model")
     stage: Any = SimpleNamespace(clients={"key-1": Client(ClientLimits(), 0.0)})
     metrics.register(StageCollector(stage, "model"))
     return [family for family in metrics.registry.collect() if family.name.startswith(PREFIX)]

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models import layers
+from jaxserve.models.context_length import rope_given
 from jaxserve.models.layers import Array, Info, Source, Turns, angles, library, matrix, vector
 from jaxserve.models.moe import Moe
 from jaxserve.models.quantized import einsum
@@ -33,7 +34,6 @@ from jaxserve.models.spec import (
     architecture,
     common,
     need,
-    rope_given,
     yarn_growth,
 )
 from jaxserve.sched.api.errors import InvalidValue

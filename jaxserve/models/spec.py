@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from jaxserve.models import quantization
 from jaxserve.models.cache import Cache
+from jaxserve.models.context_length import POSITIONS, context_length, rope_given, rope_kind
 from jaxserve.models.quantization import Quantization
 from jaxserve.sched.api.errors import InvalidValue
 
@@ -341,11 +342,6 @@ def _windows(config: Config, allowed: bool) -> dict[str, Any]:
     return {"window": int(window or 0), "sliding": sliding} if any(sliding) else {}
 
 
-def rope_given(config: Config) -> dict[str, Any]:
-    """Return the RoPE parameters of a config, from `rope_scaling` and `rope_parameters`."""
-    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-
-
 def read_rope(config: Config, *, partials: bool = False) -> tuple[Rope, int]:
     """Return the RoPE parameters and the maximum number of positions.
 
@@ -354,8 +350,7 @@ def read_rope(config: Config, *, partials: bool = False) -> tuple[Rope, int]:
     """
     given = rope_given(config)
     theta = float(given.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    kind = str(given.get("rope_type") or given.get("type") or "default")
-    positions = int(config.get("max_position_embeddings") or 2048)
+    kind, positions = rope_kind(given), context_length(config)
     nested = [name for name, value in given.items() if isinstance(value, Mapping)]
     if nested:
         raise InvalidValue(f"config.json: rope_parameters per layer type ({', '.join(nested)}) are not supported")
@@ -371,9 +366,10 @@ def read_rope(config: Config, *, partials: bool = False) -> tuple[Rope, int]:
     if given.get("factor") is None:
         raise InvalidValue(f"config.json: rope_type={kind!r} needs 'factor' in rope_parameters")
     factor = float(given["factor"])
-    original = int(given.get("original_max_position_embeddings") or positions)
     if kind == "linear":
-        return Rope(kind, theta, factor), max(positions, int(original * factor))
+        return Rope(kind, theta, factor), positions
+    stated = int(config.get("max_position_embeddings") or POSITIONS)
+    original = int(given.get("original_max_position_embeddings") or stated)
     if kind == "llama3":
         low, high = float(given.get("low_freq_factor") or 1.0), float(given.get("high_freq_factor") or 4.0)
         if not low < high:
@@ -381,7 +377,7 @@ def read_rope(config: Config, *, partials: bool = False) -> tuple[Rope, int]:
         return Rope(kind, theta, factor, original, low, high), positions
     fast, slow = float(given.get("beta_fast") or 32.0), float(given.get("beta_slow") or 1.0)
     rope = Rope(kind, theta, factor, original, slow, fast, _yarn_scale(given), given.get("truncate", True))
-    return rope, max(positions, int(original * factor))
+    return rope, positions
 
 
 def _yarn_scale(given: Config) -> float:

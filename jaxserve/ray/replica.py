@@ -21,6 +21,7 @@ from jaxserve.remote.engines import CLOSING
 from jaxserve.remote.kv_share import KVShare
 from jaxserve.remote.messages import Failure
 from jaxserve.remote.nodes import Shares
+from jaxserve.report.start import StartProgress
 
 PLACING = 30.0  # seconds in which free devices must be found
 POLL = 0.2  # seconds between two looks at whether the server closes
@@ -29,6 +30,8 @@ GONE = (ray.exceptions.RayActorError, ray.exceptions.RaySystemError)
 
 class RayReplica:
     """A Replica in a cluster, see remote/engines.py."""
+
+    progress = StartProgress()  # an actor does not tell how far it is
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from jaxserve.config import ServeConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.remote.address import Place
+from jaxserve.report.start import StartProgress, slowest
 from jaxserve.sched.scaling.changes import Standing
 from jaxserve.settings.kv_events import ranked
 
@@ -31,6 +32,7 @@ class Replica(Protocol):
     """A way to run one engine at a place. `start`, `ended` and `stop` are called by one thread, `close` by any."""
 
     place: Place
+    progress: StartProgress  # of its last start
 
     def start(self, closing: Closing) -> None:
         """Start the engine and wait until it is ready. Raises a JaxserveError for what kept it from starting."""
@@ -165,6 +167,11 @@ class Engines:
     def places(self) -> tuple[Place, ...]:
         """Where fronts find the engines: also those that do not run."""
         return tuple(one.replica.place for one in self.keepers)
+
+    @property
+    def progress(self) -> StartProgress:
+        """The progress of the slowest of the first engines."""
+        return slowest(one.replica.progress for one in self.keepers[: self.begin] if not one.ready)
 
     def wait(self) -> None:
         """Wait until the first engines are ready. Raises what kept one from starting."""

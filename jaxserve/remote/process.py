@@ -10,6 +10,8 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -24,11 +26,13 @@ from jaxserve.remote.kv_share import KVShare
 from jaxserve.remote.messages import Failure
 from jaxserve.report.logs import log_to_stderr
 from jaxserve.report.progress import bar
+from jaxserve.report.start import StartProgress
 
 log = logging.getLogger(__name__)
 
 CUDA = "CUDA_VISIBLE_DEVICES"
 CLOSE = "close"
+TELLING = 0.1  # seconds between two reports of progress to the parent, at least
 RETIRED = 3  # exit status of an engine that a front has asked to start again
 
 
@@ -55,16 +59,17 @@ class EngineProcess:
         self.pid: int = process.pid
         self.sentinel: int = process.sentinel  # readable once the process has ended
 
-    def wait(self) -> None:
-        """Wait until the engine is ready. Raises what kept it from starting."""
+    def wait(self, told: Callable[[StartProgress], None] = lambda progress: None) -> None:
+        """Wait until the engine is ready; `told` gets its progress. Raises what kept it from starting."""
         try:
-            failure = self._control.recv()
+            while isinstance(said := self._control.recv(), StartProgress):
+                told(said)
         except EOFError:
             self.join()
             raise JaxserveError(f"the engine's process ended while it started ({self.end})") from None
-        if failure is not None:
+        if said is not None:
             self.close()
-            raise failure.error()
+            raise said.error()
 
     @property
     def end(self) -> str:
@@ -104,6 +109,7 @@ class LocalReplica:
 
     def __init__(self, config: ServeConfig, place: Place, gpus: str | None, share: KVShare | None) -> None:
         self.place = place
+        self.progress = StartProgress()
         self._own = config, place, gpus, share  # arguments of each EngineProcess
         self._process: EngineProcess | None = None
         self._lock = threading.Lock()  # between the start of a process and `close`
@@ -126,7 +132,11 @@ class LocalReplica:
             return self._process
 
     def start(self, closing: Closing) -> None:
-        self.launch().wait()
+        self.progress = StartProgress()
+        self.launch().wait(self._told)
+
+    def _told(self, progress: StartProgress) -> None:
+        self.progress = progress
 
     def ended(self, closing: Closing) -> str | None:
         process = self._process
@@ -193,8 +203,14 @@ def _serve(
     from jaxserve.engine.engine import Engine  # imports jax
     from jaxserve.remote.server import EngineServer
 
+    parent = _Parent(control)
     try:
-        with bar("warming up") as progress:
+        with bar("warming up") as drawn:
+
+            def progress(done: int, total: int, label: str) -> None:
+                drawn(done, total, label)
+                parent.tell(StartProgress.of(done, total, label))
+
             engine = Engine.start(config, progress=progress)
         server = EngineServer(engine, place.key, share)
 
@@ -205,16 +221,40 @@ def _serve(
         server.on_retired = leave
         server.start(place.address)
     except JaxserveError as error:
-        control.send(Failure.of(error))
+        parent.end(Failure.of(error))
         over.wait()
         return
     ready.set()
-    control.send(None)
+    parent.end(None)
     over.wait()
     with suppress(JaxserveError):  # the engine has failed
         server.close()
     closed = engine.close()
     _leave(RETIRED if retired.is_set() else 0 if closed else 1)
+
+
+class _Parent:
+    """The parent of an engine's process, which waits for the engine. Writers: threads that report progress."""
+
+    def __init__(self, control: Connection[Any, Any]) -> None:
+        self._control = control
+        self._lock = threading.Lock()
+        self._next = 0.0  # when progress may be told again
+        self._ended = False  # the parent reads no more
+
+    def tell(self, progress: StartProgress) -> None:
+        """Report progress, unless that has just been done."""
+        with self._lock:
+            if not self._ended and (progress.done == progress.total or time.monotonic() >= self._next):
+                self._next = time.monotonic() + TELLING
+                with suppress(OSError):  # the parent has ended, which `_watch` sees too
+                    self._control.send(progress)
+
+    def end(self, failure: Failure | None) -> None:
+        """Say that the engine is ready, or what kept it from starting."""
+        with self._lock:
+            self._ended = True
+            self._control.send(failure)
 
 
 def _watch(control: Connection[Any, Any], ready: threading.Event, over: threading.Event) -> None:

@@ -28,6 +28,7 @@ from jaxserve.server.guard import Guard
 from jaxserve.server.messages.request import CountBody, MessagesBody
 from jaxserve.server.messages.routes import add_messages
 from jaxserve.server.metrics import CONTENT_TYPE
+from jaxserve.server.model_list import present_model, present_models
 from jaxserve.server.openai import (
     ChatBody,
     CompletionBody,
@@ -50,10 +51,10 @@ from jaxserve.server.sse import Disconnected, EventStream, while_connected
 from jaxserve.version import __version__
 
 
-def create_app(service: Service) -> FastAPI:
-    """Create the ASGI application of a service."""
+def create_app(service: Service, created: int | None = None) -> FastAPI:
+    """Create the ASGI application of a service. created: Unix time of the model's entry; None: now."""
     app = FastAPI(title="jaxserve", version=__version__, description="LLM serving under latency objectives.")
-    created = int(time.time())
+    created = int(time.time()) if created is None else created
 
     @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody))
     async def chat(request: Request) -> Response:
@@ -71,12 +72,12 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service, name, created) for name in service.config.names]}
+        return present_models(service.config, service.engine.info.max_model_len, created)
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        return _model(service, name, created)
+        return present_model(service.config, name, service.engine.info.max_model_len, created)
 
     @app.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
     async def tokenize(request: Request) -> Response:
@@ -168,15 +169,3 @@ async def _tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     made = {"count": len(tokens), "max_model_len": service.engine.info.max_model_len, "tokens": tokens}
     made["token_strs"] = [service.tokenizer.piece(token) for token in tokens] if body.return_token_strs else None
     return made
-
-
-def _model(service: Service, name: str, created: int) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "jaxserve",
-        "root": service.config.names[0],
-        "parent": None,
-        "max_model_len": service.engine.info.max_model_len,
-    }

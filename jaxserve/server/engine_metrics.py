@@ -24,6 +24,7 @@ from jaxserve.sched.instance.stats import BLOCKING, SIZES
 from jaxserve.server.stats_line import attainment
 from jaxserve.settings.operations import PREFIX
 
+READY = "ready", "1 if an engine takes requests; 0 while the server starts, and while its engines are away."
 Values = Iterable[tuple[Sequence[str], float]]  # (label values, value)
 
 _FORECAST: tuple[tuple[str, str, Callable[[Accuracy], float]], ...] = (
@@ -84,6 +85,7 @@ class EngineCollector(Collector):
              stats.programs_ready),
         ):  # fmt: skip
             yield self._family(GaugeMetricFamily, name, text, [((), float(count))])
+        yield self._family(GaugeMetricFamily, *READY, [((), float(self._engine.ailment is None))])
         text = "Share of ended requests that attained their objectives."
         yield self._family(GaugeMetricFamily, "slo_attainment", text, [((), attainment(stats))])
         yield from self._promise()

@@ -16,26 +16,37 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import wait
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import prometheus_client
 
 from jaxserve.config import ServeConfig
+from jaxserve.errors import JaxserveError
 from jaxserve.models.source import find_tokenizer
 from jaxserve.remote.address import Place
+from jaxserve.remote.messages import Failure
 from jaxserve.remote.replicas import Replicas
 from jaxserve.report.logs import log_to_stderr
+from jaxserve.report.start import StartProgress
+from jaxserve.server.beside import Beside, in_thread
+from jaxserve.server.door import Door, ServerStart
+from jaxserve.server.keys import Keys
 from jaxserve.server.metrics import SHARED
 from jaxserve.server.service import Service
-from jaxserve.server.serving import loop_factory, serve
+from jaxserve.server.serving import Interrupted, announce, loop_factory, serve_from_start
 from jaxserve.server.signals import Signals, end_process
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.server.start_times import StartTime, last_start, remember
 
 logger = logging.getLogger("jaxserve.server")
 
+Told = StartProgress | Failure | tuple[Place, ...]  # how far the start is, why it failed, or where the engines are
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TELLING = 0.2  # seconds between two reports of progress to the fronts
 SOONEST = 1.0  # seconds: a front that ends earlier than this after its start is not replaced
 
 
@@ -48,87 +59,206 @@ def begin_process(config: ServeConfig) -> None:
 
 async def serve_remote(
     config: ServeConfig,
-    tokenizer: Tokenizer,
-    places: Sequence[Place],
+    door: Door,
+    places: Callable[[], Awaitable[Sequence[Place]]],
     sock: socket.socket,
     signals: Signals,
     index: int = 0,
 ) -> None:
-    """Serve HTTP for the engines at `places` until shutdown; `index` is that of this front."""
+    """Serve HTTP for the engines at `places`, which it returns once they are ready, until shutdown.
+
+    index: of this front. Raises what `places` raises, and Interrupted: see `serve_from_start`.
+    """
     # Requests of two fronts must not share seeds: equal prompts would get equal samples.
     seed = f"{config.seed}.{index}" if index else str(config.seed)
-    engine = await Replicas.connect(
-        places, seed, config.replica_routing, config.api_server_count, partly=config.max_replicas is not None
-    )
-    service = Service(engine, tokenizer, config)
-    engine.on_continued = service.metrics.continued
+    engines, services = list[Replicas](), list[Service]()
+
+    async def make() -> Service:
+        tokenizer, found = await asyncio.gather(in_thread(lambda: find_tokenizer(config)), places())
+        engine = await Replicas.connect(
+            found, seed, config.replica_routing, config.api_server_count, partly=config.max_replicas is not None
+        )
+        engines.append(engine)
+        service = Service(engine, tokenizer, config)
+        services.append(service)
+        engine.on_continued = service.metrics.continued
+        if index == 0:
+            remember(config, StartTime(door.start.elapsed, engine.stats().compilations))
+        return service
+
+    def opened() -> None:
+        if index == 0:
+            announce(config, door.start.last, sock)
+
     try:
-        await serve(service, sock, signals=signals)
+        await serve_from_start(door, config, sock, make, signals=signals, opened=opened)
     finally:
-        service.close()
-        engine.close()
+        for service in services:
+            service.close()
+        for engine in engines:
+            engine.close()
+
+
+class Start(NamedTuple):
+    """What a front knows of the start of its server."""
+
+    last: StartTime | None
+    began: float  # by time.monotonic()
 
 
 class Fronts:
-    """Several front processes. Writer: the main thread."""
+    """Several front processes, from before the engines are ready. Writer: the main thread."""
 
-    def __init__(self, config: ServeConfig, places: Sequence[Place], sock: socket.socket) -> None:
-        self._config, self._places, self._sock = config, places, sock
+    def __init__(self, config: ServeConfig, beside: Beside, sock: socket.socket) -> None:
+        self._config, self._beside, self._sock = config, beside, sock
+        self._start = Start(last_start(config), time.monotonic())
         self._spawn = multiprocessing.get_context("spawn")
-        self._alive: dict[int, tuple[Any, float]] = {}  # index -> (process, when it started)
-        self._ending = False
+        self._alive: dict[int, _Front] = {}
+        self._signal: int | None = None  # that ends the server
+        self._told: Told = StartProgress()  # what all fronts know
+        self._error: BaseException | None = None  # what kept the engines from starting
 
     def run(self) -> int:
-        """Start the fronts, pass signals on to them, and return when all have ended."""
+        """Start the fronts and the engines, pass signals on, and return when all fronts have ended.
+
+        Raises what keeps an engine from starting.
+        """
         os.environ[SHARED] = folder = tempfile.mkdtemp(prefix="jaxserve-metrics-")
-        before = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._signalled) for number in SIGNALS}
+        over, ended = self._spawn.Pipe(duplex=False)
         try:
             for index in range(self._config.api_server_count):
-                self._start(index)
+                self._launch(index)
+            threading.Thread(target=self._run_engines, args=(ended,), name="jaxserve-start", daemon=True).start()
             while self._alive:
-                wait([process.sentinel for process, _ in self._alive.values()])
+                told = self._settled
+                several = [one.process.sentinel for one in self._alive.values()] + ([] if told else [over])
+                wait(several, None if told else TELLING)
+                if not told:
+                    self._tell(over.recv() if over.poll() else self._beside.progress)
                 self._replace_ended()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
             shutil.rmtree(folder, ignore_errors=True)
-        return 0 if self._ending else 1
+        if self._error is not None:
+            raise self._error
+        if self._signal is None:
+            return 1
+        return 0 if self._settled else 128 + self._signal
 
-    def _start(self, index: int) -> None:
-        args = (index, self._config, self._places, self._sock)
+    def _run_engines(self, ended: Connection[Any, Any]) -> None:
+        """Start the engines, and tell the main thread where they are, or that they are not."""
+        told: Told
+        try:
+            self._beside.run()
+            told = tuple(self._beside.places)
+        except BaseException as error:
+            self._error = error if self._signal is None else None
+            told = Failure.of(error if isinstance(error, JaxserveError) else JaxserveError(repr(error)))
+        with suppress(OSError):  # the main thread has returned
+            ended.send(told)
+
+    @property
+    def _settled(self) -> bool:
+        """Whether the engines have started, or cannot."""
+        return not isinstance(self._told, StartProgress)
+
+    def _tell(self, told: Told) -> None:
+        """Tell all fronts how far the start is."""
+        if told != self._told:
+            self._told = told
+            for one in self._alive.values():
+                one.tell(told)
+
+    def _launch(self, index: int) -> None:
+        theirs, ours = self._spawn.Pipe(duplex=False)
+        args = (index, self._config, self._start, theirs, self._sock)
         process: Any = self._spawn.Process(target=_front, args=args, name=f"jaxserve-front-{index}", daemon=True)
-        process.start()
-        self._alive[index] = process, time.monotonic()
+        # It inherits that signals wait, and lets them in when it can handle them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        self._alive[index] = made = _Front(process, ours, time.monotonic())
+        made.tell(self._told)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
-        self._ending = True
-        for process, _ in self._alive.values():
-            if process.is_alive():
-                os.kill(process.pid, number)
+        self._signal = number
+        for one in self._alive.values():
+            if one.process.is_alive():
+                os.kill(one.process.pid, number)
 
     def _replace_ended(self) -> None:
-        for index, (process, started) in list(self._alive.items()):
-            if process.is_alive():
+        for index, one in list(self._alive.items()):
+            if one.process.is_alive():
                 continue
-            process.join()
+            one.process.join()
+            one.pipe.close()
             del self._alive[index]
-            if self._ending:
+            if self._signal is not None or self._error is not None:
                 continue
-            logger.error("front %d ended with exit status %s", index, process.exitcode)
-            if time.monotonic() - started > SOONEST:
-                self._start(index)
+            logger.error("front %d ended with exit status %s", index, one.process.exitcode)
+            if time.monotonic() - one.started > SOONEST:
+                self._launch(index)
 
 
-def _front(index: int, config: ServeConfig, places: Sequence[Place], sock: socket.socket) -> None:
+class _Front(NamedTuple):
+    """A front process, as its parent sees it. pipe: to it. started: by time.monotonic()."""
+
+    process: Any
+    pipe: Connection[Any, Any]
+    started: float
+
+    def tell(self, told: Told) -> None:
+        with suppress(OSError):  # it has ended
+            self.pipe.send(told)
+
+
+class _Parent:
+    """The parent, as a front sees it. Writer: the thread of `places`."""
+
+    def __init__(self, pipe: Connection[Any, Any]) -> None:
+        self._pipe = pipe
+        self.progress = StartProgress()
+        self.failed = False  # the parent reports why
+
+    def places(self) -> Sequence[Place]:
+        """Wait until the engines are ready, and return their places. Raises what kept one from starting."""
+        while isinstance(told := self._pipe.recv(), StartProgress):
+            self.progress = told
+        if isinstance(told, Failure):
+            self.failed = True
+            raise told.error()
+        found: Sequence[Place] = told
+        return found
+
+
+def _front(index: int, config: ServeConfig, start: Start, pipe: Connection[Any, Any], sock: socket.socket) -> None:
     """Serve HTTP in this process until a signal says otherwise or the parent ends."""
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     begin_process(config)
-    tokenizer, signals = find_tokenizer(config), Signals()
+    parent, signals, status = _Parent(pipe), Signals(), 0
+    door = Door(config, Keys.of(config), ServerStart(start.last, lambda: parent.progress, start.began))
+
+    async def places() -> Sequence[Place]:
+        return await in_thread(parent.places)
+
     with signals.handled():
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(serve_remote(config, tokenizer, places, sock, signals, index))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        try:
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                runner.run(serve_remote(config, door, places, sock, signals, index))
+        except Interrupted:
+            pass
+        except JaxserveError as error:
+            status = 1
+            if not parent.failed:
+                logger.error("%s", error)
         signals.served()
-    end_process(0)
+    end_process(status)
 
 
 def _leave_with_parent() -> None:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.kv_events import check_events
 from jaxserve.errors import InvalidValue
 from jaxserve.models.source import find_tokenizer
+from jaxserve.remote.address import Place
 from jaxserve.remote.engines import Engines
 from jaxserve.remote.process import EngineProcesses
-from jaxserve.remote.scaler import ReplicaScaler
-from jaxserve.report.progress import bar
+from jaxserve.report.progress import Callback, bar
+from jaxserve.report.start import StartProgress
+from jaxserve.server.beside import Beside, in_thread
+from jaxserve.server.door import Door, ServerStart
 from jaxserve.server.fronts import Fronts, begin_process, serve_remote
 from jaxserve.server.keys import Keys, warn_if_open
 from jaxserve.server.limits import load_limits
 from jaxserve.server.service import Service
-from jaxserve.server.serving import listen_on, loop_factory, serve
+from jaxserve.server.serving import Interrupted, announce, listen_on, loop_factory, serve_from_start
 from jaxserve.server.signals import Signals, end_process
+from jaxserve.server.start_times import StartTime, last_start, remember
 from jaxserve.server.tls import check_tls
 from jaxserve.server.tracing import check_tracing
 
@@ -43,8 +48,8 @@ def run(config: ServeConfig, start: Callable[[ServeConfig], Engines] = EnginePro
     sock = listen_on(config.host, config.port)
     try:
         if config.api_server_count == 0:
-            return _run_alone(config, sock)
-        return _run_beside(config, sock, start)
+            return _run_alone(config, keys, sock)
+        return _run_beside(config, keys, sock, start)
     finally:
         sock.close()
 
@@ -62,52 +67,72 @@ def check_processes(config: ServeConfig, keys: Keys) -> None:
         )
 
 
-def _run_alone(config: ServeConfig, sock: socket.socket) -> int:
-    """Serve with the engine in this process."""
-    service, signals = start_service(config), Signals()
+def _run_alone(config: ServeConfig, keys: Keys, sock: socket.socket) -> int:
+    """Serve with the engine in this process, which a thread starts while the port is open."""
+    reached, services = [StartProgress()], list[Service]()
+
+    def told(done: float, total: float, label: str = "") -> None:
+        reached[0] = StartProgress.of(done, total, label)
+
+    async def make() -> Service:
+        services.append(await in_thread(lambda: start_service(config, told)))
+        remember(config, StartTime(start.elapsed, services[0].engine.stats().compilations))
+        return services[0]
+
+    start = ServerStart(last_start(config), lambda: reached[0])
+    door, signals = Door(config, keys, start), Signals()
+    opened = partial(announce, config, start.last, sock)
     with signals.handled():
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                runner.run(serve(service, sock, signals=signals))
+                runner.run(serve_from_start(door, config, sock, make, signals=signals, opened=opened))
+        except Interrupted as end:
+            end_process(128 + end.number)  # the thread that starts the engine cannot be stopped
         finally:
             signals.served()
-            service.close()
-            if not service.engine.close():
-                end_process(1)
+            for service in services:
+                service.close()
+                if not service.engine.close():
+                    end_process(1)
     return 0
 
 
-def _run_beside(config: ServeConfig, sock: socket.socket, start: Callable[[ServeConfig], Engines]) -> int:
-    """Serve with every engine in a process of its own."""
-    engines = start(config)
-    scaler = None if config.max_replicas is None else ReplicaScaler(engines, config)
+def _run_beside(config: ServeConfig, keys: Keys, sock: socket.socket, start: Callable[[ServeConfig], Engines]) -> int:
+    """Serve with every engine in a process of its own, which a thread starts while the port is open."""
+    beside = Beside(config, start)
     try:
-        tokenizer = find_tokenizer(config) if config.api_server_count == 1 else None
-        engines.wait()
-        if scaler is not None:
-            scaler.start()
-        if tokenizer is None:
-            return Fronts(config, engines.places, sock).run()
-        signals = Signals()
+        if config.api_server_count > 1:
+            return Fronts(config, beside, sock).run()
+        door, signals = Door(config, keys, ServerStart(last_start(config), lambda: beside.progress)), Signals()
+
+        async def places() -> Sequence[Place]:
+            await in_thread(beside.run)
+            return beside.places
+
         with signals.handled():
             try:
                 with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                    runner.run(serve_remote(config, tokenizer, engines.places, sock, signals))
+                    runner.run(serve_remote(config, door, places, sock, signals))
+            except Interrupted as end:
+                return 128 + end.number
             finally:
                 signals.served()
     finally:
-        if scaler is not None:
-            scaler.close()
-        if not engines.close():
+        if not beside.close():
             end_process(1)
     return 0
 
 
-def start_service(config: ServeConfig) -> Service:
-    """Load the tokenizer and start the engine in parallel, with a progress bar."""
+def start_service(config: ServeConfig, told: Callback = lambda done, total, label="": None) -> Service:
+    """Load the tokenizer and start the engine in parallel, with a progress bar; `told` gets the progress too."""
     from jaxserve.engine.engine import Engine  # imported late: it imports jax
 
-    with ThreadPoolExecutor(1) as beside, bar("warming up") as progress:
+    with ThreadPoolExecutor(1) as beside, bar("warming up") as drawn:
+
+        def progress(done: int, total: int, label: str) -> None:
+            drawn(done, total, label)
+            told(done, total, label)
+
         tokenizer = beside.submit(find_tokenizer, config)
         engine = Engine.start(config, progress=progress)
     try:

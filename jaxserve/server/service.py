@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.queue import ROWS
-from jaxserve.errors import InvalidValue, short
+from jaxserve.errors import InvalidValue
 from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, check_length, merged, pieces
 from jaxserve.generation.session import session_of
@@ -21,12 +21,13 @@ from jaxserve.remote.replicas import Replicas
 from jaxserve.remote.rolling import Rolling
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
+from jaxserve.server.arrival import arrived_at_start
 from jaxserve.server.client_metrics import StageCollector
-from jaxserve.server.failures import Refused
 from jaxserve.server.fairness import Client, Stage
 from jaxserve.server.keys import Keys
 from jaxserve.server.limits import load_limits
 from jaxserve.server.metrics import Metrics
+from jaxserve.server.model_list import check_model
 from jaxserve.server.objectives import objectives_of
 from jaxserve.server.openai import ChatBody, CompletionBody, Sampled, params_of
 from jaxserve.server.pacing import Pace, paced
@@ -95,9 +96,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise Refused (404) for a model that is not served."""
-        if name is not None and name not in self.config.names and name != self.config.model:
-            known = ", ".join(map(repr, self.config.names))
-            raise Refused(404, f"model {short(name)} is not served here; served: {known}", "model", "model_not_found")
+        check_model(self.config, name)
 
     async def prepare(self, body: Sampled, headers: Mapping[str, str], request_id: str, client: str = "") -> Answer:
         """Validate and tokenize a request, and return its unstarted answer.
@@ -186,7 +185,7 @@ class Service:
             self._mailbox = Mailbox(asyncio.get_running_loop())
         mailbox = self._mailbox
         outputs, tokens = sum(job.params.n for job in answer.jobs), sum(len(job.prompt) for job in answer.jobs)
-        arrived = time.monotonic()
+        arrived = arrived_at_start.get() or time.monotonic()
         async with self._traced(answer), self.stage.admitted(answer.client, outputs, tokens) as client:
             waited = time.monotonic() - arrived
             streams = [pieces(self.engine, self.tokenizer, replace(job, waited=waited), mailbox) for job in answer.jobs]

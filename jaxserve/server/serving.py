@@ -1,4 +1,7 @@
-"""Serve one service over HTTP until it is told to stop, without losing running requests."""
+"""Serve one service over HTTP until it is told to stop, without losing running requests.
+
+`serve` serves a service that is ready, `serve_from_start` opens the port while it is being made.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,25 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
 import uvicorn
 
+from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.info import Promise
 from jaxserve.errors import InvalidValue
 from jaxserve.report.table import print_table
 from jaxserve.server.app import create_app
+from jaxserve.server.door import Door
 from jaxserve.server.protocol import limits_of, protocol_of
 from jaxserve.server.service import Service
 from jaxserve.server.signals import Signals
+from jaxserve.server.start_times import StartTime, expectation
 from jaxserve.server.stats_line import StatsLine
 from jaxserve.server.tls import tls_of
 
@@ -73,30 +80,125 @@ async def serve(
     Shutdown is requested through `signals`. A program that embeds a server passes `ready` instead: it
     is called with an `Ending` as soon as the server accepts requests.
     """
-    config = uvicorn.Config(
-        create_app(service),
-        http=protocol_of(limits_of(service.config)),
-        log_level=service.config.log_level,
-        log_config=None,
-        access_log=service.config.log_level == "debug",
-        timeout_graceful_shutdown=5,
-        lifespan="off",
-        ws="none",
-        **tls_of(service.config),
-    )
-    server = Server(config)
+    server = _server(create_app(service), service.config)
     ending = Ending(service, server)
     if signals is not None:
         signals.serve(asyncio.get_running_loop(), ending.drain, ending.now)
-    helpers = [asyncio.ensure_future(_announce(service, server, sock, ready and partial(ready, ending)))]
+    told = None if ready is None else partial(ready, ending)
+    await _until_stopped(service, server, asyncio.ensure_future(server.serve(sockets=[sock])), sock, told)
+
+
+async def serve_from_start(
+    door: Door,
+    config: ServeConfig,
+    sock: socket.socket,
+    make: Callable[[], Awaitable[Service]],
+    *,
+    ready: Callable[[Ending], None] | None = None,
+    signals: Signals | None = None,
+    opened: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve on a bound socket from now on, with the service that `make` returns, until shutdown.
+
+    opened: is called when the server accepts connections, before `make`. ready, signals: see `serve`. Raises what
+    `make` raises, and Interrupted if a signal ends the start; requests that wait have got 503 then.
+    """
+    server, stop = _server(door, config), asyncio.get_running_loop().create_future()
+    ending: Ending | None = None
+
+    def stopped(number: int) -> None:
+        if ending is not None:
+            (ending.drain if number == signal.SIGTERM else ending.now)()
+        elif not stop.done():
+            stop.set_result(number)
+
+    if signals is not None:
+        heard = partial(stopped, signal.SIGTERM), partial(stopped, signal.SIGINT)
+        signals.serve(asyncio.get_running_loop(), *heard)
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    await _started(server, serving)
+    opened()
+    making = asyncio.ensure_future(make())
+    try:
+        await asyncio.wait((making, stop, serving), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        if stop.done():
+            door.shut("the server is shutting down", "shutting_down")
+            raise Interrupted(stop.result())
+        if making.exception() is not None:
+            door.shut("the server could not start: see its log", "start_failed")
+        service = making.result()
+    except BaseException:
+        making.cancel()
+        await leave(server)
+        await asyncio.gather(serving, making, return_exceptions=True)
+        raise
+    ending = Ending(service, server)
+    door.open(create_app(service, door.created))
+    await _until_stopped(service, server, serving, sock, None if ready is None else partial(ready, ending))
+
+
+class Interrupted(Exception):
+    """Raised if a signal ends the start of a server. number: of the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {signal.Signals(number).name} during the start")
+        self.number = number
+
+
+def _server(app: Any, config: ServeConfig) -> Server:
+    made = uvicorn.Config(
+        app,
+        http=protocol_of(limits_of(config)),
+        log_level=config.log_level,
+        log_config=None,
+        access_log=config.log_level == "debug",
+        timeout_graceful_shutdown=5,
+        lifespan="off",
+        ws="none",
+        **tls_of(config),
+    )
+    return Server(made)
+
+
+async def _started(server: uvicorn.Server, serving: asyncio.Future[None]) -> None:
+    """Wait until the server accepts connections. Raises what kept it from that."""
+    while not server.started:
+        if serving.done():
+            serving.result()
+        await asyncio.sleep(0.01)
+
+
+async def _until_stopped(
+    service: Service,
+    server: Server,
+    serving: asyncio.Future[None],
+    sock: socket.socket,
+    ready: Callable[[], None] | None,
+) -> None:
+    """Announce a service that is ready, and wait for the end of the server."""
+    helpers = [asyncio.ensure_future(_announce(service, server, sock, ready))]
     if not service.config.disable_log_stats:
         helpers.append(asyncio.ensure_future(_log_stats(service)))
     try:
-        await server.serve(sockets=[sock])
+        await serving
     finally:
         for helper in helpers:
             helper.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
+
+
+async def leave(server: uvicorn.Server) -> None:
+    """Wait until running requests have sent their error, close connections that do not read it, and stop."""
+    state, loop = server.server_state, asyncio.get_running_loop()
+    end, cut = loop.time() + PATIENCE, loop.time() + 2 * PATIENCE
+    while state.tasks and loop.time() < cut:
+        await asyncio.sleep(0.01)
+        if loop.time() > end:
+            for connection in list(state.connections):
+                connection.transport.abort()
+    server.should_exit = server.force_exit = True
 
 
 class Ending:
@@ -134,18 +236,7 @@ class Ending:
         """Stop at once; running requests get an error, as their response or as the last event of their stream."""
         self._service.draining = True
         self._service.ending.set()
-        self._task = asyncio.ensure_future(self._leave())
-
-    async def _leave(self) -> None:
-        """Wait until running requests have sent their error, then close connections that do not read it."""
-        state, loop = self._server.server_state, asyncio.get_running_loop()
-        end, cut = loop.time() + PATIENCE, loop.time() + 2 * PATIENCE
-        while state.tasks and loop.time() < cut:
-            await asyncio.sleep(0.01)
-            if loop.time() > end:
-                for connection in list(state.connections):
-                    connection.transport.abort()
-        self._server.should_exit = self._server.force_exit = True
+        self._task = asyncio.ensure_future(leave(self._server))
 
 
 async def _announce(
@@ -165,16 +256,26 @@ async def _announce(
     title = f"{config.names[0]}, context {info.max_model_len}, policy {info.policy}, attention {info.attention}"
     print_table(title, ("instance", "role", "devices", "pages", "tokens of KV"), rows)
     print(promise_line(info.promise))
-    host, port = sock.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # nosec B104
     key = " -H 'Authorization: Bearer KEY'" if service.keys.names else ""
-    scheme = "http" if config.ssl_certfile is None else "https"
-    print(f"jaxserve is ready at {scheme}://{host}:{port}. Try:")
+    url = url_of(config, sock)
+    print(f"jaxserve is ready at {url}. Try:")
     print(
-        f"  curl {scheme}://{host}:{port}/v1/completions -H 'Content-Type: application/json'{key} "
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json'{key} "
         """-d '{"prompt": "def main(", "max_tokens": 20}'"""
     )
     sys.stdout.flush()
+
+
+def url_of(config: ServeConfig, sock: socket.socket) -> str:
+    """Return the URL at which this machine reaches a server."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # nosec B104
+    return f"{'http' if config.ssl_certfile is None else 'https'}://{host}:{port}"
+
+
+def announce(config: ServeConfig, last: StartTime | None, sock: socket.socket) -> None:
+    """Print that the port is open, and when the model will be ready. last: the start before this one."""
+    print(f"jaxserve opens {url_of(config, sock)} now; {expectation(last)}", flush=True)
 
 
 def promise_line(promise: Promise) -> str:

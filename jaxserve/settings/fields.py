@@ -117,6 +117,10 @@ class HttpSettings:
         4096, "server", "Concurrent connections; further ones get 503. Fewer if the process may open fewer files.",
         metavar="N",
     )  # fmt: skip
+    queue_at_start: bool = flag(
+        True, "server", "Let requests that arrive before the model is ready wait for it, within --queue-timeout and "
+        "--max-num-queued-reqs. With --no-queue-at-start they get 503 with Retry-After.",
+    )  # fmt: skip
     drain_timeout: float = flag(
         30.0, "server", "Time for running requests to finish after SIGTERM; new ones get 503.", metavar="TIME"
     )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -94,7 +95,7 @@ def listen(host, port):
     return sock
 server.listen_on = listen
 tokenizer = Tokenizer.load(jaxserve.demo.model_path())
-server.start_service = lambda config: Service(Double(delay=0.1), tokenizer, config)
+server.start_service = lambda config, told: Service(Double(delay=0.1), tokenizer, config)
 parser = flags.TeachingParser()
 flags.add_arguments(parser)
 main(parser.parse_args(["--port", "0", "--drain-timeout", "0.3", "--api-server-count", "0"]))
@@ -108,11 +109,10 @@ def test_a_signal_ends_streams_and_process(number, repo):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
         for _ in range(200):
-            try:
-                assert httpx.get(f"{url}/health").status_code == 200
-                break
-            except httpx.ConnectError:
-                time.sleep(0.05)
+            with suppress(httpx.ConnectError):
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            time.sleep(0.05)
         with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=20) as response:
             lines = response.iter_lines()
             next(lines)

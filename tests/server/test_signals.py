@@ -83,7 +83,7 @@ class Hung(Double):
     def close(self):
         return False
 
-def start(config):
+def start(config, told):
     threading.Thread(target=threading.Event().wait).start()  # alone it would keep the interpreter for ever
     return Service(Hung(), Tokenizer.load(jaxserve.demo.model_path()), config)
 

@@ -1,0 +1,91 @@
+"""Work of a server's start that blocks, in threads beside its event loop: above all, engines in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from jaxserve.config import ServeConfig
+from jaxserve.errors import JaxserveError
+from jaxserve.remote.address import Place
+from jaxserve.remote.engines import CLOSING, Engines
+from jaxserve.remote.scaler import ReplicaScaler
+from jaxserve.report.start import StartProgress
+
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Return the result of `work`, which runs in a thread that does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def told(result: T | None, error: BaseException | None) -> None:
+        if future.done():  # cancelled
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(told, result, error)
+
+    threading.Thread(target=run, name="jaxserve-start", daemon=True).start()
+    return await future
+
+
+class Beside:
+    """The engines of a server in other processes, and what scales them. Writers: `run`, then `close`."""
+
+    def __init__(self, config: ServeConfig, start: Callable[[ServeConfig], Engines]) -> None:
+        """start: starts the engines, without waiting until they are ready."""
+        self._config = config
+        self._start = start
+        self._lock = threading.Lock()  # while `start` runs
+        self._engines: Engines | None = None
+        self._scaler: ReplicaScaler | None = None
+        self._closed = False
+
+    @property
+    def progress(self) -> StartProgress:
+        """The progress of the engine that is furthest from ready."""
+        return StartProgress() if self._engines is None else self._engines.progress
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """Where fronts find the engines, after `run`."""
+        assert self._engines is not None
+        return self._engines.places
+
+    def run(self) -> None:
+        """Start the engines, and wait until they are ready. Raises what keeps one from starting."""
+        with self._lock:
+            if self._closed:
+                raise JaxserveError("the server closes")
+            self._engines = self._start(self._config)
+            if self._config.max_replicas is not None:
+                self._scaler = ReplicaScaler(self._engines, self._config)
+        self._engines.wait()
+        if self._scaler is not None:
+            self._scaler.start()
+
+    def close(self) -> bool:
+        """Close all engines; return False if one had to be killed."""
+        begun = not self._lock.acquire(timeout=CLOSING)  # joining a Ray cluster can hang
+        self._closed = True
+        if begun:
+            return False
+        self._lock.release()
+        if self._scaler is not None:
+            self._scaler.close()
+        return self._engines is None or self._engines.close()

@@ -1,0 +1,62 @@
+"""The entries of `/v1/models`, which are the same before and after the engine is ready."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import ServeConfig
+from jaxserve.errors import InvalidValue, short
+from jaxserve.models.context_length import context_length
+from jaxserve.models.published import published, short_name
+from jaxserve.server.failures import Refused
+
+
+def check_model(config: ServeConfig, name: str | None) -> None:
+    """Raise Refused (404) for a model that is not served."""
+    if name is not None and name not in config.names and name != config.model:
+        known = ", ".join(map(repr, config.names))
+        raise Refused(404, f"model {short(name)} is not served here; served: {known}", "model", "model_not_found")
+
+
+def present_model(config: ServeConfig, name: str, max_model_len: int | None, created: int) -> dict[str, Any]:
+    """Return the entry of a model. max_model_len: None: not known yet."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "jaxserve",
+        "root": config.names[0],
+        "parent": None,
+        "max_model_len": max_model_len,
+    }
+
+
+def present_models(config: ServeConfig, max_model_len: int | None, created: int) -> dict[str, Any]:
+    """Return the response to `GET /v1/models`."""
+    data = [present_model(config, name, max_model_len, created) for name in config.names]
+    return {"object": "list", "data": data}
+
+
+def expected_length(config: ServeConfig) -> int | None:
+    """Return the longest prompt plus output before the engine knows it; None if config.json does not say so.
+
+    Imports neither jax nor transformers, and uses no network.
+    """
+    if config.max_model_len is not None:
+        return config.max_model_len
+    try:
+        given = _given(config.model_source)
+        return context_length(given) if given.get("max_position_embeddings") else None
+    except (InvalidValue, OSError, ValueError, TypeError, AttributeError):
+        return None  # the engine reports what is wrong with it
+
+
+def _given(model: str) -> dict[str, Any]:
+    """Return the config.json of a model that is in a folder or the table of published models, else {}."""
+    if (name := short_name(model)) is not None:
+        return dict(published()[name].config)
+    path = Path(model).expanduser() / "config.json"
+    read = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read if isinstance(read, dict) else {}
