@@ -22,6 +22,7 @@ from jaxserve.engine.startup import environment, objectives, processors, profile
 from jaxserve.engine.startup.build import ExecutorConfig, LoadWeights, build_early, from_folder, random_init
 from jaxserve.engine.startup.calls import Rung
 from jaxserve.engine.startup.compiled import CompileCounter, compile_counter
+from jaxserve.engine.startup.executables import Shipped
 from jaxserve.engine.startup.tiers import KVTiers
 from jaxserve.engine.startup.warmup import Ladder, ProgramCounts, Progress
 from jaxserve.errors import InvalidValue
@@ -316,6 +317,7 @@ def build(
         preempt_boundary=config.preempt_boundary,
         preempt_depth=config.preempt_depth,
         ladder=ladder,
+        shipped=None if config.programs is None else Shipped(Path(config.programs), config.digest or ""),
         speculative=config.speculative,
         **_draft(config),
         compiler=compiler_of(config, spec.vocab, spec.eos),

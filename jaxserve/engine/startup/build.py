@@ -29,7 +29,7 @@ from jaxserve.engine.speculation.drafters import Drafter, NGram
 from jaxserve.engine.startup.calls import idle_batch
 from jaxserve.engine.startup.compiled import cache_folder, use_persistent_cache
 from jaxserve.engine.startup.environment import reserved_share
-from jaxserve.engine.startup.executables import Executables, facts_of
+from jaxserve.engine.startup.executables import Executables, Shipped, facts_of
 from jaxserve.engine.startup.warmup import Ladder, Progress
 from jaxserve.models import converted, dummy, manifest, registry, weights
 from jaxserve.models.layers import Info
@@ -76,6 +76,7 @@ class ExecutorConfig:
     interpret: bool = False  # tests only: run an accelerator's kernels in jax's interpreters on a CPU
     persistent_cache: bool = True
     cache_folder: Path | None = None  # None: see `compiled.use_persistent_cache`
+    shipped: Shipped | None = None  # executables of `jaxserve compile`
     warm: bool = True
     speculative: Speculative | None = None
     draft: ModelSpec | None = None  # the whole draft model, if there is one
@@ -211,7 +212,7 @@ def _kept(
         speculative=repr(config.speculative),
         interpret=config.interpret,
     )
-    return Executables(config.cache_folder or cache_folder(), facts)
+    return Executables(config.cache_folder or cache_folder(), facts, config.shipped)
 
 
 def _laid_out(config: ExecutorConfig, spec: ModelSpec, platform: str) -> ModelSpec:
