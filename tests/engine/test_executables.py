@@ -22,7 +22,7 @@ from jaxserve.engine.programs.program import Program, bound
 from jaxserve.engine.speculation.drafters import Call
 from jaxserve.engine.startup import assemble, executables
 from jaxserve.engine.startup.compiled import compile_counter
-from jaxserve.engine.startup.executables import MANIFEST, Executables, Shipped, facts_of
+from jaxserve.engine.startup.executables import MANIFEST, Executables, Shipped, facts_of, remembered
 from jaxserve.sched.api.errors import InvalidValue
 
 FACTS = {"spec": "a", "limits": "b", "backends": "c"}
@@ -252,6 +252,22 @@ def test_engines_that_have_not_started_for_long_are_forgotten(tmp_path: Path) ->
     kept_in(tmp_path, spec="2")
     kept_in(tmp_path, spec=str(executables.KEPT + 2)).compile(call)
     assert kept_in(tmp_path, spec=str(executables.KEPT + 2)).load(call, mesh_of(0).devices.flat) is not None
+
+
+def test_a_number_of_compiled_programs_is_measured_once(tmp_path: Path) -> None:
+    measured: list[int] = []
+
+    def found(**facts: str) -> int:
+        return remembered(tmp_path, {**FACTS, **facts}, lambda: measured.append(1) or 7)  # type: ignore[func-returns-value]
+
+    assert [found(), found()] == [7, 7] and len(measured) == 1
+    assert found(limits="other") == 7 and len(measured) == 2
+    [first, _] = (tmp_path / executables.FOLDER).glob("*.number")
+    for damage in (lambda: first.write_text("x"), lambda: first.chmod(0o666)):
+        damage()
+        before = len(measured)
+        assert {found(), found(limits="other")} == {7} and len(measured) == before + 1
+    assert kept_in(tmp_path).usable, "a number is not taken for an engine"
 
 
 def shipped(folder: Path, call: Call) -> tuple[Path, str]:

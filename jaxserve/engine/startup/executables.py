@@ -11,6 +11,7 @@ read; and names in a pickle are resolved in jax, numpy and this project only. En
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -20,7 +21,7 @@ import shutil
 import stat
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -137,7 +138,8 @@ class Executables:
             self._folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._folder.mkdir(exist_ok=True, mode=0o700)
             os.utime(self._folder)
-            engines = sorted(self._folder.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+            engines = [path for path in self._folder.parent.iterdir() if path.is_dir()]
+            engines.sort(key=lambda path: path.stat().st_mtime, reverse=True)
             for old in engines[KEPT:]:
                 shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
@@ -154,6 +156,24 @@ class Executables:
         if not self._told:
             log.warning(text, *values)
         self._told = True
+
+
+def remembered(folder: Path, facts: Mapping[str, Any], measured: Callable[[], int]) -> int:
+    """Return a number that compiled programs determine: from an earlier start with equal facts, or measured now."""
+    known = json.dumps(facts, sort_keys=True, default=repr)
+    path = folder / FOLDER / f"{_digest(known)}.number"
+    try:
+        if not_ours(path.stat()) is None:
+            return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        pass
+    number = measured()
+    partial = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):  # measured again at the next start
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial.write_text(str(number), encoding="ascii")
+        partial.replace(path)
+    return number
 
 
 class Shipped:
