@@ -201,6 +201,14 @@ class ServeConfig(OperationSettings):
         "step), general, exact, table, table:ewma, linear, roofline, roofline:published, poly, or a latency preset: a "
         "file written by `jaxserve profile` or `jaxserve fit`, or a name in configs/latency.", metavar="NAME|FILE",
     )  # fmt: skip
+    programs: str | None = flag(
+        None, "scheduling", "Folder of executables that `jaxserve compile` wrote, on this machine or another; "
+        "needs --digest.", metavar="DIR",
+    )  # fmt: skip
+    digest: str | None = flag(
+        None, "scheduling", "Digest of --programs, as `jaxserve compile` printed it: executables are code, so only "
+        "those that you name are used.", metavar="SHA256",
+    )  # fmt: skip
     warmup: Literal["early", "full"] = flag(
         "early", "scheduling", "early: answer once a few programs can compute any request, and make the others "
         "meanwhile. full: make all first, as engines do that draft or keep KV outside of the devices.",
@@ -304,6 +312,11 @@ class ServeConfig(OperationSettings):
         _ = self.slo, self.speculative, self.tiers
 
     def _check_tiers(self) -> None:
+        if (self.programs is None) != (self.digest is None):
+            raise InvalidValue(
+                f"programs={self.programs!r} and digest={self.digest!r} must be given together, as `jaxserve compile` "
+                "printed them", "programs" if self.programs is None else "digest",
+            )  # fmt: skip
         if (self.kv_disk is None) != (self.kv_disk_size == 0):
             raise InvalidValue(
                 f"kv_disk={self.kv_disk!r} and kv_disk_size={self.kv_disk_size!r} must be given together", "kv_disk"

@@ -24,6 +24,7 @@ COMMANDS = {
         "jaxserve.cli.plan",
         "check whether a model fits given devices, choose a mesh, and bound its throughput",
     ),
+    "compile": ("jaxserve.cli.compile", "make an engine's programs ahead, for a container image or other machines"),
     "distill": ("jaxserve.cli.distill", "train a draft model for speculative decoding"),
     "convert": ("jaxserve.cli.convert", "convert safetensors to an Orbax checkpoint"),
 }

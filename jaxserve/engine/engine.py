@@ -403,6 +403,7 @@ class Engine:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._events is not None:
             self._events.close()
+        self._machine.keep_profile(self._cluster)
         self._left = not await self._machine.close()
 
     async def _publish(self, events: KVEventFeed) -> None:

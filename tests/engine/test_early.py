@@ -16,7 +16,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.programs.inputs import Bucket, InputBuilder, Limits
 from jaxserve.engine.runtime.executor import JaxExecutor
-from jaxserve.engine.startup import warmup
+from jaxserve.engine.startup import assemble, warmup
 from jaxserve.engine.startup.calls import Rung
 from jaxserve.engine.startup.compiled import compile_counter
 from jaxserve.engine.startup.warmup import Ladder
@@ -142,8 +142,12 @@ def test_hidden_states_of_prompts_come_from_programs_for_prompts() -> None:
     assert heard.prompts
 
 
-def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(tmp_path: Path) -> None:
+def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble, "TAUGHT", 20)
     path = tmp_path / "journal"
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))  # no profile of an earlier start
     engine = Engine.start(
         ServeConfig(
             mesh="2x1", max_num_seqs=8, max_num_batched_tokens=128, max_model_len=256, profile_time=0.2,
@@ -152,7 +156,9 @@ def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(tmp_p
     )  # fmt: skip
     try:
         ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        first = engine.stats()
+        first, cache = engine.stats(), engine.machine.profile
+        assert cache is not None
+        measured = cache.load() or []
         assert first.programs_ready < first.programs and first.programs_later == 0
         asked = 0
         while (stats := engine.stats()).programs_ready < stats.programs or asked < 20:
@@ -167,6 +173,7 @@ def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(tmp_p
         assert stats.programs_later > 0 and stats.compilations_after_warmup == 0
     finally:
         engine.close()
+    assert len(cache.load() or []) > len(measured) > 3, "what serving taught is kept for the next start"
     text = path.read_text()
     assert text.count('"kind":"adopt"') >= 2, "each instance sees the ladder grow"
     replayed = replay(io.StringIO(text), lambda record: Recipe.of(record).make())

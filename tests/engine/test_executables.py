@@ -16,10 +16,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.cli.main import dispatch
+from jaxserve.config import ServeConfig
 from jaxserve.engine.programs.program import Program, bound
 from jaxserve.engine.speculation.drafters import Call
-from jaxserve.engine.startup import executables
-from jaxserve.engine.startup.executables import Executables, facts_of
+from jaxserve.engine.startup import assemble, executables
+from jaxserve.engine.startup.compiled import compile_counter
+from jaxserve.engine.startup.executables import MANIFEST, Executables, Shipped, facts_of, remembered
+from jaxserve.sched.api.errors import InvalidValue
 
 FACTS = {"spec": "a", "limits": "b", "backends": "c"}
 
@@ -248,6 +252,99 @@ def test_engines_that_have_not_started_for_long_are_forgotten(tmp_path: Path) ->
     kept_in(tmp_path, spec="2")
     kept_in(tmp_path, spec=str(executables.KEPT + 2)).compile(call)
     assert kept_in(tmp_path, spec=str(executables.KEPT + 2)).load(call, mesh_of(0).devices.flat) is not None
+
+
+def test_a_number_of_compiled_programs_is_measured_once(tmp_path: Path) -> None:
+    measured: list[int] = []
+
+    def found(**facts: str) -> int:
+        return remembered(tmp_path, {**FACTS, **facts}, lambda: measured.append(1) or 7)  # type: ignore[func-returns-value]
+
+    assert [found(), found()] == [7, 7] and len(measured) == 1
+    assert found(limits="other") == 7 and len(measured) == 2
+    [first, _] = (tmp_path / executables.FOLDER).glob("*.number")
+    for damage in (lambda: first.write_text("x"), lambda: first.chmod(0o666)):
+        damage()
+        before = len(measured)
+        assert {found(), found(limits="other")} == {7} and len(measured) == before + 1
+    assert kept_in(tmp_path).usable, "a number is not taken for an engine"
+
+
+def shipped(folder: Path, call: Call) -> tuple[Path, str]:
+    """Ship the executable of a call; return the folder and the digest."""
+    kept, out = kept_in(folder / "here"), folder / "out"
+    kept.compile(call)
+    return out, kept.ship(out)
+
+
+def test_executables_of_another_machine_are_used_by_their_digest(tmp_path: Path) -> None:
+    """Whoever may write the folder: the digest says what is in it."""
+    call = call_on(mesh_of(0))
+    out, digest = shipped(tmp_path, call)
+    for path in (out, *out.iterdir()):
+        path.chmod(0o777)
+    there = Executables(tmp_path / "there", FACTS, Shipped(out, digest))
+    assert there.has(call) and not there.has(call_on(mesh_of(0), 8))
+    found = there.load(call, mesh_of(0).devices.flat)
+    assert found is not None and values(call, found) == [2 * at + 3 for at in range(8)] and there.loaded == 1
+
+
+@pytest.mark.parametrize("change", ["digest", "manifest", "entry", "planted", "gone", "no manifest"])
+def test_shipped_executables_that_were_changed_are_not_used(
+    tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    call, trap = call_on(mesh_of(0)), tmp_path / "trap"
+    out, digest = shipped(tmp_path, call)
+    manifest = out / MANIFEST
+    [entry] = [path for path in out.iterdir() if path != manifest]
+    if change in ("digest", "manifest", "no manifest"):
+        if change == "digest":
+            digest = "0" * 64
+        elif change == "manifest":
+            manifest.write_bytes(manifest.read_bytes() + b" ")
+        else:
+            manifest.unlink()
+        with pytest.raises(InvalidValue, match="programs="):
+            Shipped(out, digest)
+        return
+    if change == "gone":
+        entry.unlink()
+    else:
+        entry.write_bytes(b"" if change == "entry" else sealed(pickle.dumps(Planted(trap))))
+    there = Executables(tmp_path / "there", FACTS, Shipped(out, digest))
+    with caplog.at_level(logging.WARNING):
+        assert there.load(call, mesh_of(0).devices.flat) is None
+    assert "cannot be used" in caplog.text and not trap.exists()
+
+
+def test_shipped_executables_of_another_engine_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    call = call_on(mesh_of(0))
+    out, digest = shipped(tmp_path, call)
+    with caplog.at_level(logging.WARNING):
+        other = Executables(tmp_path / "there", {**FACTS, "limits": "other", "more": "1"}, Shipped(out, digest))
+    assert not other.has(call) and "for another engine (limits, more)" in caplog.text
+
+
+def test_an_engine_starts_from_what_was_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {
+        "max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64, "kv_cache_memory": "4MiB"
+    }  # fmt: skip
+    flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path / "one"))
+    out, told = tmp_path / "out", list[str]()
+    monkeypatch.setattr("builtins.print", lambda *words, **_: told.append(" ".join(map(str, words))))
+    assert dispatch("compile", [*flags, "--out", str(out)]) == 0
+    digest = told[-1].split()[-1]
+    assert dispatch("compile", [*flags, "--out", str(out)]) == 2, "the folder is not empty"
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path / "two"))
+    before = compile_counter().traces_total
+    config = ServeConfig.load(programs=str(out), digest=digest, **settings)
+    built = assemble.build(config)
+    assert built.ladder is not None
+    counts = built.ladder.counts
+    assert counts.loaded == counts.total == counts.ready > 10 and compile_counter().traces_total == before
+    with pytest.raises(InvalidValue, match="digest"):
+        ServeConfig.load(programs=str(out))
 
 
 def test_processes_that_keep_the_same_program_at_once_keep_a_whole_one(tmp_path: Path, repo: Path) -> None:

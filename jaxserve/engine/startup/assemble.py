@@ -22,6 +22,7 @@ from jaxserve.engine.startup import environment, objectives, processors, profile
 from jaxserve.engine.startup.build import ExecutorConfig, LoadWeights, build_early, from_folder, random_init
 from jaxserve.engine.startup.calls import Rung
 from jaxserve.engine.startup.compiled import CompileCounter, compile_counter
+from jaxserve.engine.startup.executables import Shipped
 from jaxserve.engine.startup.tiers import KVTiers
 from jaxserve.engine.startup.warmup import Ladder, ProgramCounts, Progress
 from jaxserve.errors import InvalidValue
@@ -29,6 +30,7 @@ from jaxserve.models.source import DUMMY, find_model, tokenizer_json
 from jaxserve.models.thinking import thinking_markers
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.log import Log, no_log
+from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.thinking import ThinkingMarkers
@@ -44,6 +46,7 @@ from jaxserve.structured.compiler import Compiler
 
 log = logging.getLogger(__name__)
 
+TAUGHT = 200  # steps after which a learned model says more than the measurements that it began with
 CLOSING = 10.0  # seconds within which work on the devices must end when a machine closes
 FLUSHING = 5.0  # seconds of them for pages in host memory to be written to the disk
 
@@ -93,6 +96,7 @@ class Machine:
         self.recipe = recipe  # creates the step-time model of each new scheduler
         self.ladder = ladder
         self._measured = recipe  # before more programs were ready
+        self.profile: profile.ProfileCache | None = None  # for `keep_profile`
         self.compiler = compiler  # of the structured outputs of requests, for all executors
         self.compiled: CompileCounter = compile_counter()
         self.config = config.promising(promised.slo)
@@ -145,6 +149,14 @@ class Machine:
         record = self.recipe.record()
         for core in cluster.cores:
             core.scheduler.adopt(self.recipe.make(), buckets.mixed, record)
+
+    def keep_profile(self, cluster: Cluster) -> None:
+        """Store what serving taught about step times for the next start, if this one measured few programs."""
+        taught = max((core.scheduler.perf for core in cluster.cores), key=lambda perf: perf.version)
+        if self.profile is None or self.programs.ready < self.programs.total or taught.version < TAUGHT:
+            return
+        loads = (probe.load for probe in probes(self.limits, self.info.max_model_len, self.recipe.buckets))
+        self.profile.save(priced(loads, taught.step_time))
 
     @property
     def programs(self) -> ProgramCounts:
@@ -262,7 +274,7 @@ def assemble(
     began = time.perf_counter()
     early = early and not (config.kv_host_memory or config.kv_disk_size)  # tiers give pages back in all piece sizes
     built = through(build(config, progress, ladder, early=early))
-    recipe = _recipe(config, built, progress)
+    recipe, measured_here = _recipe(config, built, progress)
     compile_counter().warm()
     seconds = time.perf_counter() - began
     info = _info(config, built, seconds)
@@ -272,6 +284,7 @@ def assemble(
     machine = Machine(
         config, built.config.mesh, built.executors, built.limits, recipe, info, compiler, ladder=built.ladder
     )
+    machine.profile = measured_here
     for why in machine.info.promise.broken.values():
         log.warning("%s", why)
     return machine
@@ -316,6 +329,7 @@ def build(
         preempt_boundary=config.preempt_boundary,
         preempt_depth=config.preempt_depth,
         ladder=ladder,
+        shipped=None if config.programs is None else Shipped(Path(config.programs), config.digest or ""),
         speculative=config.speculative,
         **_draft(config),
         compiler=compiler_of(config, spec.vocab, spec.eos),
@@ -345,15 +359,15 @@ def _weights(load_format: str, seed: int, folder: Path | None, progress: Progres
     return random_init(seed) if load_format == DUMMY or folder is None else from_folder(folder, load_format, progress)
 
 
-def _recipe(config: ServeConfig, built: Built, progress: Progress | None) -> Recipe:
-    """Return the recipe of the step-time model.
+def _recipe(config: ServeConfig, built: Built, progress: Progress | None) -> tuple[Recipe, profile.ProfileCache | None]:
+    """Return the recipe of the step-time model, and where to store more: None if nothing is missing.
 
     From a latency preset, or fitted to steps measured now or at an earlier start of the same engine.
     """
     executor = built.executors[0]
     plain = plain_recipe(config, built)
     if config.perf_preset is not None:
-        return _from_preset(config, config.perf_preset, built, plain)
+        return _from_preset(config, config.perf_preset, built, plain), None
     ready = profile.buckets_of(executor)
     seconds = config.profile_time or profile.default_seconds(jax.default_backend(), early=ready != plain.buckets)
     kept = profile.ProfileCache(profile.facts(built.config, executor, config.model_source))
@@ -369,7 +383,7 @@ def _recipe(config: ServeConfig, built: Built, progress: Progress | None) -> Rec
         log.info("step times: %d loads measured at an earlier start, from %s", len(found), kept.path)
     recipe = replace(plain, kind=config.perf, points=tuple(found))
     recipe.make()  # raises now if the points do not determine the form
-    return recipe
+    return recipe, kept if {load for load, _ in found} < set(_loads(built, plain)) else None
 
 
 def plain_recipe(config: ServeConfig, built: Built) -> Recipe:
@@ -397,8 +411,13 @@ def _from_preset(config: ServeConfig, preset: Latency, built: Built, plain: Reci
     if not preset.measured_on.known():
         log.warning("perf=%s does not say on which model and device it was measured: used unchecked", config.perf)
     form = Padded(preset.solve(), plain.buckets)
-    loads = (probe.load for probe in probes(built.limits, built.max_model_len, plain.buckets))
-    return replace(plain, points=tuple(priced(loads, form.step_time)), coefficients=form.coefficients)
+    points = priced(_loads(built, plain), form.step_time)
+    return replace(plain, points=tuple(points), coefficients=form.coefficients)
+
+
+def _loads(built: Built, plain: Recipe) -> list[Load]:
+    """Return the loads of a whole profile."""
+    return [probe.load for probe in probes(built.limits, built.max_model_len, plain.buckets)]
 
 
 def compiler_of(config: ServeConfig, vocab: int, eos: Iterable[int]) -> Compiler:

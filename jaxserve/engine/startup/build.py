@@ -29,7 +29,7 @@ from jaxserve.engine.speculation.drafters import Drafter, NGram
 from jaxserve.engine.startup.calls import idle_batch
 from jaxserve.engine.startup.compiled import cache_folder, use_persistent_cache
 from jaxserve.engine.startup.environment import reserved_share
-from jaxserve.engine.startup.executables import Executables, facts_of
+from jaxserve.engine.startup.executables import Executables, Shipped, facts_of, remembered
 from jaxserve.engine.startup.warmup import Ladder, Progress
 from jaxserve.models import converted, dummy, manifest, registry, weights
 from jaxserve.models.layers import Info
@@ -76,6 +76,7 @@ class ExecutorConfig:
     interpret: bool = False  # tests only: run an accelerator's kernels in jax's interpreters on a CPU
     persistent_cache: bool = True
     cache_folder: Path | None = None  # None: see `compiled.use_persistent_cache`
+    shipped: Shipped | None = None  # executables of `jaxserve compile`
     warm: bool = True
     speculative: Speculative | None = None
     draft: ModelSpec | None = None  # the whole draft model, if there is one
@@ -199,7 +200,15 @@ def _kept(
     """
     if not config.persistent_cache or config.processors or jax.process_count() > 1:
         return None
-    facts = facts_of(
+    facts = _facts(config, spec, limits, backends, mesh, dtype, stored)
+    return Executables(config.cache_folder or cache_folder(), facts, config.shipped)
+
+
+def _facts(
+    config: ExecutorConfig, spec: ModelSpec, limits: Limits, backends: Backends, mesh: Mesh, dtype: Any, stored: Any
+) -> dict[str, Any]:
+    """Return what determines the programs of an engine."""
+    return facts_of(
         mesh.devices.flat[0],
         spec=repr(spec),
         draft=repr(config.draft_spec),
@@ -211,7 +220,6 @@ def _kept(
         speculative=repr(config.speculative),
         interpret=config.interpret,
     )
-    return Executables(config.cache_folder or cache_folder(), facts)
 
 
 def _laid_out(config: ExecutorConfig, spec: ModelSpec, platform: str) -> ModelSpec:
@@ -277,9 +285,7 @@ def _limits(
             meshes[0],
             utilization=config.gpu_memory_utilization,
             weights=_bytes(tree) + _draft_bytes(config, dtype),
-            temporaries=temporaries(
-                spec, meshes[0], limits, tree, dtype, backends, stored=stored, processors=config.processors
-            )
+            temporaries=_temporaries(config, spec, limits, backends, meshes[0], tree, dtype, stored)
             + held_ahead(config, _segments(config, spec, meshes[0], limits, backends), tree),
             sharing=sum(meshes[0].devices.flat[0] in mesh.devices.flat for mesh in meshes),
             reserved=reserved_share() if meshes[0].devices.flat[0].platform == "gpu" else 1.0,
@@ -295,6 +301,21 @@ def _limits(
         more=0 if draft is None else kv.page_bytes(draft, config.page_size, dtype),
     )
     return replace(limits, pages=pages)
+
+
+def _temporaries(
+    config: ExecutorConfig, spec: ModelSpec, limits: Limits, backends: Backends, mesh: Mesh, tree: Tree, dtype: Any,
+    stored: Any,
+) -> int:  # fmt: skip
+    """Return `temporaries`, which compile three programs, as measured at an earlier start."""
+
+    def measured() -> int:
+        return temporaries(spec, mesh, limits, tree, dtype, backends, stored=stored, processors=config.processors)
+
+    if not config.persistent_cache or config.processors or jax.process_count() > 1:
+        return measured()
+    facts = _facts(config, spec, limits, backends, mesh, dtype, stored)
+    return remembered(config.cache_folder or cache_folder(), facts, measured)
 
 
 def _bytes(tree: Tree) -> int:

@@ -5,11 +5,13 @@ the settings of compilers and devices, and the shapes, dtypes and shardings of i
 cache needs the lowered program for its key.
 
 Entries are pickles in part, so only folders and files that belong to this user, and that nobody else can write, are
-read; and names in a pickle are resolved in jax, numpy and this project only.
+read; and names in a pickle are resolved in jax, numpy and this project only. Entries that another machine made
+(`jaxserve compile`) are read from a folder whose manifest has the digest that the operator names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -19,7 +21,7 @@ import shutil
 import stat
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,11 +31,13 @@ import jax
 
 from jaxserve.engine.programs import serialize
 from jaxserve.engine.speculation.drafters import Call
+from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels import ptxas
 
 log = logging.getLogger(__name__)
 
 FOLDER = "programs"  # inside the folder of compiled programs
+MANIFEST = "manifest.json"
 HEAD = b"jaxserve executable 1\n"  # then the SHA-256 of the body, which is compressed
 KEPT = 8  # engines whose executables stay on disk: those that started last
 # What jax.config has of files, logs and debugging says nothing about a program.
@@ -45,27 +49,37 @@ SET = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_ROOT")  # environment variables th
 class Executables:
     """The executables of one kind of engine in a folder. Thread-safe: entries are files, replaced as a whole."""
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """facts: everything that determines the programs, besides their arguments; see `facts_of`."""
-        self._folder = folder / FOLDER / _digest(json.dumps(facts, sort_keys=True, default=repr))
+    def __init__(self, folder: Path, facts: Mapping[str, Any], shipped: Shipped | None = None) -> None:
+        """facts: everything that determines the programs, besides their arguments; see `facts_of`.
+
+        shipped: made by another machine; used where this one has none.
+        """
+        self._facts: dict[str, Any] = json.loads(json.dumps(facts, sort_keys=True, default=repr))
+        self._folder = folder / FOLDER / _digest(json.dumps(self._facts, sort_keys=True))
         self._told = False
         self.loaded = self.stored = 0
         self.usable = self._prepare()
+        self._shipped = shipped if shipped is not None and shipped.fits(self._facts) else None
 
     def has(self, call: Call) -> bool:
         """Return whether there is an executable of a program, which may still turn out to be damaged."""
-        return self.usable and self._path(call).is_file()
+        path = self._path(call)
+        return (self.usable and path.is_file()) or (self._shipped is not None and self._shipped.has(path.name))
 
     def load(self, call: Call, devices: Iterable[Any]) -> jax.stages.Compiled | None:
         """Return the executable of a program on `devices`; None if there is none that can be used."""
         path = self._path(call)
-        if not self.usable or not path.is_file():
-            return None
         try:
-            with path.open("rb") as file:
-                if (why := not_ours(os.fstat(file.fileno()))) is not None:
-                    raise ValueError(why)
-                data = file.read()
+            if self.usable and path.is_file():
+                with path.open("rb") as file:
+                    if (why := not_ours(os.fstat(file.fileno()))) is not None:
+                        raise ValueError(why)
+                    data = file.read()
+            elif self._shipped is not None and self._shipped.has(path.name):
+                path = self._shipped.folder / path.name
+                data = self._shipped.read(path.name)
+            else:
+                return None
             head, digest, body = data[: len(HEAD)], data[len(HEAD) : len(HEAD) + 64], data[len(HEAD) + 64 :]
             if head != HEAD or hashlib.sha256(body).hexdigest().encode() != digest:
                 raise ValueError("it is damaged")
@@ -95,6 +109,26 @@ class Executables:
         self.stored += 1
         return made
 
+    def ship(self, out: Path) -> str:
+        """Copy the executables of this engine to a folder, and return the digest of their manifest.
+
+        Raises InvalidValue if there are none, or if the folder has other files.
+        """
+        files = sorted(path for path in self._folder.iterdir() if not path.suffix) if self.usable else []
+        if not files:
+            raise InvalidValue(f"no executable is kept in {self._folder}: see the warnings above", "out")
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise InvalidValue(f"out={str(out)!r} must be an empty folder, or one to be made", "out")
+        hashes = {}
+        for path in files:
+            data = path.read_bytes()
+            (out / path.name).write_bytes(data)
+            hashes[path.name] = hashlib.sha256(data).hexdigest()
+        manifest = json.dumps({"facts": self._facts, "files": hashes}, sort_keys=True, indent=1).encode()
+        (out / MANIFEST).write_bytes(manifest)
+        return hashlib.sha256(manifest).hexdigest()
+
     def _path(self, call: Call) -> Path:
         return self._folder / _digest(f"{call.label} {described(call.args)}")
 
@@ -104,7 +138,8 @@ class Executables:
             self._folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._folder.mkdir(exist_ok=True, mode=0o700)
             os.utime(self._folder)
-            engines = sorted(self._folder.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+            engines = [path for path in self._folder.parent.iterdir() if path.is_dir()]
+            engines.sort(key=lambda path: path.stat().st_mtime, reverse=True)
             for old in engines[KEPT:]:
                 shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
@@ -121,6 +156,62 @@ class Executables:
         if not self._told:
             log.warning(text, *values)
         self._told = True
+
+
+def remembered(folder: Path, facts: Mapping[str, Any], measured: Callable[[], int]) -> int:
+    """Return a number that compiled programs determine: from an earlier start with equal facts, or measured now."""
+    known = json.dumps(facts, sort_keys=True, default=repr)
+    path = folder / FOLDER / f"{_digest(known)}.number"
+    try:
+        if not_ours(path.stat()) is None:
+            return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        pass
+    number = measured()
+    partial = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):  # measured again at the next start
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial.write_text(str(number), encoding="ascii")
+        partial.replace(path)
+    return number
+
+
+class Shipped:
+    """Executables that another machine made (`jaxserve compile`), which the operator trusts by their digest."""
+
+    def __init__(self, folder: Path, digest: str) -> None:
+        """digest: SHA-256 of the manifest. Raises InvalidValue if the manifest is missing or has another one."""
+        self.folder = folder
+        try:
+            manifest = (folder / MANIFEST).read_bytes()
+        except OSError as error:
+            raise InvalidValue(
+                f"programs={str(folder)!r} has no readable {MANIFEST} ({error.strerror}): `jaxserve compile` writes it",
+                "programs",
+            ) from error
+        if (found := hashlib.sha256(manifest).hexdigest()) != digest.lower().removeprefix("sha256:"):
+            raise InvalidValue(f"programs={str(folder)!r} has the digest {found}, not {digest}: not used", "digest")
+        read = json.loads(manifest)
+        self._facts: dict[str, Any] = read["facts"]
+        self._files: dict[str, str] = read["files"]
+
+    def fits(self, facts: Mapping[str, Any]) -> bool:
+        """Return whether the executables are of an engine with these facts; say once what differs."""
+        differ = [name for name in {**facts, **self._facts} if facts.get(name) != self._facts.get(name)]
+        if differ:
+            log.warning("programs=%s is for another engine (%s): not used", self.folder, ", ".join(differ))
+        return not differ
+
+    def has(self, name: str) -> bool:
+        """Return whether there is an entry of this name."""
+        return name in self._files
+
+    def read(self, name: str) -> bytes:
+        """Return an entry. Raises ValueError if it is not the one of the manifest, OSError if it cannot be read."""
+        data = (self.folder / name).read_bytes()
+        if hashlib.sha256(data).hexdigest() != self._files[name]:
+            raise ValueError(f"it is not the one in {MANIFEST}")
+        return data
 
 
 def not_ours(found: os.stat_result) -> str | None:

@@ -57,23 +57,25 @@ class Ladder:
 
     def __init__(self, states: Sequence[DeviceState], kept: Executables | None = None, *, early: bool = False) -> None:
         self._states = states
-        self._kept = kept
+        self.kept = kept
+        self.done = self._at_first = 0  # programs that are ready, and that were when `begin` returned
         for state in states:
             for call in state.allocation:
                 self._install(call, state)
+                self.done += 1
             state.rebuild()
         self._rungs = [rungs(state, early=early) for state in states]
         self._platform = states[0].mesh.devices.flat[0].platform
         if early and self._platform != "cpu" and not self._all_kept():
             # Compiling for an accelerator tunes on it, in memory that the KV pool has by then.
             self._rungs = [rungs(state, early=False) for state in states]
-        self._total = sum(len(rung.calls) for made in self._rungs for rung in made) + len(states) * inside(states[0])
+        self._total = self.done + sum(len(rung.calls) for made in self._rungs for rung in made)
+        self._total += len(states) * inside(states[0])
         self._climbing: threading.Thread | None = None
         self._stopped = threading.Event()
-        self.done = self._at_first = 0  # programs that are ready, and that were when `begin` returned
 
     def _all_kept(self) -> bool:
-        kept = self._kept
+        kept = self.kept
         return kept is not None and all(
             kept.has(call) for made in self._rungs for rung in made[1:] for call in rung.calls
         )
@@ -81,7 +83,7 @@ class Ladder:
     @property
     def counts(self) -> ProgramCounts:
         """How many programs there are now."""
-        loaded = 0 if self._kept is None else self._kept.loaded
+        loaded = 0 if self.kept is None else self.kept.loaded
         return ProgramCounts(self._total, self.done, loaded, self.done - self._at_first)
 
     @property
@@ -106,7 +108,7 @@ class Ladder:
         began, counter = time.perf_counter(), compile_counter()
         before, loads, traces = counter.compilations_total, counter.cache_loads_total, counter.traces_total
         threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jaxserve-compile")
-        first = sum(len(made[0].calls) for made in self._rungs) if self.rest else self._total
+        first = self.done + sum(len(made[0].calls) for made in self._rungs) if self.rest else self._total
         with uncollected(), threads as pool:
 
             def install(state: DeviceState, each: Sequence[Call]) -> None:
@@ -136,7 +138,7 @@ class Ladder:
             self._total,
             len(self._states),
             seconds,
-            0 if self._kept is None else self._kept.loaded,
+            0 if self.kept is None else self.kept.loaded,
             counter.compilations_total - before,
             counter.cache_loads_total - loads,
             counter.traces_total - traces,
@@ -182,7 +184,7 @@ class Ladder:
 
     def _install(self, call: Call, state: DeviceState) -> None:
         """Load the executable of a call, or compile it and keep it for the next start."""
-        kept = self._kept
+        kept = self.kept
         made = None if kept is None else kept.load(call, state.mesh.devices.flat)
         if made is None:
             made = call.program.lower(*call.args).compile() if kept is None else kept.compile(call)
