@@ -22,6 +22,7 @@ from jaxserve.server.admin import present_replicas, restart_replicas
 from jaxserve.server.failures import Refused
 from jaxserve.server.openai import RestartBody
 from tests.support.server.fronts import front
+from tests.support.server.live import at_rest
 from tests.support.server.told import Told
 
 KEY = b"key"
@@ -56,10 +57,7 @@ def pair(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     places = [Place(Address(path=str(tmp_path / f"socket{at}")), KEY, f"replica {at}") for at in range(2)]
     made = [Restarting(engine, place) for place in places]
     yield made
-    end = time.monotonic() + 30
-    while (stats := engine.stats()).running or stats.waiting:
-        assert time.monotonic() < end, stats
-        time.sleep(0.02)
+    at_rest(engine)
     engine.check()
     for one in made:
         one.server.close()

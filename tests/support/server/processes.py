@@ -6,8 +6,7 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,13 +15,6 @@ SMALL = (  # the sizes of ALONE of tests/support/server/live.py, so that its pro
     "--disable-log-stats"
 )
 JOIN = 60.0  # seconds
-
-
-def wait(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + JOIN
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def children(pid: int) -> list[int]:
