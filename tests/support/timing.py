@@ -9,7 +9,7 @@ from typing import ParamSpec
 
 P = ParamSpec("P")
 ATTEMPTS = 5
-PATIENCE = 60.0  # seconds: more than any machine needs, so that only what never comes fails
+PATIENCE = 120.0  # seconds: more than any machine needs, so that only what never comes fails
 
 
 def until(reached: Callable[[], object], said: Callable[[], object] = lambda: "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,15 @@ SMALL = (  # the sizes of ALONE of tests/support/server/live.py, so that its pro
     "--disable-log-stats"
 )
 JOIN = 60.0  # seconds
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of 127.0.0.1 that nothing listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports: list[int] = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
 
 
 def children(pid: int) -> list[int]:
