@@ -60,11 +60,13 @@ def pair(tiny: Path) -> list[JaxExecutor]:
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """Executors of the demo model on the mesh named as MESH in the test module."""
     from jaxserve.config import ServeConfig
+    from jaxserve.engine.runtime.gc_control import uncollected
     from jaxserve.engine.startup.assemble import assemble
     from tests.support.engine.faults import SMALL
 
     made = assemble(ServeConfig.load(mesh=request.module.MESH, **SMALL))
-    yield made
+    with uncollected():  # objects stay frozen from one engine to the next: each would scan all of them at its start
+        yield made
     asyncio.run(made.close())
 
 

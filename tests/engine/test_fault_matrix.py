@@ -22,6 +22,7 @@ from jaxserve.engine.startup.assemble import Machine
 from jaxserve.errors import JaxserveError
 from jaxserve.sched.api.plan import UNAVAILABLE, StepPlan
 from tests.support.engine.faults import LONG, HangingDevice, Starter, Submitted
+from tests.support.timing import until
 
 MESH = "2x2"  # for the fixture `machine`
 COUNT = 12
@@ -50,9 +51,7 @@ def ends(many: list[Submitted]) -> Counter[str]:
 
 def works(engine: Engine) -> None:
     """Check that the engine serves as before, with no page, slot or request lost."""
-    deadline = time.monotonic() + 20
-    while not engine.healthy and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: engine.healthy)
     assert engine.ailment is None
     assert ends([Submitted(engine) for _ in range(4)]) == {"length": 4}
     assert engine.drain(20)

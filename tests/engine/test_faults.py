@@ -19,6 +19,7 @@ from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta, StepPlan
 from jaxserve.sched.api.slo import NO_SLO
 from tests.support.engine.faults import LONG, PARAMS, HangingDevice, Starter, Submitted
+from tests.support.timing import until
 
 MESH = "2x1"  # for the fixture `machine`
 
@@ -35,9 +36,7 @@ def test_a_hung_step_is_noticed_and_other_requests_are_served(machine: Machine, 
     assert Submitted(engine).end().finish_reason == "length"
     assert engine.stats().hung_steps == 1
     stuck.free.set()
-    deadline = time.monotonic() + 10
-    while not engine.healthy and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: engine.healthy)
     assert engine.ailment is None and [role.value for role in engine.roles] == ["prefill", "decode"]
     assert Submitted(engine).end().finish_reason == "length"
     assert engine.drain(10)

@@ -7,7 +7,6 @@ process.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from jaxserve.sched.api.errors import InvalidValue
 from tests.support.engine.host import DRAFTS, LONG, NEW, PARAMS, PROMPTS, REPEATED, WRONG, Case, pooled
 from tests.support.engine.mixed import jobs_of
 from tests.support.engine.steps import Job, alone, executors, run
+from tests.support.server.processes import free_ports
 
 LIMIT = 200  # seconds until processes that wait for each other are killed
 
@@ -36,14 +36,6 @@ def expected(executor: JaxExecutor, pair: list[JaxExecutor]) -> list[list[int]]:
     found = [[alone(one, job, NEW) for job in jobs_of(PROMPTS, PARAMS)] for one in (executor, pair[0])]
     assert found[0] == found[1]
     return found[0]
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports: list[int] = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def together(case: Case, repo: Path, folder: Path) -> tuple[dict[str, Any], list[int], list[str]]:

@@ -15,6 +15,7 @@ import pytest
 from jaxserve.config import ServeConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import host_pages
+from jaxserve.engine.runtime.gc_control import uncollected
 from jaxserve.engine.runtime.info import Stats, TierTotals
 from jaxserve.engine.startup import assemble as assembling
 from jaxserve.engine.startup import tiers
@@ -37,7 +38,8 @@ ROOM = 64 << 20
 def machine() -> Iterator[Machine]:
     """An executor of the same size as other tests have, whose programs are in the cache."""
     made = assemble(ServeConfig.load(mesh="1x1", preempt_boundary="chunk", profile_time=0.1, **ALONE))
-    yield made
+    with uncollected():  # objects stay frozen from one engine to the next: each would scan all of them at its start
+        yield made
     executor = made.executors[0]
     executor._movers.shutdown()
 

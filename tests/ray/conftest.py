@@ -10,22 +10,16 @@ from typing import Any
 
 import pytest
 
-SMALL: dict[str, Any] = {
-    "mesh": "1x1",
-    "max_model_len": 256,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "kv_cache_memory": "32MiB",
-    "profile_time": 2.0,
-    "disable_log_stats": True,
-}
+from tests.support.server.live import ALONE
+
+FOLDER = Path(__file__).parent
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder; Ray's own warnings are not ours."""
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if item.path.parent == FOLDER:
             item.add_marker(pytest.mark.ray)
             item.add_marker(pytest.mark.filterwarnings("default"))
             if importlib.util.find_spec("ray") is None:
@@ -35,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def small() -> dict[str, Any]:
     """Settings of a small engine of the demo model."""
-    return SMALL
+    return {"mesh": "1x1", "profile_time": 2.0, **ALONE}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,9 @@ import yaml
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
+from tests.support.server.processes import free_ports
 
 ADMIN = {"Authorization": "Bearer boss"}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +24,7 @@ def url(cluster: Any, small: dict[str, Any]) -> Iterator[str]:
 
     from jaxserve.ray import build_app
 
-    port = free_port()
+    (port,) = free_ports(1)
     serve.start(http_options={"port": port})
     settings = {name.replace("_", "-"): str(value).lower() for name, value in small.items()}  # as `serve run` gives
     settings["kv-cache-memory"] = str(small["kv_cache_memory"])

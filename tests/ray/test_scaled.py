@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +13,10 @@ from jaxserve.remote.board import Scale
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from tests.support.server.told import Told
+from tests.support.timing import until
 
 PARAMS = SamplingParams(max_tokens=60, ignore_eos=True, temperature=1.0, seed=5)
 LIMIT = 120.0  # seconds
-
-
-def wait(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_engines_start_and_stop(cluster: Any, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,12 +53,12 @@ def test_engines_start_and_stop(cluster: Any, small: dict[str, Any], monkeypatch
     other = placement_group([{"CPU": 3}])
     assert other.wait(30)
     board.ask(Scale(2))
-    wait(lambda: "1 CPU and 0 are free" in str((state := board.state()) and state.failure))
+    until(lambda: "1 CPU and 0 are free" in str((state := board.state()) and state.failure))
     assert standing() == ("ready", "starting")
     remove_placement_group(other)
     asyncio.run(asyncio.wait_for(streams(lambda: standing() == ("ready", "ready")), LIMIT))
     board.ask(Scale(1))
     asyncio.run(asyncio.wait_for(streams(lambda: standing().count("stopped") == 1), LIMIT))
-    wait(lambda: cluster.available_resources().get("CPU") == 3)
+    until(lambda: cluster.available_resources().get("CPU") == 3)
     scaler.close()
     assert engines.close()

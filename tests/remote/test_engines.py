@@ -13,6 +13,7 @@ from jaxserve.errors import JaxserveError
 from jaxserve.remote.address import Address, Place
 from jaxserve.remote.engines import Engines
 from jaxserve.sched.scaling.changes import Standing
+from tests.support.timing import until
 
 
 class Fake:
@@ -51,13 +52,6 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.wait()
     yield made
     assert made.close() and [one.calls[-1] for one in made.replicas] == ["close"] * 2
-
-
-def until(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def test_an_engine_starts_and_stops_as_wanted(engines: Any) -> None:

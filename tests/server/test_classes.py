@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from math import inf
 from typing import Any
@@ -17,6 +16,7 @@ from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import ANSWER, NO_SLO, SLO, THINKING
 from jaxserve.sched.api.thinking import ThinkingEnd
+from tests.support.timing import until
 
 Series = dict[tuple[str, str, str], float]  # (name, class, phase or bucket bound) -> value
 BODY = {"prompt": "def main(args):", "max_tokens": 6, "ignore_eos": True}
@@ -183,9 +183,7 @@ def test_clients_cannot_make_classes(live):
             key=f"k{n}",
             on_delta=ended.append,
         )
-    end = time.monotonic() + 20
-    while len(ended) < 5 and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: len(ended) >= 5)
     live.quiet()
     seen = scrape(live)
     assert {name for kind, name, _ in seen if kind == "slo_requests_total"} == set(names)

@@ -12,6 +12,8 @@ import httpx
 import openai
 import pytest
 
+from tests.support.timing import until
+
 LONG = {"prompt": "def main(", "max_tokens": 200, "ignore_eos": True}
 
 
@@ -32,10 +34,7 @@ def test_leaving_a_stream_frees_the_request(live):
             assert next(response.iter_lines()).startswith("data: {")
 
     cut_off(live, leave)
-    latest = time.monotonic() + 5
-    while live.engine.stats().kv_usage and time.monotonic() < latest:
-        time.sleep(0.01)  # pages are freed after the running step
-    assert live.engine.stats().kv_usage == 0
+    until(lambda: not live.engine.stats().kv_usage)  # pages are freed after the running step
 
 
 def test_disconnecting_openais_client_mid_stream_frees_the_request(live):
@@ -89,10 +88,7 @@ def test_a_stop_string_frees_the_request(live):
     before = live.engine.stats().finished.get("stop", 0)
     made = live.http.post("/v1/completions", json={**LONG, "stop": ["a", "e", "i", "\n", " ", "t", "s", "0"]}).json()
     assert made["choices"][0]["finish_reason"] == "stop" and made["usage"]["completion_tokens"] < 200
-    end = time.monotonic() + 10
-    while live.engine.stats().finished.get("stop", 0) == before:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: live.engine.stats().finished.get("stop", 0) != before)
     live.quiet()
 
 

@@ -17,6 +17,7 @@ from jaxserve.errors import InvalidValue, QueueFull
 from jaxserve.server.failures import Refused
 from jaxserve.server.fairness import BURST, Stage
 from jaxserve.server.limits import ClientLimits, ClientLimitsFile, load_limits
+from tests.support.timing import until
 
 NAMES = ("red", "blue", "green")
 
@@ -235,10 +236,7 @@ def test_under_overload_another_client_is_served_at_once(limited):
     flood.append(threading.Thread(target=ask, args=(live, "red"), kwargs={"n": 4, "max_tokens": 4}))
     for one in flood:
         one.start()
-    end = time.monotonic() + 20
-    while live.service.stage.clients["red"].waiting < 30:
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    until(lambda: live.service.stage.clients["red"].waiting >= 30)
     done = len([one for one in live.engine.submitted if one.finish_reason])
     assert ask(live, "blue").status_code == 200
     assert len([one for one in live.engine.submitted if one.finish_reason]) - done < 15
@@ -263,9 +261,6 @@ def test_a_client_that_leaves_while_waiting_frees_its_place(limited):
             f"{live.url}/v1/completions", json={"prompt": [5]}, headers={"Authorization": "Bearer sk-red"},
             timeout=httpx.Timeout(5, read=0.1),
         )  # fmt: skip
-    end = time.monotonic() + 5
-    while live.service.stage.clients["red"].waiting:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: not live.service.stage.clients["red"].waiting)
     first.join(20)
     assert len(live.engine.submitted) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.cluster import prefix_fetch
-from tests.support.server.live import ALONE
+from tests.support.server.live import ALONE, at_rest
 from tests.support.server.told import Told
 
 KEY = b"key"
@@ -131,11 +130,8 @@ def serve(pair: list[Any], tmp_path: Path) -> Iterator[Callable[..., None]]:
         finally:
             for server in servers:
                 server.close()
-        end = time.monotonic() + 30
         for one in pair:
-            while (stats := one.stats()).running or stats.waiting:
-                assert time.monotonic() < end, stats
-                time.sleep(0.02)
+            at_rest(one)
             one.check()
 
     yield run

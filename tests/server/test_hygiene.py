@@ -29,6 +29,7 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from tests.support.server.live import ALONE
+from tests.support.timing import until
 
 
 class Cycle:
@@ -50,13 +51,6 @@ def aged() -> weakref.ref[Cycle]:
     gc.collect(0)
     gc.collect(1)
     return weakref.ref(cycles.pop())
-
-
-def until(said: Any, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not said():
-        assert time.monotonic() < end, "the condition was not reached in time"
-        time.sleep(0.01)
 
 
 @pytest.fixture

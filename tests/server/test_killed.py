@@ -6,10 +6,8 @@ survives are in tests/engine/test_fault_matrix.py.
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,12 +23,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.cli.replay import perf_of
 from jaxserve.sched.journal import replay
+from tests.support.server import processes
+from tests.support.timing import until
 
 pytestmark = pytest.mark.full
-FLAGS = (
-    "--mesh 2x2 --max-model-len 256 --max-num-seqs 8 --max-num-batched-tokens 64 --kv-cache-memory 32MiB "
-    "--preempt-boundary chunk --disable-log-stats"
-)
+FLAGS = "--mesh 2x2 --kv-cache-memory 32MiB --preempt-boundary chunk"
 TOKENS = 240
 BODY: dict[str, Any] = {"prompt": "def main(", "max_tokens": TOKENS, "temperature": 0.0}
 EXTRA = {"ignore_eos": True}
@@ -60,18 +57,8 @@ class Served:
 def served(folder: Path, *flags: str) -> Iterator[Served]:
     """Start a server and wait until it is ready."""
     log = folder / "server.log"
-    command = [sys.executable, "-m", "jaxserve.run", *FLAGS.split(), *flags]
-    with log.open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-    try:
-        assert process.stdout is not None
-        found = (re.search(r"ready at (http://[\d.:]+)\.", line) for line in process.stdout)
-        ready = next((match for match in found if match), None)
-        assert ready is not None, log.read_text()[-2000:]
-        yield Served(process, ready[1], log)
-    finally:
-        process.kill()
-        process.communicate()
+    with processes.served(" ".join((FLAGS, *flags)), log) as running:
+        yield Served(running.process, running.url, log)
 
 
 def whole(server: Served) -> str:
@@ -134,11 +121,11 @@ class Clients:
         kinds = [whole, stream, whole, lines]
         for kind in kinds * 2:
             self._asked.append((f"running {KINDS[kind]}", threads.submit(kind, server)))
-        wait(lambda: server.metric("num_requests_running") >= 8 and server.metric("generation_tokens_total") >= 16)
+        until(lambda: server.metric("num_requests_running") >= 8 and server.metric("generation_tokens_total") >= 16)
         for kind in kinds * 4:
             self._asked.append((f"queued {KINDS[kind]}", threads.submit(kind, server)))
         counts = ("num_requests_running", "num_requests_waiting", "request_success_total")
-        wait(lambda: sum(map(server.metric, counts)) >= len(self._asked))  # each has reached the engine
+        until(lambda: sum(map(server.metric, counts)) >= len(self._asked))  # each has reached the engine
 
     def got(self) -> dict[str, Counter[str]]:
         """Wait for all clients and count outcomes by kind of request. Fails if one hangs."""
@@ -146,13 +133,6 @@ class Clients:
         for kind, future in self._asked:
             made.setdefault(kind, Counter())[future.result(JOIN)] += 1
         return made
-
-
-def wait(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + JOIN
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -177,10 +157,10 @@ def record(record_property: Callable[[str, object], None]) -> Callable[[str, dic
 
 
 def test_sigterm_lets_requests_finish(tmp_path: Path, threads: ThreadPoolExecutor, record: Any) -> None:
-    with served(tmp_path, "--port", "0", "--drain-timeout", "50s") as server:
+    with served(tmp_path, "--drain-timeout", "50s") as server:
         clients = Clients(server, threads)
         server.process.send_signal(signal.SIGTERM)
-        wait(lambda: whole(server) == REFUSED)
+        until(lambda: whole(server) == REFUSED)
         got = clients.got()
         assert server.process.wait(10) == 0
         record("SIGTERM", got)
@@ -189,7 +169,7 @@ def test_sigterm_lets_requests_finish(tmp_path: Path, threads: ThreadPoolExecuto
 
 
 def test_sigterm_past_its_drain_timeout(tmp_path: Path, threads: ThreadPoolExecutor, record: Any) -> None:
-    with served(tmp_path, "--port", "0", "--drain-timeout", "100ms") as server:
+    with served(tmp_path, "--drain-timeout", "100ms") as server:
         clients = Clients(server, threads)
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
@@ -205,7 +185,7 @@ def test_sigterm_past_its_drain_timeout(tmp_path: Path, threads: ThreadPoolExecu
 
 def test_sigkill(tmp_path: Path, threads: ThreadPoolExecutor, record: Any) -> None:
     journal = tmp_path / "journal.jsonl"
-    with served(tmp_path, "--port", "0", "--journal", str(journal)) as server:
+    with served(tmp_path, "--journal", str(journal)) as server:
         clients = Clients(server, threads)
         server.process.kill()
         got = clients.got()

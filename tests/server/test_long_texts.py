@@ -12,6 +12,7 @@ import pytest
 import jaxserve.demo
 from jaxserve.server.texts import SHORT, TextThreads
 from jaxserve.tokenizer import Tokenizer
+from tests.support.timing import until
 
 
 def test_texts_longer_than_the_context_are_never_tokenized(fake, monkeypatch):
@@ -64,9 +65,7 @@ def test_a_short_prompt_overtakes_long_ones(fake, monkeypatch):
     for one in asking:
         one.start()
     try:
-        end = time.monotonic() + 10
-        while live.service.prompts.waiting < 5 and time.monotonic() < end:
-            time.sleep(0.01)
+        until(lambda: live.service.prompts.waiting >= 5)
         begin = time.monotonic()
         assert live.http.post("/v1/completions", json={"prompt": "def", "max_tokens": 1}).status_code == 200
         assert time.monotonic() - begin < 5 and live.service.prompts.waiting
@@ -90,10 +89,7 @@ def test_texts_of_disconnected_clients_are_dropped(fake, monkeypatch):
         for _ in range(6):
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(live.url + path, json={"prompt": "x" * 50_000}, timeout=httpx.Timeout(5, read=0.05))
-    end = time.monotonic() + 10
-    while live.service.prompts.waiting:
-        assert time.monotonic() < end, "texts of disconnected clients are still waiting"
-        time.sleep(0.01)
+    until(lambda: not live.service.prompts.waiting, lambda: "texts of disconnected clients are still waiting")
     running = len(begun)
     free.set()
     assert live.http.post("/v1/completions", json={"prompt": "y", "max_tokens": 1}).status_code == 200

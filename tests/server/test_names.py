@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from jaxserve.sched import admission, policies, routing
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
 from tests.support.server.live import MODEL, Live
+from tests.support.timing import until
 
 pytestmark = pytest.mark.slow
 
@@ -184,10 +184,7 @@ def scrape(live: Live) -> dict[str, float]:
 
 def at_rest(live: Live) -> None:
     """Wait until every page is released, since planned steps and transfers may hold some after the last answer."""
-    end = time.monotonic() + 20
-    while any(one.pages_held for one in live.engine.stats().instances):
-        assert time.monotonic() < end, f"pages are held without a request: {live.engine.stats()}"
-        time.sleep(0.01)
+    until(lambda: not any(one.pages_held for one in live.engine.stats().instances), live.engine.stats)
 
 
 def check(case: Case, machine: Any, tokenizer: Tokenizer, reference: Sequence[dict[str, Any]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -15,16 +14,10 @@ import msgspec
 import pytest
 
 from tests.support.server.collector import Collector
-from tests.support.server.processes import JOIN, served
+from tests.support.server.processes import JOIN, free_ports, served
 
 BODY: dict[str, Any] = {"prompt": "x = [" + "1, " * 40, "max_tokens": 8, "ignore_eos": True}
 BOSS = {"Authorization": "Bearer boss"}
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.mark.full
@@ -38,7 +31,7 @@ def test_fronts_encrypt_and_trace_and_the_engine_profiles_and_publishes(tmp_path
     command = f"{openssl} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=x"
     files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run([*command.split(), *files], check=True, capture_output=True)
-    collector, port = Collector(), free_port()
+    collector, port = Collector(), free_ports(1)[0]
     events = json.dumps({"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}"}, separators=(",", ":"))
     flags = (
         f"--api-server-count 2 --ssl-certfile {cert} --ssl-keyfile {key} --otlp-traces-endpoint {collector.url} "

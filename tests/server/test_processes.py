@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.server.processes import JOIN, Running, alive, children, served, wait
+from tests.support.server.processes import JOIN, Running, alive, children, served
+from tests.support.timing import until
 
 BODY: dict[str, Any] = {"prompt": "def main(", "max_tokens": 200, "temperature": 0.0, "ignore_eos": True}
 
@@ -46,9 +47,9 @@ def test_each_process_dies(server: Running) -> None:
             os.kill(killed, signal.SIGKILL)
             with pytest.raises(httpx.TransportError):
                 list(lines)
-        wait(lambda: len(children(server.process.pid)) == 3 and not alive(killed))
-        wait(lambda: httpx.get(f"{url}/health", timeout=JOIN).status_code == 200)
-        wait(lambda: total(url, "num_requests_running") == 0)
+        until(lambda: len(children(server.process.pid)) == 3 and not alive(killed))
+        until(lambda: httpx.get(f"{url}/health", timeout=JOIN).status_code == 200)
+        until(lambda: total(url, "num_requests_running") == 0)
         assert total(url, "generation_tokens_total") >= 8, "metrics of a dead front are lost"
         # the engine: requests get 503
         with httpx.Client(timeout=JOIN) as third:
@@ -72,4 +73,4 @@ def test_no_process_outlives_the_one_that_watches(server: Running, number: signa
     assert len(left) == 3
     server.process.send_signal(number)
     assert server.process.wait(JOIN) == (-signal.SIGKILL if number is signal.SIGKILL else 0)
-    wait(lambda: not any(map(alive, left)))
+    until(lambda: not any(map(alive, left)))

@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.timing import until
+
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 OPENSSL = shutil.which("openssl")
 pytestmark = pytest.mark.skipif(NGINX is None or OPENSSL is None, reason="nginx or openssl is not installed")
@@ -68,10 +70,8 @@ class Proxy:
         self._process = subprocess.Popen(command, stderr=self._log)
         self.tls = ssl.create_default_context(cafile=str(folder / "server.pem"))
         self.http = httpx.Client(base_url=f"https://127.0.0.1:{self.port}", verify=self.tls, timeout=20)
-        end = time.monotonic() + 20
-        while not self._listens():
-            assert self._process.poll() is None and time.monotonic() < end, (folder / "log").read_text()
-            time.sleep(0.02)
+        until(lambda: self._listens() or self._process.poll() is not None, (folder / "log").read_text)
+        assert self._process.poll() is None, (folder / "log").read_text()
 
     def _listens(self) -> bool:
         with socket.socket() as probe:
@@ -117,13 +117,6 @@ def proxied(tmp_path: Path, page: str) -> Iterator[Callable[..., Proxy]]:
     yield start
     for one in made:
         one.stop()
-
-
-def until(reached: Callable[[], Any], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def request(body: bytes, length: int | None = None) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -24,6 +23,7 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
+from tests.support.server.live import at_rest
 from tests.support.server.told import Told
 
 PROMPT = list(range(20, 50))
@@ -51,10 +51,7 @@ def beside(engine: Any, tmp_path: Path) -> Iterator[Callable[[Callable[[RemoteEn
                 await work(remote)
 
         asyncio.run(limited())
-        end = time.monotonic() + 30
-        while (stats := engine.stats()).running or stats.waiting:
-            assert time.monotonic() < end, stats
-            time.sleep(0.02)
+        at_rest(engine)
         engine.check()
 
     yield run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.slo import SLO
+from tests.support.server.live import at_rest
 from tests.support.server.told import Told
 
 KEY = b"key"
@@ -54,10 +54,7 @@ def several(engine: Any, tmp_path: Path) -> Iterator[Callable[[Work], None]]:
                 await asyncio.sleep(0.01)
 
     yield lambda work: asyncio.run(limited(work))
-    end = time.monotonic() + 30
-    while (stats := engine.stats()).running or stats.waiting:
-        assert time.monotonic() < end, stats
-        time.sleep(0.02)
+    at_rest(engine)
     engine.check()
     for server in servers:
         server.close()

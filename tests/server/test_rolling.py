@@ -22,6 +22,7 @@ from jaxserve.server.admin import present_replicas, restart_replicas
 from jaxserve.server.failures import Refused
 from jaxserve.server.openai import RestartBody
 from tests.support.server.fronts import front
+from tests.support.server.live import at_rest
 from tests.support.server.told import Told
 
 KEY = b"key"
@@ -56,13 +57,16 @@ def pair(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     places = [Place(Address(path=str(tmp_path / f"socket{at}")), KEY, f"replica {at}") for at in range(2)]
     made = [Restarting(engine, place) for place in places]
     yield made
-    end = time.monotonic() + 30
-    while (stats := engine.stats()).running or stats.waiting:
-        assert time.monotonic() < end, stats
-        time.sleep(0.02)
+    at_rest(engine)
     engine.check()
     for one in made:
         one.server.close()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let fronts find a replica that is back at once."""
+    monkeypatch.setattr("jaxserve.remote.replicas.RETRY", 0.01)
 
 
 def run(work: Work, pair: list[Restarting]) -> None:
@@ -101,6 +105,7 @@ def test_no_request_is_lost_and_no_token_changes(pair: list[Restarting], patienc
     run(work, pair)
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_replica_waits_for_the_others(pair: list[Restarting]) -> None:
     """One that is lost must be back before another one drains."""
 
@@ -110,16 +115,17 @@ def test_a_replica_waits_for_the_others(pair: list[Restarting]) -> None:
         await asyncio.sleep(0.05)
         rolling = Rolling(replicas)
         rolling.start(1.0)
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.2)  # twenty attempts to connect
         assert replicas.healthy and pair[0].restarts == 0
         await asyncio.to_thread(pair[1]._open)
         while rolling.running:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.005)
         assert [one.restarts for one in pair] == [1, 1]
 
     run(work, pair)
 
 
+@pytest.mark.usefixtures("quick")
 def test_one_front_restarts_at_a_time(pair: list[Restarting]) -> None:
     async def work(replicas: Replicas) -> None:
         other = await Replicas.connect([one.place for one in pair])
@@ -129,16 +135,17 @@ def test_one_front_restarts_at_a_time(pair: list[Restarting]) -> None:
             second.start(0.0)
         assert first.running and not second.running
         while first.running:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.005)
         second.start(0.0)
         while second.running:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.005)
         assert [one.restarts for one in pair] == [2, 2]
         other.close()
 
     run(work, pair)
 
 
+@pytest.mark.usefixtures("quick")
 def test_what_is_refused(pair: list[Restarting]) -> None:
     async def work(replicas: Replicas) -> None:
         rolling = Rolling(replicas)
@@ -150,7 +157,7 @@ def test_what_is_refused(pair: list[Restarting]) -> None:
             restart_replicas(rolling, RestartBody(), 0.0)
         assert found.value.status == 409
         while rolling.running:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.005)
         alone = await Replicas.connect([pair[0].place])
         with pytest.raises(InvalidValue, match="requests would be lost while the only engine starts"):
             Rolling(alone).start(0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from jaxserve.server.admin import present_replicas, scale_replicas
 from jaxserve.server.openai import ScaleBody
 from tests.support.examples import examples
 from tests.support.server.fronts import front
+from tests.support.server.live import at_rest
 from tests.support.server.told import Told
 
 KEY = b"key"
@@ -72,10 +72,7 @@ class Way:
 def ways(engine: Any, tmp_path: Path) -> Iterator[list[Way]]:
     made = [Way(engine, Place(Address(path=str(tmp_path / f"s{at}")), KEY, f"replica {at}")) for at in range(MOST)]
     yield made
-    end = time.monotonic() + 30
-    while (stats := engine.stats()).running or stats.waiting:
-        assert time.monotonic() < end, stats
-        time.sleep(0.02)
+    at_rest(engine)
     engine.check()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ import pytest
 
 from jaxserve.server.service import Service
 from tests.support.server.live import Live
+from tests.support.timing import until
 
 PAGES = 24  # KV for little more than one long request
 PROMPTS = [f"def add_{n}(a, b):\n    " + "x = a + b\n    " * 12 for n in range(8)]
@@ -142,10 +142,7 @@ def test_best_effort_gives_its_pages_to_requests_with_objectives(refusing):
     before, answers = live.engine.stats().counters.generated_tokens, list[httpx.Response]()
     thread = threading.Thread(target=lambda: answers.extend(together(live, *free)))
     thread.start()
-    end = time.monotonic() + 60
-    while live.engine.stats().counters.generated_tokens == before:
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    until(lambda: live.engine.stats().counters.generated_tokens != before)
     assert [text(answer) for answer in together(live, *kept)] == alone
     thread.join(120)
     assert [text(answer) for answer in answers] == alone

@@ -26,6 +26,7 @@ from jaxserve.outputs import RequestMetrics
 from jaxserve.server import tracing
 from jaxserve.server.tracing import Tracing, check_tracing, phases
 from tests.support.server.collector import Collector
+from tests.support.timing import until
 
 BODY: dict[str, Any] = {"prompt": "def main(", "max_tokens": 5, "temperature": 0.5, "ttft_slo_ms": 60_000}
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -43,10 +44,8 @@ class Memory:
 
     def spans(self, count: int) -> dict[str, Any]:
         """Return the spans by name, once there are so many."""
-        end = time.monotonic() + 30
-        while len(found := self._exporter.get_finished_spans()) < count:
-            assert time.monotonic() < end, [one.name for one in found]
-            time.sleep(0.01)
+        until(lambda: len(self._exporter.get_finished_spans()) >= count)
+        found = self._exporter.get_finished_spans()
         assert len(found) == count, [one.name for one in found]
         self._exporter.clear()
         return {one.name: one for one in found}

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
 
 P = ParamSpec("P")
 ATTEMPTS = 5
+PATIENCE = 120.0  # seconds: more than any machine needs, so that only what never comes fails
+
+
+def until(reached: Callable[[], object], said: Callable[[], object] = lambda: "") -> None:
+    """Wait until a condition holds; fails with what `said` returns if it never does."""
+    end = time.monotonic() + PATIENCE
+    while not reached():
+        assert time.monotonic() < end, said()
+        time.sleep(0.005)
 
 
 class Late(AssertionError):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gzip
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.support.timing import until
 
 
 class Collector:
@@ -45,12 +46,9 @@ class Collector:
     def named(self, name: str) -> list[Any]:
         return [span for span in self.spans if span.name == name]
 
-    def wait(self, reached: Callable[[], bool], timeout: float = 30.0) -> None:
+    def wait(self, reached: Callable[[], bool]) -> None:
         """Wait until spans have arrived."""
-        end = time.monotonic() + timeout
-        while not reached():
-            assert time.monotonic() < end, [span.name for span in self.spans]
-            time.sleep(0.02)
+        until(reached, lambda: [span.name for span in self.spans])
 
     def close(self) -> None:
         self._server.shutdown()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import httpx
 
 from jaxserve.server.service import Service
 from jaxserve.server.serving import Ending, listen_on, serve
+from tests.support.timing import until
 
 if TYPE_CHECKING:
     import openai
@@ -28,6 +28,11 @@ SMALL = {
 # For one instance: with the memory that SMALL gives to each of two, it has the same programs, which compile once.
 ALONE = {**SMALL, "kv_cache_memory": "16MiB"}
 ADMIN = "boss"  # the admin key of `live`
+
+
+def at_rest(engine: Any) -> None:
+    """Wait until an engine has no request."""
+    until(lambda: not ((stats := engine.stats()).running or stats.waiting), engine.stats)
 
 
 class Live:
@@ -74,12 +79,10 @@ class Live:
         """Run `work` on the server's event loop."""
         self._loop.call_soon_threadsafe(work)
 
-    def quiet(self, timeout: float = 30.0) -> None:
+    def quiet(self) -> None:
         """Wait until no request runs; fails if one remains."""
-        end = time.monotonic() + timeout
-        while (stats := self.engine.stats()).running or stats.waiting or self.service.active:
-            assert time.monotonic() < end, stats
-            time.sleep(0.02)
+        until(lambda: not self.service.active)
+        at_rest(self.engine)
 
     def stop(self) -> None:
         self.http.close()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,11 +18,13 @@ SMALL = (  # the sizes of ALONE of tests/support/server/live.py, so that its pro
 JOIN = 60.0  # seconds
 
 
-def wait(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + JOIN
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+def free_ports(count: int) -> list[int]:
+    """Return ports of 127.0.0.1 that nothing listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports: list[int] = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
 
 
 def children(pid: int) -> list[int]:
