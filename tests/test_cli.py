@@ -217,5 +217,5 @@ def test_a_mesh_needs_no_other_flag_on_a_cpu():
     with Process("--mesh", "2x1", *few) as server:
         assert "prefill-0" in "".join(server.said)
         server.child.send_signal(signal.SIGINT)
-        status, said = server.end(timeout=150)  # an idle server does not wait for the drain timeout
-    assert status == 0 and "draining: 0 requests" in said
+        status, _ = server.end(timeout=150)  # an idle server does not wait for the drain timeout
+    assert status == 0
