@@ -254,12 +254,6 @@ def test_admits_what_fits_beside_admitted_requests() -> None:
     assert asked(server, request(9, 12, 9.0, tpot=1e5))
 
 
-def test_best_effort_does_not_count() -> None:
-    server = scheduler()
-    server.add(request(0, 30, 6.0, tier=BEST_EFFORT))
-    assert asked(server, request(1, 30, 6.0, tpot=1e5))
-
-
 def test_the_tightest_stage_bounds_demand() -> None:
     """Rows of 0.2 s a token take five of six tokens a second, so a second row is refused, whichever
     stage sets its TPOT.
@@ -271,45 +265,6 @@ def test_the_tightest_stage_bounds_demand() -> None:
     thinks = request(1, 1, 60.0, tpot=2.0, stages=((THINKING, 0.2),), thinking=ThinkingEnd([(7,)]))
     assert not asked(server, thinks)
     assert not asked(server, request(1, 1, 60.0, tpot=0.2, stages=((THINKING, 2.0),), thinking=ThinkingEnd([(7,)])))
-
-
-def test_a_prefill_instance_counts_no_decodes() -> None:
-    server = scheduler(Role.PREFILL)
-    for id in range(4):
-        server.add(request(id, 6, 6.0, tpot=0.2))
-    assert asked(server, request(9, 6, 6.0, tpot=0.2))
-
-
-def test_memory_counts() -> None:
-    small = Limits(tokens=8192, rows=256, pages=4, page_size=16)
-    server = Scheduler(Fcfs(), GeneralModel(TOKEN, correct=False), small, Role.MIXED)
-    assert asked(server, request(0, 48, 60.0, tpot=1e5))
-    server.add(request(0, 48, 60.0, tpot=1e5))
-    assert asked(server, request(1, 10, 60.0, tpot=1e5))
-    assert not asked(server, request(1, 20, 60.0, tpot=1e5))
-
-
-@pytest.mark.parametrize("policy", ["distserve", "slos_serve"])
-def test_refused_requests_are_reported_and_cost_nothing(policy: str) -> None:
-    """Of ten prompts of 20 tokens at once, 2 ms each, all but the first few are refused."""
-    jobs = [Job(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(10)]
-    outcome = simulate(jobs, policy=policy, pages=400, tokens=256, rows=16, admission="dp:refuse")
-    reasons = [one.finish_reason for one in outcome.requests]
-    assert 1 <= reasons.count("stop") < 10 and set(reasons) <= {"stop", "rejected", "refused"}
-    for one in outcome.requests:
-        [*_, last] = outcome.deltas[one.id]
-        assert last.finish_reason == one.finish_reason
-        if one.finish_reason != "stop":
-            assert not one.output and "objectives" in (one.error or "")
-    planned = {span.request for _, plan in outcome.plans for span in plan.spans}
-    assert planned == {one.id for one in outcome.requests if one.finish_reason == "stop"}
-
-
-def test_demoted_requests_are_served_last() -> None:
-    jobs = [Job(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(10)]
-    outcome = simulate(jobs, pages=400, tokens=256, rows=16, admission="dp")
-    assert [one.finish_reason for one in outcome.requests] == ["stop"] * 10
-    assert 1 <= sum(one.tier == BEST_EFFORT for one in outcome.requests) < 10
 
 
 # ---- routing -------------------------------------------------------------------------------------------------------

@@ -152,10 +152,6 @@ def test_a_loose_row_waits_for_the_step_in_which_it_is_due() -> None:
     assert list(granted(policy.decide(view(rows, now=0.12)))) == [1, 0, 2]
 
 
-def test_a_loose_row_decodes_if_the_step_has_time() -> None:
-    assert set(granted(SlosServe().decide(view([decoding(0, 10), decoding(1, 10, 0.2)])))) == {0, 1}
-
-
 def test_a_row_ahead_of_its_deadline_keeps_its_tpot() -> None:
     """A row far ahead of its deadline is still due one TPOT after its last token."""
     ahead = decoding(1, 10, 0.2, first=0.0, last=0.1, out=30)
