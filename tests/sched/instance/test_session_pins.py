@@ -132,14 +132,6 @@ def test_pinned_pages_go_last_and_the_end_of_the_prefix_first() -> None:
     assert served(kv, 0, 21) == 12
 
 
-def test_without_a_session_the_same_pages_are_gone() -> None:
-    kv = made()
-    served(kv, 0, 21)
-    for other in range(1, 6):
-        served(kv, 1000 * other, 40)
-    assert served(kv, 0, 21) == 0
-
-
 def test_a_turn_replaces_the_pin_of_the_turn_before() -> None:
     kv = made()
     served(kv, 0, 12, "a")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -31,16 +30,6 @@ def profiled(buckets: Buckets, truth: Padded | None = None) -> LearnedModel:
     form = truth or Padded(TRUTH, buckets)
     loads = [probe.load for probe in probes(LIMITS, 131_072, buckets)]
     return LearnedModel(priced(loads, form.step_time), buckets, p_moe=TRUTH.p_moe)
-
-
-def errors(model: LearnedModel, steps: Iterable[Step], after: int = 200) -> dict[str, float]:
-    """Return the mean absolute error by kind of step, each predicted, then learned, except the first `after`."""
-    found: dict[str, list[float]] = {}
-    for count, (load, seconds) in enumerate(steps):
-        if count >= after:
-            found.setdefault(kind(load), []).append(abs(model.step_time(load) / seconds - 1))
-        model.observe(load, seconds)
-    return {name: float(np.mean(each)) for name, each in found.items()}
 
 
 @pytest.mark.parametrize("buckets", [NONE, ENGINE], ids=["plain", "padded"])
@@ -73,14 +62,6 @@ def test_after_200_steps_only_noise_remains(buckets: Buckets, drift: float) -> N
     assert judged["decode"] < 0.10 and judged["prefill"] < 0.15 and judged["mixed"] < 0.15, judged
 
 
-def test_mixed_steps_alone_train_the_model() -> None:
-    """Under load nearly all steps are mixed, so a model that ignores them learns nothing."""
-    mixed = [load for load in samples(TRUTH, 5, 900) if kind(load) == "mixed"]
-    form = Padded(TRUTH, ENGINE)
-    served = [(load, 2.5 * form.step_time(load)) for load in mixed]
-    assert errors(profiled(ENGINE), served)["mixed"] < 0.05
-
-
 @pytest.mark.parametrize("slower", [80.0, 1 / 80])
 def test_a_profile_of_another_machine_is_corrected_within_a_few_steps(slower: float) -> None:
     """The profile was measured on a busy machine: all kinds of steps are rescaled, also those not seen since."""
@@ -91,14 +72,6 @@ def test_a_profile_of_another_machine_is_corrected_within_a_few_steps(slower: fl
         model.observe(load, form.step_time(load))
     for one in (load, Load().add_chunk(500, 4000), Load().add_chunk(8192, 0)):
         assert model.step_time(one) == pytest.approx(form.step_time(one), rel=0.3)
-
-
-def test_pauses_do_not_rescale_the_model() -> None:
-    model, form = profiled(ENGINE), Padded(TRUTH, ENGINE)
-    load = Load(decode=24, longest=3000, context=40_000)
-    for count in range(60):
-        model.observe(load, form.step_time(load) * (50.0 if count % 5 else 1.0) if count < 20 else form.step_time(load))
-    assert model.step_time(Load().add_chunk(500, 4000)) < 3 * form.step_time(Load().add_chunk(500, 4000))
 
 
 def test_unobserved_kinds_of_steps_keep_their_predictions() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.perf import Load, PerfModel
-from jaxserve.sched.perf.fit import Point, fit, kind, nonnegative, solve
+from jaxserve.sched.perf.fit import Point, fit, nonnegative, solve
 from jaxserve.sched.perf.linear import LinearModel
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.perf.table import TableModel
@@ -67,13 +67,6 @@ def test_insufficient_points_are_refused() -> None:
         solve([one, Point("decode", 2000, 0.005)], dict.fromkeys(("prefill", "decode", "quadratic", "context"), 0.0))
     with pytest.raises(InvalidValue, match="assumed 'speed'"):
         solve([one], {"speed": 1.0})
-
-
-def test_fit_finds_the_coefficients_behind_the_measurements() -> None:
-    fitted = fit([(load, TRUTH.step_time(load)) for load in loads(300)], p_moe=TRUTH.p_moe)
-    for name in Coefficients.__slots__:
-        assert getattr(fitted.coefficients, name) == pytest.approx(getattr(TRUTH, name), rel=1e-3)
-    assert fitted.mape < 1e-6 and set(fitted.by_kind) == {"prefill", "decode", "mixed"}
 
 
 def test_fit_reports_unexplained_noise() -> None:
@@ -133,11 +126,6 @@ def test_the_weights_of_each_expert_are_read_at_most_once(p_moe: float) -> None:
         Coefficients(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, p_moe=1.5)
 
 
-def test_drafting_takes_time() -> None:
-    model = Coefficients(1e-3, 0.0, 0.0, 0.0, 0.0, 0.0, draft=2e-3)
-    assert model.step_time(decode(100)._replace(drafts=3)) == pytest.approx(7e-3)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_prefill_rate_follows_steps_without_decodes(name: str) -> None:
     model = {
@@ -193,17 +181,6 @@ def test_unseen_entries_are_fitted_to_those_seen() -> None:
     assert table.step_time(Load(decode=64, longest=131072)) == pytest.approx(0.01 + 6.4e-3 + 0.0131072)
     table.observe(Load(decode=64, longest=131072), 0.5)
     assert table.step_time(Load(decode=64, longest=131072)) == pytest.approx(0.5)
-
-
-def test_linear_model_is_fitted_offline_and_recalibrates_online() -> None:
-    steps = [(load, LINEAR.step_time(load)) for load in loads(200) if kind(load) == "decode"]
-    a, b, c = LinearModel.fitted(steps).coefficients
-    assert (a, b, c) == pytest.approx((8e-3, 4e-5, 2e-8), rel=1e-3)
-    model = LinearModel(1e-3, 1e-5, 1e-9)
-    for load, seconds in steps:
-        model.observe(load, 2 * seconds)
-    error = [abs(model.step_time(load) / (2 * seconds) - 1) for load, seconds in steps]
-    assert max(error) < 0.02
 
 
 def test_linear_model_survives_constant_loads() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from time import process_time
 
 import numpy as np
 import pytest
@@ -30,6 +29,7 @@ from jaxserve.sched.policies.slos_serve.commitments import Commitments, Prompts
 from jaxserve.sched.policies.slos_serve.dp import admitted, largest_set, tier_of, tiers, values
 from jaxserve.sched.policies.slos_serve.speculation import StepCosts
 from jaxserve.sched.routing.base import Fleet
+from tests.support.cost import calls
 from tests.support.examples import examples
 from tests.support.sched.harness import Job, simulate
 
@@ -208,11 +208,8 @@ def test_tiers_are_few_and_never_looser() -> None:
     assert tiers(exact)[tier_of(exact, tiers(exact))].tolist() == exact.tolist()
 
 
-def test_ten_new_beside_two_hundred_running_within_ten_milliseconds() -> None:
-    """Decide in 10 ms beside rows that decode and prompts under way, with two tiers, scarce memory and drafts.
-
-    Measured: 6 to 8 ms with all prompts under way, beside a dozen other processes.
-    """
+def test_ten_new_beside_two_hundred_running_cost_little() -> None:
+    """Bound the calls beside rows that decode and prompts under way, with two tiers, scarce memory and drafts."""
     random = np.random.default_rng(0)
     model = GeneralModel(Coefficients(8e-3, 5e-5, 2e-5, 1e-9, 1e-8, 1e-8, draft=1e-3))
 
@@ -220,16 +217,11 @@ def test_ten_new_beside_two_hundred_running_within_ten_milliseconds() -> None:
         tpot = random.choice([0.05, 0.1], count)
         return Prompts(random.uniform(0.2, 20.0, count), random.uniform(50, 2000, count), tpot, np.full(count, 70.0))
 
-    for rows, under_way, limit in ((200, 0, 0.010), (100, 100, 0.010), (0, 200, 0.020)):
-        standing = Commitments(
-            0.0, random.choice([0.05, 0.1], rows), random.uniform(100, 2000, rows), drawn(under_way), 400.0
-        )
-        best = float("inf")
-        for _ in range(5):
-            new, began = drawn(10), process_time()
-            admitted(standing, new, StepCosts(model, 8192, 0.3, 0.7, 4))
-            best = min(best, process_time() - began)
-        assert best <= limit, (rows, under_way, best)
+    for rows, under_way, most in ((200, 0, 2200), (100, 100, 3000), (0, 200, 4000)):
+        tpot, context = random.choice([0.05, 0.1], rows), random.uniform(100, 2000, rows)
+        standing, new = Commitments(0.0, tpot, context, drawn(under_way), 400.0), drawn(10)
+        admitted(standing, new, StepCosts(model, 8192, 0.3, 0.7, 4))  # the first one draws up tables
+        assert calls(lambda s=standing, n=new: admitted(s, n, StepCosts(model, 8192, 0.3, 0.7, 4))) <= most
 
 
 # ---- as an admission, and refusals
@@ -262,12 +254,6 @@ def test_admits_what_fits_beside_admitted_requests() -> None:
     assert asked(server, request(9, 12, 9.0, tpot=1e5))
 
 
-def test_best_effort_does_not_count() -> None:
-    server = scheduler()
-    server.add(request(0, 30, 6.0, tier=BEST_EFFORT))
-    assert asked(server, request(1, 30, 6.0, tpot=1e5))
-
-
 def test_the_tightest_stage_bounds_demand() -> None:
     """Rows of 0.2 s a token take five of six tokens a second, so a second row is refused, whichever
     stage sets its TPOT.
@@ -279,45 +265,6 @@ def test_the_tightest_stage_bounds_demand() -> None:
     thinks = request(1, 1, 60.0, tpot=2.0, stages=((THINKING, 0.2),), thinking=ThinkingEnd([(7,)]))
     assert not asked(server, thinks)
     assert not asked(server, request(1, 1, 60.0, tpot=0.2, stages=((THINKING, 2.0),), thinking=ThinkingEnd([(7,)])))
-
-
-def test_a_prefill_instance_counts_no_decodes() -> None:
-    server = scheduler(Role.PREFILL)
-    for id in range(4):
-        server.add(request(id, 6, 6.0, tpot=0.2))
-    assert asked(server, request(9, 6, 6.0, tpot=0.2))
-
-
-def test_memory_counts() -> None:
-    small = Limits(tokens=8192, rows=256, pages=4, page_size=16)
-    server = Scheduler(Fcfs(), GeneralModel(TOKEN, correct=False), small, Role.MIXED)
-    assert asked(server, request(0, 48, 60.0, tpot=1e5))
-    server.add(request(0, 48, 60.0, tpot=1e5))
-    assert asked(server, request(1, 10, 60.0, tpot=1e5))
-    assert not asked(server, request(1, 20, 60.0, tpot=1e5))
-
-
-@pytest.mark.parametrize("policy", ["distserve", "slos_serve"])
-def test_refused_requests_are_reported_and_cost_nothing(policy: str) -> None:
-    """Of ten prompts of 20 tokens at once, 2 ms each, all but the first few are refused."""
-    jobs = [Job(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(10)]
-    outcome = simulate(jobs, policy=policy, pages=400, tokens=256, rows=16, admission="dp:refuse")
-    reasons = [one.finish_reason for one in outcome.requests]
-    assert 1 <= reasons.count("stop") < 10 and set(reasons) <= {"stop", "rejected", "refused"}
-    for one in outcome.requests:
-        [*_, last] = outcome.deltas[one.id]
-        assert last.finish_reason == one.finish_reason
-        if one.finish_reason != "stop":
-            assert not one.output and "objectives" in (one.error or "")
-    planned = {span.request for _, plan in outcome.plans for span in plan.spans}
-    assert planned == {one.id for one in outcome.requests if one.finish_reason == "stop"}
-
-
-def test_demoted_requests_are_served_last() -> None:
-    jobs = [Job(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(10)]
-    outcome = simulate(jobs, pages=400, tokens=256, rows=16, admission="dp")
-    assert [one.finish_reason for one in outcome.requests] == ["stop"] * 10
-    assert 1 <= sum(one.tier == BEST_EFFORT for one in outcome.requests) < 10
 
 
 # ---- routing -------------------------------------------------------------------------------------------------------

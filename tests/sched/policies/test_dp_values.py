@@ -66,15 +66,6 @@ def test_a_value_is_that_of_a_priority() -> None:
     assert values([dp.SPAN, -dp.SPAN]).sum() - 2.0**dp.SPAN == 2.0**-dp.SPAN
 
 
-def test_one_request_of_high_value_outweighs_several() -> None:
-    """A server has ten seconds: one prompt takes all ten, or three prompts take three each."""
-    standing = Commitments(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
-    new = prompts([10.0] * 4, [60.0, 18.0, 18.0, 18.0], tpot=1e6)
-    for priority, chosen in ((0, [1, 2, 3]), (-1, [1, 2, 3]), (-2, [0])):
-        found = admitted(standing, new, TERMS, values([priority, 0, 0, 0]))
-        assert np.flatnonzero(found).tolist() == chosen
-
-
 def test_lots_are_smaller_with_more_kinds() -> None:
     """Of fourteen priorities at once ten fit, and the higher values are admitted."""
     standing = Commitments(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)

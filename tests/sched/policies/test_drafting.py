@@ -130,14 +130,6 @@ def test_acceptance_of_tiers_and_requests() -> None:
     assert known.record("slow", Drafts()).acceptance == pytest.approx(known.of("slow"))
 
 
-@given(st.lists(st.tuples(st.integers(1, 4), st.floats(0, 1)), max_size=60))
-def test_acceptance_is_a_share(counts: list[tuple[int, float]]) -> None:
-    drafts = Drafts(weight=8.0, memory=100.0)
-    for length, share in counts:
-        drafts.count(length, round(share * length))
-        assert 0 <= drafts.acceptance <= 1
-
-
 def test_steps_with_drafts_train_the_model() -> None:
     inner = GeneralModel(COEFFICIENTS, correct=False)
     model = Drafted(inner)

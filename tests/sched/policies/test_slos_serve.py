@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 from statistics import median
-from time import process_time
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from jaxserve.sched.instance.request_queues import RequestQueues
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.slos_serve.policy import SlosServe
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
+from tests.support.cost import calls
 from tests.support.sched.harness import COEFFICIENTS
 
 DEVICE = Coefficients(fixed=10e-3, prefill=1e-4, decode=5e-5, quadratic=0, longest=0, context=0)
@@ -152,10 +152,6 @@ def test_a_loose_row_waits_for_the_step_in_which_it_is_due() -> None:
     assert list(granted(policy.decide(view(rows, now=0.12)))) == [1, 0, 2]
 
 
-def test_a_loose_row_decodes_if_the_step_has_time() -> None:
-    assert set(granted(SlosServe().decide(view([decoding(0, 10), decoding(1, 10, 0.2)])))) == {0, 1}
-
-
 def test_a_row_ahead_of_its_deadline_keeps_its_tpot() -> None:
     """A row far ahead of its deadline is still due one TPOT after its last token."""
     ahead = decoding(1, 10, 0.2, first=0.0, last=0.1, out=30)
@@ -284,14 +280,12 @@ def test_promises_are_kept_if_predictions_are_exact() -> None:
     assert report.summary.attained > 1.3 * blind.attained
 
 
-# ---- speed ---------------------------------------------------------------------------------------------------------
+# ---- cost -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "prompts", "limit"), [(64, 256, 0.3e-3), (512, 4096, 3e-3)])
-def test_decisions_are_fast(rows: int, prompts: int, limit: float) -> None:
-    """Bound the median decision, with a new request at every fourth, by three times the target, since
-    the machine is shared.
-    """
+@pytest.mark.parametrize(("rows", "prompts", "most"), [(64, 256, 600), (512, 4096, 1300)])
+def test_decisions_are_fast(rows: int, prompts: int, most: int) -> None:
+    """Bound the calls of the median decision, with a new request at every fourth."""
     random = np.random.default_rng(0)
 
     def new(id: int, tier: str) -> Request:
@@ -308,9 +302,8 @@ def test_decisions_are_fast(rows: int, prompts: int, limit: float) -> None:
             queues.file(coming)
         now = 0.002 * step
         seen = View(now, now, Role.MIXED, queues.prefill, queues.decode, limits, 1 << 19, 1024 - rows, 0, perf)
-        began = process_time()
-        decision = policy.decide(seen)
-        taken.append(process_time() - began)
-        for id in decision.demote:
+        made: list[Decision] = []
+        taken.append(calls(lambda seen=seen, made=made: made.append(policy.decide(seen))))
+        for id in made[0].demote:
             queues.demote(id)
-    assert median(taken) <= 3 * limit, taken
+    assert median(taken) <= most, taken

@@ -313,17 +313,3 @@ def test_best_effort_gives_its_slot_to_a_prompt_computed_elsewhere() -> None:
     first, second = outcome.requests
     assert (len(first.output), len(second.output)) == (40, 5) and second.drops == 0
     assert first.drops == 1 and first.finished_at > second.finished_at  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("lead", [0.0, 4e-4, 1.0])
-def test_best_effort_gives_way_with_steps_planned_ahead(lead: float) -> None:
-    """A step with a best-effort request is always running, so that request must skip one step to give its pages."""
-    jobs = [
-        Job(range(16), 40, tier=BEST_EFFORT),
-        Job(range(100, 116), 30),
-        Job(range(200, 220), 5, 0.01),
-    ]
-    outcome = simulate(jobs, policy=lambda: Drafting([0]), pages=18, rows=4, tokens=64, lead=lead)
-    best, *standard = outcome.requests
-    assert best.drops >= 1 and not any(one.drops for one in standard)
-    assert standard[1].first_token_at is not None and standard[1].first_token_at < 0.01 + 8e-3

@@ -231,23 +231,6 @@ def test_a_prompt_demoted_on_one_instance_is_on_time_on_another(routing: str) ->
     assert both.summary.ttft_attained > alone.summary.ttft_attained
 
 
-@pytest.mark.parametrize("third", [0.0041, 0.013])
-def test_simultaneous_prompts_are_on_time_with_help_of_a_decode_instance(third: float) -> None:
-    """A TTFT of 20 ms allows two steps of 12 ms at most, so the prefill instance cannot compute all prompts.
-
-    The first request decodes 500 tokens in steps of 2 ms on the decode instance, which piggybacks
-    the other prompts, also two in one step.
-    """
-    first = Arrival(0.0, 100, 500, SLO(ttft=0.5, tpot=0.05))
-    others = [Arrival(0.3 + at, 100, 2, SLO(ttft=0.020, tpot=0.05)) for at in (0.0, 0.004, third)]
-    alone, both = (
-        simulate([first, *others], "unified", Mesh(2), LATENCY, options=Options(routing=routing))
-        for routing in ("least_work", "unified")
-    )
-    assert alone.summary.ttft_attained < 1.0
-    assert both.summary.ttft_attained == 1.0 and both.deflections > 0
-
-
 def test_rows_decode_if_the_waiting_prompt_finds_no_slot() -> None:
     """The row could skip a step for the prompt, but there is no second slot, so nothing would run."""
     row = decoding(0, 1000, due=9.0)
@@ -263,16 +246,6 @@ def test_a_tbt_bound_is_kept_beside_piggybacked_prompts() -> None:
     assert granted(Unified().decide(at)) == [0, 1]
     larger = view([prompt(1, 63)], [row], role=Role.DECODE, limits=LIMITS, start=0.0)
     assert granted(Unified().decide(larger)) == [0]
-
-
-def test_requests_decode_on_other_instances_if_the_decode_instance_is_full() -> None:
-    """Four rows of 200 tokens at 2.2 ms a token serve 9 requests per second, and 14 arrive. Eight rows suffice."""
-    arrivals = [Arrival(0.07 * one, 200, 200, SLO(ttft=0.5, tpot=0.01)) for one in range(100)]
-    apart, both = (
-        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing=routing, rows=4))
-        for routing in ("unified:no-change-roles", "unified")
-    )
-    assert apart.summary.attained < both.summary.attained
 
 
 def test_mixed_instances_keep_the_tpot_beside_a_hopeless_prompt() -> None:

@@ -23,7 +23,7 @@ from jaxserve.sched.sim import Arrival, Latency, Options, Report, simulate
 from jaxserve.sched.sim.executor import SimExecutor
 from tests.support.examples import examples
 from tests.support.sched.complete import JOB, ROLES, check_complete
-from tests.support.sched.harness import COEFFICIENTS, Job
+from tests.support.sched.harness import Job
 from tests.support.sched.harness import simulate as serve
 
 EXACT = Coefficients(fixed=0.010, prefill=1e-4, decode=1e-4, quadratic=0.0, longest=1e-7, context=1e-7)
@@ -171,13 +171,3 @@ def test_write_back_loses_nothing(jobs, roles, pages, every) -> None:  # type: i
 
     found = serve(jobs, roles, routing=GIVE, pages=pages, rows=3, loses=loses)
     assert [request.id for request in found.requests] == list(range(len(jobs)))
-
-
-def test_reads_by_other_threads_are_not_memoized() -> None:
-    """`/metrics` is read while rows arrive: a column cached by that read would be too short later."""
-    scheduler = Scheduler(Sarathi(), GeneralModel(COEFFICIENTS), Limits(pages=100))
-    for id in range(3):
-        scheduler.add(Request(id, range(10 * id + 5), SamplingParams(max_tokens=2), SLO(), float(id)))
-    table = scheduler._queues.prefill
-    assert scheduler.prefill_backlog == 5 + 15 + 25 and not table._columns
-    assert int((table.remaining - table.hit).sum()) == 45

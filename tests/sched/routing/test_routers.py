@@ -57,13 +57,6 @@ def test_round_robin_rotates_for_prefill_and_decode() -> None:
     assert [router.decode(request(id, 9), all_) for id in range(3)] == [[3, 4], [4, 3], [3, 4]]
 
 
-def test_least_work_counts_tokens_then_contexts() -> None:
-    instances = [instance(M), instance(M), instance(M)]
-    instances[0].add(request(10, 300))
-    decodes(instances[1], 11, 40)
-    assert routing.make("least_work").prefill(request(0, 100), fleet(instances)) == [2, 1, 0]
-
-
 def test_unified_counts_the_time_until_a_prompt_is_done() -> None:
     """The time includes the running step, which has no tokens left to plan, and the waiting requests."""
     instances = [instance(P), instance(P), instance(P)]

@@ -13,14 +13,12 @@ import pytest
 from jaxserve.cli.replay import show
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.log import Log
-from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.slo import SLO, THINKING
-from jaxserve.sched.journal import Journal, Replay, Step, replay
-from jaxserve.sched.perf.model import Coefficients
+from jaxserve.sched.journal import Journal, Replay, replay
 from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.sim import simulate
-from jaxserve.sched.sim.again import again, noise, rows
+from jaxserve.sched.sim.again import again, rows
 from jaxserve.sched.sim.arrival import Arrival
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.sim.options import Options
@@ -121,13 +119,3 @@ def test_times_that_fit_no_model_are_reported_as_such(capsys: pytest.CaptureFixt
 def test_a_journal_without_a_finished_request_is_refused() -> None:
     with pytest.raises(InvalidValue, match="no request of the journal has finished"):
         again(Replay())
-
-
-def test_steps_with_a_predicted_time_of_zero_are_ignored() -> None:
-    """A fit to times that fall with growing steps, as on a busy machine, has coefficients of 0."""
-    found = Replay()
-    taken = [(Load(decode=1), 0.003), (Load(prefill=4), 0.002), (Load(prefill=8), 0.004)]
-    found.steps += [Step("one", load, seconds, ended=0.1, predicted=seconds) for load, seconds in taken]
-    told = Coefficients(fixed=0, prefill=0.0005, decode=0, quadratic=0, longest=0, context=0)
-    assert noise(found, told) == pytest.approx(0)
-    assert noise(Replay(), told) == 0

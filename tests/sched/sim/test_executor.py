@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched.api.errors import InvalidValue, StepFailed
+from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult, Suspended
 from jaxserve.sched.perf.model import Coefficients
@@ -39,48 +39,6 @@ def test_a_step_takes_the_time_that_the_model_predicts() -> None:
         mixed = await executor.submit(StepPlan(2, spans))
         assert isinstance(mixed, StepResult)
         assert mixed.finished - mixed.started == pytest.approx(1 + 0.4 + 0.01 + 0.001 * (24 + 8))
-
-    clock.run(main())
-
-
-def test_steps_run_in_the_order_of_submission() -> None:
-    async def main() -> list[tuple[int, float, float]]:
-        executor = make({1: 9})
-        steps = [executor.submit(StepPlan(n, (prefill(1, 0, 0, 1, 5, False),))) for n in (1, 2, 3)]
-        results = [result for result in await asyncio.gather(*steps) if isinstance(result, StepResult)]
-        return [(r.step, r.started, r.finished) for r in results]
-
-    results = clock.run(main())
-    assert [step for step, _, _ in results] == [1, 2, 3]
-    assert [start for _, start, _ in results[1:]] == [end for _, _, end in results[:-1]]
-
-
-@pytest.mark.parametrize("length", [1, 2, 5])
-def test_outputs_end_at_the_hidden_length_also_after_a_drop_or_a_move(length: int) -> None:
-    async def tokens() -> list[int]:
-        here, there = make({7: length}), make({7: length})
-        got: list[int] = []
-        prompt = 6
-        for n in range(length + 1):
-            executor = here if n < 2 else there
-            if n in (0, 2):  # prompt, or prompt and output after a move
-                span = Span(7, 3, 0, prompt + n, (0,), (0,) * (prompt + n), 0, True, begin(prompt))
-            else:
-                span = Span(7, 3, prompt + n - 1, 1, samples=True)
-            result = await executor.submit(StepPlan(n, (span,)))
-            assert isinstance(result, StepResult)
-            got += result.tokens[0]
-            if got[-1] == EOS:
-                break
-        return got
-
-    assert clock.run(tokens()) == [FILLER] * (length - 1) + [EOS]
-
-
-def test_spans_that_do_not_sample_return_no_token() -> None:
-    async def main() -> None:
-        result = await make({1: 1}).submit(StepPlan(1, (prefill(1, 0, 0, 5, 10, False),)))
-        assert isinstance(result, StepResult) and result.tokens == ((),)
 
     clock.run(main())
 
@@ -181,17 +139,6 @@ def test_noise_has_mean_one_and_a_seed() -> None:
     first, again, other = (clock.run(main(seed)) for seed in (1, 1, 2))
     assert first == again != other
     assert sum(first) / len(first) == pytest.approx(1.0, abs=0.005)
-
-
-def test_faults_can_be_injected() -> None:
-    async def main() -> None:
-        executor = make({1: 1}, fails=lambda plan: plan.step == 1)
-        bad, good = (executor.submit(StepPlan(n, (prefill(1, 0, 0, 5, 10, False),))) for n in (1, 2))
-        with pytest.raises(StepFailed):
-            await bad
-        assert isinstance(await good, StepResult)
-
-    clock.run(main())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.api.policy import Decision, Grant, View
 from jaxserve.sched.api.slo import SLO, THINKING
-from jaxserve.sched.sim import NAMED, Arrival, Options, simulate
+from jaxserve.sched.sim import Arrival, Options, simulate
 from jaxserve.sched.sim.executor import END_THINKING
 from jaxserve.sched.sim.record import Recorder
 from tests.support.examples import examples
@@ -67,10 +67,3 @@ def test_thinking_ends_at_its_token_and_the_answer_has_its_own_objective(
     ends = [place for place, token in enumerate(request.output, 1) if token == END_THINKING]
     assert ends == ([thought] if answer else [])
     assert request.stage == ("answer" if answer else THINKING)
-
-
-@pytest.mark.parametrize("name", ["slos-serve-toolllm", "slos-serve-reasoning", "flowprefill-llama3-8b"])
-def test_published_workloads_are_served_to_the_end(name: str) -> None:
-    device = replace(QUIET, kv_tokens=200_000, page_size=64)
-    report = simulate(NAMED[name], "kairos", "2x1", device, qps=2.0, num_requests=4)
-    assert set(report.summary.reasons) == {"stop"} and len(report.measured) >= 4

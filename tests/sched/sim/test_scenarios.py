@@ -14,7 +14,7 @@ from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import Latency
 from jaxserve.sched.sim.arrival import Arrival, validate
-from jaxserve.sched.sim.scenarios import CODER, FLOWPREFILL_TTFT, NAMED, TIGHT, TOOLLLM, flowprefill
+from jaxserve.sched.sim.scenarios import CODER, NAMED, TIGHT, TOOLLLM, flowprefill
 from jaxserve.sched.sim.workload import Mix, Workload
 from jaxserve.yamlio import load_yaml
 
@@ -216,7 +216,3 @@ def test_one_slo_can_replace_all(name: str) -> None:
     assert isinstance(workload, Workload | Mix)
     promised = {a.slo.ttft for a in replace(workload, ttft=1.5).draw(200, 4.0, 0) if a.tier != BEST_EFFORT}
     assert promised == {1.5}
-
-
-def test_every_flowprefill_model_has_a_name() -> None:
-    assert {f"flowprefill-{model}" for model in FLOWPREFILL_TTFT} <= set(NAMED)

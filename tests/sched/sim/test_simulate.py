@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from time import process_time
 
 import pytest
 
@@ -19,6 +18,7 @@ from jaxserve.sched.journal import Journal
 from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, load_trace, simulate
 from jaxserve.sched.sim.workload import Arrivals
 from jaxserve.yamlio import load_yaml
+from tests.support.cost import calls
 from tests.support.sched.presets import CHAT, ROOT, TINY
 
 TRACES = ROOT.parent / "shared" / "traces"
@@ -56,17 +56,6 @@ def test_the_same_seed_gives_the_same_journal(policy: str, perf: str) -> None:
     first, again = journaled(1, policy, perf), journaled(1, policy, perf)
     assert first == again
     assert journaled(2, policy, perf)[0] != first[0]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_tokens_arrive_in_order_and_never_too_early(policy: str) -> None:
-    truth = TINY.solve()
-    report = simulate(CHAT, policy, "2x1", replace(TINY, noise=0.0), qps=100, num_requests=100)
-    for one in report.measured:
-        assert one.ttft >= truth.prefill * one.prompt
-        if one.output > 1:
-            assert one.tpot >= truth.fixed
-            assert one.tpot <= one.worst_tpot + 1e-12 and one.window_tpot <= one.largest_gap + 1e-12
 
 
 def test_a_single_request_takes_the_time_that_the_model_predicts() -> None:
@@ -144,12 +133,11 @@ def test_a_mesh_needs_prefill_and_decode(make) -> None:  # type: ignore[no-untyp
         make()
 
 
-def test_simulation_is_fast() -> None:
-    """1,000 requests of K128 at 3/s take less than 20 s of CPU time with the scheduler, 400 less than 8 s."""
-    began = process_time()
-    report = simulate(NAMED["K128"], "kairos", "2x4", H200, qps=3, num_requests=400)
-    assert report.summary.count == 400
-    assert process_time() - began < 8
+def test_a_step_of_a_simulation_costs_little() -> None:
+    """Bound the calls of the scheduler and the simulator for a step of K128 at 3/s on eight devices."""
+    reports: list[Report] = []
+    made = calls(lambda: reports.append(simulate(NAMED["K128"], "kairos", "2x4", H200, qps=3, num_requests=60)))
+    assert reports[0].summary.count == 60 and made <= 1000 * reports[0].counters.steps
 
 
 def test_the_command_never_imports_jax(tmp_path: Path) -> None:

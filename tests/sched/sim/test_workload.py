@@ -225,10 +225,6 @@ def test_invalid_arguments_are_named(make, message: str) -> None:  # type: ignor
         make()
 
 
-def test_prompts_of_two_requests_share_nothing() -> None:
-    arrival = Arrival(0.0, 1000, 1)
-    assert not set(arrival.prompt(1)) & set(arrival.prompt(2))
-    assert len(arrival.prompt(3)) == 1000
 
 
 def test_unnamed_requests_never_share_named_blocks() -> None:
