@@ -234,6 +234,7 @@ def test_a_client_that_leaves_gives_up_its_place(starts: Made) -> None:
     one = starts(max_num_queued_reqs=2)
     leaving, staying = raw(one, request(body(1))), Asked(one, body(2))
     waiting(one, 2)
+    assert one.http.get("/health").json()["startup"]["requests_waiting"] == 2
     assert error(one.http.post(COMPLETIONS, json=body(3)), 503)["code"] == "queue_full"
     leaving.close()
     waiting(one, 1)

@@ -113,6 +113,7 @@ FRONTS = [("--api-server-count", count) for count in ("0", "1", "2")]
 def state(one: Begun) -> None:
     """Check that every front knows how far the start is, and that a request waits."""
     wait(lambda: "warming up, 3 of 9 programs" in httpx.get(f"{one.url}/health").json()["error"]["message"])
+    wait(lambda: httpx.get(f"{one.url}/health").json()["startup"]["requests_waiting"] == 1)
     assert httpx.get(f"{one.url}/livez").status_code == 200
     assert not one.answers
 
