@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +17,38 @@ from jaxserve.errors import InvalidValue
 
 FALLBACK = range(32, 256)  # token ids if the server has no /tokenize
 ABSENT = (404, 405, 501)  # statuses of a path that a server does not have
+
+STARTING = "starting"  # code of the error with which jaxserve answers /health until its model is ready
+POLL = 0.5  # seconds between two looks
+
+
+async def wait_until_ready(target: Target, patience: float) -> None:
+    """Wait while the server says that it starts; return at once if it says anything else, or cannot be reached.
+
+    patience: seconds; 0: do not look. Raises InvalidValue if the server still starts then.
+    """
+    end, said = time.monotonic() + patience, False
+    async with _open(target) as http:
+        while patience > 0 and (step := await _starting(http, target)) is not None:
+            if time.monotonic() >= end:
+                raise InvalidValue(
+                    f"{target.base_url} is not ready after {patience:g} s (--ready-check-timeout-sec): {step}",
+                    "ready_check_timeout_sec",
+                )
+            if not said:
+                print(f"{target.base_url}: {step}; waiting", flush=True)
+            said = True
+            await asyncio.sleep(POLL)
+
+
+async def _starting(http: aiohttp.ClientSession, target: Target) -> str | None:
+    """Return what a server that starts says about that; None for any other."""
+    with suppress(aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError):
+        async with http.get(target.base_url + "/health") as answer:
+            if answer.status == 503:
+                error = (await answer.json())["error"]
+                return str(error["message"]) if error["code"] == STARTING else None
+    return None
 
 
 async def choose_backend(target: Target, chat: bool = False) -> str:

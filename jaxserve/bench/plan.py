@@ -29,6 +29,7 @@ class Plan(Reading):
     """
 
     backend: str = "jaxserve"
+    ready_check_timeout_sec: float = 600.0
     tokenizer: str | None = None
     dataset_name: str = "random"
     dataset_path: Path | None = None

@@ -15,7 +15,7 @@ from jaxserve.bench import load, result, tables, texts
 from jaxserve.bench.backends import AUTO, BACKENDS
 from jaxserve.bench.client import Outcome, Sender, Target, open_sender
 from jaxserve.bench.datasets import estimate
-from jaxserve.bench.discover import choose_backend, discover
+from jaxserve.bench.discover import choose_backend, discover, wait_until_ready
 from jaxserve.bench.drive import Probe, Run, drive, find_goodput
 from jaxserve.bench.plan import Plan
 from jaxserve.errors import InvalidValue
@@ -44,6 +44,7 @@ class Session:
 
     async def run(self) -> int:
         """Run the plan; return 0 if a request succeeded, or a rate reached the goal."""
+        await wait_until_ready(self.target, self.plan.ready_check_timeout_sec)
         await self._know_server()
         plan = self.plan
         async with open_sender(self.client, self.target) as sender:

@@ -63,6 +63,13 @@ def _add_server(group: Any) -> None:
         "where the server does not report them. Without it, the -chat and openai backends send common words, about one "
         "token each, the others send token ids, and texts of files are taken to have a token for four characters",
     )
+    add(
+        "--ready-check-timeout-sec",
+        type=_seconds,
+        default=600.0,
+        metavar="TIME",
+        help="longest wait for a jaxserve server that says that it starts; 0: do not look [600]",
+    )
     add("--api-key", default="none")
     add("--header", nargs="+", default=[], type=_pair, metavar="NAME=VALUE", help="sent with every request")
     add("--extra-body", type=_object, default={}, metavar="JSON", help="fields added to every request")

@@ -188,7 +188,8 @@ class Door:
         """Return the response to a readiness probe: an error with the state of the start."""
         refused = self._starting()
         retry = {"Retry-After": response_of(refused).headers["Retry-After"]}
-        return JSONResponse({**body_of(refused), "startup": self.start.presented()}, refused.status, retry)
+        startup = {**self.start.presented(), "requests_waiting": self.waiting}
+        return JSONResponse({**body_of(refused), "startup": startup}, refused.status, retry)
 
     def _metrics(self) -> bytes:
         registry = CollectorRegistry()

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from jaxserve.server.door import Door, ServerStart
 from jaxserve.server.keys import Keys
 from jaxserve.server.metrics import SHARED
 from jaxserve.server.service import Service
-from jaxserve.server.serving import Interrupted, announce, loop_factory, serve_from_start
+from jaxserve.server.serving import Interrupted, announce, loop_factory, serve, serve_from_start
 from jaxserve.server.signals import Signals, end_process
 from jaxserve.server.start_times import StartTime, last_start, remember
 
@@ -59,7 +60,7 @@ def begin_process(config: ServeConfig) -> None:
 
 async def serve_remote(
     config: ServeConfig,
-    door: Door,
+    door: Door | None,
     places: Callable[[], Awaitable[Sequence[Place]]],
     sock: socket.socket,
     signals: Signals,
@@ -67,7 +68,8 @@ async def serve_remote(
 ) -> None:
     """Serve HTTP for the engines at `places`, which it returns once they are ready, until shutdown.
 
-    index: of this front. Raises what `places` raises, and Interrupted: see `serve_from_start`.
+    door: None: connections are accepted only then, for other fronts serve already. index: of this front. Raises
+    what `places` raises, and Interrupted: see `serve_from_start`.
     """
     # Requests of two fronts must not share seeds: equal prompts would get equal samples.
     seed = f"{config.seed}.{index}" if index else str(config.seed)
@@ -82,16 +84,16 @@ async def serve_remote(
         service = Service(engine, tokenizer, config)
         services.append(service)
         engine.on_continued = service.metrics.continued
-        if index == 0:
+        if index == 0 and door is not None:
             remember(config, StartTime(door.start.elapsed, engine.stats().compilations))
         return service
 
-    def opened() -> None:
-        if index == 0:
-            announce(config, door.start.last, sock)
-
     try:
-        await serve_from_start(door, config, sock, make, signals=signals, opened=opened)
+        if door is None:
+            await serve(await make(), sock, signals=signals)
+        else:
+            opened = (lambda: None) if index else partial(announce, config, door.start.last, sock)
+            await serve_from_start(door, config, sock, make, signals=signals, opened=opened)
     finally:
         for service in services:
             service.close()
@@ -104,6 +106,7 @@ class Start(NamedTuple):
 
     last: StartTime | None
     began: float  # by time.monotonic()
+    over: bool = False  # the engines are ready
 
 
 class Fronts:
@@ -173,7 +176,7 @@ class Fronts:
 
     def _launch(self, index: int) -> None:
         theirs, ours = self._spawn.Pipe(duplex=False)
-        args = (index, self._config, self._start, theirs, self._sock)
+        args = (index, self._config, self._start._replace(over=self._settled), theirs, self._sock)
         process: Any = self._spawn.Process(target=_front, args=args, name=f"jaxserve-front-{index}", daemon=True)
         # It inherits that signals wait, and lets them in when it can handle them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -241,7 +244,8 @@ def _front(index: int, config: ServeConfig, start: Start, pipe: Connection[Any, 
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     begin_process(config)
     parent, signals, status = _Parent(pipe), Signals(), 0
-    door = Door(config, Keys.of(config), ServerStart(start.last, lambda: parent.progress, start.began))
+    begun = ServerStart(start.last, lambda: parent.progress, start.began)
+    door = None if start.over else Door(config, Keys.of(config), begun)
 
     async def places() -> Sequence[Place]:
         return await in_thread(parent.places)

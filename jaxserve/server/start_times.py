@@ -35,7 +35,7 @@ class StartTime(NamedTuple):
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled programs, as `warmup.cache_folder` does, without importing jax."""
+    """Return the folder of compiled programs, as `compiled.cache_folder` does, without importing jax."""
     named = os.environ.get("JAXSERVE_CACHE_DIR") or os.environ.get("JAX_COMPILATION_CACHE_DIR")
     return Path(named or Path.home() / ".cache" / "jaxserve" / "xla")
 

@@ -234,6 +234,7 @@ def test_a_client_that_leaves_gives_up_its_place(starts: Made) -> None:
     one = starts(max_num_queued_reqs=2)
     leaving, staying = raw(one, request(body(1))), Asked(one, body(2))
     waiting(one, 2)
+    assert one.http.get("/health").json()["startup"]["requests_waiting"] == 2
     assert error(one.http.post(COMPLETIONS, json=body(3)), 503)["code"] == "queue_full"
     leaving.close()
     waiting(one, 1)
@@ -536,11 +537,11 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("named", [None, "JAXSERVE_CACHE_DIR"])
 def test_the_folder_is_that_of_the_compiled_programs(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxserve.engine.startup import warmup
+    from jaxserve.engine.startup import compiled
 
     monkeypatch.delenv("JAXSERVE_CACHE_DIR", raising=False)
     if named is not None:
         monkeypatch.setenv(named, "/somewhere")
     else:
-        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(warmup.cache_folder()))
-    assert cache_folder() == warmup.cache_folder()
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled.cache_folder()))
+    assert cache_folder() == compiled.cache_folder()

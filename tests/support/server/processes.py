@@ -51,8 +51,8 @@ class Running:
     def __init__(self, process: subprocess.Popen[str], url: str, replicas: int) -> None:
         self.process = process
         self.url = url
-        made = children(process.pid)  # in the order of their starts
-        self.engines, self.fronts = made[:replicas], made[replicas:]
+        made = children(process.pid)  # fronts are started by the main thread, then engines by others
+        self.fronts, self.engines = made[:-replicas], made[-replicas:]
 
     def owners(self) -> dict[int, int]:
         """Return the process that has each open connection of this test, by the test's port."""
