@@ -181,7 +181,8 @@ def _shown(row: dict[str, Any]) -> list[Any]:
     ]
     names = ("programs_loaded_total", "compilations_total", "programs_later_total", "program_traces_total")
     return [
-        row["caches"], unit, *times, row["peak_memory_gb"], *(row[name] for name in names), row["load"].get("slo_attainment"),
+        row["caches"], unit, *times, row["peak_memory_gb"], *(row[name] for name in names),
+        row["load"].get("slo_attainment"),
     ]  # fmt: skip
 
 

@@ -225,8 +225,6 @@ def test_invalid_arguments_are_named(make, message: str) -> None:  # type: ignor
         make()
 
 
-
-
 def test_unnamed_requests_never_share_named_blocks() -> None:
     """If a trace names only blocks of some requests, no other request gets a prefix hit by accident."""
     for id, name in ((7, 7), (0, 0), (3, 4)):
