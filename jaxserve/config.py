@@ -215,7 +215,7 @@ class ServeConfig(OperationSettings):
     )  # fmt: skip
     profile_time: float | None = flag(
         None, "scheduling", "Longest time to measure steps at the first start; later starts use the profile stored "
-        "beside the compiled programs. Default: 1.5s with an early warm-up, else 5s on accelerators, 10s on CPU.",
+        "beside the compiled programs. Default: 0.8s with an early warm-up, else 5s on accelerators, 10s on CPU.",
         metavar="TIME",
     )  # fmt: skip
     ttft_slo: Objective = flag(

@@ -11,6 +11,7 @@ import asyncio
 import queue
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
@@ -87,13 +88,21 @@ class _Base:
         elif model is not None or settings:
             raise InvalidValue(f"config is given, so {', '.join(['model', *settings])} must not be", "config")
         self.config = config
-        self.tokenizer = tokenizer_object or find_tokenizer(config)
-        if engine is None:
-            from jaxserve.engine.engine import Engine  # imports jax, so only now
+        made_here = engine is None
+        with ThreadPoolExecutor(1) as beside:
+            tokenizer = beside.submit(lambda: tokenizer_object or find_tokenizer(config))
+            if engine is None:
+                from jaxserve.engine.engine import Engine  # imports jax, so only now
 
-            with bar("warming up") as progress:
-                engine = Engine.start(config, progress=progress)
+                with bar("warming up") as progress:
+                    engine = Engine.start(config, progress=progress)
         self.engine: Any = engine
+        try:
+            self.tokenizer = tokenizer.result()
+        except Exception:
+            if made_here:
+                engine.close()
+            raise
         from jaxserve.server.metrics import Metrics
 
         self._metrics: Metrics = Metrics(engine, config.names[0], config.metrics_prefix)

@@ -11,6 +11,7 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from jaxserve import demo
 from jaxserve.errors import InvalidValue
 from jaxserve.tools.prompt import as_text, has_calls, knows_tools, with_objects
 
@@ -19,6 +20,17 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"  # SentencePiece's visible space
 
 Message = Mapping[str, Any]
+
+
+def _reader(name: str | Path) -> Any:
+    """Return what reads a tokenizer: AutoTokenizer, whose imports take a second or two, but not for the demo model."""
+    if Path(name) == Path(demo.__file__).parent / "model":
+        from transformers import PreTrainedTokenizerFast  # transformers is imported late, for --help
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 class Tokenizer:
@@ -37,15 +49,13 @@ class Tokenizer:
     @classmethod
     def load(cls, name: str | Path, revision: str | None = None, chat_template: str | None = None) -> Tokenizer:
         """Load by Hugging Face name or from a folder. chat_template: a file, or the template itself."""
-        from transformers import AutoTokenizer  # takes seconds, which --help should not pay
-
         if chat_template is not None and "{" not in chat_template:
             path = Path(chat_template)
             if not path.is_file():
                 raise InvalidValue(f"chat_template={chat_template!r} is neither a file nor a template", "chat_template")
             chat_template = path.read_text(encoding="utf-8")
         try:
-            loaded = AutoTokenizer.from_pretrained(str(name), revision=revision)
+            loaded = _reader(name).from_pretrained(str(name), revision=revision)
         except Exception as error:  # transformers can raise anything, depending on the files
             reason = " ".join(str(error).split())[:300]
             raise InvalidValue(

@@ -22,7 +22,7 @@ class Instance:
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
         self.mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")]))
-        self.allocation = ()
+        self.allocation: tuple[()] = ()
         self.complete = False
         self.compiling = threading.Event()
 

@@ -141,8 +141,15 @@ class EmptyPools:
 
     def __init__(self, cache: Cache, mesh: Mesh, limits: Limits, dtype: Any) -> None:
         self._cache = cache
-        make = partial(jnp.zeros, cache.shape(limits.pages, limits.page_size), dtype)
-        self.program = Program(make, "empty_pool", NamedSharding(mesh, cache.partition))
+        self._shape, self._dtype = cache.shape(limits.pages, limits.page_size), dtype
+        self._sharding = NamedSharding(mesh, cache.partition)
+        self.program = Program(partial(jnp.zeros, self._shape, dtype), "empty_pool", self._sharding)
+
+    @property
+    def described(self) -> list[Any]:
+        """Abstract arrays in place of those that a call returns."""
+        made: list[Any] = self._cache.pools(jax.ShapeDtypeStruct(self._shape, self._dtype, sharding=self._sharding))
+        return made
 
     def __call__(self) -> list[Pool]:
         return [tuple(self.program() for _ in range(self._cache.parts)) for _ in range(self._cache.layers)]

@@ -72,7 +72,7 @@ class DeviceState:
         segments: Segments | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """Call `rebuild` before anything else. segments: programs of steps that can be preempted; None: no step can."""
+        """Allocates no pools: `rebuild` does. segments: programs of steps that can be preempted; None: no step can."""
         limits = programs.limits
         self.programs = programs.bound()
         self.segments = None if segments is None else bound(segments)
@@ -96,6 +96,8 @@ class DeviceState:
             for width in limits.widths
         }
         self.complete = True  # False: until then, programs that only save time are not used; set by its executor
+        self.pools = self._make.described  # until `rebuild`
+        self.reset()
 
     @property
     def allocation(self) -> list[Call]:
@@ -104,13 +106,17 @@ class DeviceState:
 
     def rebuild(self) -> None:
         """Reset pools, carry and counts: at the start, and after a failed step lost its donated buffers."""
-        limits = self.programs.limits
         self.pools = []  # free the old pools first: both may not fit
         self.pools = self._make()
-        self.carry = Carry.made(limits, self.filled)
-        self.counts = placed(np.zeros((limits.slots, limits.vocab), np.int16), self._whole)
+        self.reset()
         if self.drafter is not None:
             self.drafter.rebuild()
+
+    def reset(self) -> None:
+        """Reset carry and counts."""
+        limits = self.programs.limits
+        self.carry = Carry.made(limits, self.filled)
+        self.counts = placed(np.zeros((limits.slots, limits.vocab), np.int16), self._whole)
 
     def step(self, batch: Batch, spans: Sequence[Span] = ()) -> tuple[StepOutputs, jax.Array]:
         """Dispatch a step; return its outputs and the hidden states of all its tokens [T, E]."""

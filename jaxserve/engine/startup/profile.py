@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 SECONDS = {"cpu": 10.0}  # longest profile by platform
 ACCELERATOR = 5.0
-EARLY = 1.5  # of an engine that serves before all of its programs are ready
-CHECK = 0.5  # seconds for a check that a stored profile still holds
+EARLY = 0.8  # of an engine that serves before all of its programs are ready
+CHECK = 0.2  # seconds for a check that a stored profile still holds
 FAR = 3.0  # factor by which step times may differ from a stored profile
 FOLDER = "profiles"  # inside the folder of compiled programs
 

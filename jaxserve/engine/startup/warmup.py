@@ -48,7 +48,7 @@ class ProgramCounts(NamedTuple):
 
 
 class Ladder:
-    """The programs of equal instances, whose state it allocates.
+    """The programs of equal instances, whose pools it allocates.
 
     Writer: `begin` before the engine serves, then the thread of `climb`.
 
@@ -59,18 +59,13 @@ class Ladder:
         self._states = states
         self.kept = kept
         self.done = self._at_first = 0  # programs that are ready, and that were when `begin` returned
-        for state in states:
-            for call in state.allocation:
-                self._install(call, state)
-                self.done += 1
-            state.rebuild()
         self._rungs = [rungs(state, early=early) for state in states]
         self._platform = states[0].mesh.devices.flat[0].platform
         if early and self._platform != "cpu" and not self._all_kept():
             # Compiling for an accelerator tunes on it, in memory that the KV pool has by then.
             self._rungs = [rungs(state, early=False) for state in states]
-        self._total = self.done + sum(len(rung.calls) for made in self._rungs for rung in made)
-        self._total += len(states) * inside(states[0])
+        self._total = sum(len(rung.calls) for made in self._rungs for rung in made)
+        self._total += sum(len(state.allocation) + inside(state) for state in states)
         self._climbing: threading.Thread | None = None
         self._stopped = threading.Event()
 
@@ -108,8 +103,17 @@ class Ladder:
         began, counter = time.perf_counter(), compile_counter()
         before, loads, traces = counter.compilations_total, counter.cache_loads_total, counter.traces_total
         threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jaxserve-compile")
-        first = self.done + sum(len(made[0].calls) for made in self._rungs) if self.rest else self._total
+        first = self._total
+        if self.rest:
+            first = sum(len(state.allocation) for state in self._states) + sum(
+                len(made[0].calls) for made in self._rungs
+            )
         with uncollected(), threads as pool:
+
+            def allocate(state: DeviceState) -> None:
+                for call in state.allocation:
+                    self._install(call, state)
+                state.rebuild()
 
             def install(state: DeviceState, each: Sequence[Call]) -> None:
                 compiling = {pool.submit(self._install, call, state): call for call in each}
@@ -121,9 +125,12 @@ class Ladder:
 
             runs = []
             for state, (rung, *_) in zip(self._states, self._rungs, strict=True):
+                allocated = pool.submit(allocate, state)
                 install(state, rung.calls)
                 if rung.last:
                     install(state, inner_calls(state))
+                allocated.result()
+                self.done += len(state.allocation)
                 state.complete = rung.last
                 runs.append(pool.submit(run_through, state, rung))
                 if alone:
@@ -224,8 +231,11 @@ def run_through(state: DeviceState, rung: Rung) -> None:
         piece = state.export(pages)
         alone = piece[0].is_fully_addressable  # else no process has all of a piece, and none travels
         state.fill(pages, state.receive(piece) if alone else state.kv_buffer(size))
-    state.rebuild()
-    jax.block_until_ready(state.pools)  # created last, so everything before has ended on the devices
+    if state.drafter is None:
+        state.reset()  # the pools are as they were: padding writes nothing
+    else:
+        state.rebuild()
+    jax.block_until_ready((state.pools, state.carry))
     if drawn is not None:
         drawn.wait()  # raises what a device raised
 
