@@ -53,7 +53,7 @@ def warmed(monkeypatch: pytest.MonkeyPatch, platform: str) -> tuple[list[str], b
             overlapped = second.compiling.wait(WAIT if platform == "cpu" else 0.2)
         log.append(f"ran {state.name}")
 
-    monkeypatch.setattr(warmup, "rungs", lambda state, early: [Rung((), [Call("step", state, ())] * 2, True)])
+    monkeypatch.setattr(warmup, "rungs", lambda state, **_: [Rung((), [Call("step", state, ())] * 2, True)])
     monkeypatch.setattr(warmup, "inner_calls", lambda state: [])
     monkeypatch.setattr(warmup, "inside", lambda state: 0)
     monkeypatch.setattr(warmup, "run_through", run_through)

@@ -127,10 +127,12 @@ class Limits:
 
     @property
     def first_buckets(self) -> tuple[Bucket, ...]:
-        """The programs that can compute anything: the smallest and the largest that decode, and for prompt tokens."""
+        """Programs that can compute anything, and determine the fit of step times.
+
+        The smallest and the largest that decode, and the largest for prompt tokens.
+        """
         decode = [bucket for bucket in self.buckets if bucket.decode]
-        prompts = [bucket for bucket in self.buckets if bucket.prompts]
-        return tuple(dict.fromkeys((decode[0], decode[-1], prompts[0], prompts[-1])))
+        return tuple(dict.fromkeys((decode[0], decode[-1], self.buckets[-1])))
 
     def width(self, rows: int) -> int:
         return next(width for width in self.widths if width >= rows)

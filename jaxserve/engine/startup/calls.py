@@ -27,11 +27,11 @@ class Rung(NamedTuple):
     last: bool  # `inner_calls` follow, and the instance is complete
 
 
-def rungs(state: DeviceState, *, early: bool) -> list[Rung]:
+def rungs(state: DeviceState, *, early: bool, alone: bool = False) -> list[Rung]:
     """Return the programs of an instance in the order in which they are made.
 
     early: the first rung can compute anything, at the cost of larger programs than needed; the others are made while
-    the engine serves. Otherwise there is one rung.
+    the engine serves. Otherwise there is one rung. alone: no other instance takes pages from this one.
     """
     limits = state.programs.limits
     first = limits.first_buckets if early else limits.buckets
@@ -43,21 +43,24 @@ def rungs(state: DeviceState, *, early: bool) -> list[Rung]:
     if not early:
         pieces = [call for size in sizes for call in piece_calls(state, size)]
         return [Rung(first, _abstract([*steps, *draws, *common_calls(state), *rest, *pieces]), True)]
-    made = [Rung(first, _abstract([*steps, *draws, *common_calls(state), *piece_calls(state, sizes[-1])]), False)]
+    export, fill = piece_calls(state, sizes[-1])
+    made = [Rung(first, _abstract([*steps, *draws, *common_calls(state), fill, *(() if alone else (export,))]), False)]
     for bucket in _between(limits.buckets, first):
         calls = step_calls(state, bucket)
         if bucket.width not in widths:
             widths.add(bucket.width)
             calls += draw_calls(state, bucket.width)
         made.append(Rung((bucket,), _abstract(calls), False))
-    rest += [call for size in sizes[:-1] for call in piece_calls(state, size)]
+    rest += [call for size in sizes[:-1] for call in piece_calls(state, size)] + ([export] if alone else [])
     return [*made, Rung((), _abstract(rest), True)]
 
 
 def _between(buckets: Sequence[Bucket], first: Sequence[Bucket]) -> Iterator[Bucket]:
     """Yield the buckets that are not among the first ones, so that the largest gaps between sizes close first."""
     decode = _halved([bucket for bucket in buckets if bucket.decode and bucket not in first])
-    prompts = _halved([bucket for bucket in buckets if bucket.prompts and bucket not in first])
+    prompts = [bucket for bucket in buckets if bucket.prompts and bucket not in first]
+    yield from prompts[:1]
+    prompts = _halved(prompts[1:])
     while decode or prompts:
         for some in (decode, prompts):
             if some:

@@ -59,7 +59,7 @@ class Ladder:
         self._states = states
         self.kept = kept
         self.done = self._at_first = 0  # programs that are ready, and that were when `begin` returned
-        self._rungs = [rungs(state, early=early) for state in states]
+        self._rungs = [rungs(state, early=early, alone=len(states) == 1) for state in states]
         self._platform = states[0].mesh.devices.flat[0].platform
         if early and self._platform != "cpu" and not self._all_kept():
             # Compiling for an accelerator tunes on it, in memory that the KV pool has by then.
@@ -226,7 +226,7 @@ def run_through(state: DeviceState, rung: Rung) -> None:
             state.end(walk)
     _run_drafts(state, slots)
     state.remember(0, Begin(SamplingParams(), 0, (), (), 0, ()))
-    for size in piece_sizes(limits.row_pages) if rung.last else piece_sizes(limits.row_pages)[-1:]:
+    for size in piece_sizes(limits.row_pages) if rung.last else ():
         pages: Int32 = padded((), size, limits.pages)
         piece = state.export(pages)
         alone = piece[0].is_fully_addressable  # else no process has all of a piece, and none travels
