@@ -36,8 +36,12 @@ _read = _Read()
 _serialized: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()
 
 
-def compile_serialized(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bytes]:
+def compile_serialized(
+    lowered: jax.stages.Lowered, options: dict[str, Any] | None = None
+) -> tuple[jax.stages.Compiled, bytes]:
     """Compile a program, or read it from jax's persistent cache; return the executable, also serialized.
+
+    options: of the compiler.
 
     Serialized before it runs: the first call gives an executable parts that no pickle holds. One that
     was itself deserialized loses its functions on a CPU, so what jax's cache holds is taken instead.
@@ -45,7 +49,7 @@ def compile_serialized(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled
     """
     _note_reads()
     _read.taken()
-    compiled = lowered.compile()
+    compiled = lowered.compile(options)
     executable: Any = compiled._executable
     if (found := _read.taken()) is not None:
         _serialized[executable] = found

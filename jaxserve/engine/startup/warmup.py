@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from jaxserve.engine.runtime.gc_control import uncollected
 from jaxserve.engine.speculation.drafters import Call
 from jaxserve.engine.startup.calls import Rung, idle_batch, idle_drafting, inner_calls, inside, rungs
 from jaxserve.engine.startup.compiled import compile_counter
-from jaxserve.engine.startup.executables import Executables
+from jaxserve.engine.startup.executables import Executables, options_for
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin
 from jaxserve.structured.token_filter import all_allowed
@@ -34,8 +34,9 @@ from jaxserve.structured.token_filter import all_allowed
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, str], None]  # programs done, programs in total, label of the last one
-NICE = 10  # of the thread that makes programs while the engine serves
-SWITCH = 5e-4  # seconds after which that thread, which traces in Python, lets others run; Python's default is 5 ms
+NICE = 10  # of the threads that make programs while the engine serves
+LOADING = 2  # of them if they only load; a compilation has threads of its own
+SWITCH = 5e-4  # seconds after which such a thread, which traces in Python, lets others run; Python's default is 5 ms
 
 
 class ProgramCounts(NamedTuple):
@@ -66,6 +67,7 @@ class Ladder:
             self._rungs = [rungs(state, early=False) for state in states]
         self._total = sum(len(rung.calls) for made in self._rungs for rung in made)
         self._total += sum(len(state.allocation) + inside(state) for state in states)
+        self._lock = threading.Lock()  # guards `done` while several threads load
         self._climbing: threading.Thread | None = None
         self._stopped = threading.Event()
 
@@ -161,20 +163,20 @@ class Ladder:
 
     def _climb(self, opened: Callable[[Rung], None]) -> None:
         began, interval = time.perf_counter(), sys.getswitchinterval()
-        if hasattr(os, "setpriority"):
-            with contextlib.suppress(OSError):  # on Linux, of this thread alone
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        several = LOADING if self._all_kept() else 1
         sys.setswitchinterval(SWITCH)
         try:
-            with compile_counter().later():
+            with ThreadPoolExecutor(several, "jaxserve-ladder", initializer=_give_way) as pool:
                 for at in range(1, 1 + self.rest):
-                    for state, made in zip(self._states, self._rungs, strict=True):
-                        for call in _in_order(made[at], state):
-                            if self._stopped.is_set():
-                                return
-                            self._install(call, state)
-                            self.done += 1
-                    opened(self._rungs[0][at])
+                    pairs = list(zip(self._states, self._rungs, strict=True))
+                    list(pool.map(self._later, [(call, state) for state, made in pairs for call in made[at].calls]))
+                    if (rung := self._rungs[0][at]).last:
+                        list(
+                            pool.map(self._later, [(call, state) for state, _ in pairs for call in inner_calls(state)])
+                        )
+                    if self._stopped.is_set():
+                        return
+                    opened(rung)
         except Exception:
             log.exception("%d of %d programs are ready; the others cannot be made: serving goes on without them",
                           self.done, self._total)  # fmt: skip
@@ -182,6 +184,14 @@ class Ladder:
         finally:
             sys.setswitchinterval(interval)
         log.info("all %d programs are ready, %.1f s after the first ones", self._total, time.perf_counter() - began)
+
+    def _later(self, pair: tuple[Call, DeviceState]) -> None:
+        """Install a program that no step waits for."""
+        if not self._stopped.is_set():
+            with compile_counter().later():
+                self._install(*pair)
+            with self._lock:
+                self.done += 1
 
     def close(self) -> None:
         """Stop making programs, after the current one."""
@@ -194,15 +204,16 @@ class Ladder:
         kept = self.kept
         made = None if kept is None else kept.load(call, state.mesh.devices.flat)
         if made is None:
-            made = call.program.lower(*call.args).compile() if kept is None else kept.compile(call)
+            options = options_for(self._platform)
+            made = call.program.lower(*call.args).compile(options) if kept is None else kept.compile(call)
         call.program.install(call.args, made)
 
 
-def _in_order(rung: Rung, state: DeviceState) -> Iterator[Call]:
-    """Yield the programs of a rung; each is to be installed before the next is asked for."""
-    yield from rung.calls
-    if rung.last:
-        yield from inner_calls(state)
+def _give_way() -> None:
+    """Let this thread run after others. On Linux, a priority is that of a thread."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def run_through(state: DeviceState, rung: Rung) -> None:
