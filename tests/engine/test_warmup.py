@@ -35,7 +35,7 @@ class Instance:
     def install(self, args: tuple[Any, ...], made: None) -> None:
         assert args == () and made is None
 
-    def compile(self) -> None:
+    def compile(self, options: dict[str, Any]) -> None:
         self.log.append(f"compile {self.name}")
         self.compiling.set()
 
