@@ -24,6 +24,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.slo import NO_SLO
+from tests.support.engine.fetches import wait_for_pages
 from tests.support.server.live import ALONE
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -37,11 +38,16 @@ ROOM = 64 << 20
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Machine]:
     """An executor of the same size as other tests have, whose programs are in the cache."""
-    made = assemble(ServeConfig.load(mesh="1x1", preempt_boundary="chunk", profile_time=0.1, **ALONE))
+    made = assemble(ServeConfig.load(mesh="1x1", preempt_boundary="chunk", **ALONE))
     with uncollected():  # objects stay frozen from one engine to the next: each would scan all of them at its start
         yield made
     executor = made.executors[0]
     executor._movers.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_pages(monkeypatch)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def started(**settings: Any) -> Machine:
-    machine = assemble.assemble(ServeConfig.load(**SMALL, **settings))
+    machine = assemble.assemble(ServeConfig.load(**SMALL, profile_time=1.0, **settings))
     asyncio.run(machine.close())
     return machine
 
@@ -110,7 +110,7 @@ def test_presets_of_other_models_devices_and_meshes_are_named(tmp_path: Path, ca
 
 def test_an_engine_starts_inside_a_running_event_loop() -> None:
     async def within() -> Machine:
-        machine = assemble.assemble(ServeConfig.load(**SMALL))
+        machine = assemble.assemble(ServeConfig.load(**SMALL, profile_time=0.2))
         await machine.close()
         return machine
 
@@ -141,7 +141,10 @@ def test_the_profile_command_writes_a_file_for_serve_simulate_and_fit(
 ) -> None:
     preset, steps = tmp_path / "mine.yaml", tmp_path / "steps.csv"
     small = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    assert cli.dispatch("profile", ["--runs", "2", "--out", str(preset), "--steps", str(steps), *small]) == 0
+    assert (
+        cli.dispatch("profile", ["--runs", "2", "--time", "1s", "--out", str(preset), "--steps", str(steps), *small])
+        == 0
+    )
     assert "general form of padded steps: off by" in capsys.readouterr().out
     latency = ServeConfig(perf=str(preset)).perf_preset
     assert latency is not None and latency.measured_on.known() == {

@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def small() -> dict[str, Any]:
     """Settings of a small engine of the demo model."""
-    return {"mesh": "1x1", "profile_time": 2.0, **ALONE}
+    return {"mesh": "1x1", **ALONE}
 
 
 @pytest.fixture(autouse=True, scope="module")

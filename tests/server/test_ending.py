@@ -15,12 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.timing import in_time, once_in_time, until
+
 LONG = {"prompt": "def main(", "max_tokens": 200, "ignore_eos": True}
 
 
 def ended(live: Any) -> None:
     """Wait until the server's thread has ended."""
-    live._thread.join(10)
+    live._thread.join(60)
     assert not live._thread.is_alive()
 
 
@@ -29,6 +31,7 @@ def complains(caplog: pytest.LogCaptureFixture) -> str:
 
 
 @pytest.mark.parametrize("how", ["now", "drain"])
+@once_in_time
 def test_streams_end_with_an_error_and_done(fake, how, caplog):
     """Let `drain` be SIGTERM with requests that outlast the drain timeout, and `now` SIGINT."""
     live = fake(delay=0.1, config={"drain_timeout": "300ms"})
@@ -38,7 +41,7 @@ def test_streams_end_with_an_error_and_done(fake, how, caplog):
         begin = time.monotonic()
         live.call(getattr(live.ending, how))
         rest = [line for line in lines if line]
-    assert time.monotonic() - begin < 2.0
+    in_time(time.monotonic() - begin < 2.0)
     assert rest[-1] == "data: [DONE]" and json.loads(rest[-2][6:])["error"]["code"] == "shutting_down"
     ended(live)
     assert not complains(caplog)
@@ -50,16 +53,16 @@ def test_whole_answers_end_with_503(fake, caplog):
     answers: list[httpx.Response] = []
     ask = threading.Thread(target=lambda: answers.append(httpx.post(f"{live.url}/v1/completions", json=LONG)))
     ask.start()
-    while not live.engine.submitted:
-        time.sleep(0.01)
+    until(lambda: live.engine.submitted)
     live.call(live.ending.now)
-    ask.join(10)
+    ask.join(60)
     assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutting_down"
     assert answers[0].headers["Retry-After"]
     ended(live)
     assert not complains(caplog)
 
 
+@once_in_time
 def test_a_client_that_does_not_read_is_cut(fake, caplog):
     live = fake(max_model_len=200_000)
     host, port = live.url.removeprefix("http://").split(":")
@@ -73,7 +76,7 @@ def test_a_client_that_does_not_read_is_cut(fake, caplog):
         begin = time.monotonic()
         live.call(live.ending.now)
         ended(live)
-    assert time.monotonic() - begin < 3.0
+    in_time(time.monotonic() - begin < 3.0)
     assert not complains(caplog)
 
 
@@ -102,24 +105,30 @@ main(parser.parse_args(["--port", "0", "--drain-timeout", "0.3", "--api-server-c
 """
 
 
+def answers(url: str) -> bool:
+    """Return whether a server listens, which must be healthy then."""
+    with suppress(httpx.ConnectError):
+        return httpx.get(f"{url}/health", verify=False).status_code == 200
+    return False
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@once_in_time
 def test_a_signal_ends_streams_and_process(number, repo):
     """A separate process handles signals with an open stream, and idle."""
     command = [sys.executable, "-c", SERVE, str(repo / "tests" / "support" / "server")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        for _ in range(200):
-            with suppress(httpx.ConnectError):
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            time.sleep(0.05)
-        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=20) as response:
+        until(lambda: answers(url))
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=60, verify=False
+        ) as response:
             lines = response.iter_lines()
             next(lines)
             begin = time.monotonic()
             process.send_signal(number)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and "shutting_down" in rest[-2]
-        _, errors = process.communicate(timeout=20)
-        assert time.monotonic() - begin < 4.0, "0.3 s of draining, and time to unload Python on a busy machine"
+        _, errors = process.communicate(timeout=60)
+        in_time(time.monotonic() - begin < 4.0, "0.3 s of draining, and time to unload Python")
     assert process.returncode == 0 and "Traceback" not in errors, errors

@@ -212,9 +212,10 @@ def limited(fake, tmp_path):
 
 def ask(live: Any, key: str, **body: Any) -> httpx.Response:
     headers = {"Authorization": f"Bearer sk-{key}"}
-    return httpx.post(
-        f"{live.url}/v1/completions", json={"prompt": [5], "max_tokens": 2, **body}, headers=headers, timeout=60
+    answer: httpx.Response = live.http.post(
+        "/v1/completions", json={"prompt": [5], "max_tokens": 2, **body}, headers=headers
     )
+    return answer
 
 
 def test_keys_grant_the_right_to_set_priority_and_tiers(limited):
@@ -245,7 +246,7 @@ def test_under_overload_another_client_is_served_at_once(limited):
     for one in flood:
         one.join(60)
     assert live.service.active == 0 and all(not one.inside for one in live.service.stage.clients.values())
-    page = httpx.get(f"{live.url}/metrics").text
+    page = live.http.get("/metrics").text
     assert 'jaxserve:client_requests_total{api_key="red",model_name="jaxserve-demo"} 44.0' in page
     assert 'jaxserve:client_tokens_total{api_key="blue",kind="generation",model_name="jaxserve-demo"} 2.0' in page
 
@@ -257,8 +258,8 @@ def test_a_client_that_leaves_while_waiting_frees_its_place(limited):
     while not live.engine.submitted:
         time.sleep(0.01)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{live.url}/v1/completions", json={"prompt": [5]}, headers={"Authorization": "Bearer sk-red"},
+        live.http.post(
+            "/v1/completions", json={"prompt": [5]}, headers={"Authorization": "Bearer sk-red"},
             timeout=httpx.Timeout(5, read=0.1),
         )  # fmt: skip
     until(lambda: not live.service.stage.clients["red"].waiting)

@@ -21,13 +21,12 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.cluster import prefix_fetch
+from tests.support.engine.fetches import PAGE, wait_for_pages
 from tests.support.server.live import ALONE, at_rest
 from tests.support.server.told import Told
 
 KEY = b"key"
 FULL = pytest.mark.full
-PAGE = 16
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED
 PLAIN = (None, None)
 STYLES: tuple[dict[str, Any], ...] = (
@@ -154,12 +153,7 @@ def test_tokens_are_those_of_one_engine(serve: Any, whole: list[Told], transport
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every page be worth ten seconds of waiting, however busy this machine is."""
-
-    def computing(request: Request, core: Any, pages: int) -> float:
-        return 10.0 * (request.known // PAGE - pages)
-
-    monkeypatch.setattr(prefix_fetch, "_computing", computing)
+    wait_for_pages(monkeypatch)
 
 
 @pytest.mark.usefixtures("patient")

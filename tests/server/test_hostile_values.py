@@ -69,7 +69,7 @@ def test_objectives_are_positive_and_finite(plain, name, value):
     assert len(plain.engine.submitted) == 1, "only the valid request has reached the engine"
 
 
-@pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e999", "1e13", "x" * 5000, "9" * 5000])
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e999", "1e13", "soon", "-1", "x" * 5000, "9" * 5000])
 @pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-llm-d-slo-tpot-ms"])
 def test_objectives_in_headers_are_checked(plain, name, value):
     assert refused(plain, "/v1/completions", TEXT, headers={name: value})["param"] == name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import httpx
 import pytest
@@ -52,7 +51,7 @@ def test_a_short_prompt_overtakes_long_ones(fake, monkeypatch):
 
     def slow(text, *more):
         if len(text) > SHORT:
-            free.wait(30)
+            free.wait(120)
         return encode(text, *more)
 
     monkeypatch.setattr(live.service.tokenizer, "encode", slow)
@@ -66,13 +65,12 @@ def test_a_short_prompt_overtakes_long_ones(fake, monkeypatch):
         one.start()
     try:
         until(lambda: live.service.prompts.waiting >= 5)
-        begin = time.monotonic()
         assert live.http.post("/v1/completions", json={"prompt": "def", "max_tokens": 1}).status_code == 200
-        assert time.monotonic() - begin < 5 and live.service.prompts.waiting
+        assert live.service.prompts.waiting
     finally:
         free.set()
         for one in asking:
-            one.join(30)
+            one.join(120)
 
 
 def test_texts_of_disconnected_clients_are_dropped(fake, monkeypatch):

@@ -133,17 +133,10 @@ def test_stop_strings_cut_text_and_tokens(llm):
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     text = llm.generate("def main(", params)[0].outputs[0].text
     stop = text[6:9]
-    cut = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, stop=(stop,))
+    cut = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, stop=stop)
     output = llm.generate("def main(", cut)[0].outputs[0]
     assert output.text == text[: text.index(stop)] and output.finish_reason == "stop" and output.stop_reason == stop
     assert len(output.metrics.token_times) == len(output.token_ids)
-
-
-def test_a_stop_string_is_not_a_list_of_letters(llm):
-    text = llm.generate("def main(", SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))[0].outputs[0].text
-    stop = text[6:9]
-    output = llm.generate("def main(", SamplingParams(max_tokens=40, temperature=0.0, stop=stop))[0].outputs[0]
-    assert output.text == text[: text.index(stop)] and output.stop_reason == stop
 
 
 @pytest.mark.parametrize(

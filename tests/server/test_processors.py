@@ -13,7 +13,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
 from jaxserve.server.service import Service
 from tests.support.processors import package
-from tests.support.server.live import MODEL, SMALL, Live
+from tests.support.server.live import ALONE, MODEL, Live
 
 TURNED = {"name": "turned", "argument": 0.5}
 PROMPT = "def main("
@@ -27,7 +27,7 @@ def processing(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(package(tmp_path_factory.mktemp("package")))
         config = ServeConfig.load(
-            mesh="1x1", logits_processors=["emptied", "turned"], profile_time=0.2, preempt_boundary="chunk", **SMALL
+            mesh="1x1", logits_processors=["emptied", "turned"], preempt_boundary="chunk", **ALONE
         )
         engine = Engine.start(config)
     live = Live(Service(engine, tokenizer, config))
@@ -98,4 +98,4 @@ def test_a_server_with_an_unknown_processor_does_not_start() -> None:
     from jaxserve.engine.engine import Engine
 
     with pytest.raises(InvalidValue, match=r"logits_processors='missing': no installed package declares"):
-        Engine.start(ServeConfig.load(mesh="1x1", logits_processors=["missing"], **SMALL))
+        Engine.start(ServeConfig.load(mesh="1x1", logits_processors=["missing"], **ALONE))

@@ -59,6 +59,8 @@ def check(response: httpx.Response, status: int, param: str | None = None) -> di
         ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
         ({"service_tier": "gold"}, 400, "service_tier"),
         ({"ttft_slo_ms": -5}, 400, "ttft_slo_ms"),
+        ({"stage_slo": {"dreaming": {"tpot_slo_ms": 1}}}, 400, "stage_slo"),
+        ({"stage_slo": {"answer": {"tpot_slo_ms": 0}}}, 400, "stage_slo.answer.tpot_slo_ms"),
         ({"stop_token_ids": [10**9]}, 400, "stop_token_ids"),
     ],
 )

@@ -103,7 +103,7 @@ def test_no_request_is_lost_and_none_goes_where_none_is(
                 id = replicas.submit(list(range(20, 50)), PARAMS, slo=SLO(), on_delta=told[-1])
                 sent = replicas._asks[id].engine
                 assert sent in replicas.engines.values() and not sent.leaving and not sent.lost
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.02)
 
         sending = asyncio.ensure_future(users())
         await asyncio.sleep(0.02)

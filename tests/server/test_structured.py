@@ -141,8 +141,8 @@ TAG = {"type": "structural_tag", "structures": [{"begin": "<a", "schema": CHAIN,
         ),
     ],
 )
-def test_no_api_compiles_a_chain_of_thousands(live: Any, path: str, fields: dict[str, Any]) -> None:
-    made = live.http.post(f"/v1/{path}", json={"model": MODEL, **fields})
+def test_no_api_compiles_a_chain_of_thousands(plain: Any, path: str, fields: dict[str, Any]) -> None:
+    made = plain.http.post(f"/v1/{path}", json={"model": MODEL, **fields})
     assert made.status_code == 400 and "at most 1000 are allowed" in made.text, made.text
 
 

@@ -20,6 +20,7 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "kv_cache_memory": "32MiB",
     "preempt_boundary": "chunk",
+    "profile_time": 0.5,
 }
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)

@@ -70,6 +70,7 @@ def constrained(seed: int) -> tuple[Ask, ...]:
     return tuple(made)
 
 
+WIDER = {"1x1": "2x1", "2x2": "4x2"}  # meshes whose first instances bare runs share
 WIDEST = 256  # tokens of a step of the executors that a bare run shares
 OWN = (("1x1", 16),)  # bare runs build these sizes too, whose steps have a program smaller than any shared one
 
@@ -82,7 +83,7 @@ def setup(mesh: str, tokens: int, pages: int) -> Setup:
     """
     if whole() or (mesh, tokens) in OWN:
         return Setup(mesh, tokens, pages)
-    return _widest("2x1" if mesh == "1x1" else mesh).narrowed(mesh, tokens, pages)
+    return _widest(WIDER.get(mesh, mesh)).narrowed(mesh, tokens, pages)
 
 
 @cache

@@ -23,6 +23,7 @@ SMALL = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
     "kv_cache_memory": "32MiB",
+    "profile_time": 0.5,  # seconds; by default step times are measured for 10 at the first start
     "disable_log_stats": True,
 }
 # For one instance: with the memory that SMALL gives to each of two, it has the same programs, which compile once.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 SMALL = (  # the sizes of ALONE of tests/support/server/live.py, so that its programs are in the cache
     "--port 0 --max-model-len 256 --max-num-seqs 8 --max-num-batched-tokens 64 --kv-cache-memory 16MiB "
-    "--disable-log-stats"
+    "--profile-time 500ms --disable-log-stats"
 )
 JOIN = 60.0  # seconds
 
