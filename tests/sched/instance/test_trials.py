@@ -61,24 +61,6 @@ def test_several_failing_requests_all_fail_alone() -> None:
     assert reasons == ["stop", "error", "stop", "stop", "error", "error", "stop", "stop"]
 
 
-def test_a_transient_failure_ends_no_request() -> None:
-    done: list[int] = []
-
-    def fails(name: str, plan: StepPlan) -> bool:
-        done.append(plan.step)
-        return len(done) in (5, 40)
-
-    jobs = [Job(range(index * 50, index * 50 + 12), 20, 0.001 * index) for index in range(6)]
-    outcome = run(fails, jobs)
-    assert [one.finish_reason for one in outcome.requests] == ["stop"] * 6
-
-
-def test_retries_do_not_deadlock_in_small_pools() -> None:
-    jobs = [Job(range(index * 50, index * 50 + 12), 12, 0.001 * index) for index in range(6)]
-    outcome = run(poison(3), jobs, pages=8, rows=4)
-    assert [one.finish_reason for one in outcome.requests] == ["stop"] * 3 + ["error"] + ["stop"] * 2
-
-
 @pytest.mark.parametrize("rows", [2, 3, 8])
 @pytest.mark.parametrize("lead", [0.0, 1e-3])
 def test_retries_wait_for_reserved_slots(rows: int, lead: float) -> None:

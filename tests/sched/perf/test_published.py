@@ -69,14 +69,6 @@ def test_names_and_sources_are_checked() -> None:
             make(name, points=[])
 
 
-def test_roofline_is_its_slowest_term() -> None:
-    assert ROOF.step_time(Load(decode=10)) == pytest.approx(2.001e-2)  # memory: 20 ms and 10 us
-    assert ROOF.step_time(Load(prefill=1000)) == pytest.approx(0.101)  # arithmetic: 1 ms and 100 ms
-    assert ROOF.step_time(Load(decode=10, drafts=4)) == pytest.approx(2.801e-2)
-    assert ROOF.step_time(Load(decode=10, context=20_000)) == pytest.approx(2.101e-2)
-    assert ROOF.step_time(Load(prefill=1000, prefix=20_000)) == pytest.approx(0.102)
-
-
 def test_roofline_is_fitted_to_its_own_steps() -> None:
     steps = [(load, ROOF.step_time(load)) for load in drafted(400)]
     found = Roofline.fitted(steps)
@@ -185,13 +177,6 @@ def test_a_line_recalibrates_over_thousands_of_noisy_steps(forgetting: float) ->
         model.observe(load, seconds * random.lognormal(0, 0.1))
     assert np.mean(np.abs(errors)) < 0.07 and np.max(np.abs(errors)) < 0.35
     assert abs(np.mean(errors)) < 0.05 and min(model.coefficients) >= 0
-
-
-def test_exact_never_learns() -> None:
-    model, load = make("exact", TRUTH), decode(5000)
-    for _ in range(100):
-        model.observe(load, 1.0)
-    assert model.step_time(load) == TRUTH.step_time(load)
 
 
 @pytest.mark.parametrize("name", ["general", "roofline", "poly"])

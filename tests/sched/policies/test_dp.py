@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jaxserve.sched import routing
 from jaxserve.sched.admission.dp import ByDP
 from jaxserve.sched.admission.none import AdmitAll
-from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Array
 from jaxserve.sched.api.policy import Limits, Role
@@ -26,7 +25,7 @@ from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.fcfs import Fcfs
 from jaxserve.sched.policies.slos_serve import dp
 from jaxserve.sched.policies.slos_serve.commitments import Commitments, Prompts
-from jaxserve.sched.policies.slos_serve.dp import admitted, largest_set, tier_of, tiers, values
+from jaxserve.sched.policies.slos_serve.dp import admitted, largest_set, values
 from jaxserve.sched.policies.slos_serve.speculation import StepCosts
 from jaxserve.sched.routing.base import Fleet
 from tests.support.cost import calls
@@ -174,38 +173,11 @@ def test_equals_the_recurrence_as_printed(rows: list[tuple[int, int]], capacity:
     assert int(found.sum()) == recurrence(deadline, tokens, lambda n: capacity - n)
 
 
-def test_a_forced_prompt_that_is_late_anyway_is_not_delayed_further() -> None:
-    """A forced prompt of ten seconds is due at 1 s.
-
-    Prompts due before it catches up would delay it; later ones would not.
-    """
-    items = prompts([1.0, 5.0, 40.0], [60.0, 6.0, 6.0])
-    forced: Mask = np.array([True, False, False])
-    found = largest_set(0.0, items, np.zeros(3, dtype=np.intp), forced, np.zeros(1), line(6.0, [10.0]), 1e9)
-    assert found.tolist() == [False, False, True]
-
-
-def test_among_equal_sets_the_one_with_the_most_capacity_left_wins() -> None:
-    items = prompts([5.0, 5.0], [20.0, 10.0])
-    none: Mask = np.zeros(2, dtype=bool)
-    found = largest_set(0.0, items, np.zeros(2, dtype=np.intp), none, np.zeros(1), line(5.0, [10.0]), 1e9)
-    assert found.tolist() == [False, True]
-
-
 def test_more_new_prompts_than_one_lot_decides() -> None:
     """Of a hundred equal prompts due at 100, sixty fit, whatever the size of the lots."""
     standing = Commitments(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
     found = admitted(standing, prompts([100.0] * 100, [10.0] * 100, tpot=1e6), terms())
     assert int(found.sum()) == 60 and dp.MOST < 60
-
-
-def test_tiers_are_few_and_never_looser() -> None:
-    tpot = np.linspace(0.01, 0.2, 20)
-    among = tiers(tpot)
-    assert len(among) == dp.TIERS
-    assert (among[tier_of(tpot, among)] <= tpot + 1e-12).all()
-    exact = np.array([0.05, 0.1, 0.05])
-    assert tiers(exact)[tier_of(exact, tiers(exact))].tolist() == exact.tolist()
 
 
 def test_ten_new_beside_two_hundred_running_cost_little() -> None:
@@ -241,19 +213,6 @@ def asked(server: Scheduler, one: Request) -> bool:
     return ByDP(margin=0.0, output=0).admits(one, server, 0.0)
 
 
-def test_admits_what_fits_beside_admitted_requests() -> None:
-    """At six tokens a second, three prompts of 12 tokens are in time at 6 s (36 tokens) and the fourth is refused."""
-    server = scheduler()
-    answers = []
-    for id in range(5):
-        one = request(id, 12, 6.0, tpot=1e5)
-        answers.append(asked(server, one))
-        if answers[-1]:
-            server.add(one)
-    assert answers == [True, True, True, False, False]
-    assert asked(server, request(9, 12, 9.0, tpot=1e5))
-
-
 def test_the_tightest_stage_bounds_demand() -> None:
     """Rows of 0.2 s a token take five of six tokens a second, so a second row is refused, whichever
     stage sets its TPOT.
@@ -283,18 +242,6 @@ def test_the_next_replica_is_asked() -> None:
     assert firsts == [0, 2, 2], "replica 1 has no room, so replica 2 is next"
     hopeless = request(4, 37, 6.0, tpot=1e5)
     assert route.prefill(hopeless, fleet(*servers)) == [0, 1, 2]
-
-
-def test_the_limit_ends_the_search() -> None:
-    servers = [scheduler() for _ in range(3)]
-    servers[0].add(request(0, 36, 6.0, tpot=1e5))
-    servers[1].add(request(1, 36, 6.0, tpot=1e5))
-    one = request(2, 36, 6.0, tpot=1e5)
-    for limit, first in ((1, 0), (2, 0), (3, 2)):
-        route = routing.make(f"next_replica:limit={limit}", ByDP(margin=0.0, output=0))
-        assert route.prefill(one, fleet(*servers))[0] == first
-    with pytest.raises(InvalidValue, match="limit=0 must be at least 1"):
-        routing.make("next_replica:limit=0")
 
 
 def test_next_replica_asks_the_dp_if_admission_is_none() -> None:

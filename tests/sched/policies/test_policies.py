@@ -1,132 +1,98 @@
-"""Decisions of policies on small views."""
+"""Orders of decisions on small views: FCFS and deadlines, Kairos as published and as corrected, and halves."""
 
 from __future__ import annotations
 
 import pytest
 
 from jaxserve.sched import policies
-from jaxserve.sched.api.policy import Limits, Role
-from jaxserve.sched.api.request import BEST_EFFORT, State
-from jaxserve.sched.api.slo import NO_SLO
+from jaxserve.sched.api.policy import Limits, Role, View
+from jaxserve.sched.api.request import BEST_EFFORT, Request, State
+from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.policies.continuous import Continuous
-from jaxserve.sched.policies.fcfs import Fcfs
-from jaxserve.sched.policies.kairos.decode import KairosDecode
-from jaxserve.sched.policies.kairos.prefill import KairosPrefill
-from tests.support.sched.views import decoding, order, prompt, view
+from tests.support.sched.views import begun, decoding, order, prompt, view
 
 
-def test_fcfs_is_by_arrival_and_best_effort_last() -> None:
-    at = view([prompt(3, 10, 2.0), prompt(1, 10, 1.0), prompt(2, 10, 0.0, tier=BEST_EFFORT)], [])
-    assert order(Fcfs(), at) == [1, 3, 2]
+def rows(*decode: Request, **more: object) -> View:
+    return view([], list(decode), role=Role.DECODE, **more)
 
 
-def test_kairos_serves_a_short_prompt_before_a_long_one_that_came_first() -> None:
-    at = view([prompt(0, 6000, 0.0), *(prompt(1 + i, 100, 0.1) for i in range(3))], [])
-    assert order(KairosPrefill(), at) == [1, 2, 3, 0]
-    assert order(Fcfs(), at) == [0, 1, 2, 3]
+def due(id: int, length: int, at: float) -> Request:
+    """Return a prompt with a first-token deadline; 1,000 tokens take a second and each step 10 ms."""
+    return prompt(id, length, 0.0, SLO(ttft=at))
 
 
-def test_kairos_does_not_put_the_longest_late_prompt_first() -> None:
-    """Dividing a negative slack by the length, as published, would put it first."""
-    at = view([prompt(0, 9000, -20.0), prompt(1, 100, -20.0)], [], start=0.0)
-    assert order(KairosPrefill(), at) == [1, 0]
+def changed(one: Request, **fields: object) -> Request:
+    for name, value in fields.items():
+        setattr(one, name, value)
+    return one
 
 
-def test_kairos_serves_requests_without_an_objective_last() -> None:
-    at = view([prompt(0, 10, 0.0, NO_SLO), prompt(1, 9000, 0.0)], [])
-    assert order(KairosPrefill(), at) == [1, 0]
+QUEUE = [prompt(0, 6000), *(prompt(1 + at, 100, 0.1) for at in range(3))]
+TIERS = [prompt(3, 10, 2.0), prompt(1, 10, 1.0), prompt(2, 10, 0.0, tier=BEST_EFFORT)]
+HIDDEN = [*(prompt(at, 10, float(at)) for at in range(8)), changed(prompt(8, 10, 8.0), state=State.RUNNING)]
+LATE = [prompt(0, 9000, -20.0), prompt(1, 100, -20.0)]
+LEFT = [prompt(0, 3000), prompt(1, 2000, 0.1), begun(prompt(2, 9000, 0.2), 8500)]
+DUE = view([due(0, 10, 3.0), due(1, 10, 2.0), due(2, 9000, 6.5), due(3, 10, 9.0)], [], start=5.0)
+BOTH = [prompt(0, 10)], [decoding(1, 100, due=1.0)]
+# All rows: 110 ms; the short row alone: 11 ms.
+SHORT, PATIENT, PRESSED = decoding(0, 1000, 0.050), decoding(1, 100_000, 0.400), decoding(1, 100_000, 0.115)
+TWO = decoding(0, 1000, 0.200), decoding(1, 100_000, 0.400)
+PAIR = decoding(0, 1000, 0.300, last=-0.01), decoding(1, 2000, 0.300, last=-0.01)
+STRAGGLER = rows(*PAIR, decoding(2, 150_000, -1.0, last=-0.1))
+STARVED = rows(*PAIR, decoding(2, 150_000, -1.0, last=-0.3))  # six times its TPOT without a token
+# Rows of 1,000, 30,000 and then twenty of 31,000 tokens: the second costs more than it adds, all of them less.
+RISING = rows(*(decoding(at, length, 1.0) for at, length in enumerate([1000, 30_000, *[31_000] * 20, 400_000])))
+# Alone 114 ms: slack 22 ms >= 15 ms of the short row; together 118 ms: slack 18 ms, still. A margin takes it.
+SLOW = GeneralModel(Coefficients(0.010, 1e-3, decode=0.004, quadratic=0.0, longest=1e-6, context=0.0))
+SLACK, LESS = (rows(decoding(0, 1000, 0.300), decoding(1, 100_000, at), perf=SLOW) for at in (0.136, 0.1305))
+FREE = GeneralModel(Coefficients(0.0, 1e-3, 0.0, 0.0, 0.0, 0.0), correct=False)  # a table may predict zero
+ORDERS = {
+    "fcfs: by arrival, best effort last": ("distserve", view(TIERS, []), [1, 3, 2]),
+    "fcfs: a long prompt first": ("distserve", view(QUEUE, []), [0, 1, 2, 3]),
+    "fcfs: a row limit hides no running prompt": (
+        "distserve",
+        view(HIDDEN, [], limits=Limits(8192, 2, 1000, 16)),
+        [0, 1, 8],
+    ),
+    "sjf: by remaining tokens": ("sjf", view(LEFT, []), [2, 1, 0]),
+    "edf: by deadline": ("edf", DUE, [1, 0, 2, 3]),
+    "deadline_edf: past deadlines last": ("deadline_edf", DUE, [2, 3, 1, 0]),
+    "sedf: prompts that will be late last": ("sedf", DUE, [3, 1, 0, 2]),
+    "halves: prompts first where they prefill": ("distserve", view(*BOTH), [0, 1]),
+    "halves: rows first where they decode": ("distserve", view(*BOTH, role=Role.DECODE), [1, 0]),
+    "halves: rows first on mixed instances": ("distserve", view(*BOTH, role=Role.MIXED), [1, 0]),
+    "halves: chosen apart": ("prefill=kairos,decode=continuous", rows(SHORT, PATIENT), [0, 1]),
+    "kairos: a short prompt before a long one": ("kairos", view(QUEUE, []), [1, 2, 3, 0]),
+    "kairos: the longest late prompt last": ("kairos", view(LATE, []), [1, 0]),
+    "kairos, as printed: the longest late prompt first": ("kairos:literal", view(LATE, []), [0, 1]),
+    "kairos: no objective last": ("kairos", view([prompt(0, 10, 0.0, NO_SLO), prompt(1, 9000)], []), [1, 0]),
+    "kairos: the short row alone": ("kairos", rows(SHORT, PATIENT), [0]),
+    "kairos: 5 ms of slack are not enough": ("kairos", rows(SHORT, PRESSED), [0, 1]),
+    "kairos: all rows under KV pressure": ("kairos", rows(*TWO, kv_waiting=1), [0, 1]),
+    "kairos, as printed: rows wait under KV pressure": ("kairos:literal", rows(*TWO, kv_waiting=1), [0]),
+    "kairos: all rows with few pages": ("kairos", rows(*TWO, free_pages=199), [0, 1]),
+    "kairos: a hopeless row excludes none": ("kairos", STRAGGLER, [0, 1]),
+    "kairos, line 7: a straggler forbids all": ("kairos:literal", STRAGGLER, [0, 1, 2]),
+    "kairos, line 7, verbatim": ("kairos:verbatim", STRAGGLER, [0, 1, 2]),
+    "kairos, line 7, of a half": ("prefill=fcfs,decode=kairos:literal", STRAGGLER, [0, 1, 2]),
+    "kairos, line 5: a step alone as the need": ("kairos:literal", SLACK, [0]),
+    "kairos: the joint step, in time": ("kairos", SLACK, [0]),
+    "kairos: a margin of the joint step": ("kairos:margin=0.05", SLACK, [0, 1]),
+    "kairos, line 5: overlooks the joint step": ("kairos:literal", LESS, [0]),
+    "kairos: the joint step, too late": ("kairos", LESS, [0, 1]),
+    "kairos: the first local maximum": ("kairos:greedy", RISING, [0]),
+    "kairos: the best prefix": ("kairos", RISING, list(range(22))),
+    "kairos: steps that take no time": ("kairos", rows(decoding(1, 10, 1.0), decoding(2, 20, 2.0), perf=FREE), [1]),
+}
 
 
-def test_kairos_decodes_the_short_row_alone_while_the_long_one_has_slack() -> None:
-    # all rows: 110 ms; the short row alone: 11 ms
-    short = decoding(0, 1000, due=0.050)
-    patient, pressed = decoding(1, 100_000, due=0.400), decoding(1, 100_000, due=0.115)
-    assert order(KairosDecode(), view([], [short, patient], role=Role.DECODE)) == [0]
-    assert order(KairosDecode(), view([], [short, pressed], role=Role.DECODE)) == [0, 1]  # 5 ms of slack are not enough
-    assert order(Continuous(), view([], [short, patient], role=Role.DECODE)) == [0, 1]
+@pytest.mark.parametrize(("name", "at", "expected"), ORDERS.values(), ids=ORDERS)
+def test_the_order_of_a_decision(name: str, at: View, expected: list[int]) -> None:
+    assert order(policies.make(name), at) == expected
 
 
-def test_kairos_decodes_every_row_under_kv_pressure() -> None:
-    rows = [decoding(0, 1000, due=0.200), decoding(1, 100_000, due=0.400)]
-    assert order(KairosDecode(), view([], rows, role=Role.DECODE, kv_waiting=1)) == [0, 1]
-    assert order(KairosDecode(), view([], rows, role=Role.DECODE, free_pages=199)) == [0, 1]
-
-
-def test_one_hopeless_row_does_not_exclude_the_others_and_does_not_starve() -> None:
-    rows = [decoding(0, 1000, due=0.300, last=-0.01), decoding(1, 2000, due=0.300, last=-0.01)]
-    late = decoding(2, 150_000, due=-1.0, last=-0.1)
-    assert order(KairosDecode(), view([], [*rows, late], role=Role.DECODE)) == [0, 1]
-    starved = decoding(2, 150_000, due=-1.0, last=-0.3)  # six times its TPOT without a token
-    assert set(order(KairosDecode(), view([], [*rows, starved], role=Role.DECODE))) == {0, 1, 2}
-
-
-def test_halves_put_their_own_side_first() -> None:
-    halves = policies.make("distserve")
-    requests = [prompt(0, 10)], [decoding(1, 100, due=1.0)]
-    assert order(halves, view(*requests, role=Role.PREFILL)) == [0, 1]
-    assert order(halves, view(*requests, role=Role.DECODE)) == [1, 0]
-    assert order(halves, view(*requests, role=Role.MIXED)) == [1, 0]
-
-
-def test_waiting_requests_beyond_the_row_limit_never_hide_a_running_one() -> None:
-    requests = [prompt(i, 10, float(i)) for i in range(9)]
-    requests[8].state = State.RUNNING
-    at = view(requests, [], limits=Limits(8192, 2, 1000, 16))
-    assert order(Fcfs(), at) == [0, 1, 8]
-
-
-@pytest.mark.parametrize("name", ["kairos:literal", "kairos:verbatim", "prefill=fcfs,decode=kairos:literal"])
-def test_kairos_to_the_letter_lets_one_late_straggler_forbid_everything(name: str) -> None:
-    """Line 7: the straggler has the least slack, so all rows decode together until it ends."""
-    rows = [decoding(0, 1000, due=0.300, last=-0.01), decoding(1, 2000, due=0.300, last=-0.01)]
-    late = decoding(2, 150_000, due=-1.0, last=-0.1)
-    assert order(policies.make("kairos"), view([], [*rows, late], role=Role.DECODE)) == [0, 1]
-    assert order(policies.make(name), view([], [*rows, late], role=Role.DECODE)) == [0, 1, 2]
-
-
-def test_literal_kairos_takes_a_step_alone_as_the_need_of_a_row() -> None:
-    """Line 5 overlooks that a row waits and then decodes jointly with others.
-
-    The long row alone needs 110 ms and is due in 130 ms. With 20 ms of slack the short rows run
-    alone, though all three then need a joint step of 112.5 ms.
-    """
-    perf = GeneralModel(Coefficients(0.010, 1e-3, decode=0.004, quadratic=0.0, longest=1e-6, context=0.0))
-    rows = [decoding(0, 1000, due=0.300), decoding(1, 100_000, due=0.136)]
-    # alone 114 ms: slack 22 ms >= 15 ms of the short row; together 118 ms: slack 18 ms, still; margin takes it
-    at = view([], rows, role=Role.DECODE, perf=perf)
-    assert order(policies.make("kairos:literal"), at) == [0]
-    assert order(policies.make("kairos"), at) == [0]
-    assert order(policies.make("kairos:margin=0.05"), at) == [0, 1]
-    tight = view([], [decoding(0, 1000, due=0.300), decoding(1, 100_000, due=0.1305)], role=Role.DECODE, perf=perf)
-    assert order(policies.make("kairos:literal"), tight) == [0]  # 16.5 ms of slack: the joint step then comes too late
-    assert order(policies.make("kairos"), tight) == [0, 1]
-
-
-def test_kairos_to_the_letter_leaves_rows_out_though_kv_is_short() -> None:
-    rows = [decoding(0, 1000, due=0.200), decoding(1, 100_000, due=0.400)]
-    at = view([], rows, role=Role.DECODE, kv_waiting=1)
-    assert order(policies.make("kairos:literal"), at) == [0]
-    assert order(policies.make("kairos"), at) == [0, 1]
-
-
-def test_the_greedy_prefix_stops_at_the_first_local_maximum() -> None:
-    """Rows of 1,000, 30,000 and then twenty of 31,000 tokens: the second costs more than it adds, all of them less."""
-    rows = [decoding(i, length, due=1.0) for i, length in enumerate([1000, 30_000, *[31_000] * 20, 400_000])]
-    at = view([], rows, role=Role.DECODE)
-    assert order(policies.make("kairos:greedy"), at) == [0]
-    assert order(policies.make("kairos"), at) == list(range(22))
-
-
-def test_best_effort_rows_decode_behind_the_others_and_forbid_nothing() -> None:
-    rows = [decoding(0, 1000, due=0.3), decoding(1, 2000, due=0.3), decoding(2, 100_000, due=0.4)]
-    straggler = decoding(3, 500, due=-1.0)
-    straggler.tier = BEST_EFFORT
-    assert order(policies.make("kairos"), view([], [*rows, straggler], role=Role.DECODE)) in ([0, 1], [0, 1, 3])
-
-
-def test_kairos_accepts_steps_that_take_no_time() -> None:
-    """A table may predict zero: this must not warn of a division by zero."""
-    perf = GeneralModel(Coefficients(0.0, 1e-3, 0.0, 0.0, 0.0, 0.0), correct=False)
-    rows = [decoding(1, 10, 1.0), decoding(2, 20, 2.0)]
-    assert order(KairosDecode(), view([], rows, perf=perf, role=Role.DECODE)) == [1]
+def test_rows_that_cannot_be_on_time_neither_starve_nor_forbid_others() -> None:
+    assert set(order(policies.make("kairos"), STARVED)) == {0, 1, 2}
+    late = changed(decoding(3, 500, due=-1.0), tier=BEST_EFFORT)
+    at = rows(decoding(0, 1000, due=0.3), decoding(1, 2000, due=0.3), decoding(2, 100_000, due=0.4), late)
+    assert order(policies.make("kairos"), at) in ([0, 1], [0, 1, 3])

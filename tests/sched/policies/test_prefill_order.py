@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +11,6 @@ from jaxserve.sched import policies
 from jaxserve.sched.api.policy import Limits, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.policies.ordered import LONG, PERIOD
 from tests.support.sched.harness import Job, simulate
 from tests.support.sched.views import begun, order, prompt, view
@@ -31,40 +28,10 @@ def due(id: int, length: int, at: float, arrival: float = 0.0) -> Request:
     return prompt(id, length, arrival, SLO(ttft=at - arrival))
 
 
-def test_sjf_sorts_by_remaining_tokens() -> None:
-    at = view([prompt(0, 3000), prompt(1, 2000, 0.1), begun(prompt(2, 9000, 0.2), 8500)], [])
-    assert order(policies.make("sjf"), at) == [2, 1, 0]
-
-
-def test_edf_sorts_by_deadline() -> None:
-    requests = [due(0, 10, 9.0), due(1, 10, 5.0, arrival=2.0), due(2, 10, 5.0, arrival=1.0)]
-    assert order(policies.make("edf"), view(requests, [], start=6.0)) == [2, 1, 0]
-
-
-def test_d_edf_puts_prompts_past_their_deadline_last() -> None:
-    requests = [due(0, 10, 3.0), due(1, 10, 2.0), due(2, 9000, 6.5), due(3, 10, 9.0)]
-    at = view(requests, [], start=5.0)
-    assert order(policies.make("edf"), at) == [1, 0, 2, 3]
-    assert order(policies.make("deadline_edf"), at) == [2, 3, 1, 0]
-
-
 def test_s_edf_puts_prompts_that_will_be_late_last_and_counts_only_remaining_work() -> None:
     """At 5 s prompt 2 needs 9 s and has 1.5; prompt 4 has 1,000 of 9,000 tokens left, which fit."""
     requests = [due(0, 10, 3.0), due(2, 9000, 6.5), due(3, 10, 9.0), begun(due(4, 9000, 6.5), 8000)]
     assert order(policies.make("sedf"), view(requests, [], start=5.0)) == [4, 3, 0, 2]
-
-
-def test_s_edf_counts_the_fixed_time_of_every_chunk() -> None:
-    """2,000 tokens in chunks of 1,000 take 2.02 s, two steps with 10 ms each."""
-    requests = [due(0, 2000, 2.015), due(1, 2000, 2.025)]
-    assert order(policies.make("sedf"), view(requests, [], limits=Limits(1000, 256, 1000, 16))) == [1, 0]
-    assert order(policies.make("sedf"), view(requests, [], limits=Limits(8192, 256, 1000, 16))) == [0, 1]
-
-
-def test_kairos_to_the_letter_puts_the_longest_late_prompt_first_among_the_late() -> None:
-    requests = [prompt(0, 100, -20.0), prompt(1, 9000, -20.0)]
-    assert order(policies.make("kairos"), view(requests, [])) == [0, 1]
-    assert order(policies.make("kairos:literal"), view(requests, [])) == [1, 0]
 
 
 def test_literal_kairos_counts_the_whole_prompt_for_every_chunk_and_overestimates_slack() -> None:
@@ -111,23 +78,6 @@ def test_the_oldest_long_prompt_has_its_share_of_the_time(name: str) -> None:
         assert first(name, at) != 1
 
 
-def test_long_prompts_get_their_share_under_overload() -> None:
-    """Under an overload of short prompts, give the long prompt its share.
-
-    A short prompt of 0.6 s comes every 0.5 s. SJF serves the long one when no more prompts arrive,
-    unless it has four or five steps of 1 s in every 10 s.
-    """
-    slow = Coefficients(fixed=0.0, prefill=1e-3, decode=0.0, quadratic=0.0, longest=0.0, context=0.0)
-    jobs = [Job(range(600), 1, index * 0.5) for index in range(400)] + [Job(range(LONG), 1, 0.1)]
-    shape: dict[str, Any] = {
-        "tokens": 1000, "pages": 2000, "page_size": 64, "rows": 64, "prefix_caching": False, "coefficients": slow,
-    }  # fmt: skip
-    starved = simulate(jobs, policy="sjf:no-pack", **shape).requests[-1].token_times[0]
-    served = simulate(jobs, policy="sjf:no-pack+ageing=0.4", **shape).requests[-1].token_times[0]
-    assert starved == pytest.approx(400 * 0.6 + LONG / 1000)
-    assert 130 < served < 170
-
-
 @pytest.mark.parametrize("name", ["sjf", "edf", "deadline_edf", "sedf", "kairos"])
 def test_a_chunk_holds_one_prompt_or_several(name: str) -> None:
     jobs = [Job(range(1000 * i, 1000 * i + 10), 1) for i in range(4)]
@@ -135,13 +85,6 @@ def test_a_chunk_holds_one_prompt_or_several(name: str) -> None:
     alone = simulate(jobs, policy=f"{name}:no-pack", tokens=32)
     assert [len(plan.spans) for _, plan in packed.plans] == [4, 1]
     assert [len(plan.spans) for _, plan in alone.plans] == [1] * 4
-
-
-def test_with_one_prompt_a_step_another_runs_if_the_first_gets_no_pages() -> None:
-    """A prompt that has begun holds the pages that the first prompt in order waits for."""
-    jobs = [Job(range(40), 1), Job(range(100, 130), 1, 0.001, SLO(ttft=0.1))]
-    began, early = simulate(jobs, policy="edf:no-pack", tokens=16, pages=12, page_size=4).requests
-    assert began.token_times[0] < early.token_times[0]
 
 
 @given(
