@@ -9,7 +9,7 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.perf import Load, PerfModel
 from jaxserve.sched.perf import KINDS, make
 from jaxserve.sched.perf.compare import compare
-from jaxserve.sched.perf.fit import fit, kind, to_total
+from jaxserve.sched.perf.fit import kind
 from jaxserve.sched.perf.linear import LinearModel
 from jaxserve.sched.perf.model import Coefficients, Corrected
 from jaxserve.sched.perf.online import BOUND
@@ -125,14 +125,6 @@ def test_a_fit_to_very_noisy_times_predicts_the_median(name: str) -> None:
     model = make(name, points=steps)
     ratios = [model.step_time(load) / line.step_time(load) for load, _ in steps]
     assert 0.85 < np.median(ratios) < 1.15 and max(ratios) < 2 and min(ratios) > 0.5
-
-
-def test_a_fit_can_be_rescaled_to_the_total_time() -> None:
-    random = np.random.default_rng(4)
-    steps = [(load, TRUTH.step_time(load) * random.lognormal(0, 0.8)) for load in samples(TRUTH, 1, 300)]
-    truth = to_total(fit(steps, TRUTH.p_moe).coefficients, steps)
-    total = sum(seconds for _, seconds in steps)
-    assert sum(truth.step_time(load) for load, _ in steps) == pytest.approx(total)
 
 
 @pytest.mark.parametrize("name", LEARNING)
