@@ -22,6 +22,7 @@ from pallas_kernels.ops.paged_attention import xla as attention_xla
 from pallas_kernels.ops.paged_attention.hopper.decode import Config as DecodeConfig
 from pallas_kernels.ops.paged_attention.hopper.prefill import Config as PrefillConfig
 from pallas_kernels.ops.paged_attention.tpu.config import Config as TpuConfig
+from tests.support.examples import quick_or_full
 from tests.support.kernels import tpu
 from tests.support.kernels.checks.foreign import (
     BYTES,
@@ -53,57 +54,44 @@ def test_xla(rows: Sequence[tuple[int, int]], heads_first: bool) -> None:
     check(jax.jit(attend), rows, 4 if rows is CHUNKS else 8, 8, jnp.float32, tails=True)
 
 
-def quick_or_full(cases: Sequence[tuple[Any, ...]], quick: Sequence[int]) -> list[Any]:
-    """Make parameters: those at the indices `quick` always run, the others with `-m full`."""
-    return [
-        pytest.param(*case, id=str(at), marks=() if at in quick else pytest.mark.full) for at, case in enumerate(cases)
-    ]
-
-
 @pytest.mark.full
 def test_hopper_decode() -> None:
     decode(DecodeConfig(workers=2, stages=2, tile=64))
 
 
+DECODES: list[tuple[Any, ...]] = [
+    (WARPS, None, DECODE),
+    (WARPS, jnp.float8_e4m3fn, DECODE),
+    (WARPS, jnp.int8, DECODE),
+    (DecodeConfig(workers=2, stages=2, tile=64), jnp.float8_e4m3fn, DECODE),
+    (DecodeConfig(workers=2, stages=2, tile=64), jnp.int8, DECODE),
+    (replace(WARPS, queries=4), None, DRAFTS),
+    (replace(WARPS, queries=4), jnp.float8_e4m3fn, DRAFTS),
+    (DecodeConfig(workers=2, stages=2, tile=64, queries=4), None, DRAFTS),
+]
+
+
 @needs_interpreter
-@pytest.mark.parametrize(
-    ("config", "stored", "rows"),
-    quick_or_full(
-        [
-            (WARPS, None, DECODE),
-            (WARPS, jnp.float8_e4m3fn, DECODE),
-            (WARPS, jnp.int8, DECODE),
-            (DecodeConfig(workers=2, stages=2, tile=64), jnp.float8_e4m3fn, DECODE),
-            (DecodeConfig(workers=2, stages=2, tile=64), jnp.int8, DECODE),
-            (replace(WARPS, queries=4), None, DRAFTS),
-            (replace(WARPS, queries=4), jnp.float8_e4m3fn, DRAFTS),
-            (DecodeConfig(workers=2, stages=2, tile=64, queries=4), None, DRAFTS),
-        ],
-        quick=(1,),
-    ),
-)
+@pytest.mark.parametrize(("config", "stored", "rows"), quick_or_full(DECODES, DECODES[1:2]))
 def test_hopper_decode_by_warps_and_of_8_bits(
     config: DecodeConfig, stored: Any, rows: Sequence[tuple[int, int]]
 ) -> None:
     decode(config, stored, rows)
 
 
+LATENTS: list[tuple[Any, ...]] = [
+    (replace(LATENT, warps=True, tile=32), None, DECODE),
+    (LATENT, None, DECODE),
+    (replace(LATENT, warps=True), jnp.float8_e4m3fn, DECODE),
+    (replace(LATENT, warps=True), jnp.int8, DECODE),
+    (replace(LATENT, queries=16), None, DRAFTS),
+    (replace(LATENT, warps=True, tile=32, queries=4), None, DRAFTS),
+    (replace(LATENT, warps=True, queries=4), jnp.float8_e4m3fn, DRAFTS),
+]
+
+
 @needs_interpreter
-@pytest.mark.parametrize(
-    ("config", "stored", "rows"),
-    quick_or_full(
-        [
-            (replace(LATENT, warps=True, tile=32), None, DECODE),
-            (LATENT, None, DECODE),
-            (replace(LATENT, warps=True), jnp.float8_e4m3fn, DECODE),
-            (replace(LATENT, warps=True), jnp.int8, DECODE),
-            (replace(LATENT, queries=16), None, DRAFTS),
-            (replace(LATENT, warps=True, tile=32, queries=4), None, DRAFTS),
-            (replace(LATENT, warps=True, queries=4), jnp.float8_e4m3fn, DRAFTS),
-        ],
-        quick=(0,),
-    ),
-)
+@pytest.mark.parametrize(("config", "stored", "rows"), quick_or_full(LATENTS, LATENTS[:1]))
 def test_hopper_latent(config: latent.Config, stored: Any, rows: Sequence[tuple[int, int]]) -> None:
     mla(config, stored, rows)
 

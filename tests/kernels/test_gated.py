@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from itertools import product
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ from pallas_kernels.ops.gated_matmul import hopper
 from pallas_kernels.ops.gated_matmul.api import GATES, GatedSpec, MosaicGatedMatmul, gated, resolve_gated_matmul
 from pallas_kernels.ops.grouped_matmul.hopper.body import Dense
 from pallas_kernels.ops.grouped_matmul.hopper.matmul import Config
-from tests.support.examples import examples
+from tests.support.examples import examples, quick_or_full
 from tests.support.kernels.checks.gated_matmul import check
 from tests.support.kernels.interpreted import needs_interpreter
 from tests.support.kernels.reference import error
@@ -32,23 +32,23 @@ FORMS = {
 }
 
 
+# Form, tokens, width, results, activation, dtype.
+USUAL = [
+    ("swapped", 13, 128, 128, "silu", "bfloat16"),
+    ("straight", 70, 128, 128, "gelu_pytorch_tanh", "bfloat16"),
+    ("wide", 40, 128, 128, "silu", "bfloat16"),
+]
+ROWS = product(FORMS, [1, 8, 20, 33, 64, 65, 129, 200], [192], [256], GATES, ["bfloat16", "float16"])
+
+
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("form", "tokens", "activation"),
-    [("swapped", 13, "silu"), ("straight", 70, "gelu_pytorch_tanh"), ("wide", 40, "silu")],
+    ("form", "tokens", "width", "results", "activation", "dtype"), quick_or_full([*USUAL, *ROWS], USUAL)
 )
-def test_the_kernel_gates_its_products(form: str, tokens: int, activation: str) -> None:
-    check(tokens, 128, 128, activation, config=FORMS[form])
-
-
-@needs_interpreter
-@pytest.mark.full
-@pytest.mark.parametrize("tokens", [1, 8, 20, 33, 64, 65, 129, 200])
-@pytest.mark.parametrize("activation", GATES)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("form", FORMS)
-def test_the_kernel_in_every_form(form: str, tokens: int, activation: str, dtype: Any) -> None:
-    check(tokens, 192, 256, activation, dtype, FORMS[form])
+def test_the_kernel_gates_its_products(
+    form: str, tokens: int, width: int, results: int, activation: str, dtype: str
+) -> None:
+    check(tokens, width, results, activation, jnp.dtype(dtype), FORMS[form])
 
 
 @pytest.mark.parametrize("activation", GATES)

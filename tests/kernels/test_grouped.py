@@ -20,7 +20,7 @@ from pallas_kernels.ops.grouped_matmul.hopper import matmul as grouped
 from pallas_kernels.ops.grouped_matmul.hopper.matmul import Config, GroupedSpec, candidates, heuristic, plan
 from pallas_kernels.ops.grouped_matmul.plan import plan_experts
 from pallas_kernels.ops.grouped_matmul.xla import grouped_matmul as by_xla
-from tests.support.examples import pairwise
+from tests.support.examples import pairwise, quick_or_full
 from tests.support.kernels.checks.grouped_matmul import (
     CONFIGS,
     GATED,
@@ -41,13 +41,9 @@ H200 = experts.ExpertsSpec("bfloat16", 128, 2048, 768, platform="gpu", device="N
 
 
 ROWS = list(product(ROUTES, [1, 16], [0, 1, 4]))
-BARE = pairwise(ROWS)
 
 
-@pytest.mark.parametrize(
-    ("route", "tile", "scales"),
-    [pytest.param(*row, marks=[] if row in BARE else pytest.mark.full) for row in ROWS],
-)
+@pytest.mark.parametrize(("route", "tile", "scales"), quick_or_full(ROWS, pairwise(ROWS)))
 def test_xla_multiplies_each_row_with_its_own_expert(route: str, tile: int, scales: int) -> None:
     chosen = ROUTES[route]
     x, weight = operands(len(chosen), 8, 12, jnp.float32)
@@ -62,74 +58,54 @@ def test_xla_multiplies_each_row_with_its_own_expert(route: str, tile: int, scal
     assert error(by_pairs(got, work), formula(x, wide, chosen)) < 1e-5
 
 
-USUAL = [("swapped", "a tile and one more"), ("straight", "all to one"), ("swapped narrow", "elsewhere")]
-
-
-@needs_interpreter
-@pytest.mark.parametrize(("config", "route"), USUAL)
-def test_the_kernel_multiplies_each_row_with_its_own_expert(config: str, route: str) -> None:
-    check(CONFIGS[config], ROUTES[route], jnp.bfloat16, jnp.float32)
-
-
-@needs_interpreter
-@pytest.mark.full
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_kernel_in_every_form(config: str, route: str, dtype: str) -> None:
-    check(CONFIGS[config], ROUTES[route], jnp.dtype(dtype), jnp.dtype(dtype))
+# Config, route, dtype of operands and of results, gated or not.
+USUAL: list[tuple[Any, ...]] = [
+    ("swapped", "a tile and one more", "bfloat16", "float32", False),
+    ("straight", "all to one", "bfloat16", "float32", False),
+    ("swapped narrow", "elsewhere", "bfloat16", "float32", False),
+    ("swapped", "a tile and one more", "bfloat16", "bfloat16", True),
+    ("straight", "elsewhere", "bfloat16", "bfloat16", True),
+]
+FORMS = [(one, route, dtype, dtype, False) for one, route, dtype in product(CONFIGS, ROUTES, ["float16", "bfloat16"])]
+FORMS += [(one, route, "float16", "float32", True) for one, route in product(GATED, ROUTES)]
 
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("config", "route", "stored", "scales"),
-    [("decode", "elsewhere", jnp.int8, 2), ("deep", "a tile and one more", jnp.float8_e4m3fn, 1)],
+    ("config", "route", "dtype", "result", "gated"), quick_or_full(dict.fromkeys([*USUAL, *FORMS]), USUAL)
 )
-def test_the_kernel_multiplies_by_weights_of_8_bits(config: str, route: str, stored: Any, scales: int) -> None:
-    check_narrow(NARROW[config], ROUTES[route], stored, scales, jnp.bfloat16, jnp.float32)
+def test_the_kernel_multiplies_each_row_with_its_own_expert(
+    config: str, route: str, dtype: str, result: str, gated: bool
+) -> None:
+    check(CONFIGS[config], ROUTES[route], jnp.dtype(dtype), jnp.dtype(result), gated=gated)
+
+
+# Config, route, stored dtype, scales, dtype of operands and of results, gated or not.
+NARROW_USUAL: list[tuple[Any, ...]] = [
+    ("decode", "elsewhere", "int8", 2, "bfloat16", "float32", False),
+    ("deep", "a tile and one more", "float8_e4m3fn", 1, "bfloat16", "float32", False),
+    ("decode", "a tile and one more", "int8", 2, "bfloat16", "bfloat16", True),
+    ("deep", "a tile and one more", "int8", 1, "bfloat16", "bfloat16", True),
+]
+TYPES = product(NARROW, ["int8", "float8_e4m3fn"], ["bfloat16", "float16"], [1, 2])
+PAIRS = [("int8", "bfloat16", 2), ("float8_e4m3fn", "float16", 1)]
+NARROW_FORMS = [(one, "one each", stored, scales, dtype, "float32", False) for one, stored, dtype, scales in TYPES]
+NARROW_FORMS += [
+    (one, route, stored, scales, dtype, dtype, False)
+    for one, route, (stored, dtype, scales) in product(NARROW, ROUTES, PAIRS)
+]
 
 
 @needs_interpreter
-@pytest.mark.full
-@pytest.mark.parametrize("config", NARROW)
-@pytest.mark.parametrize("stored", [jnp.int8, jnp.float8_e4m3fn])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("scales", [1, 2])
-def test_types_and_scales_of_8_bits(config: str, stored: Any, dtype: Any, scales: int) -> None:
-    check_narrow(NARROW[config], ROUTES["one each"], stored, scales, dtype, jnp.float32)
-
-
-@needs_interpreter
-@pytest.mark.full
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("config", NARROW)
 @pytest.mark.parametrize(
-    ("stored", "dtype", "scales"), [(jnp.int8, jnp.bfloat16, 2), (jnp.float8_e4m3fn, jnp.float16, 1)]
+    ("config", "route", "stored", "scales", "dtype", "result", "gated"),
+    quick_or_full(dict.fromkeys([*NARROW_USUAL, *NARROW_FORMS]), NARROW_USUAL),
 )
-def test_the_kernel_in_every_form_of_8_bits(config: str, route: str, stored: Any, dtype: Any, scales: int) -> None:
-    check_narrow(NARROW[config], ROUTES[route], stored, scales, dtype, dtype)
-
-
-@needs_interpreter
-@pytest.mark.parametrize(("config", "route"), [("swapped", "a tile and one more"), ("straight", "elsewhere")])
-def test_the_kernel_applies_the_gate(config: str, route: str) -> None:
-    check(CONFIGS[config], ROUTES[route], jnp.bfloat16, jnp.bfloat16, gated=True)
-
-
-@needs_interpreter
-@pytest.mark.full
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("config", GATED)
-def test_the_kernel_applies_the_gate_in_every_form(config: str, route: str) -> None:
-    check(CONFIGS[config], ROUTES[route], jnp.float16, jnp.float32, gated=True)
-
-
-@needs_interpreter
-@pytest.mark.parametrize(("config", "scales"), [("decode", 2), ("deep", 1)])
-def test_the_kernel_applies_the_gate_to_weights_of_8_bits(config: str, scales: int) -> None:
-    check_narrow(
-        NARROW[config], ROUTES["a tile and one more"], jnp.int8, scales, jnp.bfloat16, jnp.bfloat16, gated=True
-    )
+def test_the_kernel_multiplies_by_weights_of_8_bits(
+    config: str, route: str, stored: str, scales: int, dtype: str, result: str, gated: bool
+) -> None:
+    types = map(jnp.dtype, (dtype, result))
+    check_narrow(NARROW[config], ROUTES[route], jnp.dtype(stored), scales, *types, gated=gated)
 
 
 @pytest.mark.parametrize("tile", [1, 16])

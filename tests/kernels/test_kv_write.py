@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.kv_write.hopper import Config, candidates, heuristic, packed, rope_and_write
 from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
+from tests.support.examples import quick_or_full
 from tests.support.kernels import reference
 from tests.support.kernels.checks.kv_write import (
     PAGE,
@@ -59,40 +61,21 @@ def test_the_twin_writes_in_place() -> None:
     assert memory.temp_size_in_bytes < 2**16
 
 
-BARE = [(4, 2, 64), (8, 1, 128)]
+# Shape, dtype, normed, turned, tokens of a block: one of 3 does not divide 8 tokens, so it takes fewer.
+BARE = [((4, 2, 64), "bfloat16", False, True, 2), ((8, 1, 128), "bfloat16", False, True, 2)]
+BARE += [(shape, "bfloat16", True, turned, 2) for shape in ((4, 2, 64), (8, 1, 128)) for turned in (True, False)]
+DTYPES, BOTH = ["bfloat16", "float16"], [True, False]
+ROWS = [*product(SHAPES, DTYPES, [False], BOTH, [1, 3, 8]), *product(SHAPES, DTYPES, [True], [True], [1, 4])]
 
 
 @needs_interpreter
-@pytest.mark.parametrize("shape", BARE, ids=str)
-def test_the_kernel_writes_what_the_twin_writes(shape: tuple[int, int, int]) -> None:
-    check(step(*shape), config=Config(2))
-
-
-@needs_interpreter
-@pytest.mark.full
-@pytest.mark.parametrize("tokens", [1, 3, 8])  # a block of 3 does not divide 8 tokens, so it takes fewer
-@pytest.mark.parametrize("turned", [True, False])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda x: jnp.dtype(x).name)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_kernel_writes_what_the_twin_writes_in_every_shape(
-    shape: tuple[int, int, int], dtype: Any, turned: bool, tokens: int
+@pytest.mark.parametrize(
+    ("shape", "dtype", "normed", "turned", "tokens"), quick_or_full(dict.fromkeys([*BARE, *ROWS]), BARE), ids=str
+)
+def test_the_kernel_norms_turns_and_writes_as_the_twin_does(
+    shape: tuple[int, int, int], dtype: str, normed: bool, turned: bool, tokens: int
 ) -> None:
-    check(step(*shape, dtype), turned=turned, config=Config(tokens))
-
-
-@needs_interpreter
-@pytest.mark.parametrize("turned", [True, False])
-@pytest.mark.parametrize("shape", BARE, ids=str)
-def test_the_kernel_norms_heads_as_float64_does(shape: tuple[int, int, int], turned: bool) -> None:
-    check(step(*shape, normed=True), turned=turned, config=Config(2))
-
-
-@needs_interpreter
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda x: jnp.dtype(x).name)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_kernel_norms_heads_of_every_shape(shape: tuple[int, int, int], dtype: Any) -> None:
-    check(step(*shape, dtype, normed=True))
+    check(step(*shape, jnp.dtype(dtype), normed=normed), turned=turned, config=Config(tokens))
 
 
 @needs_interpreter

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.perf import Load
-from jaxserve.sched.api.policy import Limits, Role, View
+from jaxserve.sched.api.policy import Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request, State
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.feasibility import (
@@ -22,12 +21,9 @@ from jaxserve.sched.feasibility import (
     mixed_bound,
     on_time_set,
     piggyback_speed,
-    remaining_work,
-    tightest_tpot,
 )
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from tests.support.examples import examples
-from tests.support.sched.views import begun, decoding, prompt
 from tests.support.sched.views import view as view_of
 
 # 10 ms a step, 1 ms a prompt token, 1 ms a row, 1 us a token of the longest context, 0.1 us of any other
@@ -79,28 +75,11 @@ def test_kept_jobs_stay_while_they_alone_are_on_time(jobs: list[tuple[int, int, 
         assert not any(on_time(start, jobs, (*stay, *each)) for each in more)
 
 
-def test_remaining_work_counts_steps_and_remaining_tokens() -> None:
-    at = view([prompt(0, 100), begun(prompt(1, 100, 1.0), 60)], [], limits=Limits(30, 256, 1000, 16))
-    assert remaining_work(at, at.prefill).tolist() == pytest.approx([0.100 + 4 * 0.010, 0.040 + 2 * 0.010])
-
-
-def test_the_decode_load_is_one_token_per_row() -> None:
-    at = view([], [decoding(0, 501, 1.0), decoding(1, 1001, 1.0)])
-    assert decode_load(at.decode) == Load(decode=2, longest=1000, context=1500)
-    assert decode_load(at.prefill) == Load()
-
-
 def row(id: int, due: float, tpot: float, tier: str = "standard") -> Request:
     one = Request(id, range(1000), SamplingParams(max_tokens=1000), SLO(tpot=tpot), 0.0, tier=tier)
     one.state, one.computed, one.output = State.RUNNING, 1000, [1]
     one.first_token_at, one.token_times, one.budget = 0.0, [0.0], due
     return one
-
-
-def test_the_tightest_tpot_ignores_best_effort() -> None:
-    rows = view([], [row(0, 9.0, 0.05), row(1, 9.0, 0.03), row(2, 9.0, 0.01, BEST_EFFORT)]).decode
-    assert tightest_tpot(rows) == 0.03
-    assert tightest_tpot(view([], [row(2, 9.0, 0.01, BEST_EFFORT)]).decode) == tightest_tpot(view([], []).decode) == inf
 
 
 def test_the_mixed_bound_by_hand() -> None:

@@ -19,7 +19,7 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Load, PerfModel
 from jaxserve.sched.api.policy import Limits, Role, View
-from jaxserve.sched.api.request import BEST_EFFORT, Request, State
+from jaxserve.sched.api.request import Request, State
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.request_queues import RequestQueue
 from jaxserve.sched.instance.scheduler import Scheduler
@@ -27,7 +27,6 @@ from jaxserve.sched.perf import Perf, make
 from jaxserve.sched.perf.buckets import Buckets
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.fcfs import Fcfs
-from jaxserve.sched.policies.slos_serve.commitments import NEVER, quantum
 from jaxserve.sched.policies.slos_serve.policy import SlosServe
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
 from tests.support.examples import examples
@@ -170,41 +169,6 @@ def test_requests_that_arrive_one_by_one_are_all_on_time(  # type: ignore[no-unt
     for one, arrival in zip(report.measured, arrivals, strict=True):
         assert arrival.slo is not None
         assert one.ttft <= arrival.slo.ttft + 1e-8 and one.tpot <= arrival.slo.tpot + 1e-8
-
-
-def test_of_two_simultaneous_requests_that_are_feasible_alone_the_shorter_is_promised() -> None:
-    """Neither has the margin of its TPOT, so the dynamic program takes none, and the shorter one is promised."""
-    perf = GeneralModel(SMALL, correct=False)
-    step = perf.step_time(Load().add_decode(300))
-    for first, second in ((300, 200), (200, 300)):
-        pair = [
-            Request(id, range(prompt), SamplingParams(max_tokens=None), SLO(ttft=1.0, tpot=1.01 * step), 0.0)
-            for id, prompt in enumerate((first, second))
-        ]
-        seen = view(pair, perf, limits(8192, 0))
-        assert SlosServe().decide(seen).demote == (0 if first > second else 1,)
-
-
-def test_the_quantum_is_that_of_the_tightest_objective_that_can_be_kept() -> None:
-    """At 10 ms and 0.1 ms a token, prompts of 100, 400 and 1,900 tokens take 20, 50 and 200 ms."""
-    perf = GeneralModel(Coefficients(10e-3, 1e-4, 0, 0, 0, 0), correct=False)
-
-    def longest(*promises: tuple[float, int]) -> float:
-        ttft, length = np.array(promises, dtype=float).reshape(-1, 2).T
-        return quantum(perf, ttft, length, 8192)
-
-    assert longest((0.3, 100)) == pytest.approx(0.28)
-    assert longest((0.3, 100), (0.3, 1900)) == pytest.approx(0.2), "with less, the prompt itself would be late"
-    assert longest((0.3, 100), (0.019, 100), (0.15, 400)) == pytest.approx(0.1), "a prompt that is late alone"
-    assert longest() == longest((0.01, 100)) == longest((np.inf, 100)) == NEVER
-
-
-def test_a_best_effort_request_shortens_no_step() -> None:
-    perf = GeneralModel(SMALL, correct=False)
-    long, short = waiting(4000, SLO(ttft=10.0, tpot=1.0)), waiting(50, SLO(ttft=0.03, tpot=1.0))
-    short.id, short.tier = 1, BEST_EFFORT
-    seen = view([long, short], perf, limits(8192, 0))
-    assert [(grant.request, grant.tokens) for grant in SlosServe().decide(seen).grants] == [(0, 4000), (1, 50)]
 
 
 def test_a_configured_block_is_a_share_of_the_median_ttft() -> None:

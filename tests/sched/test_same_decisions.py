@@ -8,7 +8,7 @@ from math import ceil, inf
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import feasibility
@@ -17,7 +17,6 @@ from jaxserve.sched.api.perf import Array, Load, PerfModel
 from jaxserve.sched.api.plan import StepResult
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import Request, State
-from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.feasibility import (
     chunk_times,
     decode_load,
@@ -33,15 +32,10 @@ from jaxserve.sched.perf.model import Coefficients, Corrected, GeneralModel
 from jaxserve.sched.perf.poly import Polynomial
 from jaxserve.sched.perf.roofline import Roofline, Term
 from jaxserve.sched.perf.table import TableModel
-from jaxserve.sched.policies.slos_serve.commitments import Commitments, Prompts
-from jaxserve.sched.policies.slos_serve.dp import admitted
-from jaxserve.sched.policies.slos_serve.speculation import NEVER, PrefillSupply, StepCosts
-from jaxserve.sched.policies.unified import _waited
 from jaxserve.sched.routing.base import Fleet, Move
-from jaxserve.sched.routing.deflect import PROBES, Deflect, Host, Lost, Paths
+from jaxserve.sched.routing.deflect import PROBES, Deflect
 from tests.support.examples import examples
 from tests.support.sched.fleet import decodes, instance, request
-from tests.support.sched.views import decoding, view
 
 GENERAL = Coefficients(5e-3, 2e-5, 1e-5, 1e-10, 1e-8, 1e-8)
 MODELS: dict[str, PerfModel] = {
@@ -144,30 +138,6 @@ def test_rows_join_a_step_as_if_one_by_one(model: str, contexts: list[int], boun
         assert fitting(perf.step_time, load, rows, bound) == count
 
 
-@given(
-    st.lists(
-        st.tuples(st.one_of(st.none(), st.floats(0.0, 1.0)), st.one_of(st.none(), st.floats(0.01, 1.0))), min_size=1
-    ),
-    st.floats(0.0, 0.5),
-    st.floats(0.0, 0.2),
-)
-def test_rows_that_waited_too_long_equal_those_of_a_loop(
-    rows: list[tuple[float | None, float | None]], most: float, seconds: float
-) -> None:
-    requests = [decoding(id, 10, 1.0) for id in range(len(rows))]
-    for one, (last, tbt) in zip(requests, rows, strict=True):
-        one.token_times, one.slo = [] if last is None else [last], SLO(tpot=0.05, tbt=tbt)
-    at = view([], requests, start=1.0)
-
-    def plain(last: float | None, tbt: float | None) -> bool:
-        if last is None or 1.0 - last >= most:
-            return True
-        return tbt is not None and 1.0 + 2.0 * seconds - last > tbt
-
-    waited = _waited(at, np.arange(len(rows)), np.full(len(rows), most), seconds)
-    assert waited.tolist() == [plain(*row) for row in rows]
-
-
 class Plain:
     """`deflect:dropped` over single prompts and instances, without memoization."""
 
@@ -225,37 +195,6 @@ def test_rerouting_equals_that_without_memoization(seed: int, prompts: int) -> N
 
 
 @settings(max_examples=examples(8), deadline=None)
-@given(st.integers(0, 1 << 20))
-def test_memoized_paths_equal_recomputed_ones(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    perf, paths = GeneralModel(GENERAL), Paths()
-
-    def host() -> Host:
-        start, free, queue = random.uniform(0.0, 2.0), int(random.integers(0, 3000)), float(random.integers(0, 5000))
-        bound = float(random.choice([inf, 0.01, 0.03]))
-        return Host(start, free, queue, bound, Load(0, 20, 0.0, 900, int(random.integers(900, 20_000))), perf, 2048)
-
-    def lost() -> Lost:
-        lengths = random.integers(1, 3000, int(random.integers(1, 30))).astype(float)
-        requests = [request(id, int(length)) for id, length in enumerate(lengths)]
-        return Lost(list(requests), lengths, np.full(len(lengths), inf))
-
-    hosts, pieces = [host() for _ in range(9)], [lost() for _ in range(3)]
-    for _ in range(40):
-        if random.random() < 0.5:
-            hosts = [*hosts]
-            hosts[int(random.integers(len(hosts)))] = host()
-        if random.random() < 0.1:
-            hosts = hosts[1:] if len(hosts) > 5 else [*hosts, host()]
-        pieces = [lost() if random.random() < 0.4 else piece for piece in pieces]
-        lengths = np.concatenate([piece.lengths for piece in pieces])
-        plain = np.stack([each.ends(lengths) for each in hosts])
-        best, ends = paths.best(hosts, pieces)
-        assert best.tolist() == plain.argmin(axis=0).tolist() and ends.tolist() == plain.min(axis=0).tolist()
-    assert len(paths._places) < 500, "memoized lengths of past requests are not dropped"
-
-
-@settings(max_examples=examples(8), deadline=None)
 @given(st.integers(0, 1 << 20), st.sampled_from([Role.PREFILL, Role.DECODE, Role.MIXED]), st.sampled_from([0, 2]))
 def test_dp_admission_equals_that_without_memoization(seed: int, role: Role, draft: int) -> None:
     random = np.random.default_rng(seed)
@@ -274,41 +213,6 @@ def test_dp_admission_equals_that_without_memoization(seed: int, role: Role, dra
             now += 0.01
             tokens = tuple((7,) if span.samples else () for span in plan.spans)
             one.settle(StepResult(plan.step, now - 0.01, now, tokens))
-
-
-ROW = st.tuples(st.floats(0.02, 0.1), st.integers(1, 4000))
-COMING = st.tuples(st.floats(-0.5, 12.0), st.integers(1, 6000), st.sampled_from([0.02, 0.05, 0.1]), st.integers(0, 300))
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(
-    MODEL,
-    st.lists(ROW, max_size=40),
-    st.lists(COMING, max_size=25),
-    st.lists(COMING, min_size=1, max_size=6),
-    st.sampled_from([600.0, 1e6]),
-    st.booleans(),
-)
-@example("experts", [], [], [(0.0, 1, 0.02, 0), (-0.5, 1, 0.02, 0)], 600.0, True)  # both deadlines have passed
-def test_the_dp_fast_paths_end_in_the_state_of_the_general_path(
-    model: str,
-    rows: list[tuple[float, int]],
-    promised: list[tuple[float, int, float, int]],
-    come: list[tuple[float, int, float, int]],
-    free: float,
-    prefills: bool,
-) -> None:
-    def prompts(jobs: list[tuple[float, int, float, int]]) -> Prompts:
-        deadline, tokens, tpot, pages = np.array(jobs, dtype=float).reshape(-1, 4).T
-        return Prompts(deadline, tokens, np.full(len(jobs), NEVER) if prefills else tpot, pages)
-
-    tpot, context = np.array([] if prefills else rows, dtype=float).reshape(-1, 2).T
-    standing, new = Commitments(0.0, tpot, context, prompts(promised), free), prompts(come)
-    terms = StepCosts(MODELS[model], 8192, 1.0)
-    found = admitted(standing, new, terms)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrefillSupply, "uniform", lambda self, counts: False)
-        assert found.tolist() == admitted(standing, new, terms).tolist()
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 LEAST, USUAL = 5, 100
@@ -19,6 +20,11 @@ def whole() -> bool:
 def examples(count: int) -> int:
     """Return `count` in the profile `full`, scaled for the other profiles (tests/conftest.py)."""
     return max(LEAST, count * settings.default.max_examples // USUAL)
+
+
+def quick_or_full(rows: Iterable[tuple[Any, ...]], quick: Collection[tuple[Any, ...]]) -> list[Any]:
+    """Make parameters: the rows in `quick` always run, the others with `-m full`."""
+    return [pytest.param(*row, marks=() if row in quick else pytest.mark.full) for row in rows]
 
 
 def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

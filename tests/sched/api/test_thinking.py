@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Request
-from jaxserve.sched.api.slo import ANSWER, SLO, THINKING
+from jaxserve.sched.api.slo import ANSWER, SLO
 from jaxserve.sched.api.thinking import STRETCH, ThinkingEnd, ThinkingMarkers
-from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.perf.model import Coefficients
-from jaxserve.sched.perf.recipe import Recipe
 
 tokens = st.lists(st.integers(0, 3), max_size=30)
 markers = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), min_size=1, max_size=4)
@@ -72,32 +65,6 @@ def made(prompt: list[int], slo: SLO) -> Request:
     return Request(0, prompt, SamplingParams(max_tokens=20), slo, 0.0, thinking=HARMONY.after(prompt))
 
 
-STAGED = SLO(ttft=1.0, tpot=0.1, stages=((THINKING, 0.02), (ANSWER, 0.05)))
-
-
 def test_without_stages_no_marker_is_searched_for() -> None:
     one = made([START], SLO())
     assert one.thinking is None and one.stage == ANSWER
-
-
-@pytest.mark.parametrize("prompt", [[START, 8], [START, 8, CHANNEL], [START, 8, CHANNEL, FINAL]])
-def test_a_journal_holds_the_stage_and_no_prompt(prompt: list[int]) -> None:
-    file = io.StringIO()
-    recipe = Recipe("general", coefficients=Coefficients(0.01, 1e-4, 0.0, 0.0, 0.0, 0.0)).record()
-    limits = Limits(16, 4, 14, 4)
-    log = Journal(file).instance(
-        "i0", policy="sarathi", limits=limits, role=Role.MIXED, prefix_caching=False, perf=recipe
-    )
-    one = made(prompt, STAGED)
-    log("add", request=one)
-    [_, record] = map(json.loads, file.getvalue().splitlines())
-    assert record["request"]["thinking"] == (
-        None if FINAL in prompt else [[[CHANNEL, FINAL]], [CHANNEL] if CHANNEL in prompt else []]
-    )
-    again = replay(file.getvalue().splitlines(), lambda record: Recipe.of(record).make()).requests[0]
-    for token in (FINAL, CHANNEL, FINAL):
-        for each in (one, again):
-            each.pending += 1
-            each.gain(token, 1.0)
-        assert again.stage == one.stage and again.tpot == one.tpot
-    assert one.stage == ANSWER

@@ -75,15 +75,6 @@ def test_the_least_recently_used_of_equals_is_evicted_first() -> None:
     assert put(index, (4,)) == [bytes([1])] and put(index, (5,)) == [bytes([2])]
 
 
-def test_costly_pages_and_pages_in_use_stay_longer() -> None:
-    index = PageIndex(3)
-    put(index, (1,), cost=5.0)
-    put(index, (2,))
-    put(index, (3,))
-    index.use([bytes([2])])
-    assert put(index, (4,)) == [bytes([3])]
-
-
 def test_pages_that_are_not_used_any_more_are_evicted_however_often_they_were_used() -> None:
     index = PageIndex(2)
     put(index, (1,))

@@ -146,12 +146,6 @@ def test_pages_that_come_after_their_prompt_was_computed_are_counted(behavior: s
     assert outcome.requests[0].cached == (40 if used else 0)
 
 
-def test_a_held_request_can_be_cancelled() -> None:
-    outcome, fetches = run([Job(range(200), 4, cancel_at=0.005), Job(range(9), 2)], Source(["never"]), pages=128)
-    assert [request.finish_reason for request in outcome.requests] == ["abort", "stop"]
-    assert outcome.requests[0].scheduled_at is None and fetches.requests == 2
-
-
 @pytest.mark.parametrize("roles", [(Role.MIXED, Role.MIXED), (Role.MIXED,)])
 def test_held_requests_leave_an_instance_that_hangs(roles: tuple[Role, ...]) -> None:
     """The first step of an instance counts as hung after 31 s, when two requests have been held for 10 ms."""

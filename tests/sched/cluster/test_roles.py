@@ -70,31 +70,11 @@ def test_running_decodes_move_away_from_an_instance_that_becomes_prefill() -> No
     assert computed == {"prefill0": 30, "decode1": 0}
 
 
-def test_running_decodes_stay_if_no_other_instance_has_a_slot() -> None:
-    """The only slot elsewhere is taken for long, so the row keeps decoding beside arriving prompts."""
-    jobs = [Job(range(40), 60), Job(range(100, 140), 60), Job(range(200, 230), 4, arrival=0.03)]
-    outcome = run([(0.025, {1: P, 2: D})], jobs, (P, D, P), rows=1, routing="round_robin")
-    gaps = [max(b - a for a, b in pairwise(one.token_times)) for one in outcome.requests[:2]]
-    assert all(request.drops == 0 for request in outcome.requests)
-    assert gaps[0] < 0.02, "the remaining decode was stopped"
-
-
 def test_waiting_prompts_move_to_the_new_prefill_instance() -> None:
     jobs = [Job(range(n * 100, n * 100 + 60), 3) for n in range(6)]
     outcome = run([(0.0005, {1: D})], jobs, (P, P, D), routing="round_robin")
     prompts = {name: counters.prompt_tokens for name, counters in outcome.counters.items()}
     assert 0 < prompts["prefill1"] <= 60 and prompts["prefill0"] >= 5 * 60 and prompts["decode2"] == 0
-
-
-def test_a_delayed_first_token_counts_when_its_request_stays() -> None:
-    """With `--first-token decode`, and the only decode instance has no slot until roles change."""
-    jobs = [Job(range(8), 80), Job(range(100, 130), 5)]
-    shape = {"first_token": "decode", "rows": 1, "roles": (P, D)}
-    held = run([], jobs, **shape)
-    freed = run([(0.06, {0: M, 1: M})], jobs, **shape)
-    assert held.requests[1].token_times[0] > 0.07
-    assert freed.requests[1].token_times[0] == 0.06
-    assert freed.deltas[1][0].tokens and [r.output for r in held.requests] == [r.output for r in freed.requests]
 
 
 @pytest.mark.parametrize("roles", [[P], [D], [P, P], [D, D], [P, M]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.policy import Decision, Grant, View
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.stats import BLOCKING
 from jaxserve.sched.journal import replay
 from tests.support.examples import examples
 from tests.support.sched.complete import ROLES, check_complete, check_told
@@ -53,14 +51,6 @@ def test_a_preempted_step_resumes_without_extra_time() -> None:
     assert counters.measured_seconds == pytest.approx(T_LONG + T_SHORT, rel=1e-12)
 
 
-def test_a_step_asked_to_stop_in_its_last_segment_ends_and_counts_as_blocking() -> None:
-    outcome = preempting([job(LONG), job(SHORT, arrival=9.75 * SEGMENT, ttft=0.02)])
-    counters = outcome.counters["mixed0"]
-    assert (counters.suspended, counters.asked) == (0, 1)
-    assert counters.blocking == pytest.approx(0.25 * SEGMENT, rel=1e-9)
-    assert counters.blocked[bisect_left(BLOCKING, counters.blocking)] == 1
-
-
 def test_no_more_steps_are_suspended_than_the_limit() -> None:
     """Each prompt arrives in the first segment of the previous one, with an earlier deadline."""
     jobs = [job(LONG, arrival=0.9 * index * SEGMENT, ttft=8.0 - index) for index in range(5)]
@@ -75,19 +65,6 @@ def test_no_more_steps_are_suspended_than_the_limit() -> None:
             assert sorted(firsts(outcome)) == pytest.approx(nested, rel=1e-12)
         else:  # at the limit, the running step ends, then the earliest deadline is served
             assert order[:2] == [limit, 4]
-
-
-def test_a_cancelled_suspended_request_releases_its_pages() -> None:
-    jobs = [
-        job(LONG, cancel_at=2.5 * SEGMENT),
-        job(LONG, arrival=1.5 * SEGMENT, ttft=1.0),
-        job(SHORT, arrival=3 * T_LONG),
-    ]
-    outcome = preempting(jobs)
-    assert [request.finish_reason for request in outcome.requests] == ["abort", "stop", "stop"]
-    assert firsts(Outcome(outcome.requests[1:], {}, [], 0.0, {})) == pytest.approx(
-        [2 * SEGMENT + T_LONG, 3 * T_LONG + T_SHORT], rel=1e-12
-    )
 
 
 def test_a_step_that_raises_discards_suspended_steps_and_costs_no_token() -> None:
@@ -105,12 +82,6 @@ def test_a_step_that_raises_discards_suspended_steps_and_costs_no_token() -> Non
     raised = 2 * SEGMENT + T_SHORT
     assert firsts(outcome)[1] == pytest.approx(raised + T_SHORT, rel=1e-12)
     assert outcome.counters["mixed0"].rebuilds == 1 and outcome.counters["mixed0"].resumed == 0
-
-
-def test_a_resumed_step_that_raises_is_computed_again() -> None:
-    jobs = [job(LONG), job(SHORT, arrival=1.4 * SEGMENT, ttft=0.02)]
-    outcome = preempting(jobs, fails=lambda name, plan: plan.resume is not None)
-    assert firsts(outcome) == pytest.approx([2 * T_LONG + T_SHORT, 2 * SEGMENT + T_SHORT], rel=1e-12)
 
 
 class Chaos:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.plan import LEAST_SHARING, SharedPrefix, StepPlan
-from jaxserve.sched.instance.prefix_groups import LEAST_TOKENS, Group, grouped
+from jaxserve.sched.instance.prefix_groups import LEAST_TOKENS, grouped
 from jaxserve.sched.instance.scheduler import Scheduler
 from tests.support.examples import examples
 from tests.support.sched.harness import Job, simulate
@@ -58,13 +58,6 @@ def test_groups_save_as_much_as_one_group_of_any_prefix(rows: list[tuple[int, in
             same = (full >= pages) & (tables[:, :pages] == tables[leader, :pages]).all(axis=1)
             if same.sum() >= LEAST_SHARING:
                 assert saved >= (same.sum() - 1) * pages
-
-
-def test_a_branch_with_a_longer_prefix_is_a_group_of_its_own() -> None:
-    tables = np.array([[1, 2, 3, 4, 5, 6]] * 4 + [[1, 2, *range(10 * row, 10 * row + 4)] for row in range(1, 5)])
-    full = np.full(8, 6)
-    assert grouped(tables, np.arange(8), full, 1) == [Group((0, 1, 2, 3), 6), Group((4, 5, 6, 7), 2)]
-    assert grouped(tables, np.arange(8), np.full(8, 2), 1) == [Group(tuple(range(8)), 2)]
 
 
 @given(

@@ -19,7 +19,6 @@ from jaxserve.sched.instance.prefix_hits import PrefixHits
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.fcfs import Fcfs
-from jaxserve.sched.policies.sarathi import Sarathi
 from tests.support.examples import examples
 from tests.support.sched.fleet import step
 
@@ -119,22 +118,6 @@ def test_a_waiting_prompt_learns_at_every_step_of_a_prefix_that_another_computes
         found.append(hit(one, 1))
     assert found == [512, 1024, 1536, 2048]
     assert one.prefill_backlog == 1 + 2
-    one.check()
-
-
-def test_a_dropped_request_finds_its_own_pages() -> None:
-    one = Scheduler(Sarathi(), GeneralModel(PERF, correct=False), Limits(64, 8, 12, 16))
-    for id in (0, 1):
-        row = request(id, list(range(100 * id, 100 * id + 60)), float(id))
-        row.params = SamplingParams(max_tokens=100)
-        row.limit = 100
-        one.add(row)
-    for _ in range(80):
-        step(one)
-        dropped = [each for each in one if each.drops and not each.pages]
-        if dropped:
-            break
-    assert dropped and dropped[0].hit == one.cached_tokens(dropped[0]) >= 48
     one.check()
 
 

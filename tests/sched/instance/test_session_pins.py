@@ -132,14 +132,6 @@ def test_pinned_pages_go_last_and_the_end_of_the_prefix_first() -> None:
     assert served(kv, 0, 21) == 12
 
 
-def test_a_turn_replaces_the_pin_of_the_turn_before() -> None:
-    kv = made()
-    served(kv, 0, 12, "a")
-    assert served(kv, 0, 20, "a") == 12 and kv.blocks.pinned == 5
-    served(kv, 1000, 8, "a")
-    assert kv.blocks.pinned == 2 and len(list(kv.pins)) == 1
-
-
 def test_recent_sessions_displace_others_and_prompts_above_the_bound_keep_their_beginning() -> None:
     kv = made()
     served(kv, 0, 12, "a")
@@ -159,17 +151,6 @@ def test_sessions_with_the_same_prefix_pin_it_once() -> None:
     assert kv.blocks.pins == 3 and len(list(kv.pins)) == 7
     served(kv, 1000, 60, "z")
     assert kv.pins.take_totals().displaced == 7
-
-
-def test_pins_expire_and_are_evicted_like_other_pages_then() -> None:
-    kv = made()
-    served(kv, 0, 12, "a", at=1.0)
-    kv.pins.expire(1.0 + TIMEOUT)
-    assert kv.blocks.pinned == 3
-    kv.pins.expire(1.1 + TIMEOUT)
-    assert kv.blocks.pinned == 0 and kv.pins.take_totals() == PinTotals(expired=1)
-    served(kv, 1000, 60)
-    assert served(kv, 0, 12) < 8
 
 
 TURNS = st.lists(

@@ -54,21 +54,6 @@ def test_a_policy_sees_the_first_best_effort_requests_and_all_others() -> None:
     assert seen(one) == list(range(400, 464)) and one.prefill_backlog == 99 * 16
 
 
-def test_a_demoted_request_waits_for_its_turn() -> None:
-    class Demotes:
-        def decide(self, view: View) -> Decision:
-            return Decision(demote=(1000,))
-
-    one = scheduler(Demotes())
-    for id in range(100):
-        one.add(request(id))
-    one.add(request(1000, STANDARD, arrival=50.0))
-    assert 1000 in seen(one)
-    one.plan(0.0, 0.0)
-    assert 1000 not in seen(one)
-    one.check()
-
-
 @pytest.mark.parametrize("policy", policies.names())
 def test_every_request_of_a_long_queue_is_served(policy: str) -> None:
     """Check the queues against the existing requests at every event."""

@@ -19,7 +19,6 @@ from jaxserve.yamlio import load_yaml
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "latency"
 TRUTH = Coefficients(8.7e-3, 4.5e-5, 2e-5, 3e-10, 2.4e-7, 1.5e-8, 11.5e-3, 8 / 256)
-LINEAR = Coefficients(8e-3, 4e-5, 4e-5, 0.0, 2e-8, 2e-8)
 
 
 def decode(*contexts: int) -> Load:
@@ -173,21 +172,3 @@ def test_table_learns_by_mean_or_moving_average() -> None:
             model.observe(load, 2 * before)
     assert slow.step_time(load) == pytest.approx(1.5 * before)  # 100 profiling runs and 100 steps
     assert quick.step_time(load) == pytest.approx(2 * before, rel=1e-3)
-
-
-def test_unseen_entries_are_fitted_to_those_seen() -> None:
-    table = TableModel(prefill_rate=20_000)
-    table.add([(batch, length, 0.01 + 1e-4 * batch + 1e-7 * length) for batch in (1, 8) for length in (256, 16384)])
-    assert table.step_time(Load(decode=64, longest=131072)) == pytest.approx(0.01 + 6.4e-3 + 0.0131072)
-    table.observe(Load(decode=64, longest=131072), 0.5)
-    assert table.step_time(Load(decode=64, longest=131072)) == pytest.approx(0.5)
-
-
-def test_linear_model_survives_constant_loads() -> None:
-    model, load = LinearModel(8e-3, 4e-5, 2e-8, forgetting=0.95), decode(1000, 1000)
-    for _ in range(20_000):
-        model.observe(load, 0.02)
-    assert model.step_time(load) == pytest.approx(0.02, rel=1e-6)
-    for other, seconds in [(load, LINEAR.step_time(load)) for load in loads(400)]:
-        model.observe(other, seconds)
-        assert min(model.coefficients) >= 0 and np.all(np.isfinite(model.coefficients))

@@ -9,7 +9,7 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.perf import Load, PerfModel
 from jaxserve.sched.perf import KINDS, make
 from jaxserve.sched.perf.compare import compare
-from jaxserve.sched.perf.fit import fit, kind, to_total
+from jaxserve.sched.perf.fit import kind
 from jaxserve.sched.perf.linear import LinearModel
 from jaxserve.sched.perf.model import Coefficients, Corrected
 from jaxserve.sched.perf.online import BOUND
@@ -67,14 +67,6 @@ def test_names_and_sources_are_checked() -> None:
     for name in KINDS:
         with pytest.raises(InvalidValue):
             make(name, points=[])
-
-
-def test_roofline_is_its_slowest_term() -> None:
-    assert ROOF.step_time(Load(decode=10)) == pytest.approx(2.001e-2)  # memory: 20 ms and 10 us
-    assert ROOF.step_time(Load(prefill=1000)) == pytest.approx(0.101)  # arithmetic: 1 ms and 100 ms
-    assert ROOF.step_time(Load(decode=10, drafts=4)) == pytest.approx(2.801e-2)
-    assert ROOF.step_time(Load(decode=10, context=20_000)) == pytest.approx(2.101e-2)
-    assert ROOF.step_time(Load(prefill=1000, prefix=20_000)) == pytest.approx(0.102)
 
 
 def test_roofline_is_fitted_to_its_own_steps() -> None:
@@ -135,14 +127,6 @@ def test_a_fit_to_very_noisy_times_predicts_the_median(name: str) -> None:
     assert 0.85 < np.median(ratios) < 1.15 and max(ratios) < 2 and min(ratios) > 0.5
 
 
-def test_a_fit_can_be_rescaled_to_the_total_time() -> None:
-    random = np.random.default_rng(4)
-    steps = [(load, TRUTH.step_time(load) * random.lognormal(0, 0.8)) for load in samples(TRUTH, 1, 300)]
-    truth = to_total(fit(steps, TRUTH.p_moe).coefficients, steps)
-    total = sum(seconds for _, seconds in steps)
-    assert sum(truth.step_time(load) for load, _ in steps) == pytest.approx(total)
-
-
 @pytest.mark.parametrize("name", LEARNING)
 @pytest.mark.parametrize("drift", [0.8, 1.2])
 def test_a_drift_by_a_fifth_is_learned(name: str, drift: float) -> None:
@@ -185,13 +169,6 @@ def test_a_line_recalibrates_over_thousands_of_noisy_steps(forgetting: float) ->
         model.observe(load, seconds * random.lognormal(0, 0.1))
     assert np.mean(np.abs(errors)) < 0.07 and np.max(np.abs(errors)) < 0.35
     assert abs(np.mean(errors)) < 0.05 and min(model.coefficients) >= 0
-
-
-def test_exact_never_learns() -> None:
-    model, load = make("exact", TRUTH), decode(5000)
-    for _ in range(100):
-        model.observe(load, 1.0)
-    assert model.step_time(load) == TRUTH.step_time(load)
 
 
 @pytest.mark.parametrize("name", ["general", "roofline", "poly"])

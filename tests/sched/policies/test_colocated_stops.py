@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 from jaxserve.config import load_yaml, preset
 from jaxserve.sched import policies
 from jaxserve.sched.api.perf import Load
-from jaxserve.sched.api.policy import Decision, Limits, Role, Task, View
-from jaxserve.sched.api.request import BEST_EFFORT, Request
+from jaxserve.sched.api.policy import Decision, Limits, Role, View
+from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.policies import turns
 from jaxserve.sched.sim import NAMED, Latency, Options
@@ -25,7 +24,6 @@ from tests.support.sched.views import PERF, decoding, prompt, view
 LONG = 1600  # tokens, 94 ms
 T_LONG = COEFFICIENTS.step_time(Load().add_chunk(LONG, 0))
 TPOT = 0.01
-T_DECODE = COEFFICIENTS.step_time(Load(0, 1, 0, 60, 60))
 SHAPE: dict[str, Any] = {
     "policy": "flowprefill", "preemptible": True, "segments": 40, "pages": 2000, "tokens": 2000,
 }  # fmt: skip
@@ -66,12 +64,6 @@ def test_a_long_prompt_is_stopped_for_the_next_token_of_a_running_decode() -> No
     assert T_LONG < taken < 2 * T_LONG, "the prompt did not get most of the time"
 
 
-def test_without_running_decodes_a_prompt_is_not_stopped() -> None:
-    outcome = simulate([document(0.0)], **SHAPE)
-    assert outcome.counters["mixed0"].suspended == 0
-    assert outcome.requests[0].token_times[0] == pytest.approx(T_LONG, rel=1e-9)
-
-
 @pytest.mark.parametrize("policy", HALVES)
 def test_every_composed_policy_bounds_mixed_steps_by_the_tightest_tpot(policy: str) -> None:
     """With an exact model, each mixed step takes at most the tightest TPOT."""
@@ -81,20 +73,6 @@ def test_every_composed_policy_bounds_mixed_steps_by_the_tightest_tpot(policy: s
     assert "mixed" in kinds(outcome)
     assert all(gap <= TPOT + 1e-9 for gap in gaps(outcome.requests[0]))
     assert [len(one.output) for one in outcome.requests] == [200, 200, 2, 2]
-
-
-def test_mixed_steps_are_bounded_if_no_more_steps_can_be_suspended() -> None:
-    """The second prompt suspends the first. The third may suspend no more steps, so it shares steps with the row."""
-    jobs = [talk(200), document(0.05), document(0.06, at=5000, ttft=0.4), document(0.07, at=9000, ttft=0.25)]
-    outcome = simulate(jobs, **{**SHAPE, "suspended": 1})
-    assert "mixed" in kinds(outcome) and outcome.counters["mixed0"].suspended > 0
-    assert all(gap <= TPOT + 1e-9 for gap in gaps(outcome.requests[0]))
-
-
-def test_prompts_progress_beside_decodes_that_cannot_be_on_time() -> None:
-    """The TPOT is shorter than a decode step, and prompts still get their minimum share."""
-    outcome = simulate([talk(4000, tpot=T_DECODE / 2), document(0.05)], **SHAPE)
-    assert outcome.requests[1].token_times[0] < outcome.requests[0].token_times[-1]
 
 
 def test_decodes_without_an_objective_take_every_other_step() -> None:
@@ -107,11 +85,6 @@ def test_decodes_without_an_objective_take_every_other_step() -> None:
     spans = [max(span.length for span in plan.spans) for _, plan in outcome.plans]
     long = [place for place, most in enumerate(spans) if most > 100]
     assert len(long) == 2 and long[1] == long[0] + 2, "no decode step between two prefill steps"
-
-
-def test_best_effort_stops_nothing() -> None:
-    outcome = simulate([Job(range(90_000, 90_020), 60, 0.0, SLO(inf, inf), tier=BEST_EFFORT), document(0.01)], **SHAPE)
-    assert outcome.counters["mixed0"].suspended == 0
 
 
 def test_a_journal_of_stops_for_decodes_gives_the_same_plans() -> None:
@@ -142,41 +115,11 @@ def test_the_policy_sets_the_time_of_its_next_decision() -> None:
     assert decision.again == pytest.approx(expected, rel=1e-9)
 
 
-def test_decodes_take_a_step_before_their_deadline_unless_they_had_the_last_one() -> None:
-    requests = [prompt(0, 300)], [decoding(1, 100, due=0.03)]
-    decision = decide(colocated(*requests))
-    assert [grant.request for grant in decision.grants] == [1, 0] and decision.separate and decision.again == inf
-    decision = decide(colocated(*requests, decoded=True))
-    assert [grant.request for grant in decision.grants] == [0, 1]
-    assert decision.again == pytest.approx(turns.LEAST * 0.05), "prompts did not get their minimum share"
-
-
 def test_the_first_prompt_is_chunked_so_that_its_step_can_stop_in_time() -> None:
     """A tenth of the step must fit in a quarter of 50 ms, so the step takes 125 ms, 10 of them fixed."""
     limits = Limits(8192, 256, 1000, 16, preemptible=True, stopping=0.1)
     decision = decide(colocated([prompt(0, 5000)], [decoding(1, 100, due=0.3)], limits=limits))
     assert decision.grants[0].request == 0 and 64 <= decision.grants[0].tokens <= 115
-
-
-def test_a_running_step_is_stopped_when_the_decodes_must_run() -> None:
-    one = prompt(0, 5000)
-    row = decoding(1, 100, due=0.3, last=0.25)
-
-    def asked(now: float) -> Decision:
-        running = Task(3, (one,), 4.0, total=0.5, since=0.0)
-        return decide(colocated([], [row], now=now, start=now, running=running))
-
-    assert not asked(0.02).preempt and 0.02 < asked(0.02).again < 0.3
-    assert asked(0.28).preempt
-    late = decoding(1, 100, due=-9.0, last=0.25)
-    running = Task(3, (one,), 4.0, total=0.0, since=0.2)
-    at = replace(colocated([], [late], now=0.26, start=0.26), running=running)
-    assert decide(at).again == inf, "no row can be on time again, so no prompt may be stopped"
-    at = replace(colocated([], [late, decoding(2, 100, due=5.0, last=0.25)], now=0.26, start=0.26), running=running)
-    decision = decide(at)
-    assert not decision.preempt and decision.again == pytest.approx(
-        0.3 - (1 + turns.CUSHION) * PERF.step_time(Load(0, 1, 0, 99, 99)) - turns.SLIP * 0.05
-    ), "the next token of a late row is due one TPOT after its last one"
 
 
 # FlowPrefill, Figure 16

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jaxserve.sched import routing
 from jaxserve.sched.admission.dp import ByDP
 from jaxserve.sched.admission.none import AdmitAll
-from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Array
 from jaxserve.sched.api.policy import Limits, Role
@@ -22,12 +21,13 @@ from jaxserve.sched.api.slo import SLO, THINKING
 from jaxserve.sched.api.thinking import ThinkingEnd
 from jaxserve.sched.feasibility import Mask
 from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.perf.buckets import Buckets, Padded
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.fcfs import Fcfs
 from jaxserve.sched.policies.slos_serve import dp
-from jaxserve.sched.policies.slos_serve.commitments import Commitments, Prompts
+from jaxserve.sched.policies.slos_serve.commitments import Commitments, Prompts, demand
 from jaxserve.sched.policies.slos_serve.dp import admitted, largest_set, tier_of, tiers, values
-from jaxserve.sched.policies.slos_serve.speculation import StepCosts
+from jaxserve.sched.policies.slos_serve.speculation import PrefillSupply, StepCosts
 from jaxserve.sched.routing.base import Fleet
 from tests.support.cost import calls
 from tests.support.examples import examples
@@ -174,38 +174,11 @@ def test_equals_the_recurrence_as_printed(rows: list[tuple[int, int]], capacity:
     assert int(found.sum()) == recurrence(deadline, tokens, lambda n: capacity - n)
 
 
-def test_a_forced_prompt_that_is_late_anyway_is_not_delayed_further() -> None:
-    """A forced prompt of ten seconds is due at 1 s.
-
-    Prompts due before it catches up would delay it; later ones would not.
-    """
-    items = prompts([1.0, 5.0, 40.0], [60.0, 6.0, 6.0])
-    forced: Mask = np.array([True, False, False])
-    found = largest_set(0.0, items, np.zeros(3, dtype=np.intp), forced, np.zeros(1), line(6.0, [10.0]), 1e9)
-    assert found.tolist() == [False, False, True]
-
-
-def test_among_equal_sets_the_one_with_the_most_capacity_left_wins() -> None:
-    items = prompts([5.0, 5.0], [20.0, 10.0])
-    none: Mask = np.zeros(2, dtype=bool)
-    found = largest_set(0.0, items, np.zeros(2, dtype=np.intp), none, np.zeros(1), line(5.0, [10.0]), 1e9)
-    assert found.tolist() == [False, True]
-
-
 def test_more_new_prompts_than_one_lot_decides() -> None:
     """Of a hundred equal prompts due at 100, sixty fit, whatever the size of the lots."""
     standing = Commitments(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
     found = admitted(standing, prompts([100.0] * 100, [10.0] * 100, tpot=1e6), terms())
     assert int(found.sum()) == 60 and dp.MOST < 60
-
-
-def test_tiers_are_few_and_never_looser() -> None:
-    tpot = np.linspace(0.01, 0.2, 20)
-    among = tiers(tpot)
-    assert len(among) == dp.TIERS
-    assert (among[tier_of(tpot, among)] <= tpot + 1e-12).all()
-    exact = np.array([0.05, 0.1, 0.05])
-    assert tiers(exact)[tier_of(exact, tiers(exact))].tolist() == exact.tolist()
 
 
 def test_ten_new_beside_two_hundred_running_cost_little() -> None:
@@ -241,19 +214,6 @@ def asked(server: Scheduler, one: Request) -> bool:
     return ByDP(margin=0.0, output=0).admits(one, server, 0.0)
 
 
-def test_admits_what_fits_beside_admitted_requests() -> None:
-    """At six tokens a second, three prompts of 12 tokens are in time at 6 s (36 tokens) and the fourth is refused."""
-    server = scheduler()
-    answers = []
-    for id in range(5):
-        one = request(id, 12, 6.0, tpot=1e5)
-        answers.append(asked(server, one))
-        if answers[-1]:
-            server.add(one)
-    assert answers == [True, True, True, False, False]
-    assert asked(server, request(9, 12, 9.0, tpot=1e5))
-
-
 def test_the_tightest_stage_bounds_demand() -> None:
     """Rows of 0.2 s a token take five of six tokens a second, so a second row is refused, whichever
     stage sets its TPOT.
@@ -285,18 +245,6 @@ def test_the_next_replica_is_asked() -> None:
     assert route.prefill(hopeless, fleet(*servers)) == [0, 1, 2]
 
 
-def test_the_limit_ends_the_search() -> None:
-    servers = [scheduler() for _ in range(3)]
-    servers[0].add(request(0, 36, 6.0, tpot=1e5))
-    servers[1].add(request(1, 36, 6.0, tpot=1e5))
-    one = request(2, 36, 6.0, tpot=1e5)
-    for limit, first in ((1, 0), (2, 0), (3, 2)):
-        route = routing.make(f"next_replica:limit={limit}", ByDP(margin=0.0, output=0))
-        assert route.prefill(one, fleet(*servers))[0] == first
-    with pytest.raises(InvalidValue, match="limit=0 must be at least 1"):
-        routing.make("next_replica:limit=0")
-
-
 def test_next_replica_asks_the_dp_if_admission_is_none() -> None:
     servers = [scheduler(), scheduler()]
     servers[0].add(request(0, 36, 6.0, tpot=1e5))
@@ -322,3 +270,66 @@ def test_more_replicas_refuse_less() -> None:
         )
         kept.append(sum(one.finish_reason == "stop" for one in outcome.requests))
     assert kept[0] < kept[1] < kept[2]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 20), st.integers(1, 40), st.sampled_from([0.5, 1.0, 2.0]), st.integers(-1, 1)),
+        min_size=1,
+        max_size=7,
+    ),
+    st.integers(0, 3),
+    st.sampled_from([1e9, 3.0]),
+    st.integers(-5, 5),
+)
+@settings(max_examples=examples(300), deadline=None)
+def test_fast_paths_and_lots_find_a_set_of_the_highest_value(
+    jobs: list[tuple[int, int, float, int]], running: int, free: float, level: int
+) -> None:
+    """The fast paths and lots of `admitted` match the full program's value, and a common priority changes nothing."""
+    deadline, tokens, tpot, priority = (list(column) for column in zip(*jobs, strict=True))
+    count = len(jobs)
+    new = Prompts(np.array(deadline, float), np.array(tokens, float), np.array(tpot), np.ones(count))
+    standing = Commitments(0.0, np.full(running, 0.5), np.ones(running), prompts([], []), free)
+    found, value = admitted(standing, new, terms(), values(priority)), values(priority)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefillSupply, "uniform", lambda self, counts: False)
+        whole = admitted(standing, new, terms(), value)
+        assert float(value[found].sum()) == float(value[whole].sum())
+    among = tiers(np.concatenate((standing.tpot, new.tpot)))
+    tier = tier_of(new.tpot, among)
+    counts = np.bincount(tier_of(standing.tpot, among), minlength=len(among)).astype(float)
+    supply = PrefillSupply(terms(), among.tolist(), standing.load, running, float(new.tokens.mean()))
+    none: Mask = np.zeros(count, dtype=bool)
+    plain = largest_set(0.0, new, tier, none, counts, supply.rate, free, value)
+    assert float(value[found].sum()) == float(value[plain].sum())
+    alike = admitted(standing, new, terms(), values([level] * count))
+    assert alike.tolist() == admitted(standing, new, terms()).tolist()
+
+
+def test_a_value_is_that_of_a_priority() -> None:
+    """A request is worth two of the next lower priority, and sums of values are exact."""
+    assert values([0, 1, -1, 3]).tolist() == [1.0, 0.5, 2.0, 0.125]
+    assert values([10_000, -10_000]).tolist() == [2.0**-dp.SPAN, 2.0**dp.SPAN]
+    assert values([dp.SPAN, -dp.SPAN]).sum() - 2.0**dp.SPAN == 2.0**-dp.SPAN
+
+
+def test_lots_are_smaller_with_more_kinds() -> None:
+    """Of fourteen priorities at once ten fit, and the higher values are admitted."""
+    standing = Commitments(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
+    new = prompts([100.0] * 14, [60.0] * 14, tpot=1e6)
+    order = np.random.default_rng(0).permutation(14)
+    found = admitted(standing, new, terms(), values(order.tolist()))
+    assert sorted(order[found].tolist()) == list(range(10))
+
+
+@pytest.mark.parametrize("chunk", [512, 2048, 8192])
+def test_padded_prompts_of_similar_size_cost_about_the_same(chunk: int) -> None:
+    """Two sizes with the same padding must not make tokens free or attention expensive."""
+    truth = Coefficients(fixed=10e-3, prefill=1e-4, decode=5e-5, quadratic=3e-10, longest=0, context=0)
+    tokens, context = np.array([100.0, 700.0, 3000.0, 8000.0]), np.array([0.0, 4000.0, 0.0, 60_000.0])
+    smooth = demand(GeneralModel(truth, correct=False), tokens, context, chunk)
+    sizes = (64, 128, 512, 2048, 8192)
+    stairs = demand(GeneralModel(Padded(truth, Buckets((), sizes)), correct=False), tokens, context, chunk)
+    padded = np.ceil(tokens / chunk) * chunk
+    assert (tokens <= stairs).all() and (stairs <= 1.5 * smooth + padded).all()

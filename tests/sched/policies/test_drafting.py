@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import policies
-from jaxserve.sched.api.acceptance import Acceptance, Drafts, draft_lengths
+from jaxserve.sched.api.acceptance import draft_lengths
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Load
@@ -39,12 +39,6 @@ def drafted(outcome: Outcome) -> float:
     return sum(steps) / len(steps)
 
 
-def test_good_drafts_that_cost_little_are_used() -> None:
-    plain, adaptive = run("distserve", coefficients=CHEAP), run("distserve/draft", coefficients=CHEAP, acceptance=0.9)
-    assert drafted(adaptive) > 0.9
-    assert ended(adaptive) < ended(plain) / 2.5
-
-
 @pytest.mark.parametrize(("coefficients", "acceptance"), [(CHEAP, 0.0), (DEAR, 0.3)])
 def test_drafts_that_do_not_pay_are_not_used(coefficients: object, acceptance: float) -> None:
     """Drafts that are always wrong, or cost more than they gain, are only probed from time to time."""
@@ -70,12 +64,6 @@ def test_not_drafting_is_not_decided_at_every_step(monkeypatch: pytest.MonkeyPat
         asked = 0
         outcome = run("distserve/draft", coefficients=coefficients, acceptance=acceptance)
         assert least < asked / len(outcome.plans) <= most
-
-
-def test_a_fixed_draft_length_is_always_drafted() -> None:
-    outcome = run("distserve/draft:no-adaptive", acceptance=0.5)
-    lengths = {span.draft for _, plan in outcome.plans for span in plan.spans if span.start > 8}
-    assert lengths <= {0, 1, 2, 3, 4} and drafted(outcome) > 0.95
 
 
 @settings(max_examples=examples(25), deadline=None)
@@ -114,20 +102,6 @@ def test_names() -> None:
 
 # ---- measurements
 # ------------------------------------------------------------------------------------------------
-
-
-def test_acceptance_of_tiers_and_requests() -> None:
-    known = Acceptance()
-    good, bad = known.record("fast", Drafts()), known.record("slow", Drafts())
-    for _ in range(300):
-        known.count("fast", good, 4, 4, cut=False)
-        known.count("slow", bad, 4, 0, cut=False)
-    assert good.acceptance > 0.95 and bad.acceptance < 0.1
-    assert known.of("fast") > 0.9 > 0.2 > known.of("slow")
-    assert known.of("slow") < known.all.acceptance < known.of("fast")
-    assert known.of("never seen") == known.all.acceptance
-    assert known.record("slow", good) is good, "a request forgot its acceptance"
-    assert known.record("slow", Drafts()).acceptance == pytest.approx(known.of("slow"))
 
 
 def test_steps_with_drafts_train_the_model() -> None:

@@ -43,11 +43,6 @@ def together(decision: Decision) -> list[int]:
 # Priorities
 
 
-def test_the_highest_priority_runs_alone_when_it_is_long() -> None:
-    requests = [due(0, 2000, 9.0), due(1, 2000, 5.0), due(2, 100, 30.0)]
-    assert together(ask(view(requests, []))) == [1]
-
-
 def test_preempts_for_a_prompt_with_an_earlier_deadline_that_it_can_meet() -> None:
     running = task(due(0, 9000, 20.0), seconds=5.0)
     assert ask(view([due(1, 100, 3.0)], [], running=running)).preempt
@@ -56,42 +51,6 @@ def test_preempts_for_a_prompt_with_an_earlier_deadline_that_it_can_meet() -> No
     assert not ask(view([due(1, 100, 3.0)], [], running=running, free_pages=6)).preempt  # 100 tokens need 7 pages
     assert not ask(view([due(1, 100, 3.0)], [], running=running), preempt=False).preempt
     assert not ask(view([due(1, 100, 3.0, tier=BEST_EFFORT)], [], running=running)).preempt
-
-
-def test_a_started_step_is_judged_by_its_remaining_time() -> None:
-    """Of 9 s of work due in 5 s, half a second is left.
-
-    Judged by its total work, the step would be stopped as hopeless.
-    """
-    running = task(due(0, 9000, 5.0), seconds=0.5)
-    at = view([due(1, 100, 6.0)], [], running=running)
-    assert not ask(at).preempt
-    assert ask(at, literal=True).preempt
-
-
-def test_a_step_that_computes_one_chunk_counts_the_rest_of_its_prompt() -> None:
-    """1,000 of 5,000 tokens are under way: 0.5 s, and 4.01 s after them."""
-    long = due(0, 5000, 4.4)
-    long.state, long.computed = State.RUNNING, 1000
-    short = due(1, 100, 6.0)
-    assert ask(view([long, short], [], running=Task(7, (long,), 0.5))).preempt  # it ends at 4.51: late
-    long = due(0, 5000, 4.6)
-    long.state, long.computed = State.RUNNING, 1000
-    assert not ask(view([long, short], [], running=Task(7, (long,), 0.5))).preempt
-
-
-def test_a_prompt_never_stops_the_step_that_computes_a_part_of_it() -> None:
-    long = due(0, 5000, 9.0)
-    long.state, long.computed = State.RUNNING, 1000
-    assert not ask(view([long], [], running=Task(7, (long,), 0.5))).preempt
-
-
-def test_the_suspended_step_resumes_when_it_is_its_turn() -> None:
-    paused = task(due(0, 9000, 20.0), seconds=5.0)
-    assert ask(view([due(1, 100, 3.0)], [], suspended=(paused,))).resume is None
-    assert ask(view([due(1, 100, 21.0)], [], suspended=(paused,))).resume == 7
-    assert ask(view([due(1, 100, 3.0)], [], suspended=(paused,), start=4.0)).resume == 7  # prompt 1 is late by now
-    assert ask(view([], [], suspended=(paused,))).resume == 7
 
 
 def test_the_suspended_step_with_the_earliest_deadline_resumes_and_hopeless_ones_last() -> None:
@@ -104,11 +63,6 @@ def test_the_suspended_step_with_the_earliest_deadline_resumes_and_hopeless_ones
     assert ask(view([], [], suspended=(steps[0], steps[2]))).resume == 3
     assert ask(view([due(4, 100, 1.0, tier=BEST_EFFORT)], [], suspended=steps[2:])).resume is None
     assert ask(view([], [], suspended=steps[2:])).resume == 2
-
-
-def test_a_suspended_step_that_becomes_first_again_preempts_the_running_one() -> None:
-    paused, running = task(due(0, 900, 9.0), seconds=0.5), task(due(1, 900, 12.0), seconds=0.5, step=8)
-    assert ask(view([], [], suspended=(paused,), running=running)).preempt
 
 
 def test_an_aged_long_prompt_resumes_in_its_share_of_the_time_and_is_not_preempted() -> None:
@@ -129,12 +83,6 @@ def test_the_numerator_selects_one_of_the_papers_three_orders() -> None:
     assert [together(ask(at, order=name, batch=0)) for name in ("edf", "deadline_edf", "sedf")] == [[0], [1], [2]]
 
 
-def test_literal_mode_prefers_the_latest_deadline_among_late_prompts() -> None:
-    requests = [due(0, 100, 3.0), due(1, 100, 3.5)]
-    assert together(ask(view(requests, [], start=4.0), batch=0)) == [0]
-    assert together(ask(view(requests, [], start=4.0), batch=0, literal=True)) == [1]
-
-
 # Batching
 
 
@@ -145,18 +93,6 @@ def test_short_prompts_share_a_step_below_the_budget() -> None:
     assert together(ask(view(requests, []), batch=0)) == [0]
 
 
-def test_a_prompt_that_does_not_fit_does_not_end_the_batch() -> None:
-    requests = [due(0, 300, 9.0), due(1, 800, 10.0), due(2, 300, 11.0)]
-    assert together(ask(view(requests, []))) == [0, 2]
-
-
-def test_no_prompt_in_a_batch_becomes_late_by_it() -> None:
-    requests = [due(0, 300, 0.5), due(1, 300, 0.55)]  # together 0.61 s
-    assert together(ask(view(requests, []))) == [0]
-    requests = [due(0, 300, 0.7), due(1, 300, 0.75)]
-    assert together(ask(view(requests, []))) == [0, 1]
-
-
 def test_no_prompt_outside_a_batch_becomes_late_by_it() -> None:
     """Behind prompt 0 alone (0.31 s), prompt 2 ends at 2.32 s; behind 0 and 1 (0.61 s) at 2.62 s, too late."""
     requests = [due(0, 300, 2.0), due(1, 300, 2.1), due(2, 2000, 2.5)]
@@ -165,11 +101,6 @@ def test_no_prompt_outside_a_batch_becomes_late_by_it() -> None:
     paused = task(due(3, 2000, 2.5), seconds=2.0)
     assert together(ask(view(requests[:2], [], suspended=(paused,)))) == [0]
     assert together(ask(view([*requests[:2], due(2, 2000, 2.7)], []))) == [0, 1]
-
-
-def test_late_and_best_effort_prompts_do_not_join() -> None:
-    requests = [due(0, 100, 9.0), due(1, 100, -1.0, arrival=-9.0), due(2, 100, 9.0, tier=BEST_EFFORT), due(3, 100, 9.0)]
-    assert together(ask(view(requests, []))) == [0, 3]
 
 
 @given(

@@ -1,8 +1,6 @@
-"""Orders of waiting prompts: the first prompt of each order, and properties of all orders."""
+"""Orders of prompts and rows by policy, what every order has in common, and Kairos as published."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.sched import policies
-from jaxserve.sched.api.policy import Limits, View
-from jaxserve.sched.api.request import BEST_EFFORT, Request
-from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.perf.model import Coefficients
+from jaxserve.sched.api.policy import Limits, Role, View
+from jaxserve.sched.api.request import BEST_EFFORT, Request, State
+from jaxserve.sched.api.slo import NO_SLO, SLO
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.ordered import LONG, PERIOD
 from tests.support.sched.harness import Job, simulate
-from tests.support.sched.views import begun, order, prompt, view
+from tests.support.sched.views import begun, decoding, order, prompt, view
 
 ORDERS = ("fcfs", "sjf", "edf", "deadline_edf", "sedf", "kairos", "kairos:literal", "kairos:verbatim", "flowprefill")
 AGEING = ("sjf", "edf", "deadline_edf", "sedf", "kairos", "kairos:literal", "flowprefill")
@@ -31,40 +29,10 @@ def due(id: int, length: int, at: float, arrival: float = 0.0) -> Request:
     return prompt(id, length, arrival, SLO(ttft=at - arrival))
 
 
-def test_sjf_sorts_by_remaining_tokens() -> None:
-    at = view([prompt(0, 3000), prompt(1, 2000, 0.1), begun(prompt(2, 9000, 0.2), 8500)], [])
-    assert order(policies.make("sjf"), at) == [2, 1, 0]
-
-
-def test_edf_sorts_by_deadline() -> None:
-    requests = [due(0, 10, 9.0), due(1, 10, 5.0, arrival=2.0), due(2, 10, 5.0, arrival=1.0)]
-    assert order(policies.make("edf"), view(requests, [], start=6.0)) == [2, 1, 0]
-
-
-def test_d_edf_puts_prompts_past_their_deadline_last() -> None:
-    requests = [due(0, 10, 3.0), due(1, 10, 2.0), due(2, 9000, 6.5), due(3, 10, 9.0)]
-    at = view(requests, [], start=5.0)
-    assert order(policies.make("edf"), at) == [1, 0, 2, 3]
-    assert order(policies.make("deadline_edf"), at) == [2, 3, 1, 0]
-
-
 def test_s_edf_puts_prompts_that_will_be_late_last_and_counts_only_remaining_work() -> None:
     """At 5 s prompt 2 needs 9 s and has 1.5; prompt 4 has 1,000 of 9,000 tokens left, which fit."""
     requests = [due(0, 10, 3.0), due(2, 9000, 6.5), due(3, 10, 9.0), begun(due(4, 9000, 6.5), 8000)]
     assert order(policies.make("sedf"), view(requests, [], start=5.0)) == [4, 3, 0, 2]
-
-
-def test_s_edf_counts_the_fixed_time_of_every_chunk() -> None:
-    """2,000 tokens in chunks of 1,000 take 2.02 s, two steps with 10 ms each."""
-    requests = [due(0, 2000, 2.015), due(1, 2000, 2.025)]
-    assert order(policies.make("sedf"), view(requests, [], limits=Limits(1000, 256, 1000, 16))) == [1, 0]
-    assert order(policies.make("sedf"), view(requests, [], limits=Limits(8192, 256, 1000, 16))) == [0, 1]
-
-
-def test_kairos_to_the_letter_puts_the_longest_late_prompt_first_among_the_late() -> None:
-    requests = [prompt(0, 100, -20.0), prompt(1, 9000, -20.0)]
-    assert order(policies.make("kairos"), view(requests, [])) == [0, 1]
-    assert order(policies.make("kairos:literal"), view(requests, [])) == [1, 0]
 
 
 def test_literal_kairos_counts_the_whole_prompt_for_every_chunk_and_overestimates_slack() -> None:
@@ -111,23 +79,6 @@ def test_the_oldest_long_prompt_has_its_share_of_the_time(name: str) -> None:
         assert first(name, at) != 1
 
 
-def test_long_prompts_get_their_share_under_overload() -> None:
-    """Under an overload of short prompts, give the long prompt its share.
-
-    A short prompt of 0.6 s comes every 0.5 s. SJF serves the long one when no more prompts arrive,
-    unless it has four or five steps of 1 s in every 10 s.
-    """
-    slow = Coefficients(fixed=0.0, prefill=1e-3, decode=0.0, quadratic=0.0, longest=0.0, context=0.0)
-    jobs = [Job(range(600), 1, index * 0.5) for index in range(400)] + [Job(range(LONG), 1, 0.1)]
-    shape: dict[str, Any] = {
-        "tokens": 1000, "pages": 2000, "page_size": 64, "rows": 64, "prefix_caching": False, "coefficients": slow,
-    }  # fmt: skip
-    starved = simulate(jobs, policy="sjf:no-pack", **shape).requests[-1].token_times[0]
-    served = simulate(jobs, policy="sjf:no-pack+ageing=0.4", **shape).requests[-1].token_times[0]
-    assert starved == pytest.approx(400 * 0.6 + LONG / 1000)
-    assert 130 < served < 170
-
-
 @pytest.mark.parametrize("name", ["sjf", "edf", "deadline_edf", "sedf", "kairos"])
 def test_a_chunk_holds_one_prompt_or_several(name: str) -> None:
     jobs = [Job(range(1000 * i, 1000 * i + 10), 1) for i in range(4)]
@@ -135,13 +86,6 @@ def test_a_chunk_holds_one_prompt_or_several(name: str) -> None:
     alone = simulate(jobs, policy=f"{name}:no-pack", tokens=32)
     assert [len(plan.spans) for _, plan in packed.plans] == [4, 1]
     assert [len(plan.spans) for _, plan in alone.plans] == [1] * 4
-
-
-def test_with_one_prompt_a_step_another_runs_if_the_first_gets_no_pages() -> None:
-    """A prompt that has begun holds the pages that the first prompt in order waits for."""
-    jobs = [Job(range(40), 1), Job(range(100, 130), 1, 0.001, SLO(ttft=0.1))]
-    began, early = simulate(jobs, policy="edf:no-pack", tokens=16, pages=12, page_size=4).requests
-    assert began.token_times[0] < early.token_times[0]
 
 
 @given(
@@ -154,3 +98,84 @@ def test_every_order_contains_each_prompt_once(lengths: list[int], name: str, st
     assert sorted(order(policies.make(f"prefill={name},decode=continuous"), view(requests, [], start=start))) == list(
         range(len(lengths))
     )
+
+
+def rows(*decode: Request, **more: object) -> View:
+    return view([], list(decode), role=Role.DECODE, **more)
+
+
+def changed(one: Request, **fields: object) -> Request:
+    for name, value in fields.items():
+        setattr(one, name, value)
+    return one
+
+
+QUEUE = [prompt(0, 6000), *(prompt(1 + at, 100, 0.1) for at in range(3))]
+TIERS = [prompt(3, 10, 2.0), prompt(1, 10, 1.0), prompt(2, 10, 0.0, tier=BEST_EFFORT)]
+HIDDEN = [*(prompt(at, 10, float(at)) for at in range(8)), changed(prompt(8, 10, 8.0), state=State.RUNNING)]
+LATE = [prompt(0, 9000, -20.0), prompt(1, 100, -20.0)]
+LEFT = [prompt(0, 3000), prompt(1, 2000, 0.1), begun(prompt(2, 9000, 0.2), 8500)]
+DUE = view([due(0, 10, 3.0), due(1, 10, 2.0), due(2, 9000, 6.5), due(3, 10, 9.0)], [], start=5.0)
+BOTH = [prompt(0, 10)], [decoding(1, 100, due=1.0)]
+# All rows: 110 ms; the short row alone: 11 ms.
+SHORT, PATIENT, PRESSED = decoding(0, 1000, 0.050), decoding(1, 100_000, 0.400), decoding(1, 100_000, 0.115)
+TWO = decoding(0, 1000, 0.200), decoding(1, 100_000, 0.400)
+PAIR = decoding(0, 1000, 0.300, last=-0.01), decoding(1, 2000, 0.300, last=-0.01)
+STRAGGLER = rows(*PAIR, decoding(2, 150_000, -1.0, last=-0.1))
+STARVED = rows(*PAIR, decoding(2, 150_000, -1.0, last=-0.3))  # six times its TPOT without a token
+# Rows of 1,000, 30,000 and then twenty of 31,000 tokens: the second costs more than it adds, all of them less.
+RISING = rows(*(decoding(at, length, 1.0) for at, length in enumerate([1000, 30_000, *[31_000] * 20, 400_000])))
+# Alone 114 ms: slack 22 ms >= 15 ms of the short row; together 118 ms: slack 18 ms, still. A margin takes it.
+SLOW = GeneralModel(Coefficients(0.010, 1e-3, decode=0.004, quadratic=0.0, longest=1e-6, context=0.0))
+SLACK, LESS = (rows(decoding(0, 1000, 0.300), decoding(1, 100_000, at), perf=SLOW) for at in (0.136, 0.1305))
+FREE = GeneralModel(Coefficients(0.0, 1e-3, 0.0, 0.0, 0.0, 0.0), correct=False)  # a table may predict zero
+CASES = {
+    "fcfs: by arrival, best effort last": ("distserve", view(TIERS, []), [1, 3, 2]),
+    "fcfs: a long prompt first": ("distserve", view(QUEUE, []), [0, 1, 2, 3]),
+    "fcfs: a row limit hides no running prompt": (
+        "distserve",
+        view(HIDDEN, [], limits=Limits(8192, 2, 1000, 16)),
+        [0, 1, 8],
+    ),
+    "sjf: by remaining tokens": ("sjf", view(LEFT, []), [2, 1, 0]),
+    "edf: by deadline": ("edf", DUE, [1, 0, 2, 3]),
+    "deadline_edf: past deadlines last": ("deadline_edf", DUE, [2, 3, 1, 0]),
+    "sedf: prompts that will be late last": ("sedf", DUE, [3, 1, 0, 2]),
+    "halves: prompts first where they prefill": ("distserve", view(*BOTH), [0, 1]),
+    "halves: rows first where they decode": ("distserve", view(*BOTH, role=Role.DECODE), [1, 0]),
+    "halves: rows first on mixed instances": ("distserve", view(*BOTH, role=Role.MIXED), [1, 0]),
+    "halves: chosen apart": ("prefill=kairos,decode=continuous", rows(SHORT, PATIENT), [0, 1]),
+    "kairos: a short prompt before a long one": ("kairos", view(QUEUE, []), [1, 2, 3, 0]),
+    "kairos: the longest late prompt last": ("kairos", view(LATE, []), [1, 0]),
+    "kairos, as printed: the longest late prompt first": ("kairos:literal", view(LATE, []), [0, 1]),
+    "kairos: no objective last": ("kairos", view([prompt(0, 10, 0.0, NO_SLO), prompt(1, 9000)], []), [1, 0]),
+    "kairos: the short row alone": ("kairos", rows(SHORT, PATIENT), [0]),
+    "kairos: 5 ms of slack are not enough": ("kairos", rows(SHORT, PRESSED), [0, 1]),
+    "kairos: all rows under KV pressure": ("kairos", rows(*TWO, kv_waiting=1), [0, 1]),
+    "kairos, as printed: rows wait under KV pressure": ("kairos:literal", rows(*TWO, kv_waiting=1), [0]),
+    "kairos: all rows with few pages": ("kairos", rows(*TWO, free_pages=199), [0, 1]),
+    "kairos: a hopeless row excludes none": ("kairos", STRAGGLER, [0, 1]),
+    "kairos, line 7: a straggler forbids all": ("kairos:literal", STRAGGLER, [0, 1, 2]),
+    "kairos, line 7, verbatim": ("kairos:verbatim", STRAGGLER, [0, 1, 2]),
+    "kairos, line 7, of a half": ("prefill=fcfs,decode=kairos:literal", STRAGGLER, [0, 1, 2]),
+    "kairos, line 5: a step alone as the need": ("kairos:literal", SLACK, [0]),
+    "kairos: the joint step, in time": ("kairos", SLACK, [0]),
+    "kairos: a margin of the joint step": ("kairos:margin=0.05", SLACK, [0, 1]),
+    "kairos, line 5: overlooks the joint step": ("kairos:literal", LESS, [0]),
+    "kairos: the joint step, too late": ("kairos", LESS, [0, 1]),
+    "kairos: the first local maximum": ("kairos:greedy", RISING, [0]),
+    "kairos: the best prefix": ("kairos", RISING, list(range(22))),
+    "kairos: steps that take no time": ("kairos", rows(decoding(1, 10, 1.0), decoding(2, 20, 2.0), perf=FREE), [1]),
+}
+
+
+@pytest.mark.parametrize(("name", "at", "expected"), CASES.values(), ids=CASES)
+def test_the_order_of_a_decision(name: str, at: View, expected: list[int]) -> None:
+    assert order(policies.make(name), at) == expected
+
+
+def test_rows_that_cannot_be_on_time_neither_starve_nor_forbid_others() -> None:
+    assert set(order(policies.make("kairos"), STARVED)) == {0, 1, 2}
+    late = changed(decoding(3, 500, due=-1.0), tier=BEST_EFFORT)
+    at = rows(decoding(0, 1000, due=0.3), decoding(1, 2000, due=0.3), decoding(2, 100_000, due=0.4), late)
+    assert order(policies.make("kairos"), at) in ([0, 1], [0, 1, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from statistics import median
 
 import numpy as np
@@ -77,15 +76,6 @@ def granted(decision: Decision) -> dict[int, int]:
 # ------------------
 
 
-def test_a_step_lasts_as_long_as_the_tightest_tpot_allows() -> None:
-    """0.95 x 50 ms less 10 ms and one row leaves 374 tokens, 320 as a multiple of 64; 100 ms leaves
-    848, rounded to 832.
-    """
-    for tpot, expected in ((0.05, 320), (0.1, 832)):
-        decision = SlosServe().decide(view([decoding(0, 10, tpot), waiting(1, 5000, 30.0)]))
-        assert granted(decision) == {0: 1, 1: expected}
-
-
 def test_prompts_by_deadline_and_declined_ones_last() -> None:
     """5,000 tokens take half a second: the third prompt cannot be in time and is served after the others."""
     requests = [waiting(0, 9000, 3.0), waiting(1, 500, 1.0), waiting(2, 5000, 0.3)]
@@ -111,16 +101,6 @@ def test_the_set_of_the_highest_value_is_promised() -> None:
         assert policy.decide(view([*kept, later])).demote == (9,)
 
 
-def test_promises_are_kept() -> None:
-    """A later request cannot take the place of a request promised before it."""
-    policy = SlosServe()
-    old = waiting(0, 9000, 1.1)
-    assert policy.decide(view([old])).demote == ()
-    rivals = [waiting(one, 2000, 1.0) for one in (1, 2, 3)]
-    assert policy.decide(view([old, *rivals], now=0.01)).demote == (1, 2, 3)
-    assert SlosServe().decide(view([old, *rivals], now=0.01)).demote == (0,), "without the promise, the three win"
-
-
 def test_a_promise_that_cannot_be_kept_is_void() -> None:
     policy = SlosServe()
     old = waiting(0, 5000, 1.0)
@@ -130,16 +110,6 @@ def test_a_promise_that_cannot_be_kept_is_void() -> None:
     assert decision.demote == (0,) and granted(decision)[0] > 0, (
         "an unpromised request is served from the remaining capacity at once"
     )
-
-
-def test_a_request_that_has_run_before_is_promised() -> None:
-    """A request with dropped KV or from another instance has begun, so it is not decided on again."""
-    resumed = decoding(0, 200, out=5)
-    resumed.state, resumed.computed = State.WAITING, 0
-    begun = waiting(1, 400, 0.02)
-    begun.state, begun.computed = State.RUNNING, 390
-    decision = SlosServe().decide(view([resumed, begun]))
-    assert decision.demote == () and {0, 1} <= set(granted(decision))
 
 
 def test_a_loose_row_waits_for_the_step_in_which_it_is_due() -> None:
@@ -152,34 +122,11 @@ def test_a_loose_row_waits_for_the_step_in_which_it_is_due() -> None:
     assert list(granted(policy.decide(view(rows, now=0.12)))) == [1, 0, 2]
 
 
-def test_a_row_ahead_of_its_deadline_keeps_its_tpot() -> None:
-    """A row far ahead of its deadline is still due one TPOT after its last token."""
-    ahead = decoding(1, 10, 0.2, first=0.0, last=0.1, out=30)
-    prompt = waiting(2, 5000, 30.0)
-    rows = [decoding(0, 10, first=0.22, last=0.22), ahead, prompt]
-    assert list(granted(SlosServe().decide(view(rows, now=0.22)))) == [1, 0, 2]
-
-
-def test_a_late_row_shortens_the_step() -> None:
-    prompt = waiting(1, 5000, 30.0)
-    on_time = granted(SlosServe().decide(view([decoding(0, 10), prompt])))[1]
-    behind = granted(SlosServe().decide(view([decoding(0, 10), prompt], now=0.02)))[1]
-    hopeless = granted(SlosServe().decide(view([decoding(0, 10), prompt], now=5.0)))[1]
-    assert behind < on_time < hopeless == 5000  # no row gains by a shorter step
-
-
 def test_a_step_that_ends_a_prompt_ends_by_its_deadline() -> None:
     """The first prompt takes 40 of its 60 ms alone: the second gets the rest, not a step of the full length."""
     seen = view([waiting(0, 300, 0.06), waiting(1, 5000, 30.0)])
     assert granted(SlosServe(block=0.25).decide(seen)) == {0: 300, 1: 192}
     assert granted(SlosServe().decide(seen)) == {0: 300}, "a step of the full length leaves nothing"
-
-
-def test_best_effort_takes_the_remaining_time() -> None:
-    rows = [decoding(0, 10), decoding(1, 10, tier=BEST_EFFORT), waiting(2, 5000, 9.0, tier=BEST_EFFORT)]
-    assert list(granted(SlosServe().decide(view(rows)))) == [0, 1, 2]
-    full = [*rows, waiting(3, 5000, 30.0)]
-    assert set(granted(SlosServe().decide(view(full)))) == {0, 3} or 2 not in granted(SlosServe().decide(view(full)))
 
 
 def test_prompts_that_wait_for_pages_do_not_block_others() -> None:
@@ -191,17 +138,6 @@ def test_prompts_that_wait_for_pages_do_not_block_others() -> None:
     seen = replace(view(requests, limits=limits), free_pages=12)
     decision = SlosServe(admit=False).decide(seen)
     assert granted(decision)[0] > 2000 and len(granted(decision)) == 2
-
-
-def test_without_objectives_everything_runs() -> None:
-    limitless = [Request(one, range(50), SamplingParams(max_tokens=None), SLO(inf, inf), 0.0) for one in range(3)]
-    assert granted(SlosServe().decide(view(limitless))) == {0: 50, 1: 50, 2: 50}
-    assert SlosServe().decide(view([])) == Decision()
-
-
-def test_a_prefill_instance_promises_by_prompts_only() -> None:
-    decision = SlosServe().decide(view([waiting(0, 500, 1.0), waiting(1, 9000, 0.5)], role=Role.PREFILL))
-    assert decision.demote == (1,) and granted(decision)[0] == 500
 
 
 # ---- speculation ---------------------------------------------------------------------------------------------------
@@ -221,20 +157,6 @@ def test_drafts_make_steps_longer_and_prompts_larger() -> None:
     assert granted(SlosServe(caution=0.0).decide(seen))[9] > granted(with_drafts)[9]
     seen = replace(seen, acceptance=0.02)
     assert all(grant.draft == 0 for grant in SlosServe().decide(seen).grants)
-
-
-def test_a_new_row_does_not_rely_on_mean_acceptance() -> None:
-    """A row with one token out may end with the next, so the step must be in time for a row without drafts."""
-    seen = view([decoding(0, 10), waiting(9, 50_000, 100.0)], limits=DRAFTS, perf=DRAFTER, acceptance=0.8)
-    cautious, published = SlosServe().decide(seen), SlosServe(caution=0.0).decide(seen)
-    assert 0.02 + 1e-4 * granted(cautious)[9] < 0.065 < 0.02 + 1e-4 * granted(published)[9]
-
-
-def test_a_looser_tier_drafts_less_and_best_effort_nothing() -> None:
-    rows = [decoding(0, 10), decoding(1, 10, 0.09), decoding(2, 10, tier=BEST_EFFORT)]
-    seen = view([*rows, waiting(9, 50_000, 100.0)], limits=DRAFTS, perf=DRAFTER, acceptance=0.8)
-    drafts = {grant.request: grant.draft for grant in SlosServe().decide(seen).grants}
-    assert drafts[0] > drafts.get(1, 0) >= 0 and drafts.get(2, 0) == 0
 
 
 def test_without_dynamic_size_no_step_exceeds_the_tightest_tpot_seen() -> None:

@@ -38,11 +38,6 @@ def test_caution_never_increases_the_expected_gain(acceptance: float, length: in
     assert counted_on(acceptance, 1, caution) == 1.0 and counted_on(1.0, length, caution) == pytest.approx(length)
 
 
-def test_caution_by_hand() -> None:
-    """Two tokens at 0.5: 1 or 2, mean 1.5, standard deviation 0.5, over 10 / 1.5 steps: 0.19."""
-    assert counted_on(0.5, 2, 1.0) == pytest.approx(1.5 - 0.5 * (1.5 / 10) ** 0.5)
-
-
 @given(
     fixed=st.floats(0, 0.01),
     each=st.floats(1e-6, 1e-4),
@@ -88,10 +83,6 @@ def test_the_best_length_by_hand() -> None:
     assert best.seconds == pytest.approx(0.05 * accepted(0.7, best.lengths[0]))
 
 
-def test_a_wrong_drafter_is_not_used() -> None:
-    assert supply([0.05], 4, acceptance=0.05).pace([10]).lengths == (1,)
-
-
 def test_the_looser_tier_drafts_the_shortest_sufficient_length() -> None:
     """50 and 100 ms: if the tighter tier drafts 4 tokens (127 ms), the looser needs Acc >= 1.27, two tokens."""
     pace = supply([0.05, 0.1], 3).pace([10, 10])
@@ -99,12 +90,6 @@ def test_the_looser_tier_drafts_the_shortest_sufficient_length() -> None:
     for tpot, length in zip((0.05, 0.1), pace.lengths, strict=True):
         assert tpot * accepted(0.7, length) >= pace.seconds - 1e-12
         assert length == 1 or tpot * accepted(0.7, length - 1) < pace.seconds
-
-
-def test_a_loose_row_decodes_in_some_steps_only() -> None:
-    """In steps of 50 ms, a row of 100 ms decodes in every second one: half a token a step (Algorithm 2)."""
-    tight = supply([0.05, 0.1], 0).rate(np.array([[10.0, 0.0], [10.0, 20.0], [20.0, 0.0]]))
-    assert tight[1] == pytest.approx(tight[2], rel=1e-6) and tight[0] > tight[1]
 
 
 @given(
@@ -189,24 +174,6 @@ def steps(outcome: Outcome) -> int:
     return sum(any(span.samples for span in plan.spans) for _, plan in outcome.plans)
 
 
-@pytest.mark.parametrize(("acceptance", "expected"), [(1.0, 1 + 8), (0.0, 1 + 32)])
-def test_certain_drafts_finish_in_the_expected_steps(acceptance: float, expected: int) -> None:
-    """33 tokens: one with the prompt, the others four at a time, or one at a time if every draft is wrong."""
-    jobs = [Job(range(10), 33)]
-    outcome = simulate(jobs, policy=lambda: Drafting([3]), draft=3, acceptance=acceptance, pages=64)
-    assert steps(outcome) == expected
-    check(outcome, jobs, 3, 4)
-
-
-def test_a_draft_never_displaces_the_next_token_of_a_row() -> None:
-    """Without budget or pages for drafts, the row still decodes."""
-    jobs = [Job(range(10), 20)]
-    narrow = simulate(jobs, policy=lambda: Drafting([4]), draft=4, acceptance=1.0, tokens=1)
-    assert all(span.draft == 0 for _, plan in narrow.plans for span in plan.spans)
-    full = simulate([Job(range(20), 4), Job(range(100, 120), 4)], policy=lambda: Drafting([4]), draft=4, pages=12)
-    assert not any(request.drops for request in full.requests), "drafts took pages of running requests"
-
-
 @pytest.mark.parametrize("truth", [0.2, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("output", [8, 200])
 def test_measured_acceptance_converges(truth: float, output: int) -> None:
@@ -282,28 +249,6 @@ def test_best_effort_loses_pages_never_tokens(jobs, pages, draft) -> None:  # ty
         tiered, policy=lambda: Drafting([2, 0, 3]), pages=pages, rows=4, tokens=16, draft=draft, acceptance=0.6
     )
     check(outcome, tiered, draft, 4)
-
-
-def test_a_row_of_best_effort_gives_way_before_a_prompt_with_an_objective() -> None:
-    """A row needs a page; the half-done best-effort prompt that this step leaves out must not keep its own."""
-
-    class QueueView(Drafting):
-        """Decodes, starts prompts, and continues them only while no request with an objective decodes."""
-
-        def decide(self, view: View) -> Decision:
-            rows = [Grant(one.id, 1) for one in view.decode]
-            new = [Grant(one.id, 4) for one in view.prefill if one.state is State.WAITING]
-            old = [Grant(one.id, 4) for one in view.prefill if one.state is State.RUNNING]
-            return Decision((*rows[:1], *new, *rows[1:]) if rows else (*new, *old))
-
-    jobs = [
-        Job(range(4), 30, 0.0),
-        Job(range(100, 120), 2, 0.004, tier=STANDARD),
-        Job(range(200, 204), 30, 0.001, tier=BEST_EFFORT),
-    ]
-    outcome = simulate(jobs, policy=lambda: QueueView([0]), pages=14, rows=4, tokens=8)
-    drops = [request.drops for request in outcome.requests]
-    assert drops[2] >= 1 and drops[0] == drops[1] == 0
 
 
 def test_best_effort_gives_its_slot_to_a_prompt_computed_elsewhere() -> None:

@@ -37,16 +37,6 @@ def test_the_longest_prompt_leaves_the_on_time_set_and_only_on_time_prompts_shar
     assert decision.demote == ()  # alone it could still be on time
 
 
-def test_prompts_share_a_step_while_the_first_keeps_its_share_of_the_time() -> None:
-    """1 + 2 s of work due in 8 s take less than half of the time. A third prompt makes it 5 s."""
-    policy, two = Unified(ageing=0.0), [prompt(0, 1000), prompt(1, 2000)]
-    assert policy.decide(view(two, [], limits=LIMITS)).prompts == 2
-    assert policy.decide(view([*two, prompt(2, 2000)], [], limits=LIMITS)).prompts == 2
-    soon = prompt(3, 1000, slo=SLO(ttft=2.0))
-    decision = policy.decide(view([*two, soon], [], limits=LIMITS))
-    assert granted(decision)[0] == 3 and decision.prompts == 1
-
-
 def test_an_otherwise_late_prompt_joins_a_short_step() -> None:
     """20 ms each and 30 ms together: join at 35 ms, but not at 40, nor if the other prompt has less time."""
 
@@ -59,23 +49,6 @@ def test_an_otherwise_late_prompt_joins_a_short_step() -> None:
     assert step(prompt(1, 20, slo=SLO(0.035))) == [0]
     assert step(prompt(1, 15, slo=SLO(0.036)), prompt(2, 10, slo=SLO(0.036))) == [0, 2]
     assert step(prompt(1, 10, tier=BEST_EFFORT)) == [0]
-
-
-def test_hopeless_prompts_become_best_effort_and_come_last() -> None:
-    late, able = prompt(0, 6000, slo=SLO(ttft=4.0)), prompt(1, 2000)
-    decision = Unified(ageing=0.0).decide(view([late, able], [], limits=LIMITS))
-    assert granted(decision) == [1] and decision.demote == (0,)
-
-
-def test_a_prompt_that_holds_pages_continues_if_on_time_prompts_may_find_none() -> None:
-    """Otherwise late prompts that hold all pages would block the instance."""
-    late, able = begun(prompt(0, 6000, slo=SLO(ttft=4.0)), 100), prompt(1, 2000)
-    decision = Unified(ageing=0.0).decide(view([late, able], [], limits=LIMITS))
-    assert granted(decision) == [1, 0] and decision.prompts == 1  # they do not share a step
-    running = begun(prompt(2, 2000), 100)
-    assert granted(Unified(ageing=0.0).decide(view([late, able, running], [], limits=LIMITS))) == [1, 2]
-    aged = Unified(ageing=0.1).decide(view([prompt(3, 9000), begun(prompt(1, 2000), 100)], [], limits=LIMITS))
-    assert granted(aged) == [3, 1] and aged.prompts == 1
 
 
 def test_a_prompt_that_must_not_be_demoted_stays_in_the_set() -> None:
@@ -96,17 +69,6 @@ def test_ageing_gives_the_oldest_late_prompt_its_share_of_the_time() -> None:
     assert granted(policy.decide(view([old, fresh], [], limits=LIMITS, now=24.0, start=24.0))) == [2]
 
 
-def test_a_late_step_is_preempted_for_an_on_time_prompt_and_an_on_time_step_is_not() -> None:
-    policy = Unified()
-    late, able = prompt(0, 6000, tier=BEST_EFFORT), prompt(1, 2000)
-    at = view([able], [], limits=LIMITS)
-    assert policy.decide(replace(at, running=Task(1, (late,), 5.0))).preempt
-    assert not policy.decide(replace(at, running=Task(1, (begun(prompt(2, 6000), 6000),), 5.0))).preempt
-    assert not Unified(preempt=False).decide(replace(at, running=Task(1, (late,), 5.0))).preempt
-    full = replace(at, limits=replace(LIMITS, suspended=1))
-    assert not policy.decide(replace(full, running=Task(1, (late,), 5.0))).preempt
-
-
 def test_an_on_time_step_yields_if_more_prompts_are_on_time_and_resumes_in_its_turn() -> None:
     """The running step has 5 s left, due in 8. A prompt of 2 s due in 3 is on time before it, but not after it."""
     running = Task(1, (begun(prompt(0, 6000), 6000),), 5.0)
@@ -117,13 +79,6 @@ def test_an_on_time_step_yields_if_more_prompts_are_on_time_and_resumes_in_its_t
     stopped = view([soon], [], limits=LIMITS, suspended=(running,))
     assert granted(policy.decide(stopped)) == [1]
     assert policy.decide(replace(stopped, prefill=view([later], []).prefill)).resume == 1
-
-
-def test_a_suspended_step_resumes_if_no_prompt_can_be_on_time() -> None:
-    late = prompt(0, 6000, tier=BEST_EFFORT)
-    at = view([], [], limits=LIMITS, suspended=(Task(7, (late,), 2.0),))
-    assert Unified().decide(at).resume == 7
-    assert Unified(ageing=0.0).decide(replace(at, prefill=view([prompt(1, 100)], []).prefill)).resume is None
 
 
 def test_a_slow_joint_decode_step_leaves_out_the_longest_row_but_not_forever() -> None:
@@ -144,15 +99,6 @@ def test_a_piggybacked_prompt_gets_the_time_that_rows_leave() -> None:
     assert [(grant.request, grant.tokens) for grant in decision.grants] == [(0, 1), (1, 20)]
     big = Unified().decide(view([prompt(1, 64)], [row], role=Role.DECODE, limits=LIMITS))
     assert granted(big) == [0]
-
-
-def test_a_row_that_joined_late_gets_short_steps_until_it_is_on_time() -> None:
-    """Due in 10 ms, which the row itself needs, and the next in 60 ms: two steps of 29 ms catch up and leave 18."""
-    late, waiting = decoding(0, 1000, due=0.01), prompt(1, 32)
-    assert granted(Unified().decide(view([waiting], [late], role=Role.DECODE, limits=LIMITS))) == [0]
-    assert granted(Unified().decide(view([prompt(1, 18)], [late], role=Role.DECODE, limits=LIMITS))) == [0, 1]
-    at = view([waiting], [settled(late)], role=Role.DECODE, limits=LIMITS)
-    assert granted(Unified().decide(at)) == [0, 1]
 
 
 def test_rows_that_joined_behind_a_long_step_decode_alone_if_no_other_row_is_late_for_it() -> None:
@@ -200,27 +146,6 @@ def test_a_suspended_step_resumes_beside_rows_with_enough_slack() -> None:
         assert policy.decide(at).resume == resumed, (now, resumed)
 
 
-def test_no_prompt_is_piggybacked_while_transferred_requests_wait_for_pages() -> None:
-    row, waiting = settled(decoding(0, 1000, due=0.01)), prompt(1, 20)
-    at = view([waiting], [row], role=Role.DECODE, limits=LIMITS)
-    assert granted(Unified().decide(at)) == [0, 1]
-    assert granted(Unified().decide(replace(at, kv_waiting=1))) == [0]
-    started = view([begun(prompt(1, 20), 10)], [row], role=Role.DECODE, limits=LIMITS)
-    assert granted(Unified().decide(replace(started, kv_waiting=1))) == [0, 1]
-
-
-def test_beside_decodes_prompts_are_judged_at_the_remaining_speed() -> None:
-    """Decodes take 11 ms of steps of 75 ms (1.5 TPOT): 3.9 s of work take 4.6 s, and 4 s are too few."""
-    row = decoding(0, 1000, due=0.1)
-    tight = prompt(1, 3900, slo=SLO(ttft=4.0))
-    short = prompt(2, 40, slo=SLO(ttft=9.0))
-    policy = Unified(share=1.5)
-    at = view([tight, short], [row], role=Role.DECODE, limits=LIMITS)
-    assert granted(policy.decide(at)) == [0, 2]
-    assert policy.decide(at).demote == ()  # the row may end
-    assert granted(policy.decide(replace(at, role=Role.PREFILL, decode=view([], []).decode)))[0] == 1
-
-
 @pytest.mark.parametrize("routing", ["unified", "deflect:dropped"])
 def test_a_prompt_demoted_on_one_instance_is_on_time_on_another(routing: str) -> None:
     """Twelve prompts of 1 s due in 8 s: the prefill instance computes 8 in time, the decode instance the others."""
@@ -231,23 +156,6 @@ def test_a_prompt_demoted_on_one_instance_is_on_time_on_another(routing: str) ->
     assert both.summary.ttft_attained > alone.summary.ttft_attained
 
 
-def test_rows_decode_if_the_waiting_prompt_finds_no_slot() -> None:
-    """The row could skip a step for the prompt, but there is no second slot, so nothing would run."""
-    row = decoding(0, 1000, due=9.0)
-    at = view([prompt(1, 5000)], [row], role=Role.MIXED, limits=replace(LIMITS, rows=1))
-    assert granted(Unified().decide(at)) == [0]
-
-
-def test_a_tbt_bound_is_kept_beside_piggybacked_prompts() -> None:
-    """With a TBT of 60 ms no row skips a step, and a step takes 27 ms at most: 16 tokens beside a row of 11 ms."""
-    row = decoding(0, 1000, due=9.0, last=-0.02)
-    row.slo = SLO(tpot=0.05, tbt=0.06)
-    at = view([prompt(1, 16)], [row], role=Role.DECODE, limits=LIMITS, start=0.0)
-    assert granted(Unified().decide(at)) == [0, 1]
-    larger = view([prompt(1, 63)], [row], role=Role.DECODE, limits=LIMITS, start=0.0)
-    assert granted(Unified().decide(larger)) == [0]
-
-
 def test_mixed_instances_keep_the_tpot_beside_a_hopeless_prompt() -> None:
     """A prompt of 3 s due in 1 s gets the time left by rows with joint steps of 4 of 5 ms."""
     quick = replace(LATENCY, coefficients=replace(TRUTH, prefill=1e-5))
@@ -255,18 +163,3 @@ def test_mixed_instances_keep_the_tpot_beside_a_hopeless_prompt() -> None:
     late = Arrival(2.0, 300_000, 2, SLO(ttft=1.0, tpot=0.005))
     report = simulate([*rows, late], "unified", Mesh(1), quick)
     assert [one.attained for one in report.measured] == [True] * 4 + [False]
-
-
-def test_no_prompt_is_rerouted_to_the_last_slots_reserved_for_transferred_requests() -> None:
-    """Keep slots of the decode instance for requests computed elsewhere, and only as many as they need.
-
-    Six prompts of 22 ms arrive at once with a TTFT of 30 ms: the decode instance computes one
-    unless its slots are taken. With 40 slots the same 19 requests decode and prompts are rerouted.
-    """
-    first = [Arrival(0.03 * one, 100, 2000, SLO(ttft=0.5, tpot=0.05)) for one in range(19)]
-    meet = [Arrival(0.9, 200, 2, SLO(ttft=0.03, tpot=0.05)) for _ in range(6)]
-    full, free = (
-        simulate([*first, *meet], "unified", Mesh(2), LATENCY, options=Options(routing="unified", rows=rows))
-        for rows in (20, 40)
-    )
-    assert full.deflections == 0 < free.deflections

@@ -91,21 +91,6 @@ def test_the_least_loaded_instance_changes_and_changes_back_as_prompts_or_slots_
         assert apply_roles(balancer, now, 0.6) == ({} if back else {1: P})
 
 
-def test_a_role_set_by_an_operator_is_not_changed_back() -> None:
-    balancer, now = RoleBalancer(0.95), full((P, P, D, D), 0.02)
-    assert apply_roles(balancer, now, 0.1) == {0: D}
-    now.instances[0].set_role(P)
-    now.instances[2].set_kv_waiting(0)
-    assert apply_roles(balancer, now, 0.6) == {}
-
-
-def test_the_last_decode_instance_is_not_changed_back() -> None:
-    balancer, now = RoleBalancer(0.95), full((P, P, D), 0.02)
-    assert apply_roles(balancer, now, 0.1) == {0: D}
-    now.instances[2].set_role(M)
-    assert apply_roles(balancer, now, 0.6) == {}
-
-
 def test_long_answers_get_slots_on_an_idle_prefill_instance() -> None:
     """12 answers of 0.9 s a second need 11 slots; two instances of four slots have eight."""
     arrivals = [Arrival(0.085 * one, 20, 400, SLO(ttft=0.0075, tpot=0.004)) for one in range(100)]

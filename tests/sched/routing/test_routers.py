@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import routing
-from jaxserve.sched.api.plan import StepResult
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import State
 from jaxserve.sched.api.slo import SLO
@@ -24,11 +23,6 @@ P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 ROLES = (P, P, D, D)
 
 
-def test_a_fleet_knows_its_prefill_and_decode_instances() -> None:
-    mixed = fleet([instance(role) for role in (P, D, M)])
-    assert (mixed.entries, mixed.decoders) == ([0, 2], [1])
-
-
 @pytest.mark.parametrize("name", ["least_work", "unified", "deflect", "fewest_requests", "prefill_budget"])
 def test_on_an_idle_fleet_the_first_instance_is_chosen(name: str) -> None:
     assert routing.make(name).prefill(request(0, 100), fleet([instance(role) for role in ROLES])) == [0, 1]
@@ -40,15 +34,6 @@ def test_decodes_go_to_the_instance_with_the_least_context() -> None:
     decodes(instances[3], 101, 100)
     for name in ("least_work", "unified", "deflect", "prefill_budget", "next_replica"):
         assert routing.make(name).decode(request(0, 50), fleet(instances)) == [2, 3, 1]
-
-
-def test_a_reservation_counts_as_context() -> None:
-    instances = [instance(role) for role in (P, D, D)]
-    coming = request(0, 160)
-    instances[0].add(coming)
-    assert instances[0].plan(0.0, 0.0) is not None
-    assert instances[1].reserve(coming) is not None
-    assert routing.make("least_work").decode(request(1, 50), fleet(instances)) == [2, 1]
 
 
 def test_round_robin_rotates_for_prefill_and_decode() -> None:
@@ -94,24 +79,6 @@ def test_deflect_if_faster_and_slo_only_if_the_slo_requires_it() -> None:
     assert routing.make("deflect").prefill(request(0, 1000, ttft=4.9), fleet(instances)) == [1, 0]  # slo
 
 
-def test_the_transfer_counts_for_the_path_through_a_prefill_instance() -> None:
-    instances, one = [instance(P), instance(D)], request(0, 1000, ttft=8.0)
-    faster = routing.make("deflect:faster")
-    assert faster.prefill(one, fleet(instances)) == [0]
-    assert faster.prefill(one, fleet(instances, transfer=1e-3)) == [1, 0]
-
-
-def test_running_decodes_slow_a_piggybacked_prompt_and_a_full_pool_takes_none() -> None:
-    """Beside a row of 50 ms, a step takes 37.5 ms and computes 26 tokens: 1,000 tokens take 38 steps, 1.43 s."""
-    faster = routing.make("deflect:faster")
-    host, full, one = instance(D), instance(D, pages=62), request(0, 1000, ttft=8.0)
-    decodes(host, 20, 100)
-    assert faster.prefill(one, fleet([busy(P, 395), host])) == [0]  # 1.42 s
-    assert faster.prefill(one, fleet([busy(P, 415), host])) == [1, 0]  # 1.44 s
-    assert faster.prefill(one, fleet([busy(P, 500), full])) == [0]
-    assert faster.prefill(one, fleet([busy(P, 500), full, host])) == [2, 0]
-
-
 def test_deflect_dropped_reroutes_a_late_prompt_that_can_be_on_time_elsewhere() -> None:
     """1.0 + 0.5 + 0.5 s of work due in 1.8 s: the longest would be late, and an idle decode instance can take it."""
     dropped, instances = routing.make("deflect:dropped"), [busy(P, 1000, 500, 500, due=1.8), instance(D)]
@@ -139,26 +106,6 @@ def test_unified_reroutes_the_longest_prompt_that_another_instance_can_compute_i
     assert not routing.make("unified:move_share=1.0+early=1").redirect(fleet(half))
     [move] = routing.make("unified:move_share=1.0+early=0.5").redirect(fleet(half))
     assert move == Move(50, 0, 1, move.ends)
-
-
-def test_unified_reroutes_no_prompt_to_an_instance_with_prompts_waiting_for_pages() -> None:
-    instances = [busy(P, 1200, 900, 600, due=2.0), instance(D)]
-    instances[1].set_kv_waiting(1)
-    assert not routing.make("unified:move_share=0.7").redirect(fleet(instances))
-    instances = [busy(P, 1200, 900, 600, due=2.0), instance(D)]
-    assert routing.make("unified:move_share=0.7").redirect(fleet(instances))
-
-
-@pytest.mark.parametrize("name", ["deflect:dropped", "unified:move_share=1.0"])
-def test_a_request_with_computed_tokens_is_never_rerouted(name: str) -> None:
-    one = busy(P, 1000, 1000, 1000, due=2.5)
-    plan = one.plan(0.0, 0.0)
-    assert plan is not None and {span.request for span in plan.spans} == {50, 51, 52}
-    one.settle(StepResult(plan.step, 0.0, 0.0, tuple(() if not span.samples else (7,) for span in plan.spans)))
-    for id, length in ((60, 1000), (61, 1200), (62, 1300)):
-        one.add(request(id, length, 2.5))
-    moves = routing.make(name).redirect(fleet([one, instance(D)]))
-    assert moves and {move.request for move in moves} <= {60, 61, 62}
 
 
 @given(

@@ -131,16 +131,6 @@ def test_transfers_wait_for_the_link_and_optionally_for_submitted_steps(behind: 
     assert clock.run(main()) == pytest.approx([one, 2 * one])
 
 
-def test_noise_has_mean_one_and_a_seed() -> None:
-    async def main(seed: int) -> list[float]:
-        executor = make({1: 1}, Device(10, 4, noise=0.1), seed=seed)
-        return [executor._factor() for _ in range(10_000)]
-
-    first, again, other = (clock.run(main(seed)) for seed in (1, 1, 2))
-    assert first == again != other
-    assert sum(first) / len(first) == pytest.approx(1.0, abs=0.005)
-
-
 @pytest.mark.parametrize(
     ("preemptible", "ahead", "pieces"), [(False, 0, 10), (True, 0, 4), (True, 1, 5), (True, 9, 10)]
 )

@@ -163,16 +163,6 @@ def test_decodes_bind_if_they_are_most_of_the_work() -> None:
     assert bound(arrivals, both, 0, 1, deflection=True, chunk=8192) == Bound(4, 12, "all work", 0)
 
 
-def test_the_longest_context_counts() -> None:
-    alpha = Coefficients(fixed=0.0, prefill=0.0, decode=0.0, quadratic=0.0, longest=1e-6, context=0.0)
-    arrivals = [Arrival(0.0, 10_000, 101, SLO(1.0, 0.02)) for _ in range(4)]
-    arrivals += [Arrival(0.0, 100, 101, SLO(1.0, 0.02)) for _ in range(40)]
-    # in 3 s, batches of two take 0.5 s for each long request and 5 ms for each short one
-    pairs = Details(rows=2)
-    assert bound(arrivals, alpha, 1, 1, deflection=False, chunk=8192, details=pairs) == Bound(44, 44, "alone", 0)
-    assert bound(arrivals * 2, alpha, 1, 1, deflection=False, chunk=8192, details=pairs) == Bound(85, 88, "decodes", 0)
-
-
 @pytest.mark.parametrize("skip", [0, 5])
 def test_goodput_of_equal_jobs(skip: int) -> None:
     """Of 300 requests of one second each, 270 must fit into the time of 300 arrivals plus 8 s."""

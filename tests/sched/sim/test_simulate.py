@@ -1,4 +1,4 @@
-"""Laws of a whole simulation: equal seeds give equal histories, nothing is lost, and time never goes backward."""
+"""Laws of a whole simulation, also of requests in rounds, of thinking, and of replicas that start and stop."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.log import Log
-from jaxserve.sched.api.policy import Limits, Role
-from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.api.policy import Decision, Grant, Limits, Role, View
+from jaxserve.sched.api.slo import SLO, THINKING
 from jaxserve.sched.journal import Journal
+from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, load_trace, simulate
+from jaxserve.sched.sim.executor import END_THINKING
+from jaxserve.sched.sim.options import Scaling
+from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.workload import Arrivals
 from jaxserve.yamlio import load_yaml
 from tests.support.cost import calls
+from tests.support.examples import examples
 from tests.support.sched.presets import CHAT, ROOT, TINY
 
 TRACES = ROOT.parent / "shared" / "traces"
@@ -157,3 +164,99 @@ def test_the_command_never_imports_jax(tmp_path: Path) -> None:
         "tpot.png",
         "tbt.png",
     }
+
+
+# 30 ms a step, 0.2 ms a prompt token
+LATENCY = replace(TINY, kv_tokens=200_000, page_size=16, coefficients=Coefficients(0.03, 2e-4, 1e-4, 0.0, 0.0, 0.0))
+SLOW, FAST = 0.5, 10.0  # requests per second
+
+
+def load() -> list[Arrival]:
+    """Return 20 quiet seconds, 20 busy ones, and 20 quiet ones."""
+    times: list[float] = []
+    for begin, rate in ((0, SLOW), (20, FAST), (40, SLOW)):
+        times += [begin + at / rate for at in range(int(20 * rate))]
+    return [Arrival(time, 2000, 40, SLO(ttft=4.0, tpot=0.2)) for time in times]
+
+
+def run(scaler: str, **more: float) -> tuple[object, float, float]:
+    options = Options(scaling=Scaling(scaler, startup=5.0, period=2.0, hold=15.0, **more))  # type: ignore[arg-type]
+    report = simulate(load(), "unified", Mesh(6, colocated=True), LATENCY, options=options)
+    return report.summary.reasons, report.replica_seconds, report.ended
+
+
+@pytest.mark.parametrize("scaler", ["budget", "requests:target=8"])
+def test_no_request_is_lost_and_replicas_follow_the_load(scaler: str) -> None:
+    reasons, seconds, ended = run(scaler)
+    assert reasons == {"stop": len(load())}
+    assert ended < seconds < 6 * ended  # more than one replica, fewer than all
+    assert run(scaler) == (reasons, seconds, ended)
+
+
+def test_without_scaling_all_replicas_cost() -> None:
+    report = simulate(load()[:40], "unified", Mesh(3, colocated=True), LATENCY)
+    assert report.replica_seconds == pytest.approx(3 * report.ended)
+
+
+@pytest.mark.parametrize("begin", [0, 7])
+def test_the_first_replicas_must_be_in_the_mesh(begin: int) -> None:
+    with pytest.raises(InvalidValue, match=f"begin={begin}"):
+        run("budget", begin=begin)
+
+
+def test_scaling_needs_mixed_instances() -> None:
+    with pytest.raises(InvalidValue, match="colocated"):
+        simulate(load()[:4], "unified", Mesh(4), LATENCY, options=Options(scaling=Scaling()))
+
+
+QUIET = replace(TINY, noise=0.0)
+
+
+def test_a_round_arrives_after_the_last_token_of_the_previous_one() -> None:
+    chain = [
+        Arrival(0.5, 20, 4, hash_ids=(1 << 33,), block=1 << 24),
+        Arrival(0.5, 34, 3, hash_ids=(1 << 33,), block=1 << 24, after=0, delay=2.0),
+        Arrival(0.5, 47, 2, hash_ids=(1 << 33,), block=1 << 24, after=1, delay=0.25),
+        Arrival(0.6, 10, 2),
+    ]
+    report = simulate(chain, "distserve", "2x1", QUIET, options=Options(routing_delay=0.01))
+    first, second, third, _ = sorted(report.measured)
+    assert second.arrival == pytest.approx(first.ended + 2.0) and third.arrival == pytest.approx(second.ended + 0.25)
+    assert report.summary.reasons == {"stop": 4}
+    assert report.counters.prefix_hits > 0  # the previous round is in the cache
+
+
+def test_rounds_after_a_refused_one_never_arrive() -> None:
+    chain = [Arrival(0.0, 5000, 4), Arrival(0.0, 10, 1, after=0), Arrival(0.0, 10, 1, after=1), Arrival(0.0, 10, 1)]
+    recorder = Recorder()
+    report = simulate(chain, "distserve", "1x1", QUIET, recorder=recorder)
+    assert report.summary.reasons == {"rejected": 3, "stop": 1}
+    assert [one.attained for one in sorted(report.measured)] == [False, False, False, True]
+    assert recorder.requests[2].error == "the round before it did not finish"
+
+
+class Drafts:
+    """A policy that runs everything at once and drafts as much as rows may."""
+
+    def decide(self, view: View) -> Decision:
+        rows = tuple(Grant(one.id, one.remaining, view.limits.draft) for one in view.decode)
+        return Decision((*rows, *(Grant(one.id, one.remaining) for one in view.prefill)))
+
+
+@settings(deadline=None, max_examples=examples(40))
+@given(thought=st.integers(1, 12), answer=st.integers(0, 12), draft=st.integers(0, 3), seed=st.integers(0, 5))
+def test_thinking_ends_at_its_token_and_the_answer_has_its_own_objective(
+    thought: int, answer: int, draft: int, seed: int
+) -> None:
+    slo = SLO(1.0, 0.05, stages=((THINKING, 0.02),))
+    arrivals = [Arrival(0.0, 10, thought + answer, slo, thinking_tokens=thought)]
+    recorder = Recorder()
+    report = simulate(
+        arrivals, Drafts, "2x1", QUIET, seed, recorder=recorder, options=Options(draft=draft, acceptance=0.5)
+    )
+    request = recorder.requests[0]
+    assert (report.counters.drafted > 0) == (draft > 0 and thought + answer > 1)
+    assert len(request.output) == thought + answer and report.summary.reasons == {"stop": 1}
+    ends = [place for place, token in enumerate(request.output, 1) if token == END_THINKING]
+    assert ends == ([thought] if answer else [])
+    assert request.stage == ("answer" if answer else THINKING)

@@ -15,9 +15,8 @@ from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.policy import Decision, Grant, View
 from jaxserve.sched.perf import Perf
 from jaxserve.sched.routing import ROUTERS
-from jaxserve.sched.sim import Arrival, Mesh, Options, simulate, sweep
+from jaxserve.sched.sim import Mesh, Options, simulate, sweep
 from jaxserve.sched.sim.predict import perf_model
-from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.sweep import goodput_search
 from tests.support.sched.presets import CHAT, TINY
 
@@ -103,21 +102,6 @@ def test_the_stopwatch_counts_every_decision() -> None:
     assert report.decisions is not None and report.decisions.p50 == report.decisions.max == 1.0
     assert next(clock) >= 2 * report.counters.steps
     assert simulate(CHAT, "kairos", "1x1", TINY, qps=20, num_requests=20).decisions is None
-
-
-def test_stale_views_crowd_one_instance() -> None:
-    """The router sees the first instance as empty until an update arrives."""
-
-    def first_given(stale: float) -> list[str]:
-        recorder = Recorder()
-        arrivals = [Arrival(0.001 * n, 40, 1) for n in range(30)]
-        simulate(arrivals, "distserve", Mesh(2, colocated=True), QUIET, options=Options(stale=stale), recorder=recorder)
-        return [placed.instance for placed in recorder.placed]
-
-    assert len(set(first_given(0.0)[:4])) == 2
-    stale = first_given(0.01)
-    assert set(stale[:10]) == {"mixed0"} and "mixed1" in stale
-    assert set(first_given(1.0)) == {"mixed0"}
 
 
 @pytest.mark.parametrize("routing", sorted(ROUTERS))

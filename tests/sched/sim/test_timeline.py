@@ -76,14 +76,6 @@ def test_arrows_lead_from_prefill_through_the_transfer_to_decode() -> None:
         assert begin["ts"] < middle["ts"] < end["ts"]
 
 
-def test_counters_stay_within_the_pool_and_are_recorded_only_on_change() -> None:
-    recorder, _ = recorded("2x1")
-    counters = of(trace(recorder)["traceEvents"], "C", name="KV pages", pid=2)
-    pages = [one["args"]["KV pages"] for one in counters]
-    assert max(pages) <= TINY.kv_tokens // TINY.page_size and len(set(pages)) > 3
-    assert all(a != b for a, b in pairwise(pages))
-
-
 def life(recorder: Recorder, id: int) -> str:
     return "\n".join(explain(recorder, id))
 

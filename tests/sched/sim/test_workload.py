@@ -98,13 +98,6 @@ def test_gaps_have_the_requested_variation(arrivals: Arrivals, cv: float) -> Non
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05, abs=1e-6)
 
 
-def test_on_off_keeps_the_mean_rate_and_its_contrast() -> None:
-    times = Arrivals("on_off", on=10, off=30, contrast=5).draw(RANDOM(0), 80_000, 4.0)
-    inside = np.mod(times, 40) < 10
-    assert len(times) / times[-1] == pytest.approx(4.0, rel=0.02)
-    assert inside.mean() / 10 / ((1 - inside.mean()) / 30) == pytest.approx(5, rel=0.05)
-
-
 def test_bursts_hold_their_share_size_and_the_exact_rate() -> None:
     times = Arrivals("bursts", size=50, duty=0.01, share=0.6).draw(RANDOM(0), 30_000, 2.0)
     assert (len(times) - 1) / times[-1] == pytest.approx(2.0)
@@ -262,11 +255,3 @@ def test_scale_divides_lengths_and_rescales_time() -> None:
 @given(thinking=st.integers(0, 50), answer=st.integers(1, 50), output=st.floats(0.1, 200))
 def test_scaled_thinking_stays_inside_the_output(thinking: int, answer: int, output: float) -> None:
     validate(scale([Arrival(0.0, 9, thinking + answer, thinking_tokens=thinking)], output=output))
-
-
-def test_scaled_rounds_still_share_their_prefix() -> None:
-    arrivals = TOOLLLM.draw(50, 2.0, 0)
-    scaled = scale(arrivals, prompt=8)
-    place = next(i for i, a in enumerate(scaled) if a.after is not None)
-    earlier, later = scaled[place - 1].prompt(place - 1), scaled[place].prompt(place)
-    assert later[: len(earlier)] == earlier[:]
