@@ -41,12 +41,6 @@ def test_flags_become_settings():
     assert (made.kv_cache_memory, made.load_format, made.prefill) == (2 << 30, "dummy", 1)
 
 
-def test_flags_win_over_the_file(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text("port: 9\nttft_slo: 1s")
-    assert parsed(f"--config {path} --port 10") == ServeConfig(port=10, ttft_slo=1.0)
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -53,7 +53,7 @@ def test_a_run_writes_all_its_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found["total_input_tokens"] == 90 and found["total_output_tokens"] == 40
     assert found["slo_attainment"] == pytest.approx(10 / 12)
     assert found["request_goodput"] == pytest.approx(found["request_throughput"])
-    assert 20 <= found["median_ttft_ms"] < 80 and 2 <= found["median_tpot_ms"] < 20
+    assert 20 <= found["median_ttft_ms"] < found["median_e2el_ms"] and found["median_tpot_ms"] >= 2
     assert [bool(error) for error in found["errors"]].count(True) == 2
     assert len(endpoint.bodies) == 14  # two warm-ups
     assert all(set(body["prompt"]) <= {10, 11, 12} for body in endpoint.bodies)  # tokens listed by /tokenize
@@ -136,12 +136,6 @@ def test_explicit_fields_are_sent_to_openai_servers() -> None:
         flags = ["--backend", "openai", "--ignore-eos", "--extra-body", '{"top_k": 3}']
         assert bench(endpoint, "--num-prompts", "1", *flags) == 0
     assert endpoint.bodies[0]["ignore_eos"] is True and endpoint.bodies[0]["top_k"] == 3
-
-
-def test_a_refusal_is_shown_with_the_servers_message(capsys: pytest.CaptureFixture[str]) -> None:
-    with Endpoint(strict=True).running() as endpoint:
-        assert bench(endpoint, "--num-prompts", "1", "--backend", "openai", "--ignore-eos") == 1
-    assert "Extra inputs are not permitted: ['ignore_eos']" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("backend", ["vllm", "jaxserve"])

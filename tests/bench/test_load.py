@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +31,6 @@ def test_burstiness_is_the_shape_of_the_gap_distribution() -> None:
     for shape in (0.25, 1.0, 4.0):
         gaps = np.diff(load.arrivals(20_000, 10.0, shape, 0))
         assert gaps.std() / gaps.mean() == pytest.approx(shape**-0.5, rel=0.05)
-
-
-def test_an_infinite_rate_sends_all_at_once() -> None:
-    assert load.arrivals(3, inf, 1.0, 0).tolist() == [0.0, 0.0, 0.0]
 
 
 @given(st.integers(1, 200), st.floats(0, 0.99), st.integers(0, 5))

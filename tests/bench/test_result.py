@@ -104,10 +104,6 @@ def test_the_simulator_measures_the_same(seen: Outcome) -> None:
     assert (here.ttft_attained, here.tpot_attained) == (simulated.ttft_attained, simulated.tpot_attained)
 
 
-def test_an_end_to_end_goal() -> None:
-    assert Goals.parse(["e2el:500"]).kept(LATE) == {"e2el": False}
-
-
 @pytest.mark.parametrize("text", ["ttft", "ttft:x", "itl:5", "ttft:-1", "ttft:nan"])
 def test_invalid_goals_are_refused(text: str) -> None:
     with pytest.raises(InvalidValue, match="goodput"):
@@ -123,12 +119,6 @@ def test_a_run_without_success_has_no_latencies() -> None:
     found = result.summary([FAILED, FAILED], 1.0, goals=GOALS)
     assert found["completed"] == 0 and found["mean_ttft_ms"] == 0.0 and found["slo_attainment"] == 0.0
     assert result.errors([FAILED, FAILED, GOOD]) == ["2 × HTTP 503"]
-
-
-def test_peaks() -> None:
-    outcomes = [outcome(0.5, [0.25] * 4, at=at) for at in (0.0, 0.25, 2.0)]
-    assert result.peak_concurrency(outcomes) == 2
-    assert result.peak_output_rate(outcomes) == 7.0  # tokens at 1.0, 1.25, 1.5 and 1.0, 1.25, 1.5, 1.75
 
 
 def test_attainment_grows_with_looser_objectives() -> None:

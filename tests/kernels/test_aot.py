@@ -128,11 +128,6 @@ def test_what_limits_the_blocks_of_a_multiprocessor(launched: Launched, blocks: 
     assert launched.blocks == blocks and launched.in_flight == 0
 
 
-def test_copies_use_as_much_bandwidth_as_their_bytes_in_flight_allow() -> None:
-    ring = Launched("a", 168, 384, 16 << 10, True)
-    assert ring.share(4.8e12) == pytest.approx((16 << 10) * 132 / 1e-6 / 4.8e12) and ring.share(1e12) == 1.0
-
-
 def test_no_report_is_no_kernel(tmp_path: Path) -> None:
     assert Figures(**kernels(tmp_path), **thunks(tmp_path)) == Figures()  # type: ignore[arg-type]
 
@@ -444,11 +439,6 @@ def gate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
         text=True,
         timeout=250,
     )
-
-
-def test_help_says_what_it_does() -> None:
-    said = gate("--help")
-    assert said.returncode == 0 and all(flag in said.stdout for flag in ("--record", "--only", "--target", "--json"))
 
 
 @pytest.mark.skipif(H200.missing() is None, reason="the compilers for the GPU are installed")

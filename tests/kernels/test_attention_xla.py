@@ -165,13 +165,6 @@ def test_key_scales_of_any_size(k_scale: float, decode: bool) -> None:
     np.testing.assert_allclose(got, dense(q, k, v, ragged, scales=scales), atol=2e-3, rtol=0)
 
 
-def test_rows_may_share_pages() -> None:
-    rows = [(1, 6), (1, 7), (2, 8)]
-    ragged = make(rows, [[5, 9], [5, 3], [5, 9]], page=PAGE, pool=POOL)
-    q = values(4, 4, DIM)
-    np.testing.assert_allclose(attend(q, *pools(2), ragged), dense(q, *pools(2), ragged), atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(("window", "queries"), [(None, None), (9, 6)])
 def test_a_row_has_the_same_bits_alone_and_beside_others(window: int | None, queries: int | None, first: bool) -> None:
@@ -205,20 +198,6 @@ def test_what_a_page_held_before_is_not_seen_even_if_nan(window: int | None, fir
         seen[pages[at // PAGE], at % PAGE] = True
     k[~seen], v[~seen] = np.nan, np.nan
     np.testing.assert_array_equal(attend(q, k, v, ragged, window=window, heads_first=first), want)
-
-
-def test_write_puts_tokens_in_their_pages_and_drops_padding() -> None:
-    ragged = make([(3, 6), (1, 1)], [[7, 2], [4]], page=PAGE, pool=POOL, tokens=6)
-    k, v = values(6, 2, DIM, seed=3), values(6, 2, DIM, seed=4)
-    before = pools(2)
-    after = jax.jit(write_kv)(*before, k, v, ragged)
-    turned = partial(write_kv, heads_first=True)
-    first = jax.jit(turned)(*(pool.swapaxes(1, 2) for pool in before), k, v, ragged)
-    for pool, other, new, old in zip(after, first, (k, v), before, strict=True):
-        want = old.copy()
-        want[7, 3], want[2, 0], want[2, 1], want[4, 0] = new[0], new[1], new[2], new[3]
-        np.testing.assert_array_equal(pool, want)
-        np.testing.assert_array_equal(other, want.swapaxes(1, 2))
 
 
 def test_reads_of_lower_precision_sum_in_float32() -> None:

@@ -76,14 +76,6 @@ def test_a_latent_cache_goes_to_xla_where_no_kernel_reads_it_and_says_why() -> N
     assert choice.backend == "xla" and "spec.values=32 must be a multiple of 128" in choice.refusals[0][1]
 
 
-@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("stored", ["", "int8", "float8_e4m3fn"])
-def test_hopper_has_configs_for_latents(heads: int, page: int, stored: str) -> None:
-    spec = replace(H200, page=page, heads=heads, kv_heads=1, head_dim=576, latent=512, kv_dtype=stored)
-    assert resolve(spec).backend == "mosaic_gpu"
-
-
 def test_a_named_backend_never_falls_back() -> None:
     with pytest.raises(Unsupported, match=r"'mosaic_gpu' cannot run here: .*; allowed: auto, xla"):
         resolve(CPU, "mosaic_gpu")
@@ -118,20 +110,6 @@ def test_hopper_says_why_not(changes: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize("heads", [(32, 8), (8, 2), (16, 16), (8, 1), (5, 1), (64, 4)])
 def test_hopper_has_configs_for_what_is_served(page: int, dim: int, heads: tuple[int, int]) -> None:
     assert resolve(replace(H200, page=page, head_dim=dim, heads=heads[0], kv_heads=heads[1])).backend == "mosaic_gpu"
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"platform": "cpu"}, "it needs a TPU; this is cpu"),
-        ({"dtype": "float16"}, "float16 activations are not supported"),
-        ({"kv_heads": 3, "heads": 6}, "a power of two"),
-        ({"kv_heads": 1, "head_dim": 576, "latent": 512}, r"no TPU kernel for a latent KV cache \(MLA\)"),
-    ],
-)
-def test_tpu_says_why_not(changes: dict[str, Any], reason: str) -> None:
-    assert resolve(V6E) == Choice("tpu", V6E)
-    assert re.search(reason, tpu.supports(replace(V6E, **changes)) or "")
 
 
 def test_measured_configs_win_over_heuristics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The record of one request: its end, its deadlines and its state after a lost pool; valid objectives and boundaries."""
+"""The record of one request: its end, deadlines, and state after a lost pool; valid objectives and boundaries."""
 
 from __future__ import annotations
 
