@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 LEAST, USUAL = 5, 100
@@ -19,6 +20,11 @@ def whole() -> bool:
 def examples(count: int) -> int:
     """Return `count` in the profile `full`, scaled for the other profiles (tests/conftest.py)."""
     return max(LEAST, count * settings.default.max_examples // USUAL)
+
+
+def cases(some: Sequence[Any], every: Sequence[Any]) -> list[Any]:
+    """Return the values of a parameter: some in bare runs, every other one of the matrix with `-m full`."""
+    return [*some, *(pytest.param(case, marks=pytest.mark.full) for case in every if case not in some)]
 
 
 def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
