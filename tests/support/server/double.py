@@ -111,7 +111,10 @@ class Double:
             return
         room = self.info.max_model_len - request.prompt_length
         for count, token in enumerate(itertools.cycle(request.prompt), 1):
-            left.wait(self.delay)  # a cancelled request ends at once, as one of the engine does after its step
+            if self.delay:
+                left.wait(self.delay)  # a cancelled request ends at once
+            else:
+                time.sleep(0)  # lets the server's thread run, which an event's wait does not
             if id in self.cancelled or self.fail_after == count - 1:
                 reason = self.cancelled.get(id, "error")
                 self._end(request, reason)
