@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from jaxserve.config import ServeConfig
-from jaxserve.errors import InvalidValue, QueueFull
+from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
 from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.generation.generate import (
@@ -39,7 +39,7 @@ from jaxserve.generation.salt import salt_of
 from jaxserve.generation.session import session_of
 from jaxserve.generation.vectors import check_dimensions, paired, pooling_params, similarity, vector_of
 from jaxserve.generation.vectors import finished as finished_vector
-from jaxserve.models.source import find_tokenizer
+from jaxserve.models.source import find_tokenizer, tokenizer_folder
 from jaxserve.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -65,6 +65,27 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Prompt", "RequestOutput"]
 
 
+def _started(config: ServeConfig, tokenizer: Tokenizer | None) -> tuple[Any, Tokenizer]:
+    """Start an engine, and load the tokenizer meanwhile. What is wrong with the tokenizer is said first."""
+    from jaxserve.engine.engine import Engine  # imports jax, so only now
+
+    if tokenizer is None:
+        tokenizer_folder(config)  # raises at once if there is none
+    with ThreadPoolExecutor(1) as beside:
+        loading = beside.submit(lambda: tokenizer or find_tokenizer(config))
+        try:
+            with bar("warming up") as progress:
+                engine = Engine.start(config, progress=progress)
+        except JaxserveError:
+            loading.result()
+            raise
+    try:
+        return engine, loading.result()
+    except JaxserveError:
+        engine.close()
+        raise
+
+
 class _Base:
     """An engine with a tokenizer. Use it as a context manager, or call `close`."""
 
@@ -88,21 +109,11 @@ class _Base:
         elif model is not None or settings:
             raise InvalidValue(f"config is given, so {', '.join(['model', *settings])} must not be", "config")
         self.config = config
-        made_here = engine is None
-        with ThreadPoolExecutor(1) as beside:
-            tokenizer = beside.submit(lambda: tokenizer_object or find_tokenizer(config))
-            if engine is None:
-                from jaxserve.engine.engine import Engine  # imports jax, so only now
-
-                with bar("warming up") as progress:
-                    engine = Engine.start(config, progress=progress)
+        if engine is not None:
+            self.tokenizer = tokenizer_object or find_tokenizer(config)
+        else:
+            engine, self.tokenizer = _started(config, tokenizer_object)
         self.engine: Any = engine
-        try:
-            self.tokenizer = tokenizer.result()
-        except Exception:
-            if made_here:
-                engine.close()
-            raise
         from jaxserve.server.metrics import Metrics
 
         self._metrics: Metrics = Metrics(engine, config.names[0], config.metrics_prefix)

@@ -31,7 +31,7 @@ from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult, Suspended
 from jaxserve.sched.api.preemption import Boundary
 from tests.support.engine.mixed import Mixed, jobs_of
 from tests.support.engine.steps import GREEDY, Job, alone, executors, generate, run
-from tests.support.examples import examples
+from tests.support.examples import cases, examples
 from tests.support.parity.families import FAMILIES, SIZES
 
 SAMPLED = SamplingParams(temperature=1.0, logprobs=3, max_tokens=None)
@@ -70,7 +70,9 @@ def pools(executor: JaxExecutor, pages: int) -> list[np.ndarray[Any, Any]]:
     return [np.asarray(part)[:pages] for pool in executor.state.pools for part in pool]
 
 
-def check(name: str, mesh: str, boundary: str) -> None:
+@pytest.mark.parametrize("case", cases(BARE, CASES), ids=str)
+def test_a_segmented_step_equals_a_whole_one_bitwise(case: tuple[str, str, str]) -> None:
+    name, mesh, boundary = case
     spec, plan = spec_of(name, 6 if boundary == "op" else 3), plan_mesh(mesh)
     config = ExecutorConfig(
         spec=spec, load=random_init(3), mesh=plan, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256,
@@ -110,17 +112,6 @@ def run_plan(executor: JaxExecutor, plan: StepPlan) -> StepResult:
     result = run(scenario())
     assert isinstance(result, StepResult)
     return result
-
-
-@pytest.mark.parametrize(("name", "mesh", "boundary"), BARE)
-def test_a_segmented_step_equals_a_whole_one_bitwise(name: str, mesh: str, boundary: str) -> None:
-    check(name, mesh, boundary)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "mesh", "boundary"), [case for case in CASES if case not in BARE])
-def test_a_segmented_step_equals_a_whole_one_bitwise_anywhere(name: str, mesh: str, boundary: str) -> None:
-    check(name, mesh, boundary)
 
 
 def test_equal_layers_share_a_program() -> None:

@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 
 from jaxserve.models import registry
+from tests.support.examples import cases
 from tests.support.parity.asks import ROOMY, asks
 from tests.support.parity.families import FAMILIES, SIZES
 from tests.support.parity.law import LENGTH, PAGE, SPEC, Model, Setup, hold
@@ -24,7 +25,7 @@ LATENT = registry.spec_from_config(
     {**SIZES, **FAMILIES["DeepseekV2"], "first_k_dense_replace": 2, "architectures": ["DeepseekV2ForCausalLM"]}
 )
 SHAPES = (("1x1", 16, TIGHT), ("2x1", 16, TIGHT), ("2x2", 64, ROOMY), ("4x2", 64, TIGHT), ("1x8", 256, ROOMY))
-BARE = [("fp8", "2x1", 16, TIGHT)]
+EVERY = [(kind, *shape, False) for kind in KINDS for shape in SHAPES]
 
 
 @cache
@@ -32,15 +33,10 @@ def model(kind: str) -> Model:
     return Model(SPEC.quantized_as("int8") if kind == "int8" else SPEC, close=CLOSE, kv=kind)
 
 
-@pytest.mark.parametrize(("kind", "mesh", "chunk", "pages"), BARE)
-def test_no_schedule_changes_the_tokens(kind: str, mesh: str, chunk: int, pages: int) -> None:
-    hold(model(kind), asks(1), mesh, chunk, pages, ROOMY, narrow=True)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("kind", "mesh", "chunk", "pages"), [(kind, *shape) for kind in KINDS for shape in SHAPES])
-def test_no_schedule_changes_the_tokens_anywhere(kind: str, mesh: str, chunk: int, pages: int) -> None:
-    hold(model(kind), asks(1), mesh, chunk, pages, ROOMY)
+@pytest.mark.parametrize("case", cases([("fp8", "2x1", 16, TIGHT, True)], EVERY), ids=str)
+def test_no_schedule_changes_the_tokens(case: tuple[str, str, int, int, bool]) -> None:
+    kind, mesh, chunk, pages, narrow = case
+    hold(model(kind), asks(1), mesh, chunk, pages, ROOMY, narrow=narrow)
 
 
 @cache
@@ -48,16 +44,13 @@ def latent(kind: str) -> Model:
     return Model(LATENT, close=CLOSE, kv=kind)
 
 
-def test_no_schedule_changes_the_tokens_of_a_latent() -> None:
-    hold(latent("fp8"), asks(1, 6), "2x1", 64, TIGHT, ROOMY, narrow=True)
+FEWER = [case for case in EVERY if case[1:4] in SHAPES[1:4]]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("kind", "mesh", "chunk", "pages"), [(kind, *shape) for kind in KINDS for shape in SHAPES[1:4]]
-)
-def test_no_schedule_changes_the_tokens_of_a_latent_anywhere(kind: str, mesh: str, chunk: int, pages: int) -> None:
-    hold(latent(kind), asks(1, 6), mesh, chunk, pages, ROOMY)
+@pytest.mark.parametrize("case", cases([("fp8", "2x1", 64, TIGHT, True)], FEWER), ids=str)
+def test_no_schedule_changes_the_tokens_of_a_latent(case: tuple[str, str, int, int, bool]) -> None:
+    kind, mesh, chunk, pages, narrow = case
+    hold(latent(kind), asks(1, 6), mesh, chunk, pages, ROOMY, narrow=narrow)
 
 
 def test_the_same_buckets_give_equal_bits_after_migration() -> None:

@@ -12,6 +12,7 @@ import random
 import pytest
 
 from jaxserve.sched.api.params import SamplingParams
+from tests.support.examples import cases
 from tests.support.parity.asks import ROOMY, TIGHT, Faults, alone, asks, setup
 from tests.support.parity.law import SPEC, Ask, compare
 
@@ -35,7 +36,8 @@ def sample() -> list[tuple[str, int, int, str, int]]:
 STOPPED: dict[str, list[int]] = {}
 
 
-def check(case: tuple[str, int, int, str, int]) -> None:
+@pytest.mark.parametrize("case", cases(sample(), CASES), ids=str)
+def test_no_schedule_changes_the_tokens(case: tuple[str, int, int, str, int]) -> None:
     mesh, chunk, pages, policy, seed = case
     requests = asks(seed)
     served, cluster = setup(mesh, chunk, pages).run(requests, policy)
@@ -45,17 +47,6 @@ def check(case: tuple[str, int, int, str, int]) -> None:
         assert cluster.kv_transfers.transfers > 0, "no KV was transferred"
     if pages == ROOMY:
         assert sum(core.scheduler.counters.prefix_hits for core in cluster.cores) > 0, "there was no prefix hit"
-
-
-@pytest.mark.parametrize("case", sample(), ids=str)
-def test_no_schedule_changes_the_tokens(case: tuple[str, int, int, str, int]) -> None:
-    check(case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_no_schedule_changes_the_tokens_anywhere(case: tuple[str, int, int, str, int]) -> None:
-    check(case)
 
 
 @pytest.mark.parametrize("policy", ["distserve", "unified"])

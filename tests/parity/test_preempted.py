@@ -21,7 +21,7 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.instance.loop import Core
 from jaxserve.sched.journal import Journal, replay
-from tests.support.examples import whole
+from tests.support.examples import cases, whole
 from tests.support.parity.asks import ROOMY, TIGHT, Faults, asks, constrained
 from tests.support.parity.families import model
 from tests.support.parity.law import LENGTH, PAGE, SPEC, Ask, Model, Setup, compare
@@ -118,7 +118,8 @@ def stops(cluster: Cluster) -> int:
     return sum(core.scheduler.counters.suspended for core in cluster.cores)
 
 
-def check(case: tuple[str, str, int, str]) -> None:
+@pytest.mark.parametrize("case", cases(BARE, CASES), ids=str)
+def test_stopping_steps_does_not_change_the_tokens(case: tuple[str, str, int, str]) -> None:
     """Check the law until enough steps were stopped, which depends on the speed of the machine."""
     mesh, boundary, pages, policy = case
     engine, enough = setup(mesh, boundary, pages), 6 if pages == ROOMY else 1
@@ -137,17 +138,6 @@ def stopped(setup: Setup, requests: Sequence[Ask], policy: str, enough: int) -> 
         if found >= enough:
             return
     raise AssertionError(f"only {found} steps were stopped in {MOST_RUNS} runs, {enough} are required")
-
-
-@pytest.mark.parametrize("case", BARE, ids=str)
-def test_stopping_steps_does_not_change_the_tokens(case: tuple[str, str, int, str]) -> None:
-    check(case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_stopping_steps_does_not_change_the_tokens_anywhere(case: tuple[str, str, int, str]) -> None:
-    check(case)
 
 
 def test_stopping_steps_does_not_change_structured_outputs() -> None:

@@ -14,6 +14,7 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.routing.base import Router
+from tests.support.examples import cases
 from tests.support.parity.asks import ROOMY, TIGHT, alone, asks, setup
 from tests.support.parity.law import compare
 from tests.support.parity.roles import RandomRoles
@@ -22,7 +23,8 @@ CASES = list(itertools.product(("2x1", "4x2"), (ROOMY, TIGHT), ("distserve", "ka
 BARE = [("2x1", ROOMY, "unified", 1), ("2x1", TIGHT, "distserve", 2), ("4x2", ROOMY, "kairos", 1)]
 
 
-def check(case: tuple[str, int, str, int]) -> None:
+@pytest.mark.parametrize("case", cases(BARE, CASES), ids=str)
+def test_no_change_of_roles_changes_a_token(case: tuple[str, int, str, int]) -> None:
     mesh, pages, policy, seed = case
     file, changes = io.StringIO(), RandomRoles(seed, every=4)
     served, _ = setup(mesh, 64, pages).run(asks(seed), policy, journal=Journal(file), disturb=changes)
@@ -31,17 +33,6 @@ def check(case: tuple[str, int, str, int]) -> None:
     assert compare(asks(seed), served, alone(seed)) <= 1
     outcome = replay(file.getvalue().splitlines(), perf_of)
     assert outcome.differences == [] and '"kind":"set_role"' in file.getvalue()
-
-
-@pytest.mark.parametrize("case", BARE, ids=str)
-def test_no_change_of_roles_changes_a_token(case: tuple[str, int, str, int]) -> None:
-    check(case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_no_change_of_roles_changes_a_token_anywhere(case: tuple[str, int, str, int]) -> None:
-    check(case)
 
 
 def test_running_decodes_move_without_recomputation() -> None:

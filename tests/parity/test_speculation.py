@@ -20,6 +20,7 @@ from jaxserve.sched.api.policy import Decision, Grant, View
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.settings.speculative import Speculative
+from tests.support.examples import cases
 from tests.support.parity.asks import NGRAM, ROOMY, STYLES, TIGHT, guessing
 from tests.support.parity.asks import setup as targets
 from tests.support.parity.law import PAGE, SPEC, Ask, Setup, compare, weights
@@ -98,36 +99,26 @@ def alone(seed: int) -> tuple[Request, ...]:
 
 
 CASES = [
-    (mesh, tokens, pages, drafter)
+    (mesh, tokens, pages, drafter, DRAFT)
     for mesh, tokens, pages in (("1x1", 64, ROOMY), ("1x2", 16, TIGHT), ("2x1", 64, TIGHT))
     for drafter in ("ngram", "close", "other")
 ]
-SAMPLE = [("1x1", 64, ROOMY, "ngram"), ("2x1", 64, TIGHT, "close")]
+SAMPLE = [("1x1", 64, ROOMY, "ngram", DRAFT), ("2x1", 64, TIGHT, "close", FEW)]
 
 
-@pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_drafts_do_not_change_the_tokens(case: tuple[str, int, int, str]) -> None:
-    check(case, DRAFT if case[-1] in SHARED else FEW)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_drafts_do_not_change_the_tokens_anywhere(case: tuple[str, int, int, str]) -> None:
-    check(case, DRAFT)
-
-
-def check(case: tuple[str, int, int, str], most: int) -> None:
-    requests = asks(1)
-    served, cluster = setup(*case, most).run(requests, partial(Uneven, most))
+@pytest.mark.parametrize("case", cases(SAMPLE, CASES), ids=str)
+def test_drafts_do_not_change_the_tokens(case: tuple[str, int, int, str, int]) -> None:
+    requests, (mesh, *_, drafter, most) = asks(1), case
+    served, cluster = setup(*case).run(requests, partial(Uneven, most))
     assert compare(requests, served, alone(1)) <= 1
     assert all(request.finish_reason in ("stop", "length") for request in served)
     drafted = sum(core.scheduler.counters.drafted for core in cluster.cores)
     right = sum(core.scheduler.counters.accepted for core in cluster.cores)
     assert drafted > right
-    assert right > 0 or case[-1] == "other"
-    if case[0] == "2x1":
+    assert right > 0 or drafter == "other"
+    if mesh == "2x1":
         assert cluster.kv_transfers.transfers > 0, "no KV was transferred"
-    if case[-1] == "close":
+    if drafter == "close":
         assert right > 0.3 * drafted, "KV of the draft model is missing or wrong"
 
 

@@ -15,6 +15,7 @@ import pytest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Progress, Request
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
+from tests.support.examples import cases
 from tests.support.parity.asks import ROOMY, TIGHT, Faults, constrained, guessing, setup
 from tests.support.parity.law import SPEC, Ask, compare, masks_of
 from tests.support.parity.policies import Longest
@@ -42,7 +43,15 @@ def allowed(requests: Sequence[Ask], served: Sequence[Request]) -> None:
             assert text in wanted.choice
 
 
-def check(mesh: str, chunk: int, pages: int, policy: str, seed: int) -> None:
+CASES = list(
+    itertools.product(("1x1", "2x1", "2x2"), (16, 64), (ROOMY, TIGHT), ("distserve", "kairos", "unified"), (1, 2))
+)
+SAMPLE = [("1x1", 64, TIGHT, "unified", 1), ("2x1", 16, ROOMY, "kairos", 1), ("2x2", 64, TIGHT, "distserve", 1)]
+
+
+@pytest.mark.parametrize("case", cases(SAMPLE, CASES), ids=str)
+def test_no_schedule_changes_structured_outputs(case: tuple[str, int, int, str, int]) -> None:
+    mesh, chunk, pages, policy, seed = case
     requests = constrained(seed)
     served, cluster = setup(mesh, chunk, pages).run(requests, policy)
     assert [request.error for request in served] == [None] * len(served)
@@ -52,26 +61,10 @@ def check(mesh: str, chunk: int, pages: int, policy: str, seed: int) -> None:
         assert cluster.kv_transfers.transfers > 0, "no KV was transferred"
 
 
-CASES = list(itertools.product(("1x1", "2x1", "2x2"), (16, 64), (ROOMY, TIGHT), ("distserve", "kairos", "unified")))
-SAMPLE = [("1x1", 64, TIGHT, "unified"), ("2x1", 16, ROOMY, "kairos"), ("2x2", 64, TIGHT, "distserve")]
-
-
 def test_outputs_end_and_are_valid() -> None:
     allowed(constrained(1), alone(1))
     ended = [one for ask, one in zip(constrained(1), alone(1), strict=True) if ask.params.structured_outputs]
     assert sum(one.finish_reason == "stop" for one in ended) > len(ended) // 2
-
-
-@pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_no_schedule_changes_structured_outputs(case: tuple[str, int, int, str]) -> None:
-    check(*case, 1)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_no_schedule_changes_structured_outputs_anywhere(case: tuple[str, int, int, str], seed: int) -> None:
-    check(*case, seed)
 
 
 @pytest.mark.parametrize("place", ["deflect:faster"])

@@ -11,6 +11,7 @@ import pytest
 from jaxserve.sched.api.request import BEST_EFFORT, STANDARD
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.instance.step_builder import evict_best_effort
+from tests.support.examples import cases
 from tests.support.parity.asks import ROOMY, TIGHT, alone, asks, setup
 from tests.support.parity.law import Ask, compare
 
@@ -45,7 +46,8 @@ def mixed(seed: int) -> list[Ask]:
     return [replace(ask, tier=STANDARD if n % 4 else BEST_EFFORT) for n, ask in enumerate(asks(seed))]
 
 
-def check(case: tuple[str, int, str, str]) -> None:
+@pytest.mark.parametrize("case", cases(BARE, CASES), ids=str)
+def test_no_demotion_deflection_or_drop_changes_a_token(case: tuple[str, int, str, str]) -> None:
     """Check the law until all possible events have occurred, which depends on the speed of the machine."""
     mesh, pages, policy, place = case
     demoted = dropped = deflected = 0
@@ -61,14 +63,3 @@ def check(case: tuple[str, int, str, str]) -> None:
         if demoted and dropped and (deflected or place != "deflect:faster" or mesh == "1x1"):
             return
     raise AssertionError(f"some event did not occur in {MOST_RUNS} runs: {demoted=} {dropped=} {deflected=}")
-
-
-@pytest.mark.parametrize("case", BARE, ids=str)
-def test_no_demotion_deflection_or_drop_changes_a_token(case: tuple[str, int, str, str]) -> None:
-    check(case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_no_demotion_deflection_or_drop_changes_a_token_anywhere(case: tuple[str, int, str, str]) -> None:
-    check(case)

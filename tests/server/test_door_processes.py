@@ -21,7 +21,8 @@ from jaxserve.remote import process as processes
 from jaxserve.remote.messages import Failure
 from jaxserve.remote.process import EngineProcess
 from jaxserve.report.start import StartProgress
-from tests.support.server.processes import JOIN, alive, children, wait
+from tests.support.server.processes import JOIN, alive, children
+from tests.support.timing import until
 
 # An engine that never is ready, in this process or another, or that fails as soon as the file FAIL exists.
 SCRIPT = """
@@ -112,8 +113,8 @@ FRONTS = [("--api-server-count", count) for count in ("0", "1", "2")]
 
 def state(one: Begun) -> None:
     """Check that every front knows how far the start is, and that a request waits."""
-    wait(lambda: "warming up, 3 of 9 programs" in httpx.get(f"{one.url}/health").json()["error"]["message"])
-    wait(lambda: httpx.get(f"{one.url}/health").json()["startup"]["requests_waiting"] == 1)
+    until(lambda: "warming up, 3 of 9 programs" in httpx.get(f"{one.url}/health").json()["error"]["message"])
+    until(lambda: httpx.get(f"{one.url}/health").json()["startup"]["requests_waiting"] == 1)
     assert httpx.get(f"{one.url}/livez").status_code == 200
     assert not one.answers
 
@@ -152,14 +153,14 @@ def test_a_failed_start_ends_the_server(flags: tuple[str, str], tmp_path: Path) 
 
 def test_a_front_that_dies_is_replaced_by_one_that_waits(tmp_path: Path) -> None:
     with begun(tmp_path, "--api-server-count", "2", "--no-queue-at-start") as one:
-        wait(lambda: len(one.answers) == 1)
+        until(lambda: len(one.answers) == 1)
         assert one.answers[0].json()["error"]["code"] == "starting"
         before = set(children(one.process.pid))
         assert len(before) == 2
         os.kill(min(before), signal.SIGKILL)
-        wait(lambda: len(set(children(one.process.pid)) - before) == 1)
+        until(lambda: len(set(children(one.process.pid)) - before) == 1)
         for _ in range(20):  # over connections of their own, so to both fronts
-            wait(lambda: "warming up, 3 of 9" in httpx.get(f"{one.url}/health", timeout=JOIN).text)
+            until(lambda: "warming up, 3 of 9" in httpx.get(f"{one.url}/health", timeout=JOIN).text)
         one.process.send_signal(signal.SIGTERM)
         assert one.end()[0] == 128 + signal.SIGTERM
 

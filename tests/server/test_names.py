@@ -26,6 +26,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.sched import admission, policies, routing
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
+from tests.support.examples import cases
 from tests.support.server.live import MODEL, Live
 from tests.support.timing import until
 
@@ -187,7 +188,8 @@ def at_rest(live: Live) -> None:
     until(lambda: not any(one.pages_held for one in live.engine.stats().instances), live.engine.stats)
 
 
-def check(case: Case, machine: Any, tokenizer: Tokenizer, reference: Sequence[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("case", cases(sample(), MATRIX), ids=",".join)
+def test_every_name_is_served(case: Case, machine: Any, tokenizer: Tokenizer, reference: list[dict[str, Any]]) -> None:
     config = replace(machine.config, **case._asdict())
     with serving(machine, config, tokenizer) as live:
         with ThreadPoolExecutor(len(BODIES)) as threads:
@@ -229,14 +231,6 @@ def check_metrics(case: Case, told: dict[str, float], done: Sequence[dict[str, A
     assert told["demotions_total"] < len(BODIES)
 
 
-SAMPLE = sample()
-
-
-@pytest.mark.parametrize("case", SAMPLE, ids=",".join)
-def test_every_name_is_served(case: Case, machine: Any, tokenizer: Tokenizer, reference: list[dict[str, Any]]) -> None:
-    check(case, machine, tokenizer, reference)
-
-
 def test_build_settings_of_executors_are_unchanged(machine: Any) -> None:
     with pytest.raises(InvalidValue, match="max_num_seqs=9 must be 8, as built into these executors"):
         machine.serving(replace(machine.config, policy="vllm", max_num_seqs=9))
@@ -246,11 +240,3 @@ def test_schedulers_may_have_tighter_limits_than_executors(machine: Any) -> None
     limits = replace(machine.limits, rows=2, stairs=())
     cluster = machine.serving(machine.config, limits).cluster(lambda request: None)
     assert {core.scheduler.limits for core in cluster.cores} == {limits} != {machine.limits}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [case for case in MATRIX if case not in SAMPLE], ids=",".join)
-def test_every_name_is_served_with_every_other(
-    case: Case, machine: Any, tokenizer: Tokenizer, reference: list[dict[str, Any]]
-) -> None:
-    check(case, machine, tokenizer, reference)

@@ -9,6 +9,11 @@ import httpx
 import openai
 import pytest
 
+from jaxserve.generation.generate import GenerationFailed
+from jaxserve.sched.api.errors import QueueFull, Unavailable
+from jaxserve.sched.api.plan import GIVEN_UP, UNAVAILABLE
+from jaxserve.server.failures import refusal, response_of
+
 GOOD = {"prompt": "def main(", "max_tokens": 3}
 
 
@@ -201,3 +206,29 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(fake):
     check(live.http.get("/health"), 503)
     running.join(30)
     assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 20
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (GenerationFailed("a step hangs", UNAVAILABLE), 503, "unavailable"),
+        (GenerationFailed("it waited 600 s", "expired"), 503, "queue_timeout"),
+        (GenerationFailed("not now", "refused"), 429, "slo_unattainable"),
+        (Unavailable("no instance responds", 7.0), 503, "unavailable"),
+        (QueueFull("200 requests wait", 12.5), 503, "queue_full"),
+    ],
+)
+def test_temporary_failures_have_retry_after(error: Exception, status: int, code: str) -> None:
+    found = refusal(error)
+    assert (found.status, found.code) == (status, code) and str(error) in str(found)
+    assert int(response_of(error).headers["Retry-After"]) >= 1
+
+
+def test_every_reason_has_a_status() -> None:
+    assert {reason: refusal(GenerationFailed("why", reason)).status for reason in GIVEN_UP} == {
+        "error": 500,
+        "rejected": 400,
+        "refused": 429,
+        UNAVAILABLE: 503,
+        "expired": 503,
+    }

@@ -27,6 +27,11 @@ def quick_or_full(rows: Iterable[tuple[Any, ...]], quick: Collection[tuple[Any, 
     return [pytest.param(*row, marks=() if row in quick else pytest.mark.full) for row in rows]
 
 
+def cases(some: Sequence[Any], every: Sequence[Any]) -> list[Any]:
+    """Return the values of a parameter: some in bare runs, every other one of the matrix with `-m full`."""
+    return [*some, *(pytest.param(case, marks=pytest.mark.full) for case in every if case not in some)]
+
+
 def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Choose a few of the rows that together contain every pair of values that any row contains."""
 

@@ -15,7 +15,7 @@ FEW = 3  # up to this many files given by name run in this process
 DOUBLES = tuple(
     f"tests/server/test_{name}.py"
     for name in (
-        "api_tools", "bodies", "connections", "documented", "fairness", "gave_up", "generation", "hostile_values",
+        "api_tools", "bodies", "connections", "documented", "fairness", "generation", "hostile_values",
         "long_texts", "messages", "proxy", "refusals", "responses", "shapes", "stops", "text", "tls", "writers",
     )
 )  # fmt: skip

@@ -29,8 +29,8 @@ from jaxserve.sched.policies.slos_serve.commitments import Commitments, Prompts,
 from jaxserve.sched.policies.slos_serve.dp import admitted, largest_set, tier_of, tiers, values
 from jaxserve.sched.policies.slos_serve.speculation import PrefillSupply, StepCosts
 from jaxserve.sched.routing.base import Fleet
-from tests.support.cost import calls
 from tests.support.examples import examples
+from tests.support.sched.cost import calls
 from tests.support.sched.harness import Job, simulate
 
 TOKEN = Coefficients(fixed=0, prefill=1 / 6, decode=1 / 6, quadratic=0, longest=0, context=0)  # six tokens per second

@@ -19,7 +19,7 @@ from jaxserve.sched.instance.request_queues import RequestQueues
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.slos_serve.policy import SlosServe
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
-from tests.support.cost import calls
+from tests.support.sched.cost import calls
 from tests.support.sched.harness import COEFFICIENTS
 
 DEVICE = Coefficients(fixed=10e-3, prefill=1e-4, decode=5e-5, quadratic=0, longest=0, context=0)

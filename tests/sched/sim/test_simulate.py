@@ -24,8 +24,8 @@ from jaxserve.sched.sim.options import Scaling
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.workload import Arrivals
 from jaxserve.yamlio import load_yaml
-from tests.support.cost import calls
 from tests.support.examples import examples
+from tests.support.sched.cost import calls
 from tests.support.sched.presets import CHAT, ROOT, TINY
 
 TRACES = ROOT.parent / "shared" / "traces"

@@ -111,7 +111,10 @@ class Double:
             return
         room = self.info.max_model_len - request.prompt_length
         for count, token in enumerate(itertools.cycle(request.prompt), 1):
-            left.wait(self.delay)  # a cancelled request ends at once, as one of the engine does after its step
+            if self.delay:
+                left.wait(self.delay)  # a cancelled request ends at once
+            else:
+                time.sleep(0)  # lets the server's thread run, which an event's wait does not
             if id in self.cancelled or self.fail_after == count - 1:
                 reason = self.cancelled.get(id, "error")
                 self._end(request, reason)
@@ -158,7 +161,7 @@ class Double:
 
     def stats(self) -> Stats:
         running = len(self._running)
-        reasons = Counter(one.finish_reason or "error" for one in self._over.values())
+        reasons = Counter(one.finish_reason or "error" for one in list(self._over.values()))
         instance = InstanceStats("i0", "mixed", running, 0, 64, running, 0)
         return Stats((instance,), self._counters, 0, 0, 0.0, dict(reasons))
 
