@@ -76,34 +76,32 @@ def test_every_request_of_a_long_queue_is_served(policy: str) -> None:
     assert {one.finish_reason for one in outcome.requests} <= {"stop", "length", "abort"}
 
 
-def test_a_request_that_is_granted_and_demoted_at_once_waits_behind_those_shown() -> None:
-    class DemotesWhatItGrants:
-        def decide(self, view: View) -> Decision:
-            late = [one.id for one in view.prefill if one.tier == STANDARD]
-            return Decision(tuple(Grant(one.id, 16) for one in view.prefill), demote=tuple(late))
+class DemotesAndGrantsAll:
+    """A policy that demotes every request with objectives, and grants all that it sees, in this order or backward."""
 
-    one = scheduler(DemotesWhatItGrants())
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def decide(self, view: View) -> Decision:
+        late = tuple(one.id for one in view.prefill if one.tier == STANDARD)
+        return Decision(tuple(Grant(one.id, 16) for one in list(view.prefill)[:: self.step]), demote=late)
+
+
+@pytest.mark.parametrize(
+    ("step", "others", "own", "granted", "shown"),
+    [
+        pytest.param(1, -1, 0, [0, 1, 2, 3], False, id="it waits behind those shown"),
+        pytest.param(-1, 0, -1, [62, 61, 60, 59], True, id="it takes the place of one that is granted"),
+    ],
+)
+def test_a_request_that_is_granted_and_demoted_at_once(
+    step: int, others: int, own: int, granted: list[int], shown: bool
+) -> None:
+    one = scheduler(DemotesAndGrantsAll(step))
     for id in range(100):
-        one.add(request(id, priority=-1))
-    one.add(request(200, STANDARD))
+        one.add(request(id, priority=others))
+    one.add(request(200, STANDARD, priority=own))
     plan = one.plan(0.0, 0.0)
-    assert plan is not None and [span.request for span in plan.spans] == [0, 1, 2, 3]
-    assert next(each for each in one if each.id == 200).tier == BEST_EFFORT and 200 not in seen(one)
-    one.check()
-
-
-def test_a_demoted_request_may_take_the_place_of_one_that_is_granted() -> None:
-    class DemotesAndGrantsAll:
-        def decide(self, view: View) -> Decision:
-            late = tuple(one.id for one in view.prefill if one.tier == STANDARD)
-            return Decision(tuple(Grant(one.id, 16) for one in reversed(list(view.prefill))), demote=late)
-
-    one = scheduler(DemotesAndGrantsAll())
-    for id in range(100):
-        one.add(request(id))
-    one.add(request(200, STANDARD, priority=-1))
-    assert 63 in seen(one)
-    plan = one.plan(0.0, 0.0)
-    assert plan is not None and [span.request for span in plan.spans] == [62, 61, 60, 59]
-    assert 200 in seen(one)
+    assert plan is not None and [span.request for span in plan.spans] == granted
+    assert next(each for each in one if each.id == 200).tier == BEST_EFFORT and (200 in seen(one)) is shown
     one.check()
