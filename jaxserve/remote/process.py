@@ -54,6 +54,7 @@ class EngineProcess:
         process.daemon = True
         self._process = process
         self._reaping = threading.Lock()  # the exit status can be collected once
+        self._ready = False
         process.start()
         theirs.close()
         self.pid: int = process.pid
@@ -64,12 +65,13 @@ class EngineProcess:
         try:
             while isinstance(said := self._control.recv(), StartProgress):
                 told(said)
-        except EOFError:
+        except (EOFError, OSError):  # the latter if it had not read all when it was killed
             self.join()
             raise JaxserveError(f"the engine's process ended while it started ({self.end})") from None
         if said is not None:
             self.close()
             raise said.error()
+        self._ready = True
 
     @property
     def end(self) -> str:
@@ -87,9 +89,15 @@ class EngineProcess:
             return bool(self._process.exitcode == RETIRED)
 
     def close(self) -> bool:
-        """Close the engine and end its process; return False if it had to be killed."""
-        with suppress(OSError):  # it has ended
-            self._control.send(CLOSE)
+        """Close the engine and end its process; return False if it had to be killed.
+
+        An engine that is not ready has nothing to lose, and its process, which may still import, none to close.
+        """
+        if not self._ready:
+            self._process.kill()
+        else:
+            with suppress(OSError):  # it has ended
+                self._control.send(CLOSE)
         ended = self.join()
         if not ended:
             log.error("the engine's process did not end within %g s and is killed", CLOSING)

@@ -16,8 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from jaxserve.config import ServeConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.remote import process as processes
+from jaxserve.remote.address import Address, Place
 from jaxserve.remote.messages import Failure
 from jaxserve.remote.process import EngineProcess
 from jaxserve.report.start import StartProgress
@@ -163,6 +165,24 @@ def test_a_front_that_dies_is_replaced_by_one_that_waits(tmp_path: Path) -> None
             until(lambda: "warming up, 3 of 9" in httpx.get(f"{one.url}/health", timeout=JOIN).text)
         one.process.send_signal(signal.SIGTERM)
         assert one.end()[0] == 128 + signal.SIGTERM
+
+
+def test_an_engine_that_is_not_ready_ends_at_once(tmp_path: Path) -> None:
+    place = Place(Address(path=str(tmp_path / "socket")), b"key", "the engine process")
+    process = EngineProcess(ServeConfig.load(), place)
+    failures: list[JaxserveError] = []
+
+    def start() -> None:
+        try:
+            process.wait()
+        except JaxserveError as error:
+            failures.append(error)
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    assert process.close(), "it need not be asked, so it was not killed for being late"
+    starting.join(JOIN)
+    assert process.end == "signal SIGKILL" and "ended while it started (signal SIGKILL)" in str(failures[0])
 
 
 def test_an_engine_tells_its_progress_until_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,10 @@ import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
+from jaxserve.server.service import Service
 from jaxserve.server.tls import check_tls
+from tests.support.server.double import Double
+from tests.support.server.starting import Starting
 
 OPENSSL = shutil.which("openssl")
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason="openssl, which makes the certificates, is not installed")
@@ -59,6 +62,22 @@ def test_answers_and_streams_are_encrypted(fake, server):
         httpx.get(live.url.replace("http://", "https://") + "/health")
     with pytest.raises(httpx.TransportError):
         live.http.get("/health")  # plain HTTP
+
+
+def test_a_server_that_starts_is_encrypted(server, tokenizer):
+    files = {"ssl_certfile": str(server[0]), "ssl_keyfile": str(server[1])}
+    made = Starting(ServeConfig.load(disable_log_stats=True, **files))
+    try:
+        with client(made.url, server[0]) as trusting:
+            assert trusting.get("/health").status_code == 503
+            with pytest.raises(httpx.ConnectError, match="certificate"):
+                httpx.get(made.url + "/health")
+            service = Service(Double(), tokenizer, made.config)
+            made.open(service)
+            assert trusting.post("/v1/completions", json=BODY).status_code == 200
+            service.close()
+    finally:
+        made.stop()
 
 
 def test_clients_must_present_a_certificate_of_the_authority(fake, server, folder):
