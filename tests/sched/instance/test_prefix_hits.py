@@ -16,8 +16,8 @@ from jaxserve.sched.instance.prefix_hits import PrefixHits
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.fcfs import Fcfs
-from tests.support.cost import calls
 from tests.support.examples import examples
+from tests.support.sched.cost import calls
 from tests.support.sched.fleet import step
 
 PERF = Coefficients(1e-3, 1e-5, 1e-5, 0.0, 0.0, 0.0)
