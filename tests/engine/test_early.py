@@ -27,6 +27,9 @@ from jaxserve.sched.perf.recipe import Recipe
 from tests.support.engine.steps import GREEDY, Job, early_executors, executors, generate, run
 
 TOKENS = 100  # programs for 64, 96 and 100 tokens with prompts, and for 1, 4 and 8 decodes
+SHAPE: dict[str, Any] = {
+    "max_num_batched_tokens": 128, "max_model_len": 256, "kv_cache_memory": "16MiB", "profile_time": 0.2,
+}  # fmt: skip
 KINDS = {
     "greedy": GREEDY,
     "seeded": SamplingParams(temperature=1.0, top_k=20, top_p=0.9, max_tokens=None),
@@ -148,17 +151,14 @@ def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(
     monkeypatch.setattr(assemble, "TAUGHT", 20)
     path = tmp_path / "journal"
     monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))  # no profile of an earlier start
-    engine = Engine.start(
-        ServeConfig(
-            mesh="2x1", max_num_seqs=8, max_num_batched_tokens=128, max_model_len=256, profile_time=0.2,
-            journal=str(path),
-        )
-    )  # fmt: skip
+    engine = Engine.start(ServeConfig.load(mesh="2x1", max_num_seqs=8, journal=str(path), **SHAPE))
     try:
         ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         first, cache = engine.stats(), engine.machine.profile
         assert cache is not None
         measured = cache.load() or []
+        few = engine.machine.recipe.buckets
+        assert few.mixed == (128,) and len(few.decode) == 2, "steps are predicted for the programs that are ready"
         assert first.programs_ready < first.programs and first.programs_later == 0
         asked = 0
         while (stats := engine.stats()).programs_ready < stats.programs or asked < 20:
@@ -173,6 +173,7 @@ def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(
         assert stats.programs_later > 0 and stats.compilations_after_warmup == 0
     finally:
         engine.close()
+    assert engine.machine.recipe.buckets.mixed == (64, 96, 128)
     assert len(cache.load() or []) > len(measured) > 3, "what serving taught is kept for the next start"
     text = path.read_text()
     assert text.count('"kind":"adopt"') >= 2, "each instance sees the ladder grow"
@@ -181,8 +182,6 @@ def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(
 
 
 def test_an_engine_closes_while_its_programs_are_made() -> None:
-    engine = Engine.start(
-        ServeConfig(mesh="1x1", max_num_seqs=4, max_num_batched_tokens=128, max_model_len=256, profile_time=0.2)
-    )
+    engine = Engine.start(ServeConfig.load(mesh="1x1", max_num_seqs=4, **SHAPE))
     assert engine.close()
     assert not any(thread.name.startswith("jaxserve-ladder") for thread in threading.enumerate())

@@ -242,16 +242,17 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path, caplog: pytest.Log
     assert values(call, kept.compile(call)) == [2 * at + 3 for at in range(8)]
 
 
-def test_engines_that_have_not_started_for_long_are_forgotten(tmp_path: Path) -> None:
-    for number in range(executables.KEPT + 3):
-        kept_in(tmp_path, spec=str(number))
+def test_engines_that_have_not_started_for_long_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_on(mesh_of(0))
+    for number in range(5):
+        kept_in(tmp_path, spec=str(number)).compile(call)
         for path in (tmp_path / executables.FOLDER).iterdir():
             os.utime(path, (path.stat().st_atime - 10, path.stat().st_mtime - 10))
-    assert len(list((tmp_path / executables.FOLDER).iterdir())) == executables.KEPT
-    call = call_on(mesh_of(0))
-    kept_in(tmp_path, spec="2")
-    kept_in(tmp_path, spec=str(executables.KEPT + 2)).compile(call)
-    assert kept_in(tmp_path, spec=str(executables.KEPT + 2)).load(call, mesh_of(0).devices.flat) is not None
+    size = max(path.stat().st_size for path in (tmp_path / executables.FOLDER).rglob("*") if path.is_file())
+    monkeypatch.setattr(executables, "MOST", 3 * size + size // 2)
+    assert kept_in(tmp_path, spec="0").has(call), "an engine that starts keeps what it has"
+    assert len(list((tmp_path / executables.FOLDER).iterdir())) == 3
+    assert [kept_in(tmp_path, spec=str(number)).has(call) for number in (4, 3, 0)] == [True] * 3
 
 
 def test_a_number_of_compiled_programs_is_measured_once(tmp_path: Path) -> None:

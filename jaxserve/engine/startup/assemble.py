@@ -40,7 +40,7 @@ from jaxserve.sched.instance.watchdog import Patience
 from jaxserve.sched.journal import Journal
 from jaxserve.sched.perf.buckets import Padded
 from jaxserve.sched.perf.profile import priced, probes
-from jaxserve.sched.perf.recipe import Recipe
+from jaxserve.sched.perf.recipe import DEFAULT, Recipe
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.structured.compiler import Compiler
 
@@ -93,9 +93,10 @@ class Machine:
         promised = objectives.promise(config, recipe.make(), limits, info.max_model_len)
         self.info = replace(info, promise=promised)
         self.executors = executors
-        self.recipe = recipe  # creates the step-time model of each new scheduler
+        self._measured = recipe  # for all programs
+        # Creates the step-time model of each new scheduler, for the programs that are ready.
+        self.recipe = recipe.padded(profile.buckets_of(executors[0]))
         self.ladder = ladder
-        self._measured = recipe  # before more programs were ready
         self.profile: profile.ProfileCache | None = None  # for `keep_profile`
         self.compiler = compiler  # of the structured outputs of requests, for all executors
         self.compiled: CompileCounter = compile_counter()
@@ -219,12 +220,12 @@ class Machine:
         places = tuple(replace(one, role=role.value) for one, role in zip(self.info.instances, mesh.roles, strict=True))
         info = replace(self.info, instances=places, policy=config.policy, routing=config.routing)
         limits = limits or self.limits
-        return Machine(config, mesh, self.executors, limits, self.recipe, info, self.compiler, lent=True)
+        return Machine(config, mesh, self.executors, limits, self._measured, info, self.compiler, lent=True)
 
     async def close(self) -> bool:
         """Close the executors; return False if one did not end within CLOSING seconds."""
         if self.ladder is not None and not self._lent:
-            await asyncio.to_thread(self.ladder.close)  # ends with the program that is being made
+            await asyncio.to_thread(self.ladder.close, CLOSING / 2)
         began = time.monotonic()
         ending = [executor.rest() if self._lent else executor.close() for executor in self.executors]
         tasks = [asyncio.ensure_future(one) for one in ending]
@@ -272,7 +273,7 @@ def assemble(
     are measured (spanning.py).
     """
     began = time.perf_counter()
-    early = early and not (config.kv_host_memory or config.kv_disk_size)  # tiers give pages back in all piece sizes
+    early = early and _can_begin_early(config)
     built = through(build(config, progress, ladder, early=early))
     recipe, measured_here = _recipe(config, built, progress)
     compile_counter().warm()
@@ -288,6 +289,15 @@ def assemble(
     for why in machine.info.promise.broken.values():
         log.warning("%s", why)
     return machine
+
+
+def _can_begin_early(config: ServeConfig) -> bool:
+    """Return whether an engine can serve with few programs.
+
+    KV tiers give pages back in all piece sizes. Few programs determine the general form, but not every table.
+    """
+    tiers = config.kv_host_memory or config.kv_disk_size
+    return not tiers and (config.perf == DEFAULT or config.perf_preset is not None)
 
 
 def build(

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 FOLDER = "programs"  # inside the folder of compiled programs
 MANIFEST = "manifest.json"
 HEAD = b"jaxserve executable 1\n"  # then the SHA-256 of the body, which is compressed
-KEPT = 8  # engines whose executables stay on disk: those that started last
+MOST = 4 << 30  # bytes of executables that stay on disk: of the engines that started last
 # What jax.config has of files, logs and debugging says nothing about a program.
 UNRELATED = ("cache", "log", "traceback", "profiler", "dump", "debug", "coordination", "distributed", "raise", "check")
 PACKAGES = ("jax", "jaxlib", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "nvidia-cuda-nvcc")
@@ -145,10 +145,12 @@ class Executables:
             self._folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._folder.mkdir(exist_ok=True, mode=0o700)
             os.utime(self._folder)
-            engines = [path for path in self._folder.parent.iterdir() if path.is_dir()]
-            engines.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-            for old in engines[KEPT:]:
-                shutil.rmtree(old, ignore_errors=True)
+            engines = [path for path in self._folder.parent.iterdir() if path.is_dir() and path != self._folder]
+            room = MOST - _size(self._folder)
+            for engine in sorted(engines, key=lambda path: path.stat().st_mtime, reverse=True):
+                room -= _size(engine)
+                if room < 0:
+                    shutil.rmtree(engine, ignore_errors=True)
         except OSError as error:
             self._tell("programs are not kept: %s", error)
             if not self._folder.is_dir():
@@ -186,6 +188,14 @@ def remembered(folder: Path, facts: Mapping[str, Any], measured: Callable[[], in
         partial.write_text(str(number), encoding="ascii")
         partial.replace(path)
     return number
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the files in a folder; 0 if another process removes it now."""
+    try:
+        return sum(path.stat().st_size for path in folder.iterdir())
+    except FileNotFoundError:
+        return 0
 
 
 class Shipped:

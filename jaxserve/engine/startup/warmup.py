@@ -193,11 +193,11 @@ class Ladder:
             with self._lock:
                 self.done += 1
 
-    def close(self) -> None:
-        """Stop making programs, after the current one."""
+    def close(self, seconds: float | None = None) -> None:
+        """Stop making programs, and wait for at most `seconds` until the current one is done."""
         self._stopped.set()
         if self._climbing is not None:
-            self._climbing.join()
+            self._climbing.join(seconds)
 
     def _install(self, call: Call, state: DeviceState) -> None:
         """Load the executable of a call, or compile it and keep it for the next start."""
