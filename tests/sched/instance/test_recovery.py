@@ -34,6 +34,26 @@ def settle(one: Scheduler, plan: StepPlan | None) -> None:
     one.settle(StepResult(plan.step, 0.0, 1.0, tuple((7,) if span.samples else () for span in plan.spans)))
 
 
+def test_requests_of_a_failed_step_are_retried_alone() -> None:
+    """To find the request at fault, the next step of each has no other request in it."""
+    one = scheduler()
+    for id in range(3):
+        one.add(request(id))
+    together = one.plan(0.0, 0.0)
+    assert together is not None and len(together.spans) == 3
+    assert one.recover() == []
+    one.add(request(3))
+    untried = {0, 1, 2}
+    while len(one):
+        plan = one.plan(0.0, 0.0)
+        assert plan is not None
+        ids = {span.request for span in plan.spans}
+        assert len(ids) == 1 or not ids & untried, f"{ids & untried} are retried beside others"
+        untried -= ids
+        settle(one, plan)
+    assert not untried
+
+
 def test_requests_are_retried_alone_while_another_waits_for_pages() -> None:
     """If the next request to retry does not fit, the policy decides, and it wants the others in one step."""
     one = scheduler()
