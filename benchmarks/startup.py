@@ -125,7 +125,7 @@ def measure(label: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]
                 url,
                 ["--request-rate", str(args.load), "--num-prompts", str(round(SECONDS * args.load)), "--client", "http",
                  "--random-input-len", str(args.prompt), "--random-output-len", str(args.tokens),
-                 "--random-range-ratio", "0.5", *args.bench],
+                 "--random-range-ratio", "0.5", "--goodput", *args.goodput],
             )  # fmt: skip
         counts = metrics(url)
         while counts.get("programs_ready", 0) < counts.get("programs", 0):
@@ -156,7 +156,7 @@ def main() -> int:
     parser.add_argument("--load", type=float, metavar="RPS", help="requests per second in the minute after the answer")
     parser.add_argument("--prompt", type=int, default=64, metavar="TOKENS", help="of the load [%(default)s]")
     parser.add_argument("--tokens", type=int, default=32, metavar="TOKENS", help="of the load [%(default)s]")
-    parser.add_argument("--bench", nargs="*", default=[], metavar="FLAG", help="more flags of `jaxserve bench`")
+    parser.add_argument("--goodput", nargs=2, default=["ttft:1400", "tpot:96"], metavar="METRIC:MS", help="%(default)s")
     common.add_output(parser, "startup")
     parser.add_argument("flags", nargs="*", default=["--mesh", "4x2"], help="server flags, after -- [--mesh 4x2]")
     args = parser.parse_args()

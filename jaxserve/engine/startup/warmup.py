@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -34,7 +35,8 @@ from jaxserve.structured.token_filter import all_allowed
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, str], None]  # programs done, programs in total, label of the last one
-NICE = 10  # of the threads that make programs while the engine serves
+NICE = 19  # of the threads that make programs while the engine serves
+COMPILER = "llvm-w"  # how the names of the threads begin in which XLA compiles for a CPU
 LOADING = 2  # of them if they only load; a compilation has threads of its own
 SWITCH = 5e-4  # seconds after which such a thread, which traces in Python, lets others run; Python's default is 5 ms
 
@@ -210,10 +212,17 @@ class Ladder:
 
 
 def _give_way() -> None:
-    """Let this thread run after others. On Linux, a priority is that of a thread."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    """Let this thread run after others, and the compiler's threads too. On Linux, a priority is that of a thread."""
+    if sys.platform != "linux":
+        return
+    threads = []
+    with contextlib.suppress(OSError):
+        for task in Path("/proc/self/task").iterdir():
+            if (task / "comm").read_text().startswith(COMPILER):
+                threads.append(int(task.name))
+    for thread in threads:
+        with contextlib.suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, thread, NICE)
 
 
 def run_through(state: DeviceState, rung: Rung) -> None:
