@@ -46,7 +46,7 @@ def templated(engine: Any) -> Iterator[Live]:
 
 
 def create(live: Live, **given: Any) -> Any:
-    given = {"messages": ASK, "tools": TOOLS, "temperature": 1.0, "max_tokens": 200, **given}
+    given = {"messages": ASK, "tools": TOOLS, "temperature": 1.0, "seed": 1, "max_tokens": 200, **given}
     return live.client.chat.completions.create(model=MODEL, **given)
 
 

@@ -6,12 +6,12 @@ import functools
 import io
 import pickle
 import threading
-import weakref
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import compilation_cache, compiler
+from jax._src.interpreters import pxla
 from jax.experimental import serialize_executable
 
 PICKLER: Any = serialize_executable._JaxPjrtPickler
@@ -32,8 +32,6 @@ class _Read(threading.local):
 
 
 _read = _Read()
-# What was read, by executable: jax may return the same one when it compiles the same program again.
-_serialized: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()
 
 
 def compile_serialized(
@@ -49,11 +47,10 @@ def compile_serialized(
     """
     _note_reads()
     _read.taken()
-    compiled = lowered.compile(options)
-    executable: Any = compiled._executable
-    if (found := _read.taken()) is not None:
-        _serialized[executable] = found
-    read, unloaded = _serialized.get(executable), executable._unloaded_executable
+    pxla.clear_in_memory_compilation_cache()  # what it has may have been read, and what was read is not told again
+    compiled = lowered.compile(options or {})
+    unloaded: Any = compiled._executable._unloaded_executable  # type: ignore[attr-defined]
+    read = _read.taken()
 
     class Dumper(PICKLER):
         def persistent_id(self, named: Any) -> Any:
