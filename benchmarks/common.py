@@ -105,15 +105,12 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def health(url: str) -> int | None:
-    """Return the status of /health; None if no server answers."""
+def healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(url + "/health", timeout=2) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return None
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,6 @@ class Server:
     seconds: float  # from the command to the first 200 of /health
     log: Path
     pid: int  # leads a process group of its own
-    opened: float = 0.0  # seconds from the command to the first answer of /health, whatever its status
 
 
 @contextmanager
@@ -154,16 +150,12 @@ def launched(command: Sequence[str], environment: Mapping[str, str], *, timeout:
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            opened = None
-            while (status := health(url)) != 200:
-                if status is not None and opened is None:
-                    opened = time.perf_counter() - began
+            while not healthy(url):
                 if process.poll() is not None or time.perf_counter() - began > timeout:
                     tail = Path(log.name).read_text(encoding="utf-8", errors="replace")[-3000:]
                     raise RuntimeError(f"{' '.join(command)} is not healthy (status {process.poll()}):\n{tail}")
                 time.sleep(0.02)
-            seconds = time.perf_counter() - began
-            yield Server(url, seconds, Path(log.name), process.pid, seconds if opened is None else opened)
+            yield Server(url, time.perf_counter() - began, Path(log.name), process.pid)
         finally:
             process.terminate()
             try:

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 from jaxserve.config import ServeConfig
 from jaxserve.version import __version__
+from jaxserve.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +55,8 @@ def remember(config: ServeConfig, took: StartTime) -> None:
     path = _path(config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump({"seconds": round(took.seconds, 3), "compiled": took.compiled}, file)
-        os.replace(file.name, path)  # another server may read it now
+        said = {"seconds": round(took.seconds, 3), "compiled": took.compiled}
+        write_whole(path, json.dumps(said).encode())  # another server may read it now
     except OSError as error:
         log.debug("the duration of this start is not kept: %s", error)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import queue
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from jaxserve.sched.api.slo import NO_SLO
 from jaxserve.sched.journal import replay
 from jaxserve.sched.perf.recipe import Recipe
 from tests.support.engine.steps import GREEDY, Job, early_executors, executors, generate, run
+from tests.support.timing import until
 
 TOKENS = 100  # programs for 64, 96 and 100 tokens with prompts, and for 1, 4 and 8 decodes
 SHAPE: dict[str, Any] = {
@@ -113,15 +113,9 @@ def test_a_program_that_cannot_be_made_ends_no_request(tiny: Path, monkeypatch: 
     monkeypatch.setattr(warmup, "inner_calls", fails)
     opened: list[Rung] = []
     ladder.climb(opened.append)
-    _until(lambda: len(opened) == 3)
+    until(lambda: len(opened) == 3)
     ladder.close()
     assert not any(rung.last for rung in opened) and same(answered(executor), before)
-
-
-def _until(done: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    while not done():
-        pause.wait(0.01)
 
 
 @pytest.mark.parametrize(("slots", "tokens"), [(1, 1), (4, 16), (64, 512), (256, 8192)])

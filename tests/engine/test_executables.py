@@ -145,7 +145,13 @@ def test_the_sources_are_all_files_that_programs_depend_on(tmp_path: Path, monke
         (folder / "table.json").write_text("2")
         found.add(digest())
         (folder / "more.py").touch()
-        assert len({before, *found, digest()}) == 4
+        found.add(digest())
+        (tmp_path / f"{package}-elsewhere").mkdir()
+        (tmp_path / f"{package}-elsewhere" / "linked.py").write_text("1")
+        (folder / "linked").symlink_to(tmp_path / f"{package}-elsewhere")
+        found.add(digest())
+        (tmp_path / f"{package}-elsewhere" / "linked.py").write_text("2")
+        assert len({before, *found, digest()}) == 6
     executables.sources.cache_clear()
 
 
@@ -226,7 +232,7 @@ def test_a_full_disk_costs_the_next_start_only(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as filled, caplog.at_level(logging.WARNING):
-        filled.setattr(Path, "write_bytes", full)
+        filled.setattr(executables, "write_whole", full)
         for _ in range(2):
             kept.compile(call)
     assert len(caplog.records) == 1 and "No space left" in caplog.text
@@ -279,7 +285,7 @@ def shipped(folder: Path, call: Call) -> tuple[Path, str]:
 
 
 def test_executables_of_another_machine_are_used_by_their_digest(tmp_path: Path) -> None:
-    """Whoever may write the folder: the digest says what is in it."""
+    """The digest says what is in the folder, whatever its permissions are."""
     call = call_on(mesh_of(0))
     out, digest = shipped(tmp_path, call)
     for path in (out, *out.iterdir()):

@@ -29,7 +29,7 @@ from jaxserve.engine.speculation.drafters import Drafter, NGram
 from jaxserve.engine.startup.calls import idle_batch
 from jaxserve.engine.startup.compiled import cache_folder, use_persistent_cache
 from jaxserve.engine.startup.environment import reserved_share
-from jaxserve.engine.startup.executables import Executables, Shipped, facts_of, options_for, remembered
+from jaxserve.engine.startup.executables import Executables, Shipped, facts_of, remembered
 from jaxserve.engine.startup.warmup import Ladder, Progress
 from jaxserve.models import converted, dummy, manifest, registry, weights
 from jaxserve.models.layers import Info
@@ -201,8 +201,7 @@ def _kept(
     if not config.persistent_cache or config.processors or jax.process_count() > 1:
         return None
     facts = _facts(config, spec, limits, backends, mesh, dtype, stored)
-    options = options_for(mesh.devices.flat[0].platform)
-    return Executables(config.cache_folder or cache_folder(), facts, config.shipped, options)
+    return Executables(config.cache_folder or cache_folder(), facts, config.shipped)
 
 
 def _facts(

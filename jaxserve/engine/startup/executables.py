@@ -32,6 +32,7 @@ import jax
 from jaxserve.engine.programs import serialize
 from jaxserve.engine.speculation.drafters import Call
 from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.whole_file import write_whole
 from pallas_kernels import ptxas
 
 log = logging.getLogger(__name__)
@@ -54,17 +55,15 @@ class Executables:
         folder: Path,
         facts: Mapping[str, Any],
         shipped: Shipped | None = None,
-        options: dict[str, Any] | None = None,
     ) -> None:
         """facts: everything that determines the programs, besides their arguments; see `facts_of`.
 
-        options: of the compiler, see `options_for`. shipped: made by another machine; used where this one has none.
+        shipped: made by another machine; used where this one has none.
         """
         self._facts: dict[str, Any] = json.loads(json.dumps(facts, sort_keys=True, default=repr))
         self._folder = folder / FOLDER / _digest(json.dumps(self._facts, sort_keys=True))
-        self._options = options or {}
         self._told = False
-        self.loaded = self.stored = 0
+        self.loaded = 0
         self.usable = self._prepare()
         self._shipped = shipped if shipped is not None and shipped.fits(self._facts) else None
 
@@ -97,23 +96,21 @@ class Executables:
         self.loaded += 1
         return found
 
-    def compile(self, call: Call) -> jax.stages.Compiled:
-        """Compile a program and keep its executable; what cannot be kept is said once."""
-        lowered, options = call.program.lower(*call.args), self._options
+    def compile(self, call: Call, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
+        """Compile a program and keep its executable; what cannot be kept is said once.
+
+        options: of the compiler. They are no part of the key, so they must follow from the facts.
+        """
+        lowered = call.program.lower(*call.args)
         if not self.usable:
             return lowered.compile(options)
-        path = self._path(call)
-        partial = path.with_suffix(f".{os.getpid()}")
         try:
             made, data = serialize.compile_serialized(lowered, options)
             body = zlib.compress(data, 1)
-            partial.write_bytes(HEAD + hashlib.sha256(body).hexdigest().encode() + body)
-            partial.replace(path)
+            write_whole(self._path(call), HEAD + hashlib.sha256(body).hexdigest().encode() + body)
         except (OSError, ValueError, NotImplementedError, AttributeError, TypeError, pickle.PicklingError) as error:
-            partial.unlink(missing_ok=True)
             self._tell("the program %r is not kept (%s): the next start compiles it again", call.label, error)
             return lowered.compile(options)
-        self.stored += 1
         return made
 
     def ship(self, out: Path) -> str:
@@ -177,16 +174,14 @@ def remembered(folder: Path, facts: Mapping[str, Any], measured: Callable[[], in
     known = json.dumps(facts, sort_keys=True, default=repr)
     path = folder / FOLDER / f"{_digest(known)}.number"
     try:
-        if not_ours(path.stat()) is None:
+        if not_ours(path.lstat()) is None:
             return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
         pass
     number = measured()
-    partial = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):  # measured again at the next start
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial.write_text(str(number), encoding="ascii")
-        partial.replace(path)
+        write_whole(path, str(number).encode())
     return number
 
 
@@ -272,7 +267,9 @@ def sources() -> str:
     total = hashlib.sha256()
     for package in ("jaxserve", "pallas_kernels"):
         root = Path(sys.modules[package].__file__ or "").parent
-        for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json", ".yaml")):
+        # Through links: in a checkout, the scheduler and the presets are behind some.
+        found = [Path(folder, name) for folder, _, names in os.walk(root, followlinks=True) for name in names]
+        for path in sorted(path for path in found if path.suffix in (".py", ".json", ".yaml")):
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             total.update(f"{package}/{path.relative_to(root)} {content}\n".encode())
     return total.hexdigest()

@@ -27,6 +27,7 @@ from jaxserve.sched.api.policy import Limits
 from jaxserve.sched.perf.buckets import Buckets
 from jaxserve.sched.perf.profile import RUNS, Point, measure
 from jaxserve.version import __version__
+from jaxserve.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -108,11 +109,9 @@ class ProfileCache:
 
     def save(self, points: list[Point]) -> None:
         """Replace the file atomically. A folder that is not writable is logged; serving continues."""
-        partial = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps({"facts": self._facts, "points": points}), encoding="utf-8")
-            partial.replace(self.path)
+            write_whole(self.path, json.dumps({"facts": self._facts, "points": points}).encode())
         except OSError as error:
             if compile_counter().writable:  # otherwise logged already
                 log.warning("the profile cannot be stored in %s: %s", self.path, error)

@@ -35,10 +35,10 @@ from jaxserve.structured.token_filter import all_allowed
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, str], None]  # programs done, programs in total, label of the last one
-NICE = 19  # of the threads that make programs while the engine serves
+NICE = 19  # of the compiler's threads while the engine serves
 COMPILER = "llvm-w"  # how the names of the threads begin in which XLA compiles for a CPU
-LOADING = 2  # of them if they only load; a compilation has threads of its own
-SWITCH = 5e-4  # seconds after which such a thread, which traces in Python, lets others run; Python's default is 5 ms
+LOADING = 2  # threads that make programs while the engine serves, if all are kept; a compilation has its own
+SWITCH = 5e-4  # seconds after which a thread that traces lets others run; Python's default is 5 ms
 
 
 class ProgramCounts(NamedTuple):
@@ -168,7 +168,8 @@ class Ladder:
         several = LOADING if self._all_kept() else 1
         sys.setswitchinterval(SWITCH)
         try:
-            with ThreadPoolExecutor(several, "jaxserve-ladder", initializer=_give_way) as pool:
+            _give_way()
+            with ThreadPoolExecutor(several, "jaxserve-ladder") as pool:
                 for at in range(1, 1 + self.rest):
                     pairs = list(zip(self._states, self._rungs, strict=True))
                     list(pool.map(self._later, [(call, state) for state, made in pairs for call in made[at].calls]))
@@ -207,12 +208,15 @@ class Ladder:
         made = None if kept is None else kept.load(call, state.mesh.devices.flat)
         if made is None:
             options = options_for(self._platform)
-            made = call.program.lower(*call.args).compile(options) if kept is None else kept.compile(call)
+            made = call.program.lower(*call.args).compile(options) if kept is None else kept.compile(call, options)
         call.program.install(call.args, made)
 
 
 def _give_way() -> None:
-    """Let this thread run after others, and the compiler's threads too. On Linux, a priority is that of a thread."""
+    """Let the compiler's threads run after others. On Linux, a priority is that of a thread.
+
+    Not the threads that trace: with a low priority, they would keep the engine waiting for the interpreter's lock.
+    """
     if sys.platform != "linux":
         return
     threads = []
