@@ -118,7 +118,7 @@ class Engine:
         bound = machine.config.max_num_queued_reqs or ROWS * machine.limits.rows
         engine._queue = Queue(bound, machine.config.queue_timeout, machine.now, engine._expire)
         if machine.ladder is not None:
-            machine.ladder.climb(engine._opened)
+            machine.ladder.climb(engine._opened, lambda: bool(engine._listeners))
         return engine
 
     def _opened(self, rung: Rung) -> None:

@@ -87,7 +87,7 @@ def test_every_rung_gives_the_tokens_of_all_programs(tiny: Path) -> None:
     expected = answered(whole)
     (executor,), ladder = early_executors(tiny, max_num_batched_tokens=TOKENS)
     assert ladder is not None and ladder.counts.ready < ladder.counts.total
-    assert {bucket.label for bucket in executor.ready} == {"decode 1", "decode 8", "step 100"}
+    assert {bucket.label for bucket in executor.ready} == {"decode 1", "decode 8", "step 64", "step 100"}
     waited = compile_counter().after_warmup
     assert same(answered(executor), expected)
     climb, opened = Climb(ladder), []
@@ -97,7 +97,7 @@ def test_every_rung_gives_the_tokens_of_all_programs(tiny: Path) -> None:
         assert same(answered(executor), expected)
         climb.go_on()
     ladder.close()
-    assert executor.ready == whole.ready and len(opened) == 4
+    assert executor.ready == whole.ready and len(opened) == 3
     assert ladder.counts.ready == ladder.counts.total and ladder.counts.later > 0
     assert compile_counter().after_warmup == waited, "a step waited for a program"
 
@@ -113,7 +113,7 @@ def test_a_program_that_cannot_be_made_ends_no_request(tiny: Path, monkeypatch: 
     monkeypatch.setattr(warmup, "inner_calls", fails)
     opened: list[Rung] = []
     ladder.climb(opened.append)
-    until(lambda: len(opened) == 3)
+    until(lambda: len(opened) == 2)
     ladder.close()
     assert not any(rung.last for rung in opened) and same(answered(executor), before)
 
@@ -122,7 +122,7 @@ def test_a_program_that_cannot_be_made_ends_no_request(tiny: Path, monkeypatch: 
 def test_the_first_buckets_hold_every_step(slots: int, tokens: int) -> None:
     limits = Limits(slots, tokens, pages=100, page_size=16, row_pages=8, vocab=96)
     first, whole = InputBuilder(limits, limits.first_buckets), InputBuilder(limits)
-    assert len(first.ready) <= 3
+    assert len(first.ready) <= 4
     for rows in range(1, slots + 1):
         for size in {rows, min(rows + 1, tokens), max(rows, tokens)}:
             coarse, fine = first.bucket(rows, size), whole.bucket(rows, size)
@@ -152,7 +152,7 @@ def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(
         assert cache is not None
         measured = cache.load() or []
         few = engine.machine.recipe.buckets
-        assert few.mixed == (128,) and len(few.decode) == 2, "steps are predicted for the programs that are ready"
+        assert few.mixed == (64, 128) and len(few.decode) == 2, "steps are predicted for the programs that are ready"
         assert first.programs_ready < first.programs and first.programs_later == 0
         asked = 0
         while (stats := engine.stats()).programs_ready < stats.programs or asked < 20:

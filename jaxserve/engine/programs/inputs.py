@@ -129,10 +129,12 @@ class Limits:
     def first_buckets(self) -> tuple[Bucket, ...]:
         """Programs that can compute anything, and determine the fit of step times.
 
-        The smallest and the largest that decode, and the largest for prompt tokens.
+        The smallest and the largest that decode, and for prompt tokens. A short prompt in the largest one would take
+        several times as long, and keep every request that decodes on its devices waiting.
         """
         decode = [bucket for bucket in self.buckets if bucket.decode]
-        return tuple(dict.fromkeys((decode[0], decode[-1], self.buckets[-1])))
+        prompts = [bucket for bucket in self.buckets if bucket.prompts]
+        return tuple(dict.fromkeys((decode[0], decode[-1], prompts[0], prompts[-1])))
 
     def width(self, rows: int) -> int:
         return next(width for width in self.widths if width >= rows)

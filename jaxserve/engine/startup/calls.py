@@ -59,8 +59,7 @@ def _between(buckets: Sequence[Bucket], first: Sequence[Bucket]) -> Iterator[Buc
     """Yield the buckets that are not among the first ones, so that the largest gaps between sizes close first."""
     decode = _halved([bucket for bucket in buckets if bucket.decode and bucket not in first])
     prompts = [bucket for bucket in buckets if bucket.prompts and bucket not in first]
-    yield from prompts[:1]
-    prompts = _halved(prompts[1:])
+    prompts = _halved(prompts)
     while decode or prompts:
         for some in (decode, prompts):
             if some:

@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int, str], None]  # programs done, programs in total, label of the last one
 NICE = 19  # of the compiler's threads while the engine serves
 COMPILER = "llvm-w"  # how the names of the threads begin in which XLA compiles for a CPU
-LOADING = 2  # threads that make programs while the engine serves, if all are kept; a compilation has its own
+LOADING = 2  # threads that load programs while the engine serves, if all are kept; a compilation has its own
+REST = 1.0  # times as long as a program took, its thread leaves the core to requests, if there are any
 SWITCH = 5e-4  # seconds after which a thread that traces lets others run; Python's default is 5 ms
 
 
@@ -157,8 +158,12 @@ class Ladder:
         counter.warm()
         return seconds
 
-    def climb(self, opened: Callable[[Rung], None]) -> None:
-        """Make the other programs in a thread; `opened` is called there after each rung."""
+    def climb(self, opened: Callable[[Rung], None], busy: Callable[[], bool] = lambda: False) -> None:
+        """Make the other programs in a thread; `opened` is called there after each rung.
+
+        busy: whether there are requests.
+        """
+        self._busy = busy
         if self.rest:
             self._climbing = threading.Thread(target=self._climb, args=(opened,), name="jaxserve-ladder")
             self._climbing.start()
@@ -190,11 +195,15 @@ class Ladder:
 
     def _later(self, pair: tuple[Call, DeviceState]) -> None:
         """Install a program that no step waits for."""
-        if not self._stopped.is_set():
-            with compile_counter().later():
-                self._install(*pair)
-            with self._lock:
-                self.done += 1
+        if self._stopped.is_set():
+            return
+        began = time.perf_counter()
+        with compile_counter().later():
+            self._install(*pair)
+        with self._lock:
+            self.done += 1
+        if self._busy():
+            self._stopped.wait(REST * (time.perf_counter() - began))
 
     def close(self, seconds: float | None = None) -> None:
         """Stop making programs, and wait for at most `seconds` until the current one is done."""
