@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
@@ -69,6 +70,14 @@ def cast(x: jax.Array, layout: Any, interpret: Interpret) -> jax.Array:
         return x
     laid: jax.Array = plgpu.layout_cast(x, layout)
     return laid
+
+
+def iota(size: tuple[int, ...], axis: int, layout: Any, interpret: Interpret) -> jax.Array:
+    """Return the index along `axis`, laid out over the registers as `layout` says."""
+    if is_interpreting(interpret) and not compat.DETECTS_RACES:
+        return lax.broadcasted_iota(jnp.int32, size, axis)
+    counted: jax.Array = plgpu.broadcasted_iota(jnp.int32, size, axis, layout=layout)
+    return counted
 
 
 def fence(interpret: Interpret) -> None:

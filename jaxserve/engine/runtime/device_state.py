@@ -85,7 +85,7 @@ class DeviceState:
         self._kv_buffers = NamedSharding(mesh, programs.spec.cache.kv_buffer_partition)
         self._make = EmptyPools(programs.spec.cache, mesh, limits, dtype)
         self._unadjusted: dict[int, tuple[jax.Array, jax.Array, jax.Array]] = {
-            width: placed(
+            width: self._place(
                 (
                     np.full((width, ADJUSTED), limits.vocab, np.int32),
                     np.zeros((width, ADJUSTED), np.float32),
@@ -116,7 +116,7 @@ class DeviceState:
         """Reset carry and counts."""
         limits = self.programs.limits
         self.carry = Carry.made(limits, self.filled)
-        self.counts = placed(np.zeros((limits.slots, limits.vocab), np.int16), self._whole)
+        self.counts = self._place(np.zeros((limits.slots, limits.vocab), np.int16), self._whole)
 
     def step(self, batch: Batch, spans: Sequence[Span] = ()) -> tuple[StepOutputs, jax.Array]:
         """Dispatch a step; return its outputs and the hidden states of all its tokens [T, E]."""
@@ -221,7 +221,7 @@ class DeviceState:
         ids, values, allowed = self.unadjusted(batch.bucket.width)
         used = np.int32(0)
         if batch.adjust is not None:
-            ids, values = placed(batch.adjust[:2], self._whole)
+            ids, values = self._place(batch.adjust[:2], self._whole)
             used = np.int32(batch.adjust[2])
         more = extras(allowed if masks is None else masks, batch.arguments)
         every = self.weights, rows, self.carry, self.counts, batch.sampling, ids, values, used, *more
@@ -242,9 +242,13 @@ class DeviceState:
         """Return ids and values [G, A] that change no logit, and masks [G, W] that allow every token."""
         return self._unadjusted[width]
 
+    def _place(self, values: Any, sharding: NamedSharding) -> Any:
+        """Place arrays on this mesh."""
+        return placed(values, sharding)
+
     def replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """Return zeros, replicated on every device."""
-        zeros: jax.Array = placed(np.zeros(shape, dtype), self._whole)
+        zeros: jax.Array = self._place(np.zeros(shape, dtype), self._whole)
         return zeros
 
     def described(self, shapes: Tree) -> Tree:
@@ -256,7 +260,7 @@ class DeviceState:
 
     def filled(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """Return unknown tokens, replicated on every device."""
-        array: jax.Array = placed(np.full(shape, UNKNOWN, dtype), self._whole)
+        array: jax.Array = self._place(np.full(shape, UNKNOWN, dtype), self._whole)
         return array
 
     def kv_buffer(self, size: int) -> Piece:
@@ -316,7 +320,7 @@ class DeviceState:
     def receive(self, piece: Sequence[Any]) -> Piece:
         """Copy a piece from another instance, or of numpy arrays, onto this mesh."""
         drafted = () if self.drafter is None else self.drafter.receive(piece[1:])
-        return placed(piece[0], self._kv_buffers), *drafted
+        return self._place(piece[0], self._kv_buffers), *drafted
 
     def scrub(self, pages: Sequence[int], bucket: int) -> None:
         """Zero pages, `bucket` at a time."""

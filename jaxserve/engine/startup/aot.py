@@ -7,28 +7,30 @@ bounds (`--record`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.engine.memory import kv
 from jaxserve.engine.programs.backends import Backends, resolve_backends
-from jaxserve.engine.programs.inputs import Bucket, Layout, Limits
+from jaxserve.engine.programs.inputs import Bucket, Limits
 from jaxserve.engine.programs.mesh import plan_mesh
 from jaxserve.engine.programs.sampling import ADJUSTED, Adjust, Column, SamplingRows, draw, draw_full, only_allowed
-from jaxserve.engine.programs.segments import Segments, outside, pools_of
-from jaxserve.engine.programs.step import Carry, Programs, Tree
-from jaxserve.engine.startup.build import ExecutorConfig, random_init
+from jaxserve.engine.programs.step import Tree
+from jaxserve.engine.runtime.device_state import DeviceState
+from jaxserve.engine.speculation.drafters import Call
+from jaxserve.engine.startup.build import ExecutorConfig, limits_of, random_init, states
+from jaxserve.engine.startup.calls import drafting_calls, draw_calls, inner_calls, step_calls
 from jaxserve.models import registry
 from jaxserve.models.layers import Info, Part
 from jaxserve.models.published import published_spec
-from jaxserve.sched.api.preemption import Boundary
+from jaxserve.models.spec import ModelSpec
 from jaxserve.settings.speculative import Speculative
 from jaxserve.structured.token_filter import words
 from pallas_kernels.gate.cases import Case, Step, shapes
@@ -170,7 +172,7 @@ def served_steps(served: Served) -> Iterator[Step]:
     named += f" {served.layers} layers" if served.layers else ""
     named += f" {served.quantization}" if served.quantization else ""
     named += " gated" if served.gated else ""
-    config = partial(_config, served)
+    config = partial(config_of, served)
     named += " graphed" if served.graphed else ""
     named += " cascade" if served.cascade else ""
     wanted = served.wanted or (DRAFTING if served.draft else PLAIN)
@@ -181,9 +183,10 @@ def served_steps(served: Served) -> Iterator[Step]:
     if served.segments:
         for part in Part:
             kind = f"segment {part.value}"
+            boundary = "layer" if part is Part.WHOLE else "op"
             yield Step(
                 f"{named} {kind}",
-                partial(_program, config, partial(_segment, part=part)),
+                partial(_program, partial(config_of, served, boundary=boundary), partial(_segment, part=part)),
                 served.tp,
                 needs=frozenset() if part is Part.FEED else frozenset({"tma", "wgmma"}),
                 usual=kind in served.usual,
@@ -191,7 +194,7 @@ def served_steps(served: Served) -> Iterator[Step]:
             )
 
 
-def _config(served: Served, backend: str) -> ExecutorConfig:
+def config_of(served: Served, backend: str, boundary: str = "chunk") -> ExecutorConfig:
     spec = published_spec(served.model)
     if served.quantization is not None:
         spec = spec.quantized_as(served.quantization)
@@ -207,6 +210,7 @@ def _config(served: Served, backend: str) -> ExecutorConfig:
         page_size=PAGE,
         attention_backend=backend,
         cascade_attention="on" if served.cascade else "off",
+        preempt_boundary=boundary,
         speculative=Speculative("ngram", served.draft) if served.draft else None,
         experts_backend=EXPERTS[backend],
         sampling_backend=EXPERTS[backend],
@@ -218,7 +222,7 @@ def _config(served: Served, backend: str) -> ExecutorConfig:
 class Kind(NamedTuple):
     """A kind of step."""
 
-    program: Callable[[Instance], jax.stages.Lowered]
+    program: Callable[[DeviceState], jax.stages.Lowered]
     needs: frozenset[str] = frozenset()
     graph: bool = False  # the whole step is one CUDA graph
     layered: bool = True  # computes the layers of the model
@@ -269,54 +273,32 @@ def steps(
 
 
 def _program(
-    config: Callable[[str], ExecutorConfig], program: Callable[[Instance], jax.stages.Lowered], mesh: Mesh
+    config: Callable[[str], ExecutorConfig], program: Callable[[DeviceState], jax.stages.Lowered], mesh: Mesh
 ) -> jax.stages.Lowered:
     return program(described(config(BACKENDS[mesh.devices.flat[0].platform]), mesh))
 
 
-@dataclass(frozen=True)
-class Instance:
-    """The programs of an instance, and abstract arguments for them."""
+class Described(DeviceState):
+    """The state of an instance on devices that are not there: its arrays are abstract.
 
-    programs: Programs
-    weights: Tree
-    pools: list[tuple[jax.ShapeDtypeStruct, ...]]
-    whole: NamedSharding
+    Its programs can be compiled, and not run.
+    """
+
+    def _place(self, values: Any, sharding: NamedSharding) -> Any:
+        return jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding), values)
+
+
+class Inputs(NamedTuple):
+    """What the programs of an instance are made from, besides its config."""
+
+    spec: ModelSpec
+    limits: Limits
     backends: Backends
-
-    def plain(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        """Return an abstract array, replicated on every device."""
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.whole)
-
-    @property
-    def carried(self) -> jax.ShapeDtypeStruct:
-        """The abstract `Carry.tokens`."""
-        limits = self.programs.limits
-        return self.plain((limits.slots, 1 + limits.draft))
-
-    def segment(self, bucket: Bucket, part: Part) -> jax.stages.Lowered:
-        """Lower a segment of the model's first layer."""
-        spec, limits = self.programs.spec, self.programs.limits
-        boundary = Boundary(1, operators=part is not Part.WHOLE)
-        segments = Segments(spec, cast(Mesh, self.whole.mesh), limits, boundary, self.backends)
-        link = next(link for link in segments.links if link.kind[1] is part)
-        packed = self.plain((Layout.of(bucket, limits).end,))
-        made = jax.eval_shape(segments.begin[bucket], outside(self.weights), self.carried, packed)
-        stream, _ = jax.tree.map(lambda one: self.plain(one.shape, one.dtype), made)
-        pools = pools_of(link, self.pools)
-        lowered: jax.stages.Lowered = segments.through[link.kind].lower(self.weights["layers"][:1], pools, stream)
-        return lowered
-
-    def step(self, bucket: Bucket) -> jax.stages.Lowered:
-        limits = self.programs.limits
-        packed = self.plain((Layout.of(bucket, limits).end,))
-        program = self.programs.step[bucket]
-        lowered: jax.stages.Lowered = program.lower(self.weights, self.pools, self.carried, packed)
-        return lowered
+    weights: Tree  # abstract
 
 
-def described(config: ExecutorConfig, mesh: Mesh) -> Instance:
-    """Build an instance as `build_executors` does, with as many pages as fit on the devices."""
+def inputs(config: ExecutorConfig, mesh: Mesh) -> Inputs:
+    """Return what `build_executors` would resolve `config` to, with as many pages as fit on the devices."""
     tp, page, stored = config.mesh.tp, config.page_size, kv.pool_dtype(config.kv_cache_dtype, DTYPE)
     spec = replace(config.spec.for_tp(tp), kv_scales=kv.scaled(config.kv_cache_dtype))
     weights = jax.tree.map(
@@ -337,48 +319,50 @@ def described(config: ExecutorConfig, mesh: Mesh) -> Instance:
     backends = resolve_backends(config, spec, DTYPE, mesh)
     spec = backends.pooled(spec)
     pages = kv.fit_pages(spec, page, stored, pool_bytes=room, max_model_len=config.max_model_len)
-    row_pages = -(-config.max_model_len // page)
-    draft = 0 if config.speculative is None else config.speculative.num_speculative_tokens
-    limits = Limits(
-        config.max_num_seqs, config.max_num_batched_tokens, pages, page, row_pages, spec.vocab, draft,
-        cascade=backends.cascade(config.cascade_attention),
-    )  # fmt: skip
-    part = jax.ShapeDtypeStruct(
-        spec.cache.shape(pages, page), stored, sharding=NamedSharding(mesh, spec.cache.partition)
-    )
-    programs = Programs(spec, mesh, limits, backends)
-    return Instance(programs, weights, spec.cache.pools(part), NamedSharding(mesh, PartitionSpec()), backends)
+    return Inputs(spec, replace(limits_of(config, spec, backends), pages=pages), backends, weights)
 
 
-def _decode(made: Instance) -> jax.stages.Lowered:
-    return made.step(max(bucket for bucket in made.programs.limits.buckets if bucket.decode))
+def described(config: ExecutorConfig, mesh: Mesh) -> DeviceState:
+    """Return the state of an instance on a mesh of devices that are not there."""
+    spec, limits, backends, weights = inputs(config, mesh)
+    [made] = states(config, spec, limits, backends, DTYPE, [mesh], [weights], Described)
+    return made
 
 
-def _prefill(made: Instance) -> jax.stages.Lowered:
-    return made.step(max(bucket for bucket in made.programs.limits.buckets if not bucket.decode))
+def _of(calls: Iterable[Call], label: str) -> jax.stages.Lowered:
+    """Lower one of some programs."""
+    return next(call.program.lower(*call.args) for call in calls if call.label == label)
 
 
-def _segment(made: Instance, part: Part) -> jax.stages.Lowered:
-    return made.segment(max(bucket for bucket in made.programs.limits.buckets if not bucket.decode), part)
+def _step(made: DeviceState, wanted: Callable[[Bucket], bool]) -> jax.stages.Lowered:
+    """Lower the largest step of a kind."""
+    bucket = max(filter(wanted, made.programs.limits.buckets))
+    return _of(step_calls(made, bucket), bucket.label)
 
 
-def _draw(made: Instance) -> jax.stages.Lowered:
+def _decode(made: DeviceState) -> jax.stages.Lowered:
+    return _step(made, lambda bucket: bucket.decode)
+
+
+def _prefill(made: DeviceState) -> jax.stages.Lowered:
+    return _step(made, lambda bucket: not bucket.decode)
+
+
+def _verify(made: DeviceState) -> jax.stages.Lowered:
+    return _step(made, lambda bucket: bucket.verify)
+
+
+def _segment(made: DeviceState, part: Part) -> jax.stages.Lowered:
+    """Lower a segment of the model's first layer in the largest step."""
+    return _of(inner_calls(made), f"{part.value} {max(made.programs.limits.buckets).tokens}")
+
+
+def _draw(made: DeviceState) -> jax.stages.Lowered:
     slots = made.programs.limits.slots
-    rows, carry = made.plain((slots, made.programs.spec.dim), DTYPE), Carry.made(made.programs.limits, made.plain)
-    sampling = made.plain((slots, len(Column)))
-    lowered: jax.stages.Lowered = made.programs.draw.lower(made.weights, rows, carry, sampling)
-    return lowered
+    return _of(draw_calls(made, slots), f"draw {slots}")
 
 
-def _verify(made: Instance) -> jax.stages.Lowered:
-    return made.step(max(bucket for bucket in made.programs.limits.buckets if bucket.verify))
-
-
-def _judge(made: Instance) -> jax.stages.Lowered:
+def _judge(made: DeviceState) -> jax.stages.Lowered:
     """Lower the verification of the largest step of rows that draft as much as they may."""
     limits = made.programs.limits
-    rows = made.plain((limits.slots * (1 + limits.draft), made.programs.spec.dim), DTYPE)
-    carry, lengths = Carry.made(limits, made.plain), made.plain((limits.slots,))
-    sampling = made.plain((limits.slots, len(Column)))
-    lowered: jax.stages.Lowered = made.programs.verify.lower(made.weights, rows, carry, sampling, lengths)
-    return lowered
+    return _of(drafting_calls(made), f"verify {limits.slots} x {limits.draft}")

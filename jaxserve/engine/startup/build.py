@@ -168,27 +168,40 @@ def build_early(
     backends = resolve_backends(config, spec, dtype, meshes[0])
     spec = backends.pooled(spec)
     limits = _limits(config, spec, dtype, meshes, trees[0], backends)
-    programs = Programs(spec, meshes[0], limits, backends, tuple(config.processors.values()))
-    segments = _segments(config, spec, meshes[0], limits, backends)
-    drafters = _drafters(config, dtype, meshes, limits)
-    states = [
-        DeviceState(programs, mesh, tree, stored, segments, drafter)
-        for mesh, tree, drafter in zip(meshes, trees, drafters, strict=True)
-    ]
+    made = states(config, spec, limits, backends, dtype, meshes, trees)
     ladder, ready = None, None
     if config.warm:
         kept = _kept(config, spec, limits, backends, meshes[0], dtype, stored)
-        ladder = Ladder(states, kept, early=early and config.speculative is None)
+        ladder = Ladder(made, kept, early=early and config.speculative is None)
         ladder.begin(progress)
         ready = ladder.first.buckets
     else:
-        for state in states:
+        for state in made:
             state.rebuild()
     executors = [
         JaxExecutor(f"{role.value}-{i}", state, config.preempt_depth, config.compiler, config.markers, ready)
-        for i, (role, state) in enumerate(zip(config.mesh.roles, states, strict=True))
+        for i, (role, state) in enumerate(zip(config.mesh.roles, made, strict=True))
     ]
     return executors, ladder
+
+
+def states(
+    config: ExecutorConfig,
+    spec: ModelSpec,
+    limits: Limits,
+    backends: Backends,
+    dtype: Any,
+    meshes: Sequence[Mesh],
+    trees: Sequence[Tree],
+    kind: type[DeviceState] = DeviceState,
+) -> list[DeviceState]:
+    """Return the states of equal instances on `meshes`, with one weight tree each, which share their traces."""
+    stored = kv.pool_dtype(config.kv_cache_dtype, dtype)
+    programs = Programs(spec, meshes[0], limits, backends, tuple(config.processors.values()))
+    segments = _segments(config, spec, meshes[0], limits, backends)
+    drafters = _drafters(config, dtype, meshes, limits)
+    each = zip(meshes, trees, drafters, strict=True)
+    return [kind(programs, mesh, tree, stored, segments, drafter) for mesh, tree, drafter in each]
 
 
 def _kept(
@@ -200,11 +213,11 @@ def _kept(
     """
     if not config.persistent_cache or config.processors or jax.process_count() > 1:
         return None
-    facts = _facts(config, spec, limits, backends, mesh, dtype, stored)
+    facts = facts_about(config, spec, limits, backends, mesh, dtype, stored)
     return Executables(config.cache_folder or cache_folder(), facts, config.shipped)
 
 
-def _facts(
+def facts_about(
     config: ExecutorConfig, spec: ModelSpec, limits: Limits, backends: Backends, mesh: Mesh, dtype: Any, stored: Any
 ) -> dict[str, Any]:
     """Return what determines the programs of an engine."""
@@ -260,13 +273,12 @@ def _drafters(config: ExecutorConfig, dtype: Any, meshes: Sequence[Mesh], limits
     return [NGram(mesh, limits, least=least, most=most) for mesh in meshes]
 
 
-def _limits(
-    config: ExecutorConfig, spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], tree: Tree, backends: Backends
-) -> Limits:
-    limits = Limits(
+def limits_of(config: ExecutorConfig, spec: ModelSpec, backends: Backends) -> Limits:
+    """Return the limits of an instance that has as many pages as one request needs."""
+    return Limits(
         slots=config.max_num_seqs,
         tokens=config.max_num_batched_tokens,
-        pages=-(-config.max_model_len // config.page_size),  # a placeholder until the number that fits is known
+        pages=-(-config.max_model_len // config.page_size),
         page_size=config.page_size,
         row_pages=-(-config.max_model_len // config.page_size),
         vocab=spec.vocab,
@@ -276,6 +288,12 @@ def _limits(
         cascade=backends.cascade(config.cascade_attention),
         processors=tuple(config.processors),
     )
+
+
+def _limits(
+    config: ExecutorConfig, spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], tree: Tree, backends: Backends
+) -> Limits:
+    limits = limits_of(config, spec, backends)
     name, stored = "kv_cache_memory", kv.pool_dtype(config.kv_cache_dtype, dtype)
     if meshes[0].devices.flat[0].platform == "cpu" or config.kv_cache_memory is not None:
         size = kv.cpu_pool_bytes(config.kv_cache_memory, len(meshes))
@@ -314,7 +332,7 @@ def _temporaries(
 
     if not config.persistent_cache or config.processors or jax.process_count() > 1:
         return measured()
-    facts = _facts(config, spec, limits, backends, mesh, dtype, stored)
+    facts = facts_about(config, spec, limits, backends, mesh, dtype, stored)
     return remembered(config.cache_folder or cache_folder(), facts, measured)
 
 

@@ -11,8 +11,9 @@ rows of the products, R columns of the values.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,8 @@ from jax import lax
 
 from pallas_kernels.layout import MASKED
 from pallas_kernels.mosaic import compat
-from pallas_kernels.mosaic.interpret import Interpret
+from pallas_kernels.mosaic.compat import plgpu
+from pallas_kernels.mosaic.interpret import Interpret, iota
 from pallas_kernels.ops.paged_attention.plan import part_of
 
 TOGETHER = 4  # vectors per warpgroup
@@ -170,6 +172,7 @@ def _body(
     _, _, blocks, height = weight.shape
     first = [shape.begin(group, n) for n in range(shape.together)]
     begin, count = begins[row], counts[row]
+    spread = partial(_spread, interpret=shape.interpret)
 
     def step(turn: Any, carry: list[_Sum]) -> list[_Sum]:
         added = []
@@ -178,13 +181,13 @@ def _body(
         for at, old in zip(first, carry, strict=True):
             places = [shape.place(token, head) for head in shape.heads_of(at)]
             offsets = shape.offsets(token, at, blocks, height)
-            vectors = [_spread([mixed[p, pl.ds(offset, LANES)] for offset in offsets]) for p in here]
+            vectors = [spread([mixed[p, pl.ds(offset, LANES)] for offset in offsets]) for p in here]
             # Below any weight, so that a missing partial adds nothing even to an empty sum.
             weights = [
                 [jnp.where(n < count, weight[(p, *place)], 2 * MASKED) for place in places]
                 for n, p in zip(parts, here, strict=True)
             ]
-            added.append(old.add(vectors, weights))
+            added.append(old.add(vectors, weights, spread))
         return added
 
     @pl.when((count > 0) & (token < lengths[row]))
@@ -193,7 +196,7 @@ def _body(
         done = lax.fori_loop(0, lax.div(count + (AHEAD - 1), jnp.int32(AHEAD)), step, start)
         for at, total in zip(first, done, strict=True):
             safe = [jnp.maximum(one, 1e-30) for one in total.totals]
-            vector = total.mixed * _spread([1.0 / one for one in safe])
+            vector = total.mixed * spread([1.0 / one for one in safe])
             out[starts[row] + token, pl.ds(at, LANES)] = vector.astype(out.dtype)
             for head, peak, one in zip(shape.heads_of(at), total.peaks, safe, strict=True):
 
@@ -224,7 +227,7 @@ class _Sum(NamedTuple):
     def zero(cls, heads: int) -> _Sum:
         return cls(jnp.zeros((LANES,), jnp.float32), [jnp.float32(MASKED)] * heads, [jnp.float32(0.0)] * heads)
 
-    def add(self, vectors: list[jax.Array], weights: list[list[Any]]) -> _Sum:
+    def add(self, vectors: list[jax.Array], weights: list[list[Any]], spread: Callable[[list[Any]], Any]) -> _Sum:
         """Add several partials, with one weight per head of each."""
         tops, fades, totals, shares = [], [], [], []
         for old, total, *new in zip(self.peaks, self.totals, *weights, strict=True):
@@ -234,16 +237,17 @@ class _Sum(NamedTuple):
             fades.append(fade)
             totals.append(sum(mine, total * fade))
             shares.append(mine)
-        mixed = self.mixed * _spread(fades)
+        mixed = self.mixed * spread(fades)
         for vector, each in zip(vectors, zip(*shares, strict=True), strict=True):
-            mixed = mixed + vector * _spread(list(each))
+            mixed = mixed + vector * spread(list(each))
         return _Sum(mixed, tops, totals)
 
 
-def _spread(values: list[Any]) -> Any:
+def _spread(values: list[Any], interpret: Interpret) -> Any:
     """Give each half of a vector its value, or that half of a vector; all of it if there is one value."""
     if len(values) == 1:
         return values[0]
-    lane = lax.broadcasted_iota(jnp.int32, (LANES,), 0)
+    # The layout is said because the compiler's search would try others first, thousands of times.
+    lane = iota((LANES,), 0, plgpu.Layout.WG_STRIDED((LANES,), 1), interpret)
     first, second = (jnp.broadcast_to(value, lane.shape) for value in values)
     return jnp.where(lane < LANES // 2, first, second)

@@ -24,7 +24,7 @@ from jax import lax
 from pallas_kernels.layout import MASKED
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
-from pallas_kernels.mosaic.interpret import cast, fence, is_interpreting, wgmma, wgmma_while
+from pallas_kernels.mosaic.interpret import cast, fence, iota, is_interpreting, wgmma, wgmma_while
 from pallas_kernels.ops.paged_attention.hopper.prefill_block import (
     GRID,
     ROLE,
@@ -266,10 +266,7 @@ def _mask(shape: PrefillShape, score: jax.Array, ahead: jax.Array) -> jax.Array:
 
 
 def _iota(shape: PrefillShape, size: tuple[int, ...], axis: int) -> jax.Array:
-    if is_interpreting(shape.interpret) and not compat.DETECTS_RACES:
-        return lax.broadcasted_iota(jnp.int32, size, axis)
-    counted: jax.Array = plgpu.broadcasted_iota(jnp.int32, size, axis, layout=_layout(reduced=len(size) == 1))
-    return counted
+    return iota(size, axis, _layout(reduced=len(size) == 1), shape.interpret)
 
 
 def _finish(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, state: State) -> None:
