@@ -57,5 +57,5 @@ def test_the_same_buckets_give_equal_bits_after_migration() -> None:
     """Pages are transferred unchanged, so tokens equal those of one instance without tolerance."""
     requests = asks(1, 6)
     setups = [Setup(mesh, 64, ROOMY, model=model("int8")) for mesh in ("1x1", "2x1")]
-    here, there = ([setup.run([ask])[0][0].output for ask in requests] for setup in setups)
+    here, there = ([one.output for one in setup.each(requests)] for setup in setups)
     assert here == there
