@@ -14,23 +14,19 @@ import httpx
 import pytest
 
 from jaxserve.cli import main as cli
-from jaxserve.cli.flags import TeachingParser, add_arguments, config_of
+from jaxserve.cli.flags import TeachingParser
 from jaxserve.config import ServeConfig
+from tests.support.flags import parsed
 from tests.support.server.processes import Running, served
 
 
-def parsed(words: str = "") -> ServeConfig:
-    parser = TeachingParser(prog="serve")
-    add_arguments(parser)
-    return config_of(parser.parse_args(words.split()))
-
-
 def test_flags_become_settings():
-    assert parsed() == ServeConfig()
-    made = parsed(
+    assert parsed([]) == ServeConfig()
+    words = (
         "Qwen/Qwen3-8B --mesh 4x2 --ttft-slo 8s --tpot-slo 50ms --no-enable-prefix-caching --share-devices "
         "--api-key a b --kv-cache-memory 2GiB --load-format dummy --prefill 1"
     )
+    made = parsed(words.split())
     assert (made.model, made.mesh, made.ttft_slo, made.tpot_slo) == ("Qwen/Qwen3-8B", "4x2", 8.0, 0.05)
     assert (made.enable_prefix_caching, made.share_devices, made.api_key) == (False, True, ("a", "b"))
     assert (made.kv_cache_memory, made.load_format, made.prefill) == (2 << 30, "dummy", 1)

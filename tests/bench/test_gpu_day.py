@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 import zipfile
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from benchmarks.gpu_day.child import function_of
 from benchmarks.gpu_day.part import Part, Run, append
 from benchmarks.gpu_day.state import Attempt, State, best
 from tests.support.bench.gpu_parts import DAY
+from tests.support.timing import until
 
 PARTS = "tests.support.bench.gpu_parts"
 
@@ -31,10 +31,14 @@ def command(folder: Path, *flags: str) -> list[str]:
 
 def call(repo: Path, folder: Path, day: str, *flags: str) -> str:
     """Run a day of simulated parts, and return what it printed."""
-    given = {**os.environ, DAY: day}
-    done = subprocess.run(command(folder, *flags), cwd=repo, env=given, capture_output=True, text=True, timeout=200)
+    done = ended(repo, command(folder, *flags), **{DAY: day})
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def ended(repo: Path, words: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    given = {**os.environ, **environment}
+    return subprocess.run(words, cwd=repo, env=given, capture_output=True, text=True, timeout=200)
 
 
 def outcomes(folder: Path) -> dict[str, list[str]]:
@@ -159,17 +163,10 @@ def test_checks_share_the_device_and_their_items(repo: Path, tmp_path: Path) -> 
 
 def test_a_stopped_call_returns_its_state(repo: Path, tmp_path: Path) -> None:
     """SIGTERM ends the part that runs with its children, and leaves the state in --out."""
-    process = subprocess.Popen(
-        command(tmp_path, "--again", "long"),
-        cwd=repo,
-        env={**os.environ, DAY: "short"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    words, given = command(tmp_path, "--again", "long"), {**os.environ, DAY: "short"}
+    process = subprocess.Popen(words, cwd=repo, env=given, stdout=subprocess.PIPE, text=True)
     pid = tmp_path / "state" / "dry" / "files" / "long.pid"
-    until = time.monotonic() + 60
-    while process.poll() is None and not (pid.exists() and pid.read_text()) and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: process.poll() is not None or (pid.exists() and pid.read_text()))
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 1 and "0 of 2 parts need no other call" in said
@@ -186,24 +183,14 @@ def test_cards_are_not_mixed(repo: Path, tmp_path: Path) -> None:
     said = call(repo, tmp_path, "short", "--minutes", "0.01")
     assert "left alone: the state of NVIDIA-H100; this is dry" in said and other.path.read_bytes() == before
     real = [word for word in command(tmp_path) if word != "--dry"]
-    done = subprocess.run(
-        real, cwd=repo, capture_output=True, text=True, timeout=60, env={**os.environ, "PATH": str(tmp_path)}
-    )
+    done = ended(repo, real, PATH=str(tmp_path))
     assert done.returncode == 1 and "no NVIDIA driver here" in done.stderr
     assert "missing: git; excludes the commit" in done.stdout, "it works without git"
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text("#!/bin/sh\necho 'NVIDIA H100, 580.1, 700 W, 1980 MHz, 81559 MiB'\n")
     smi.chmod(0o755)
-    path = f"{smi.parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        [*real, "--minutes", "0.01"],
-        cwd=repo,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PATH": path},
-    )
+    done = ended(repo, [*real, "--minutes", "0.01"], PATH=f"{smi.parent}:{os.environ['PATH']}")
     assert done.returncode == 0 and "left alone: the state of dry; this is NVIDIA-H100" in done.stdout
     assert "was cut off and is ignored" in done.stdout
 
@@ -232,7 +219,7 @@ def test_files_come_back_and_go_out_again(tmp_path: Path) -> None:
     assert (State(tmp_path / "out").files / "profiles" / "one.json").read_text() == "[1]"
 
 
-def test_wheels_leave_only_ptxas(tmp_path: Path) -> None:
+def test_wheels_leave_only_ptxas(repo: Path, tmp_path: Path) -> None:
     """Of the compiler's wheel only ptxas is carried; unpacked, it is the first on PATH, which compiles the kernels."""
     wheel = tmp_path / "nvidia_cuda_nvcc-13.5-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as made:
@@ -244,7 +231,7 @@ def test_wheels_leave_only_ptxas(tmp_path: Path) -> None:
         "folder = Path(sys.argv[1]); carry.trim(next(folder.glob('*.whl'))); carry.unpack(folder, folder / 'site')\n"
         "print(shutil.which('ptxas'), ptxas.found(), os.environ['CUDA_ROOT'], sep='|')"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = ended(repo, [sys.executable, "-c", program, str(tmp_path)])
     root = tmp_path / "site" / "nvidia" / "cu13"
     *missing, last = done.stdout.strip().splitlines()
     assert last == f"{root}/bin/ptxas|{root}/bin/ptxas|{root}", done.stderr

@@ -105,23 +105,6 @@ def test_greedy_tokens_match_transformers(executor: JaxExecutor, reference: list
     assert [job.output for job in jobs] == reference
 
 
-def test_tensor_parallel_tokens_are_equal(pair: list[JaxExecutor], reference: list[list[int]]) -> None:
-    for instance in pair:
-        jobs = [Job(prompt, slot=i) for i, prompt in enumerate(PROMPTS)]
-        run(generate(instance, jobs, NEW, chunk=lambda: 5))
-        assert [job.output for job in jobs] == reference
-
-
-@in_loop
-async def test_chunks_need_not_sample(executor: JaxExecutor, reference: list[list[int]]) -> None:
-    job = Job(PROMPTS[5], slot=3)
-    for _ in range(2):
-        result = await executor.submit(StepPlan(7, (job.span(10),)))
-        assert (result.step, result.tokens) == (7, ((),))
-    await generate(executor, [job], NEW)
-    assert job.output == reference[5]
-
-
 def test_a_surplus_row_and_a_reused_slot_leave_no_trace(executor: JaxExecutor, reference: list[list[int]]) -> None:
     async def scenario() -> Job:
         first, second = Job(PROMPTS[1], slot=2), Job(PROMPTS[4], slot=2)
@@ -177,31 +160,6 @@ async def test_any_number_of_pages_can_be_transferred(pair: list[JaxExecutor]) -
     assert target.export_kv(()).pieces == ()
     for instance in pair:
         instance.state.rebuild()
-
-
-def test_tokens_do_not_depend_on_schedule_slot_or_mesh(executor: JaxExecutor, pair: list[JaxExecutor]) -> None:
-    params = [
-        SamplingParams(temperature=0.9, max_tokens=None),
-        SamplingParams(temperature=1.2, top_k=20, max_tokens=None),
-        GREEDY,
-        SamplingParams(temperature=0.8, top_p=0.8, repetition_penalty=1.2, frequency_penalty=0.3, max_tokens=None),
-        SamplingParams(temperature=1.0, min_p=0.05, presence_penalty=0.5, max_tokens=None),
-    ]
-    single = [alone(executor, Job(PROMPTS[i], p, slot=0, seed=11 * i), 10) for i, p in enumerate(params)]
-    for instance, order in ((executor, [4, 2, 0, 3, 1]), (pair[1], [1, 0, 4, 3, 2])):
-        jobs = [Job(PROMPTS[i], params[i], slot=7 - slot, seed=11 * i) for slot, i in enumerate(order)]
-        rng = random.Random(1)
-        run(generate(instance, jobs, 10, chunk=lambda rng=rng: rng.randint(1, 6)))
-        assert [job.output for job in jobs] == [single[i] for i in order]
-
-
-def test_a_resumed_request_continues_its_text(executor: JaxExecutor) -> None:
-    params = SamplingParams(temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=None)
-    whole = alone(executor, Job(PROMPTS[2], params, seed=5), 12)
-    dropped = Job(PROMPTS[2], params, seed=5)
-    alone(executor, dropped, 6)
-    resumed = Job(PROMPTS[2], params, slot=4, seed=5, sampled=6, output=dropped.output)
-    assert alone(executor, resumed, 12) == whole
 
 
 def test_a_step_that_raises_fails_all_in_flight_and_the_executor_survives(
