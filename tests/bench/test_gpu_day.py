@@ -76,47 +76,34 @@ ITEMS = {
 
 
 def test_each_part_costs_itself_only(day: tuple[Path, str]) -> None:
-    """A hang, a crash and a sticky error end their part, with the reason; all other parts run."""
+    """A hang, a crash and a sticky error end their part, with the reason; all other parts run, and all rows are kept.
+
+    A part's children end with it, though they ignore SIGTERM and are in sessions of their own.
+    """
     folder, said = day
-    state = State(folder / "out" / "dry")
+    runs = State(folder / "out" / "dry").attempts()
     assert outcomes(folder / "out") == {name: [outcome] for name, outcome in EXPECTED.items()}
-    reasons = {name: runs[-1].reason for name, runs in state.attempts().items()}
+    reasons = {name: attempts[-1].reason for name, attempts in runs.items()}
     assert "stopped after" in reasons["hang"]
     assert str(-signal.SIGABRT) in reasons["abort"] and str(-signal.SIGSEGV) in reasons["segfault"]
     assert reasons["sticky"] == "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered"
     assert reasons["absent"] == "not installed: no_such_module" and "no such thing" in reasons["unable"]
     assert "4 of 11 parts need no other call" in said and "missing:" in said
-
-
-def test_rows_before_a_failure_are_kept(day: tuple[Path, str]) -> None:
-    folder, _ = day
-    runs = State(folder / "out" / "dry").attempts()
     for name in ("hang", "abort", "segfault", "sticky"):
         assert runs[name][0].rows == [("partial", {"part": name})]
     ((table, row),) = runs["with a fact"][0].rows
     assert table == "facts" and row["value"] == 1.5 and 0 < row["left"] < 30
-
-
-def test_nothing_survives_its_part(day: tuple[Path, str]) -> None:
-    """A part's children end with it, though they ignore SIGTERM and are in sessions of their own."""
-    folder, _ = day
     assert gone([folder / "state" / "dry" / "files" / f"{name}.pid" for name in ("hang", "orphan")])
 
 
-def test_an_item_that_ends_its_process_costs_itself(day: tuple[Path, str]) -> None:
-    """The part goes on behind an item that aborts or hangs in the device; the report names each that is not right."""
+def test_an_item_that_ends_its_process_costs_itself_and_the_report_names_what_is_missing(day: tuple[Path, str]) -> None:
+    """The part goes on behind an item that aborts or hangs in the device."""
     folder, _ = day
-    output = State(folder / "out" / "dry").path
-    run = Run(Part("x", 1, ""), True, output, folder, {}, 0.0)
+    run = Run(Part("x", 1, ""), True, State(folder / "out" / "dry").path, folder, {}, 0.0)
     assert {name: row["outcome"] for name, row in run.items().items()} == ITEMS
     text = (folder / "out" / "dry" / "report.md").read_text()
     assert "6 begun: 2 done, 2 killed, 1 wrong, 1 skipped" in text
     assert "AssertionError: relative error 0.4 is more than 0.01" in text
-
-
-def test_report_names_what_is_missing(day: tuple[Path, str]) -> None:
-    folder, _ = day
-    text = (folder / "out" / "dry" / "report.md").read_text()
     assert "## ceilings" in text and "| copy | 1.5 |" in text and "| hang | hung | stopped after" in text
     assert "A dry run" in text
 
