@@ -54,9 +54,7 @@ def all_cases() -> dict[str, Callable[[], Any]]:
     from tests.gpu import test_numerics
 
     found = {
-        f"{family}: {name}": check
-        for family in FAMILIES
-        for name, check in test_numerics.FAMILIES[family].items()
+        f"{family}: {name}": check for family in FAMILIES for name, check in test_numerics.FAMILIES[family].items()
     }
     return dict(sorted(found.items(), key=lambda item: not FIRST.fullmatch(item[0])))
 
