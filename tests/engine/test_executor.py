@@ -105,38 +105,6 @@ def test_greedy_tokens_match_transformers(executor: JaxExecutor, reference: list
     assert [job.output for job in jobs] == reference
 
 
-def test_a_surplus_row_and_a_reused_slot_leave_no_trace(executor: JaxExecutor, reference: list[list[int]]) -> None:
-    async def scenario() -> Job:
-        first, second = Job(PROMPTS[1], slot=2), Job(PROMPTS[4], slot=2)
-        step = executor.submit(StepPlan(0, (first.span(),)))
-        surplus = executor.submit(StepPlan(1, (first.span(),)))  # planned before the first token is known
-        await step
-        executor.release([2])
-        await surplus
-        await generate(executor, [second], NEW)
-        return second
-
-    assert run(scenario()).output == reference[4]
-
-
-@pytest.mark.parametrize("cut_at", [0, 3, NEW - 1])
-def test_kv_is_transferred_between_instances(pair: list[JaxExecutor], reference: list[list[int]], cut_at: int) -> None:
-    source, target = pair
-
-    async def scenario() -> Job:
-        job = Job(PROMPTS[3], slot=1)
-        await generate(source, [job], cut_at + 1)
-        held = job.pages[: job.told]
-        elsewhere = tuple(range(70, 70 + ROW_PAGES))
-        await target.import_kv(source.export_kv(held), elsewhere[: job.told])
-        moved = Job(job.prompt, slot=5, pages=elsewhere, computed=job.computed, sampled=job.sampled)
-        moved.output = job.output
-        await generate(target, [moved], NEW)
-        return moved
-
-    assert run(scenario()).output == reference[3]
-
-
 def fill(state: Any, value: Callable[[int, int], float]) -> None:
     """Fill the pools by layer and part."""
     state.pools = [

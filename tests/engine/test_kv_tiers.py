@@ -15,7 +15,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import host_pages
 from jaxserve.engine.runtime.gc_control import uncollected
-from jaxserve.engine.runtime.info import Stats, TierTotals
+from jaxserve.engine.runtime.info import Stats
 from jaxserve.engine.startup import assemble as assembling
 from jaxserve.engine.startup import tiers
 from jaxserve.engine.startup.assemble import Machine, assemble
@@ -191,8 +191,3 @@ def test_a_folder_that_cannot_be_written_is_named(machine: Machine, tmp_path: Pa
 
 def test_pinned_memory_is_for_accelerators() -> None:
     assert not host_pages.pins(jax.devices("cpu")[0])
-
-
-def test_totals_without_tiers_are_empty(machine: Machine) -> None:
-    assert tiers.KVTiers(machine.config, machine.executors).totals() == {}
-    assert TierTotals().pages == 0
