@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import importlib
-import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from typing import Self
+from pathlib import Path
 
 import httpx
 import pytest
 
 from jaxserve.cli import main as cli
-from jaxserve.cli.flags import TeachingParser, add_arguments, config_of
+from jaxserve.cli.flags import TeachingParser
 from jaxserve.config import ServeConfig
-
-# The sizes of ALONE of tests/support/server/live.py, so that its programs are in the cache.
-SMALL = "--max-model-len 256 --max-num-seqs 8 --max-num-batched-tokens 64 --kv-cache-memory 16MiB".split()  # noqa: SIM905
-
-
-def parsed(words: str = "") -> ServeConfig:
-    parser = TeachingParser(prog="serve")
-    add_arguments(parser)
-    return config_of(parser.parse_args(words.split()))
+from tests.support.flags import parsed
+from tests.support.server.processes import Running, served
 
 
 def test_flags_become_settings():
-    assert parsed() == ServeConfig()
-    made = parsed(
+    assert parsed([]) == ServeConfig()
+    words = (
         "Qwen/Qwen3-8B --mesh 4x2 --ttft-slo 8s --tpot-slo 50ms --no-enable-prefix-caching --share-devices "
         "--api-key a b --kv-cache-memory 2GiB --load-format dummy --prefill 1"
     )
+    made = parsed(words.split())
     assert (made.model, made.mesh, made.ttft_slo, made.tpot_slo) == ("Qwen/Qwen3-8B", "4x2", 8.0, 0.05)
     assert (made.enable_prefix_caching, made.share_devices, made.api_key) == (False, True, ("a", "b"))
     assert (made.kv_cache_memory, made.load_format, made.prefill) == (2 << 30, "dummy", 1)
@@ -120,96 +111,57 @@ def test_every_command_has_a_description_and_examples(command, capsys):
     assert parser.description and len(parser.description) > 20
 
 
-class Process:
-    """`python -m jaxserve.run` on a free port; killed at the end if it is still running."""
-
-    def __init__(self, *words: str, **environment: str) -> None:
-        inherited = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-        self.child = subprocess.Popen(
-            [sys.executable, "-m", "jaxserve.run", "--port", "0", *SMALL, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**inherited, "PYTHONUNBUFFERED": "1", **environment},
-        )
-        self.said: list[str] = []
-        self.url = ""
-        self._ready = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-
-    def _read(self) -> None:
-        assert self.child.stdout is not None
-        for line in self.child.stdout:
-            self.said.append(line)
-            if found := re.search(r"ready at (http://\S+)\.", line):
-                self.url = found[1]
-            if "curl" in line:
-                self._ready.set()
-        self._ready.set()  # the process has ended
-
-    def __enter__(self) -> Self:
-        self._reader.start()
-        self._ready.wait(200)
-        if not self.url:
-            self.__exit__()
-            pytest.fail("the server did not start:\n" + "".join(self.said))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.child.kill()
-        self.end()
-
-    def end(self, timeout: float = 30.0) -> tuple[int, str]:
-        """Wait for the process to end; returns its status and output."""
-        status = self.child.wait(timeout)
-        self._reader.join(timeout)
-        assert self.child.stdout is not None
-        self.child.stdout.close()
-        return status, "".join(self.said)
-
-
 LONG = {"prompt": "def main(", "max_tokens": 100, "ignore_eos": True, "stream": True}
+
+
+def ended(server: Running, log: Path, timeout: float = 30.0) -> tuple[int, str]:
+    """Wait for a process to end; return its status, and what it has said since it was ready."""
+    status, stdout = server.process.wait(timeout), server.process.stdout
+    assert stdout is not None
+    return status, stdout.read() + log.read_text()
 
 
 @pytest.mark.full
 @pytest.mark.timeout(240)
-def test_a_server_drains_on_sigterm():
-    with Process("--mesh", "2x1", JAX_NUM_CPU_DEVICES="2") as server:
+def test_a_server_drains_on_sigterm(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    with served("--mesh 2x1", tmp_path / "log") as server:
         with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
-            server.child.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGTERM)
             rest = list(lines)
         assert "data: [DONE]" in rest, "running requests have finished"
         with pytest.raises(httpx.HTTPError):
             for _ in range(400):
                 assert httpx.get(f"{server.url}/health", timeout=5).status_code == 503
                 time.sleep(0.05)
-        status, said = server.end()
+        status, said = ended(server, tmp_path / "log")
     assert status == 0 and "Traceback" not in said
-    assert "prefill-0" in said and "curl http://127.0.0.1" in said and "draining: 1 requests" in said
+    assert "curl http://127.0.0.1" in said and "draining: 1 requests" in said
     assert "uvicorn.access" not in said
 
 
 @pytest.mark.full
 @pytest.mark.timeout(240)
-def test_a_server_ends_on_sigint():
+def test_a_server_ends_on_sigint(tmp_path):
     with (
-        Process() as server,
+        served("", tmp_path / "log") as server,
         httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as response,
     ):
         next(response.iter_lines())
-        server.child.send_signal(signal.SIGINT)
-        status, said = server.end()
+        server.process.send_signal(signal.SIGINT)
+        status, said = ended(server, tmp_path / "log")
     assert status == 0 and "Traceback" not in said
 
 
 @pytest.mark.timeout(240)
-def test_a_mesh_needs_no_other_flag_on_a_cpu():
+def test_a_mesh_needs_no_other_flag_on_a_cpu(tmp_path, monkeypatch):
     # Two devices instead of the eight of the other tests, so no program is in the cache: as few as possible.
-    few = ["--max-model-len", "32", "--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--drain-timeout", "600s"]
-    with Process("--mesh", "2x1", *few) as server:
-        assert "prefill-0" in "".join(server.said)
-        server.child.send_signal(signal.SIGINT)
-        status, _ = server.end(timeout=150)  # an idle server does not wait for the drain timeout
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    few = "--max-model-len 32 --max-num-seqs 1 --max-num-batched-tokens 16 --drain-timeout 600s"
+    with served(f"--mesh 2x1 {few}", tmp_path / "log") as server:
+        assert "prefill-0" in httpx.get(f"{server.url}/metrics", timeout=60).text
+        server.process.send_signal(signal.SIGINT)
+        status, _ = ended(server, tmp_path / "log", timeout=150)  # an idle server does not wait for the drain timeout
     assert status == 0

@@ -58,20 +58,14 @@ ENTRY = "- {{name: bug, file: code_.py, old: '{}', new: '{}', tests: test_code.p
     [
         ("x + x", "x * x", 0, "caught"),
         ("x + x", "2 * x", 1, "SURVIVED"),
-        pytest.param(
-            "x + x", "x +", 1, "BROKEN", marks=pytest.mark.full
-        ),  # a file that cannot be imported proves nothing
+        # A file that cannot be imported proves nothing.
+        pytest.param("x + x", "x +", 1, "BROKEN", marks=pytest.mark.full),
     ],
 )
 def test_a_bug_is_caught_or_the_status_says_so(
-    script: ModuleType,
-    tree: Callable[[str], tuple[Path, Path]],
-    capsys: pytest.CaptureFixture[str],
-    old: str,
-    new: str,
-    status: int,
-    said: str,
-) -> None:
+    script: ModuleType, tree: Callable[[str], tuple[Path, Path]], capsys: pytest.CaptureFixture[str],
+    old: str, new: str, status: int, said: str,
+) -> None:  # fmt: skip
     root, table = tree(ENTRY.format(old, new))
     assert script.main([], root, table) == status
     assert capsys.readouterr().out.startswith(said)

@@ -54,9 +54,7 @@ def all_cases() -> dict[str, Callable[[], Any]]:
     from tests.gpu import test_numerics
 
     found = {
-        f"{family}: {name}": check
-        for family in FAMILIES
-        for name, check in getattr(test_numerics, family.upper()).items()
+        f"{family}: {name}": check for family in FAMILIES for name, check in test_numerics.FAMILIES[family].items()
     }
     return dict(sorted(found.items(), key=lambda item: not FIRST.fullmatch(item[0])))
 
@@ -85,7 +83,7 @@ def _first(family: str) -> str:
     """Return the name of the first case of a family as it is written, which is small enough for the interpreter."""
     from tests.gpu import test_numerics
 
-    return f"{family}: {next(iter(getattr(test_numerics, family.upper())))}"
+    return f"{family}: {next(iter(test_numerics.FAMILIES[family]))}"
 
 
 def _check(run: Run, cases: Mapping[str, Callable[[], Any]], *, claim: bool) -> None:

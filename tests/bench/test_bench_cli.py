@@ -15,11 +15,12 @@ from jaxserve.cli.flags import TeachingParser
 from jaxserve.cli.main import main as jaxserve
 from jaxserve.tokenizer import Tokenizer
 from tests.support.bench.endpoint import Endpoint
+from tests.support.bench.strict_server import StrictServer
 
 FAST = Endpoint(ttft=0.02, gap=0.002)
 
 
-def bench(endpoint: Endpoint, *flags: str) -> int:
+def bench(endpoint: Endpoint | StrictServer, *flags: str) -> int:
     return jaxserve(["bench", "--base-url", endpoint.url, *flags])
 
 
@@ -109,12 +110,12 @@ STRICT = "--num-prompts 4 --random-input-len 40 --random-output-len 3 --ttft-slo
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_openai_servers_get_standard_fields_and_text(backend: str, client: str, tmp_path: Path) -> None:
     flags = [*STRICT.split(), "--backend", backend, "--client", client, "--save-result", "--result-dir", str(tmp_path)]
-    with Endpoint(ttft=0.0, gap=0.0, strict=True).running() as endpoint:
-        assert bench(endpoint, *flags) == 0
+    with StrictServer().running() as server:
+        assert bench(server, *flags) == 0
     found = saved(tmp_path)
     assert (found["completed"], found["failed"]) == (4, 0)
     assert found["slo_attainment"] == 1.0, "objectives are evaluated though they are not sent"
-    for body in endpoint.bodies:
+    for body in server.bodies:
         text = body["messages"][0]["content"] if "chat" in backend else body["prompt"]
         assert len(text.split()) == 40
 
@@ -122,12 +123,12 @@ def test_openai_servers_get_standard_fields_and_text(backend: str, client: str, 
 def test_a_tokenizer_makes_text_of_exact_lengths(repo: Path, tmp_path: Path) -> None:
     folder = repo / "jaxserve" / "demo" / "model"
     flags = f"--num-prompts 4 --random-input-len 40 --random-output-len 2 --tokenizer {folder} --save-result"
-    with Endpoint(ttft=0.0, gap=0.0, strict=True, usage=False).running() as endpoint:
+    with StrictServer().running() as server:
         command = [*flags.split(), "--backend", "openai", "--result-dir", str(tmp_path)]
-        assert bench(endpoint, *command) == 0
+        assert bench(server, *command) == 0
     encode = Tokenizer.load(folder).encode
-    assert [len(encode(body["prompt"], False)) for body in endpoint.bodies] == [40] * 4
-    assert len({body["prompt"] for body in endpoint.bodies}) == 4
+    assert [len(encode(body["prompt"], False)) for body in server.bodies] == [40] * 4
+    assert len({body["prompt"] for body in server.bodies}) == 4
     assert saved(tmp_path)["total_input_tokens"] == 160
 
 
@@ -166,6 +167,23 @@ def test_status_is_1_if_no_request_succeeded(capsys: pytest.CaptureFixture[str])
     [
         ("--dataset-name trace", "--trace FILE"),
         ("--dataset-name custom", "--dataset-path FILE"),
+        ("--dataset-name sharegpt", "needs --dataset-path FILE"),
+        ("--dataset-name workload", "needs --workload NAME"),
+        ("--dataset-name hf --dataset-path nowhere.json", "dataset_path='nowhere.json' is not a file"),
+        ("--workload slos-serve-nothing", "slos-serve-nothing"),
+        ("--workload K32 --request-rate 0", "request_rate=0.0 must be positive"),
+        ("--workload K32 --trace x.csv", "--trace and --workload name two data sets"),
+        ("--trace x.csv --dataset-name custom", "--trace and --dataset-name custom name two data sets"),
+        ("--own-slowdown", "--own-slowdown needs --workload"),
+        ("--num-runs 0", "num_runs=0 must be at least 1"),
+        ("--num-runs 2 --find-goodput --goodput ttft:5", "num_runs=2 repeats a run"),
+        ("--output-len 0", "output_len=0 must be at least 1"),
+        ("--max-len 0", "max_len=0 must be at least 1"),
+        ("--max-turns 0", "max_turns=0 must be at least 1"),
+        ("--think-time=-1s", "think_time=-1 must be at least 0"),
+        ("--slo-file nowhere.yaml", "slo_file='nowhere.yaml' is not a file"),
+        ("--slo-file x.yaml --slo-class a=1,ttft:5", "both define classes"),
+        ("--slo-class a=1,thinking:5 --backend openai", "stages, which the server judges"),
         ("--num-prompts 0", "num_prompts=0"),
         ("--metric-percentiles x", "metric_percentiles"),
         ("--goodput itl:5", "goodput"),

@@ -110,37 +110,33 @@ def test_delays_of_the_file_come_before_think_times(tmp_path: Path) -> None:
     assert [call.prompt for call in Source(path, count, max_len=4).conversations(1, 0)] == ["a", "b"]
 
 
+TURN = '{"messages": [{"role": "user", '
+GOOD = '{"prompt": "x"}\n'
+
+
 @pytest.mark.parametrize(
-    ("text", "part"),
+    ("kind", "text", "part"),
     [
-        ("[1]", r"\[0\]: '1' must be an object"),
-        ("[{", "not JSON"),
-        ('{"a": 1}', "no list `conversations` or `messages`"),
-        ('{"messages": [{"role": "user"}]}', "a message must be"),
-        ('{"messages": [{"role": "user", "content": "a", "delay": -1}]}', "delay=-1 must be a number, at least 0"),
-        ('{"messages": []}', "no requests that can be sent"),
+        ("conversations", "[1]", r"\[0\]: '1' must be an object"),
+        ("conversations", "[{", "not JSON"),
+        ("conversations", '{"a": 1}', "no list `conversations` or `messages`"),
+        ("conversations", TURN[:-2] + "}]}", "a message must be"),
+        ("conversations", TURN + '"content": "a", "delay": -1}]}', "delay=-1 must be a number, at least 0"),
+        ("conversations", '{"messages": []}', "no requests that can be sent"),
+        ("custom", '{"prompt": "x", "output_tokens": 0}', "output_tokens=0 must be a number, positive"),
+        ("custom", '{"prompt": "x", "tpot_slo_ms": "fast"}', "tpot_slo_ms='fast' must be a number"),
+        ("custom", '{"prompt": "x", "class": 3}', "class=3 must be a text"),
+        ("custom", GOOD + "{", "2: not JSON"),
+        ("custom", GOOD + '{"text": "x"}', "2: the line must be an object"),
+        ("custom", GOOD + '{"prompt": "x", "ttft": 1}', "2: unknown .'ttft'."),
+        ("custom", "", "no request"),
     ],
 )
-def test_malformed_conversations_name_their_place(text: str, part: str, tmp_path: Path) -> None:
+def test_malformed_files_name_their_place(kind: str, text: str, part: str, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(text)
     with pytest.raises(InvalidValue, match=part):
-        Source(path).conversations(1, 0)
-
-
-@pytest.mark.parametrize(
-    ("row", "part"),
-    [
-        ({"prompt": "x", "output_tokens": 0}, "output_tokens=0 must be a number, positive"),
-        ({"prompt": "x", "tpot_slo_ms": "fast"}, "tpot_slo_ms='fast' must be a number"),
-        ({"prompt": "x", "class": 3}, "class=3 must be a text"),
-    ],
-)
-def test_fields_of_custom_lines_are_checked(row: dict[str, Any], part: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps(row))
-    with pytest.raises(InvalidValue, match=part):
-        Source(path).custom(1, 4)
+        Source(path).conversations(1, 0) if kind == "conversations" else Source(path).custom(3, 4)
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 import zipfile
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from benchmarks.gpu_day.child import function_of
 from benchmarks.gpu_day.part import Part, Run, append
 from benchmarks.gpu_day.state import Attempt, State, best
 from tests.support.bench.gpu_parts import DAY
+from tests.support.timing import until
 
 PARTS = "tests.support.bench.gpu_parts"
 
@@ -31,10 +31,14 @@ def command(folder: Path, *flags: str) -> list[str]:
 
 def call(repo: Path, folder: Path, day: str, *flags: str) -> str:
     """Run a day of simulated parts, and return what it printed."""
-    given = {**os.environ, DAY: day}
-    done = subprocess.run(command(folder, *flags), cwd=repo, env=given, capture_output=True, text=True, timeout=200)
+    done = ended(repo, command(folder, *flags), **{DAY: day})
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def ended(repo: Path, words: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    given = {**os.environ, **environment}
+    return subprocess.run(words, cwd=repo, env=given, capture_output=True, text=True, timeout=200)
 
 
 def outcomes(folder: Path) -> dict[str, list[str]]:
@@ -72,47 +76,34 @@ ITEMS = {
 
 
 def test_each_part_costs_itself_only(day: tuple[Path, str]) -> None:
-    """A hang, a crash and a sticky error end their part, with the reason; all other parts run."""
+    """A hang, a crash and a sticky error end their part, with the reason; all other parts run, and all rows are kept.
+
+    A part's children end with it, though they ignore SIGTERM and are in sessions of their own.
+    """
     folder, said = day
-    state = State(folder / "out" / "dry")
+    runs = State(folder / "out" / "dry").attempts()
     assert outcomes(folder / "out") == {name: [outcome] for name, outcome in EXPECTED.items()}
-    reasons = {name: runs[-1].reason for name, runs in state.attempts().items()}
+    reasons = {name: attempts[-1].reason for name, attempts in runs.items()}
     assert "stopped after" in reasons["hang"]
     assert str(-signal.SIGABRT) in reasons["abort"] and str(-signal.SIGSEGV) in reasons["segfault"]
     assert reasons["sticky"] == "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered"
     assert reasons["absent"] == "not installed: no_such_module" and "no such thing" in reasons["unable"]
     assert "4 of 11 parts need no other call" in said and "missing:" in said
-
-
-def test_rows_before_a_failure_are_kept(day: tuple[Path, str]) -> None:
-    folder, _ = day
-    runs = State(folder / "out" / "dry").attempts()
     for name in ("hang", "abort", "segfault", "sticky"):
         assert runs[name][0].rows == [("partial", {"part": name})]
     ((table, row),) = runs["with a fact"][0].rows
     assert table == "facts" and row["value"] == 1.5 and 0 < row["left"] < 30
-
-
-def test_nothing_survives_its_part(day: tuple[Path, str]) -> None:
-    """A part's children end with it, though they ignore SIGTERM and are in sessions of their own."""
-    folder, _ = day
     assert gone([folder / "state" / "dry" / "files" / f"{name}.pid" for name in ("hang", "orphan")])
 
 
-def test_an_item_that_ends_its_process_costs_itself(day: tuple[Path, str]) -> None:
-    """The part goes on behind an item that aborts or hangs in the device; the report names each that is not right."""
+def test_an_item_that_ends_its_process_costs_itself_and_the_report_names_what_is_missing(day: tuple[Path, str]) -> None:
+    """The part goes on behind an item that aborts or hangs in the device."""
     folder, _ = day
-    output = State(folder / "out" / "dry").path
-    run = Run(Part("x", 1, ""), True, output, folder, {}, 0.0)
+    run = Run(Part("x", 1, ""), True, State(folder / "out" / "dry").path, folder, {}, 0.0)
     assert {name: row["outcome"] for name, row in run.items().items()} == ITEMS
     text = (folder / "out" / "dry" / "report.md").read_text()
     assert "6 begun: 2 done, 2 killed, 1 wrong, 1 skipped" in text
     assert "AssertionError: relative error 0.4 is more than 0.01" in text
-
-
-def test_report_names_what_is_missing(day: tuple[Path, str]) -> None:
-    folder, _ = day
-    text = (folder / "out" / "dry" / "report.md").read_text()
     assert "## ceilings" in text and "| copy | 1.5 |" in text and "| hang | hung | stopped after" in text
     assert "A dry run" in text
 
@@ -159,17 +150,10 @@ def test_checks_share_the_device_and_their_items(repo: Path, tmp_path: Path) -> 
 
 def test_a_stopped_call_returns_its_state(repo: Path, tmp_path: Path) -> None:
     """SIGTERM ends the part that runs with its children, and leaves the state in --out."""
-    process = subprocess.Popen(
-        command(tmp_path, "--again", "long"),
-        cwd=repo,
-        env={**os.environ, DAY: "short"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    words, given = command(tmp_path, "--again", "long"), {**os.environ, DAY: "short"}
+    process = subprocess.Popen(words, cwd=repo, env=given, stdout=subprocess.PIPE, text=True)
     pid = tmp_path / "state" / "dry" / "files" / "long.pid"
-    until = time.monotonic() + 60
-    while process.poll() is None and not (pid.exists() and pid.read_text()) and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: process.poll() is not None or (pid.exists() and pid.read_text()))
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 1 and "0 of 2 parts need no other call" in said
@@ -186,24 +170,14 @@ def test_cards_are_not_mixed(repo: Path, tmp_path: Path) -> None:
     said = call(repo, tmp_path, "short", "--minutes", "0.01")
     assert "left alone: the state of NVIDIA-H100; this is dry" in said and other.path.read_bytes() == before
     real = [word for word in command(tmp_path) if word != "--dry"]
-    done = subprocess.run(
-        real, cwd=repo, capture_output=True, text=True, timeout=60, env={**os.environ, "PATH": str(tmp_path)}
-    )
+    done = ended(repo, real, PATH=str(tmp_path))
     assert done.returncode == 1 and "no NVIDIA driver here" in done.stderr
     assert "missing: git; excludes the commit" in done.stdout, "it works without git"
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text("#!/bin/sh\necho 'NVIDIA H100, 580.1, 700 W, 1980 MHz, 81559 MiB'\n")
     smi.chmod(0o755)
-    path = f"{smi.parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        [*real, "--minutes", "0.01"],
-        cwd=repo,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PATH": path},
-    )
+    done = ended(repo, [*real, "--minutes", "0.01"], PATH=f"{smi.parent}:{os.environ['PATH']}")
     assert done.returncode == 0 and "left alone: the state of dry; this is NVIDIA-H100" in done.stdout
     assert "was cut off and is ignored" in done.stdout
 
@@ -232,7 +206,7 @@ def test_files_come_back_and_go_out_again(tmp_path: Path) -> None:
     assert (State(tmp_path / "out").files / "profiles" / "one.json").read_text() == "[1]"
 
 
-def test_wheels_leave_only_ptxas(tmp_path: Path) -> None:
+def test_wheels_leave_only_ptxas(repo: Path, tmp_path: Path) -> None:
     """Of the compiler's wheel only ptxas is carried; unpacked, it is the first on PATH, which compiles the kernels."""
     wheel = tmp_path / "nvidia_cuda_nvcc-13.5-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as made:
@@ -244,7 +218,7 @@ def test_wheels_leave_only_ptxas(tmp_path: Path) -> None:
         "folder = Path(sys.argv[1]); carry.trim(next(folder.glob('*.whl'))); carry.unpack(folder, folder / 'site')\n"
         "print(shutil.which('ptxas'), ptxas.found(), os.environ['CUDA_ROOT'], sep='|')"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = ended(repo, [sys.executable, "-c", program, str(tmp_path)])
     root = tmp_path / "site" / "nvidia" / "cu13"
     *missing, last = done.stdout.strip().splitlines()
     assert last == f"{root}/bin/ptxas|{root}/bin/ptxas|{root}", done.stderr

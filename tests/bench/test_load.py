@@ -83,24 +83,6 @@ def test_custom_prompts(tmp_path: Path) -> None:
     assert calls[1].slo == Objective(100, None)
 
 
-@pytest.mark.parametrize(
-    ("line", "part"),
-    [
-        ("{", "2: not JSON"),
-        ('{"text": "x"}', "2: the line must be an object"),
-        ('{"prompt": "x", "ttft": 1}', "2: unknown .'ttft'."),
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path: Path, line: str, part: str) -> None:
-    path = tmp_path / "load.jsonl"
-    path.write_text('{"prompt": "x"}\n' + line)
-    with pytest.raises(InvalidValue, match=part):
-        Source(path).custom(3, 4)
-    path.write_text("")
-    with pytest.raises(InvalidValue, match="no request"):
-        Source(path).custom(3, 4)
-
-
 def test_plain_traces_provide_objectives(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(

@@ -179,32 +179,3 @@ def test_a_server_without_models_needs_the_name(capsys: pytest.CaptureFixture[st
         assert "lists no model: set --model" in capsys.readouterr().err
         assert bench(server.url, "--model", "mine") == 0
     assert {body["model"] for body in server.bodies} == {"mine"}
-
-
-@pytest.mark.parametrize(
-    ("flags", "part"),
-    [
-        ("--dataset-name sharegpt", "needs --dataset-path FILE"),
-        ("--dataset-name workload", "needs --workload NAME"),
-        ("--dataset-name hf --dataset-path nowhere.json", "dataset_path='nowhere.json' is not a file"),
-        ("--workload slos-serve-nothing", "slos-serve-nothing"),
-        ("--workload K32 --request-rate 0", "request_rate=0.0 must be positive"),
-        ("--workload K32 --trace x.csv", "--trace and --workload name two data sets"),
-        ("--trace x.csv --dataset-name custom", "--trace and --dataset-name custom name two data sets"),
-        ("--own-slowdown", "--own-slowdown needs --workload"),
-        ("--num-runs 0", "num_runs=0 must be at least 1"),
-        ("--num-runs 2 --find-goodput --goodput ttft:5", "num_runs=2 repeats a run"),
-        ("--output-len 0", "output_len=0 must be at least 1"),
-        ("--max-len 0", "max_len=0 must be at least 1"),
-        ("--max-turns 0", "max_turns=0 must be at least 1"),
-        ("--think-time=-1s", "think_time=-1 must be at least 0"),
-        ("--slo-file nowhere.yaml", "slo_file='nowhere.yaml' is not a file"),
-        ("--slo-file x.yaml --slo-class a=1,ttft:5", "both define classes"),
-        ("--slo-class a=1,thinking:5 --backend openai", "stages, which the server judges"),
-    ],
-)
-def test_invalid_flags_are_named_in_one_line(flags: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with Endpoint().running() as server:
-        assert bench(server.url, *flags.split()) == 2
-    error = capsys.readouterr().err
-    assert part in error and error.count("\n") == 1

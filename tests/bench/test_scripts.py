@@ -17,48 +17,8 @@ import pytest
 
 from jaxserve.report.table import markdown
 
-SCRIPTS = [
-    "attacks",
-    "autoscaled",
-    "autoscaling",
-    "azure_replay",
-    "cascade",
-    "colocated",
-    "compare",
-    "compiles",
-    "cpu_floor",
-    "failover",
-    "fault_matrix",
-    "fleets",
-    "floor_served",
-    "full_load",
-    "growth",
-    "host_gap",
-    "http_cost",
-    "json_schemas",
-    "kv_between",
-    "latent_cache",
-    "kv_tiers",
-    "ladder",
-    "learned_predictor",
-    "loading_memory",
-    "overload",
-    "preemption",
-    "quantization",
-    "ray_calls",
-    "routers",
-    "scheduler_cost",
-    "served_burst",
-    "served_policies",
-    "simulation_cost",
-    "soak",
-    "speculation",
-    "startup",
-    "structured",
-    "throughput_floor",
-    "unified",
-    "vs_sglang_jax",
-]
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - {"common"})
 
 
 def run(repo: Path, script: str, *flags: str, timeout: float = 120) -> str:
@@ -68,8 +28,11 @@ def run(repo: Path, script: str, *flags: str, timeout: float = 120) -> str:
     return done.stdout
 
 
-def test_every_script_is_tested(repo: Path) -> None:
-    assert sorted(path.stem for path in (repo / "benchmarks").glob("*.py")) == sorted([*SCRIPTS, "common"])
+def results(repo: Path, folder: Path, script: str, flags: str, timeout: float = 600) -> tuple[str, dict[str, Any]]:
+    """Run a script; return what it says, and what it writes."""
+    path = folder / "results.json"
+    said = run(repo, script, *flags.split(), "--output", str(path), timeout=timeout)
+    return said, json.loads(path.read_text())
 
 
 HELPS = """
@@ -105,17 +68,15 @@ def test_help(helps: dict[str, tuple[int, str]], script: str) -> None:
 
 def test_overload(repo: Path, tmp_path: Path) -> None:
     """A long queue costs no throughput; the script compares times, which need a quiet machine."""
-    flags = ["--policies", "unified", "kairos", "--rows", "8", "--waiting", "50", "2000", "--steps", "30"]
-    run(repo, "overload", *flags, "--output", str(tmp_path / "overload.json"))
-    found = json.loads((tmp_path / "overload.json").read_text())
+    flags = "--policies unified kairos --rows 8 --waiting 50 2000 --steps 30"
+    _, found = results(repo, tmp_path, "overload", flags, timeout=120)
     assert found["least_share"] >= 0.95 and len(found["rows"]) == 4
 
 
 def test_scheduler_cost(repo: Path, tmp_path: Path) -> None:
-    path = tmp_path / "cost.json"
-    flags = "--policies distserve --sizes 8+16 --steps 20 --fleet 4x8 --program 4+8 --output"
-    assert "distserve" in run(repo, "scheduler_cost", *flags.split(), str(path), "--note", "a test")
-    found = json.loads(path.read_text())
+    flags = "--policies distserve --sizes 8+16 --steps 20 --fleet 4x8 --program 4+8 --note test"
+    said, found = results(repo, tmp_path, "scheduler_cost", flags, timeout=120)
+    assert "distserve" in said
     assert {"commit", "device", "jax", "date", "note", "load_average"} <= set(found)
     (row,) = found["rows"]
     assert 0 < row["median_decide_ms"] <= row["median_plan_ms"] <= row["p99_plan_ms"]
@@ -126,19 +87,16 @@ def test_scheduler_cost(repo: Path, tmp_path: Path) -> None:
 
 def test_growth(repo: Path, tmp_path: Path) -> None:
     """Each row grows one of three; memory grows with all."""
-    path = tmp_path / "growth.json"
     sizes = "--replicas 4 16 --in-flight 40 160 --pages 640 2560 --base 4 40 640 --requests 8 --reports 2"
-    run(repo, "growth", *sizes.split(), "--output", str(path))
-    rows = json.loads(path.read_text())["rows"]
+    rows = results(repo, tmp_path, "growth", sizes, timeout=120)[1]["rows"]
     assert [row["grown"] for row in rows] == [grown for grown in ("replicas", "in_flight", "pages") for _ in range(2)]
     for small, large in zip(rows[::2], rows[1::2], strict=True):
         assert large["memory"] > small["memory"] > 0 < small["route_us"]
 
 
 def test_simulation_cost(repo: Path, tmp_path: Path) -> None:
-    path = tmp_path / "cost.json"
-    run(repo, "simulation_cost", "--policies", "distserve", "--requests", "20", "--output", str(path))
-    rows = json.loads(path.read_text())["rows"]
+    flags = "--policies distserve --requests 20"
+    rows = results(repo, tmp_path, "simulation_cost", flags, timeout=120)[1]["rows"]
     assert [row["mesh"] for row in rows] == ["1P1D", "2 mixed"]
     assert all(row["policy"] == "distserve" and row["steps"] > 0 < row["cpu_s"] for row in rows)
 
@@ -170,20 +128,8 @@ def test_served_policies_resumes_and_writes_the_page(repo: Path, tmp_path: Path)
     path, page = tmp_path / "served.json", tmp_path / "served.md"
     before = (repo / "docs" / "research" / "served.md").read_text()
     page.write_text(before)
-    flags = [
-        "--models",
-        "demo",
-        "--mixes",
-        "tasks",
-        "--requests",
-        "4",
-        "--mesh",
-        "1x1",
-        "--profile-time",
-        "2",
-        "--output",
-    ]
-    command = ["served_policies", *flags, str(path), "--policies", "sarathi unified"]
+    flags = "--models demo --mixes tasks --requests 4 --mesh 1x1 --profile-time 2 --output"
+    command = ["served_policies", *flags.split(), str(path), "--policies", "sarathi unified"]
     assert "demo tasks unified: " in run(repo, *command, timeout=600)
     found = json.loads(path.read_text())
     assert found["scales"]["demo"]["parameters"] > 1e6
@@ -205,11 +151,10 @@ def test_served_policies_resumes_and_writes_the_page(repo: Path, tmp_path: Path)
 
 @pytest.mark.full
 def test_compare(repo: Path, tmp_path: Path) -> None:
-    path = tmp_path / "compare.json"
     flags = "--sides transformers continuous --models demo --requests 1 2 --prompt 16 --tokens 4 --prompts 16 24"
-    said = run(repo, "compare", *flags.split(), "--repeats", "1", "--output", str(path))
+    said, made = results(repo, tmp_path, "compare", f"{flags} --repeats 1", timeout=120)
     assert "transformers over continuous" in said and "different first tokens" not in said
-    (found,) = json.loads(path.read_text())["models"]
+    (found,) = made["models"]
     assert [(row["side"], row["requests"]) for row in found["decode"]] == [
         (side, requests) for requests in (1, 2) for side in ("transformers", "continuous")
     ]
@@ -246,33 +191,27 @@ def test_a_mode_has_a_result_of_its_own_unless_a_file_is_named(load_file: Callab
 @pytest.mark.full
 def test_failover(repo: Path, tmp_path: Path) -> None:
     """Kill an engine twice; the script exits with 1, and run() fails, if a stream differs."""
-    flags = "--kills 2 --streams 12 --tokens 100 --output"
-    run(repo, "failover", *flags.split(), str(tmp_path / "failover.json"), timeout=600)
-    found = json.loads((tmp_path / "failover.json").read_text())
+    _, found = results(repo, tmp_path, "failover", "--kills 2 --streams 12 --tokens 100")
     assert [one["equal"] for one in found["rounds"]] == [12, 12] and sum(one["continued"] for one in found["rounds"])
 
 
 @pytest.mark.full
 def test_http_cost(repo: Path, tmp_path: Path) -> None:
-    flags = "--streams 4 --tokens 16 --repeats 1 --fronts 0 1 --output"
-    run(repo, "http_cost", *flags.split(), str(tmp_path / "cost.json"), timeout=600)
-    rounds = json.loads((tmp_path / "cost.json").read_text())["rounds"]
+    flags = "--streams 4 --tokens 16 --repeats 1 --fronts 0 1"
+    rounds = results(repo, tmp_path, "http_cost", flags)[1]["rounds"]
     assert sorted(rounds) == ["0", "1", "offline"] and all(one["tokens_per_s"] > 0 for (one,) in rounds.values())
 
 
 @pytest.mark.full
 @pytest.mark.timeout(700)
 def test_attacks(repo: Path, tmp_path: Path) -> None:
-    run(repo, "attacks", "--output", str(tmp_path / "attacks.json"), timeout=600)
-    rows = json.loads((tmp_path / "attacks.json").read_text())["rows"]
+    rows = results(repo, tmp_path, "attacks", "")[1]["rows"]
     assert len(rows) > 10 and not any(row["ended"] for row in rows)
 
 
 @pytest.mark.full
 def test_structured(repo: Path, tmp_path: Path) -> None:
-    flags = "--rows 2 --tokens 8 --repeats 1 --output"
-    run(repo, "structured", *flags.split(), str(tmp_path / "s.json"), timeout=600)
-    found = json.loads((tmp_path / "s.json").read_text())
+    _, found = results(repo, tmp_path, "structured", "--rows 2 --tokens 8 --repeats 1")
     assert [one["rows"] for one in found["costs"]] == [2] and found["costs"][0]["ratio"] > 0
     assert {one["said"] == "compiled" for one in found["compilation"]} == {True, False}
 
@@ -280,18 +219,16 @@ def test_structured(repo: Path, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_short_storm_passes(repo: Path, tmp_path: Path) -> None:
     """Run the storm for 20 s; the script exits with 1, and run() fails, on any problem."""
-    flags = "--minutes 0.34 --measure 5 --turn-every 1 --most-growth 1000 --output"
-    assert "all checks passed" in run(repo, "soak", *flags.split(), str(tmp_path / "soak.json"), timeout=600)
-    found: dict[str, Any] = json.loads((tmp_path / "soak.json").read_text())
+    flags = "--minutes 0.34 --measure 5 --turn-every 1 --most-growth 1000"
+    said, found = results(repo, tmp_path, "soak", flags)
+    assert "all checks passed" in said
     assert found["requests"] > 5 and found["ends"] and found["wrong"] == []
     assert found["role_changes"] > 3 and found["after"]["moved"] > 0
 
 
 @pytest.mark.full
 def test_cpu_floor(repo: Path, tmp_path: Path) -> None:
-    path = tmp_path / "floor.json"
-    run(repo, "cpu_floor", "--tokens", "1", "64", "--repeats", "1", "--output", str(path))
-    found = json.loads(path.read_text())
+    _, found = results(repo, tmp_path, "cpu_floor", "--tokens 1 64 --repeats 1", timeout=120)
     one, many = found["rows"]
     assert one["kv_s"] > 0 == many["kv_s"]  # a step of 64 tokens is prefill
     assert one["weights_s"] == pytest.approx(found["bytes"] / found["bandwidth"])
@@ -300,10 +237,9 @@ def test_cpu_floor(repo: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_floor_served(repo: Path, tmp_path: Path) -> None:
-    path = tmp_path / "floor.json"
-    flags = "--model demo --policies unified --requests 4 --prompt 8 --tokens 6 --repeats 1 --output"
-    text = run(repo, "floor_served", *flags.split(), str(path), timeout=300)
-    rows = json.loads(path.read_text())["rows"]
+    flags = "--model demo --policies unified --requests 4 --prompt 8 --tokens 6 --repeats 1"
+    text, found = results(repo, tmp_path, "floor_served", flags, timeout=300)
+    rows = found["rows"]
     assert [(row["regime"], row["policy"]) for row in rows] == [
         (regime, policy) for regime in ("none", "below") for policy in ("vllm", "unified")
     ]

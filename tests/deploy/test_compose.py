@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import tomllib
@@ -19,10 +18,9 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from jaxserve.cli import serve
-from jaxserve.cli.flags import config_of
 from jaxserve.server import app
 from jaxserve.version import __version__
+from tests.support.flags import parsed
 
 COMPOSE = ("compose.yaml", "compose.cuda.yaml")
 UNITS = {"s", "short", "percentunit", "bytes", "ops", "reqps"}
@@ -69,9 +67,7 @@ def test_every_path_exists(repo: Path) -> None:
 def test_the_server_takes_the_flags_and_has_time_to_drain(repo: Path) -> None:
     one = loaded(repo, "compose.yaml")["services"]["jaxserve"]
     assert one["command"][:2] == ["jaxserve", "serve"]
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    serve.add_arguments(parser)
-    config = config_of(parser.parse_args(one["command"][2:]))
+    config = parsed(one["command"][2:])
     assert config.host == "0.0.0.0" and one["ports"] == [f"127.0.0.1:{config.port}:{config.port}"]
     assert int(one["stop_grace_period"].removesuffix("s")) >= config.drain_timeout + 15
     assert all(name.startswith("JAXSERVE_") for name in one["environment"])

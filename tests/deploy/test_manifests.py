@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import tomllib
@@ -14,11 +13,10 @@ import jsonschema
 import pytest
 import yaml
 
-from jaxserve.cli import serve
-from jaxserve.cli.flags import config_of
 from jaxserve.config import ServeConfig
 from jaxserve.remote.nodes import devices_of, lay_out
 from jaxserve.version import __version__
+from tests.support.flags import parsed
 
 KUBERNETES = "1.34"
 FILES = ("kubernetes", "rayservice-gpu", "rayservice-tpu", "inference-pool")
@@ -109,13 +107,6 @@ def test_a_wrong_field_does_not_fit(
         del inner[field]
     with pytest.raises(jsonschema.ValidationError, match=error):
         jsonschema.validate(one, own_schema(repo, kind))
-
-
-def parsed(words: list[str]) -> ServeConfig:
-    """Parse a command line as `jaxserve serve` does."""
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    serve.add_arguments(parser)
-    return config_of(parser.parse_args(words))
 
 
 def test_the_server_takes_these_flags_and_has_time_to_drain(repo: Path) -> None:

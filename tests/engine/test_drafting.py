@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import Begin, Delta, Span, StepPlan, StepResult
-from jaxserve.sched.api.slo import NO_SLO
+from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult
 from jaxserve.settings.speculative import Speculative
+from tests.support.engine.faults import Submitted
 from tests.support.engine.statistics import chi_square
 from tests.support.engine.steps import GREEDY, Job, alone, executors, finite_pages, generate, run
 
@@ -53,19 +52,7 @@ def itself(tiny: Path) -> Iterator[Engine]:
 
 def served(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
     """Serve all prompts together and return the tokens of each."""
-    told: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-    ids = [
-        engine.submit(prompt, one, slo=NO_SLO, on_delta=told.put) for prompt, one in zip(prompts, params, strict=True)
-    ]
-    output: dict[int, list[int]] = {id: [] for id in ids}
-    left = len(ids)
-    while left:
-        delta = told.get(timeout=120)
-        output[delta.request] += delta.tokens
-        if delta.finish_reason is not None:
-            assert delta.error is None
-            left -= 1
-    return [output[id] for id in ids]
+    return [one.whole() for one in [Submitted(engine, *each) for each in zip(params, prompts, strict=True)]]
 
 
 @pytest.mark.full

@@ -31,6 +31,7 @@ from tests.support.engine.steps import (
     generate,
     run,
 )
+from tests.support.loops import in_loop
 
 PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(2, 96, 5 + 4 * i)) for i in range(6)]
 NEW = 16
@@ -104,58 +105,6 @@ def test_greedy_tokens_match_transformers(executor: JaxExecutor, reference: list
     assert [job.output for job in jobs] == reference
 
 
-def test_tensor_parallel_tokens_are_equal(pair: list[JaxExecutor], reference: list[list[int]]) -> None:
-    for instance in pair:
-        jobs = [Job(prompt, slot=i) for i, prompt in enumerate(PROMPTS)]
-        run(generate(instance, jobs, NEW, chunk=lambda: 5))
-        assert [job.output for job in jobs] == reference
-
-
-def test_chunks_need_not_sample(executor: JaxExecutor, reference: list[list[int]]) -> None:
-    job = Job(PROMPTS[5], slot=3)
-
-    async def scenario() -> None:
-        for _ in range(2):
-            result = await executor.submit(StepPlan(7, (job.span(10),)))
-            assert (result.step, result.tokens) == (7, ((),))
-        await generate(executor, [job], NEW)
-
-    run(scenario())
-    assert job.output == reference[5]
-
-
-def test_a_surplus_row_and_a_reused_slot_leave_no_trace(executor: JaxExecutor, reference: list[list[int]]) -> None:
-    async def scenario() -> Job:
-        first, second = Job(PROMPTS[1], slot=2), Job(PROMPTS[4], slot=2)
-        step = executor.submit(StepPlan(0, (first.span(),)))
-        surplus = executor.submit(StepPlan(1, (first.span(),)))  # planned before the first token is known
-        await step
-        executor.release([2])
-        await surplus
-        await generate(executor, [second], NEW)
-        return second
-
-    assert run(scenario()).output == reference[4]
-
-
-@pytest.mark.parametrize("cut_at", [0, 3, NEW - 1])
-def test_kv_is_transferred_between_instances(pair: list[JaxExecutor], reference: list[list[int]], cut_at: int) -> None:
-    source, target = pair
-
-    async def scenario() -> Job:
-        job = Job(PROMPTS[3], slot=1)
-        await generate(source, [job], cut_at + 1)
-        held = job.pages[: job.told]
-        elsewhere = tuple(range(70, 70 + ROW_PAGES))
-        await target.import_kv(source.export_kv(held), elsewhere[: job.told])
-        moved = Job(job.prompt, slot=5, pages=elsewhere, computed=job.computed, sampled=job.sampled)
-        moved.output = job.output
-        await generate(target, [moved], NEW)
-        return moved
-
-    assert run(scenario()).output == reference[3]
-
-
 def fill(state: Any, value: Callable[[int, int], float]) -> None:
     """Fill the pools by layer and part."""
     state.pools = [
@@ -163,50 +112,22 @@ def fill(state: Any, value: Callable[[int, int], float]) -> None:
     ]
 
 
-def test_any_number_of_pages_can_be_transferred(pair: list[JaxExecutor]) -> None:
+@in_loop
+async def test_any_number_of_pages_can_be_transferred(pair: list[JaxExecutor]) -> None:
     """Pages arrive whole and overwrite no others although buffers are padded."""
     source, target = pair
-
-    async def scenario() -> None:
-        for pages in (1, 2, 5, 16, 17, 40):
-            fill(source.state, lambda layer, i: float(i + 100 * layer))
-            fill(target.state, lambda layer, i: -7.0)
-            await target.import_kv(source.export_kv(range(3, 3 + pages)), range(10, 10 + pages))
-            for layer, pool in enumerate(target.state.pools):
-                for i, part in enumerate(pool):
-                    got = np.asarray(part)
-                    assert (got[10 : 10 + pages] == i + 100 * layer).all(), (pages, layer, i)
-                    assert (got[:10] == -7).all() and (got[10 + pages :] == -7).all(), (pages, layer, i)
-        assert target.export_kv(()).pieces == ()
-
-    run(scenario())
+    for pages in (1, 2, 5, 16, 17, 40):
+        fill(source.state, lambda layer, i: float(i + 100 * layer))
+        fill(target.state, lambda layer, i: -7.0)
+        await target.import_kv(source.export_kv(range(3, 3 + pages)), range(10, 10 + pages))
+        for layer, pool in enumerate(target.state.pools):
+            for i, part in enumerate(pool):
+                got = np.asarray(part)
+                assert (got[10 : 10 + pages] == i + 100 * layer).all(), (pages, layer, i)
+                assert (got[:10] == -7).all() and (got[10 + pages :] == -7).all(), (pages, layer, i)
+    assert target.export_kv(()).pieces == ()
     for instance in pair:
         instance.state.rebuild()
-
-
-def test_tokens_do_not_depend_on_schedule_slot_or_mesh(executor: JaxExecutor, pair: list[JaxExecutor]) -> None:
-    params = [
-        SamplingParams(temperature=0.9, max_tokens=None),
-        SamplingParams(temperature=1.2, top_k=20, max_tokens=None),
-        GREEDY,
-        SamplingParams(temperature=0.8, top_p=0.8, repetition_penalty=1.2, frequency_penalty=0.3, max_tokens=None),
-        SamplingParams(temperature=1.0, min_p=0.05, presence_penalty=0.5, max_tokens=None),
-    ]
-    single = [alone(executor, Job(PROMPTS[i], p, slot=0, seed=11 * i), 10) for i, p in enumerate(params)]
-    for instance, order in ((executor, [4, 2, 0, 3, 1]), (pair[1], [1, 0, 4, 3, 2])):
-        jobs = [Job(PROMPTS[i], params[i], slot=7 - slot, seed=11 * i) for slot, i in enumerate(order)]
-        rng = random.Random(1)
-        run(generate(instance, jobs, 10, chunk=lambda rng=rng: rng.randint(1, 6)))
-        assert [job.output for job in jobs] == [single[i] for i in order]
-
-
-def test_a_resumed_request_continues_its_text(executor: JaxExecutor) -> None:
-    params = SamplingParams(temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=None)
-    whole = alone(executor, Job(PROMPTS[2], params, seed=5), 12)
-    dropped = Job(PROMPTS[2], params, seed=5)
-    alone(executor, dropped, 6)
-    resumed = Job(PROMPTS[2], params, slot=4, seed=5, sampled=6, output=dropped.output)
-    assert alone(executor, resumed, 12) == whole
 
 
 def test_a_step_that_raises_fails_all_in_flight_and_the_executor_survives(
@@ -241,7 +162,10 @@ def test_an_error_before_dispatch_fails_the_step(executor: JaxExecutor, referenc
     assert alone(executor, Job(PROMPTS[1], slot=1), NEW) == reference[1]
 
 
-def test_a_cancelled_import_writes_nothing_afterwards(pair: list[JaxExecutor], monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_a_cancelled_import_writes_nothing_afterwards(
+    pair: list[JaxExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its pages may belong to another request by the time at which its KV is on the instance."""
     source, target = pair
     receive, reached, free, received = target.state.receive, *(threading.Event() for _ in range(3))
@@ -253,45 +177,39 @@ def test_a_cancelled_import_writes_nothing_afterwards(pair: list[JaxExecutor], m
         received.set()
         return found
 
-    async def scenario() -> None:
-        pages = list(range(4))
-        fill(source.state, lambda layer, i: 1.0)
-        fill(target.state, lambda layer, i: -7.0)
-        monkeypatch.setattr(target.state, "receive", gated)
-        begun = asyncio.ensure_future(target.import_kv(source.export_kv(range(20, 24)), pages))
-        assert await asyncio.to_thread(reached.wait, 60)
-        begun.cancel()
-        await asyncio.wait([begun])
-        free.set()
-        assert await asyncio.to_thread(received.wait, 60)
-        await asyncio.sleep(0.05)
-        assert begun.cancelled() and all((np.asarray(part) == -7).all() for pool in target.state.pools for part in pool)
-
-    run(scenario())
+    pages = list(range(4))
+    fill(source.state, lambda layer, i: 1.0)
+    fill(target.state, lambda layer, i: -7.0)
+    monkeypatch.setattr(target.state, "receive", gated)
+    begun = asyncio.ensure_future(target.import_kv(source.export_kv(range(20, 24)), pages))
+    assert await asyncio.to_thread(reached.wait, 60)
+    begun.cancel()
+    await asyncio.wait([begun])
+    free.set()
+    assert await asyncio.to_thread(received.wait, 60)
+    await asyncio.sleep(0.05)
+    assert begun.cancelled() and all((np.asarray(part) == -7).all() for pool in target.state.pools for part in pool)
 
 
-def test_no_page_is_written_into_a_rebuilt_pool(pair: list[JaxExecutor]) -> None:
+@in_loop
+async def test_no_page_is_written_into_a_rebuilt_pool(pair: list[JaxExecutor]) -> None:
     """Pages were reserved in the lost pool: written into the new one, they would overwrite those of other requests."""
     source, target = pair
-
-    async def scenario() -> None:
-        pages = list(range(4))
-        kv_buffer = source.export_kv(pages)
-        begun = asyncio.ensure_future(target.import_kv(kv_buffer, pages))
-        await asyncio.sleep(0)
-        target._fail(target._life, RuntimeError("on purpose"))
-        with pytest.raises(StepFailed, match="accepts no work until the pool is rebuilt"):
-            await target.import_kv(kv_buffer, pages)
-        with pytest.raises(StepFailed, match="accepts no work until the pool is rebuilt"):
-            target.export_kv(pages)
-        with pytest.raises(StepFailed, match="accepts no work until the pool is rebuilt"):
-            target.submit(StepPlan(0, (Job(PROMPTS[0]).span(),)))
-        target.rebuild()
-        with pytest.raises(StepFailed, match="lost its KV pool while 4 pages were being transferred"):
-            await begun
+    pages = list(range(4))
+    kv_buffer = source.export_kv(pages)
+    begun = asyncio.ensure_future(target.import_kv(kv_buffer, pages))
+    await asyncio.sleep(0)
+    target._fail(target._life, RuntimeError("on purpose"))
+    with pytest.raises(StepFailed, match="accepts no work until the pool is rebuilt"):
         await target.import_kv(kv_buffer, pages)
-
-    run(scenario())
+    with pytest.raises(StepFailed, match="accepts no work until the pool is rebuilt"):
+        target.export_kv(pages)
+    with pytest.raises(StepFailed, match="accepts no work until the pool is rebuilt"):
+        target.submit(StepPlan(0, (Job(PROMPTS[0]).span(),)))
+    target.rebuild()
+    with pytest.raises(StepFailed, match="lost its KV pool while 4 pages were being transferred"):
+        await begun
+    await target.import_kv(kv_buffer, pages)
 
 
 def test_a_row_with_nonfinite_logits_fails_alone(tiny: Path, reference: list[list[int]]) -> None:
@@ -322,22 +240,19 @@ def test_a_row_with_nonfinite_logits_fails_alone(tiny: Path, reference: list[lis
     assert (failed.output, failed.failed) == ([], "the model's logits are not finite")
 
 
-def test_unvalidated_pages_are_zeroed_before_reuse(executor: JaxExecutor) -> None:
+@in_loop
+async def test_unvalidated_pages_are_zeroed_before_reuse(executor: JaxExecutor) -> None:
     """A chunk without a sampled token may leave NaN unnoticed. The test plants it after the chunk."""
     job, heir, sure = Job(PROMPTS[3], slot=3), Job(PROMPTS[0], slot=3), Job(PROMPTS[3], slot=3)
-
-    async def scenario() -> None:
-        await executor.submit(StepPlan(0, (job.span(9),)))
-        state, pages = executor.state, np.array(job.pages[: job.told])
-        state.pools = [tuple(part.at[pages].set(np.nan) for part in pool) for pool in state.pools]
-        executor.release([3])
-        await generate(executor, [heir], 4)
-        for pool in executor.state.pools:
-            for part in pool:
-                assert np.isfinite(np.asarray(part)[list(heir.pages[: heir.told])]).all()
-        await generate(executor, [sure], 2, chunk=lambda: 5)
-
-    run(scenario())
+    await executor.submit(StepPlan(0, (job.span(9),)))
+    state, pages = executor.state, np.array(job.pages[: job.told])
+    state.pools = [tuple(part.at[pages].set(np.nan) for part in pool) for pool in state.pools]
+    executor.release([3])
+    await generate(executor, [heir], 4)
+    for pool in executor.state.pools:
+        for part in pool:
+            assert np.isfinite(np.asarray(part)[list(heir.pages[: heir.told])]).all()
+    await generate(executor, [sure], 2, chunk=lambda: 5)
     assert not executor._doubts.pages.intersection(sure.pages[: sure.told]), (
         "pages before a finite token are still unvalidated"
     )
@@ -399,30 +314,25 @@ def test_nothing_compiles_after_warm_up(pair: list[JaxExecutor]) -> None:
     assert counter.compilations_total + counter.cache_loads_total == before
 
 
-def test_times_are_monotone_and_steps_do_not_overlap(executor: JaxExecutor) -> None:
-    async def scenario() -> None:
-        job, results, last = Job(PROMPTS[0]), [], executor.now()
-        steps = [executor.submit(StepPlan(i, (job.span(),))) for i in range(6)]
-        for step in steps:
-            results.append(await step)
-        for result in results:
-            assert last <= result.started < result.finished <= executor.now()
-            last = result.finished
-
-    run(scenario())
+@in_loop
+async def test_times_are_monotone_and_steps_do_not_overlap(executor: JaxExecutor) -> None:
+    job, results, last = Job(PROMPTS[0]), [], executor.now()
+    steps = [executor.submit(StepPlan(i, (job.span(),))) for i in range(6)]
+    for step in steps:
+        results.append(await step)
+    for result in results:
+        assert last <= result.started < result.finished <= executor.now()
+        last = result.finished
     assert LEAST_LEAD <= executor.lead <= MOST_LEAD
     assert (executor.page_size, executor.pages >= ROW_PAGES) == (PAGE, True)
 
 
-def test_close_ends_the_thread(tiny: Path) -> None:
+@in_loop
+async def test_close_ends_the_thread(tiny: Path) -> None:
     instance = executors(tiny, warm=False)[0]
-
-    async def scenario() -> None:
-        step = instance.submit(StepPlan(0, (Job(PROMPTS[0]).span(),)))
-        await instance.close()
-        assert step.done()
-        assert len((await step).tokens[0]) == 1
-        await asyncio.sleep(0)
-
-    run(scenario())
+    step = instance.submit(StepPlan(0, (Job(PROMPTS[0]).span(),)))
+    await instance.close()
+    assert step.done()
+    assert len((await step).tokens[0]) == 1
+    await asyncio.sleep(0)
     assert not instance._waiter.is_alive()

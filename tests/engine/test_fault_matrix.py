@@ -105,11 +105,7 @@ def test_a_step_returns_late(machine: Machine, start: Starter, record: Any, inde
 
 @pytest.mark.parametrize("times", [2, 3 * COUNT])
 def test_transfers_fail(
-    machine: Machine,
-    start: Starter,
-    record: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    times: int,
+    machine: Machine, start: Starter, record: Any, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     engine = start(routing="least_work")
     moves, count = machine.executors[DECODE].import_kv, [0]

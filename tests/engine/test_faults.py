@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from contextlib import suppress
@@ -200,9 +199,7 @@ def test_failing_steps_do_not_end_health_while_requests_are_served(machine: Mach
                 raise OSError("injected")
 
         machine.executors[0].fault = raises
-        news: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        engine.submit([turn] * 7, PARAMS, slo=NO_SLO, on_delta=news.put)
-        told = news.get(timeout=20)
+        told = Submitted(engine, prompt=[turn] * 7).end()
         assert told.finish_reason == "error" and "failed twice" in str(told.error)
         assert Submitted(engine).end().finish_reason == "length"
         assert engine.healthy, engine.ailment

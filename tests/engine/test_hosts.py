@@ -25,6 +25,7 @@ from jaxserve.sched.api.errors import InvalidValue
 from tests.support.engine.host import DRAFTS, LONG, NEW, PARAMS, PROMPTS, REPEATED, WRONG, Case, pooled
 from tests.support.engine.mixed import jobs_of
 from tests.support.engine.steps import Job, alone, executors, run
+from tests.support.examples import cases
 from tests.support.server.processes import free_ports
 
 LIMIT = 200  # seconds until processes that wait for each other are killed
@@ -65,38 +66,23 @@ def case(tiny: Path, **options: Any) -> Case:
     return Case(folder=str(tiny), rank=0, meeting=meeting, leader=leader, **settings)
 
 
-def check(one: Case, expected: list[list[int]], repo: Path, folder: Path) -> dict[str, Any]:
-    told, status, texts = together(one, repo, folder)
-    assert status == [0] * one.processes, texts
-    assert told["rounds"] == [expected] * 2
-    assert min(told["stops"]) > 0
-    return told
+BARE = [(2, 1, "op", 0)]
+EVERY = [(*sizes, seed) for sizes in ((2, 1, "op"), (2, 1, "layer"), (2, 2, "op")) for seed in (1, 2)]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices", "boundary", "seed"), cases(BARE, EVERY, apart=True))
 def test_hosts_stop_and_resume_together(
-    tiny: Path, executor: JaxExecutor, expected: list[list[int]], repo: Path, tmp_path: Path
-) -> None:
-    told = check(case(tiny), expected, repo, tmp_path)
+    tiny: Path, executor: JaxExecutor, expected: list[list[int]], repo: Path, tmp_path: Path,
+    processes: int, devices: int, boundary: str, seed: int,
+) -> None:  # fmt: skip
+    one = case(tiny, processes=processes, devices=devices, boundary=boundary, seed=seed)
+    told, status, texts = together(one, repo, tmp_path)
+    assert status == [0] * processes, texts
+    assert told["rounds"] == [expected] * 2
+    assert min(told["stops"]) > 0
     for sums, alone_ in zip(told["pooled"], run(pooled(executor)), strict=True):
         assert sums == pytest.approx(alone_, abs=1e-4)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize(("processes", "devices", "boundary"), [(2, 1, "op"), (2, 1, "layer"), (2, 2, "op")])
-def test_any_number_of_hosts_stop_and_resume_together(
-    tiny: Path,
-    expected: list[list[int]],
-    repo: Path,
-    tmp_path: Path,
-    processes: int,
-    devices: int,
-    boundary: str,
-    seed: int,
-) -> None:
-    one = case(tiny, processes=processes, devices=devices, boundary=boundary, seed=seed)
-    check(one, expected, repo, tmp_path)
 
 
 @pytest.mark.full

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,14 +15,13 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import host_pages
 from jaxserve.engine.runtime.gc_control import uncollected
-from jaxserve.engine.runtime.info import Stats, TierTotals
+from jaxserve.engine.runtime.info import Stats
 from jaxserve.engine.startup import assemble as assembling
 from jaxserve.engine.startup import tiers
 from jaxserve.engine.startup.assemble import Machine, assemble
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import Delta
-from jaxserve.sched.api.slo import NO_SLO
+from tests.support.engine.faults import Submitted
 from tests.support.engine.fetches import wait_for_pages
 from tests.support.server.live import ALONE
 
@@ -33,6 +31,7 @@ PROMPTS = [[(7 * start + at * at) % 200 + 5 for at in range(250)] for start in r
 FULL = 250 // 16  # pages of a prompt that can be found again
 PAGES = 34  # that the scheduler sees: for two of the prompts with their outputs
 ROOM = 64 << 20
+Tokens, Settings = list[list[int]], dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -61,44 +60,31 @@ def engine(machine: Machine, **settings: Any) -> Iterator[Engine]:
         serving.close()
 
 
-def served(machine: Machine, rounds: int = 2, **settings: Any) -> tuple[list[list[int]], Stats]:
+def served(machine: Machine, rounds: int = 2, **settings: Any) -> tuple[Tokens, Stats]:
     """Serve all prompts one after the other, and return their tokens and the last statistics."""
     outputs = []
     with engine(machine, **settings) as serving:
         for _ in range(rounds):
             for number, prompt in enumerate(PROMPTS):
-                outputs.append(asked(serving, prompt, SAMPLED if number % 2 else GREEDY))
-                _settled(serving)
+                outputs.append(Submitted(serving, SAMPLED if number % 2 else GREEDY, prompt).whole())
+                serving.run(serving.copied)
         return outputs, serving.stats()
 
 
-def asked(serving: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
-    ended: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-    serving.submit(prompt, params, slo=NO_SLO, on_delta=ended.put)
-    tokens: list[int] = []
-    while True:
-        delta = ended.get(timeout=60.0)
-        tokens += delta.tokens
-        if delta.finish_reason is not None:
-            assert delta.error is None
-            return tokens
-
-
-def _settled(serving: Engine) -> None:
-    """Wait until all copies are made."""
-
-    serving.run(serving.copied)
+@pytest.fixture
+def disk(tmp_path: Path) -> Settings:
+    return {"kv_disk": str(tmp_path), "kv_disk_size": ROOM}
 
 
 @pytest.fixture(scope="module")
-def alone(machine: Machine) -> list[list[int]]:
+def alone(machine: Machine) -> Tokens:
     """The tokens without tiers."""
     return served(machine)[0]
 
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_host_memory_changes_no_token(
-    machine: Machine, alone: list[list[int]], pinned: bool, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, alone: Tokens, pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiers, "pins", lambda device: pinned)
     outputs, stats = served(machine, kv_host_memory=ROOM)
@@ -109,8 +95,7 @@ def test_host_memory_changes_no_token(
     assert stats.prefix_fetch_failures == host.missing == stats.kv_copies_skipped == 0
 
 
-def test_pages_on_disk_are_found_after_a_restart(machine: Machine, alone: list[list[int]], tmp_path: Path) -> None:
-    disk = {"kv_disk": str(tmp_path), "kv_disk_size": ROOM}
+def test_pages_on_disk_are_found_after_a_restart(machine: Machine, alone: Tokens, disk: Settings) -> None:
     outputs, first = served(machine, **disk)
     again, second = served(machine, 1, **disk)
     assert outputs == alone and again == alone[: len(PROMPTS)]
@@ -119,8 +104,9 @@ def test_pages_on_disk_are_found_after_a_restart(machine: Machine, alone: list[l
     assert second.kv_tiers["disk"].stores == 0 and second.kv_tiers["disk"].pages == first.kv_tiers["disk"].pages
 
 
-def test_damaged_and_missing_files_are_computed_again(machine: Machine, alone: list[list[int]], tmp_path: Path) -> None:
-    disk = {"kv_disk": str(tmp_path), "kv_disk_size": ROOM}
+def test_damaged_and_missing_files_are_computed_again(
+    machine: Machine, alone: Tokens, disk: Settings, tmp_path: Path
+) -> None:
     served(machine, 1, **disk)
     files = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock")
     for number, path in enumerate(files):
@@ -134,8 +120,7 @@ def test_damaged_and_missing_files_are_computed_again(machine: Machine, alone: l
     assert outputs == alone[: len(PROMPTS)] and stats.kv_tiers["disk"].missing > 0
 
 
-def test_another_model_or_layout_finds_nothing(machine: Machine, tmp_path: Path) -> None:
-    disk = {"kv_disk": str(tmp_path), "kv_disk_size": ROOM}
+def test_another_model_or_layout_finds_nothing(machine: Machine, disk: Settings, tmp_path: Path) -> None:
     served(machine, 1, **disk)
     same = tiers.model_digest(machine.config, machine.executors[0])
     assert same == tiers.model_digest(replace(machine.config, policy="vllm"), machine.executors[0])
@@ -146,35 +131,33 @@ def test_another_model_or_layout_finds_nothing(machine: Machine, tmp_path: Path)
     assert stats.kv_tiers["disk"].hits == 0
 
 
-def test_a_small_host_tier_passes_pages_on_to_the_disk(
-    machine: Machine, alone: list[list[int]], tmp_path: Path
-) -> None:
-    outputs, stats = served(machine, kv_host_memory=2 << 20, kv_disk=str(tmp_path), kv_disk_size=ROOM)
+def test_a_small_host_tier_passes_pages_on_to_the_disk(machine: Machine, alone: Tokens, disk: Settings) -> None:
+    outputs, stats = served(machine, kv_host_memory=2 << 20, **disk)
     host, disk = stats.kv_tiers["host"], stats.kv_tiers["disk"]
     assert outputs == alone and host.evictions > 0 and disk.hits > 0
     assert host.bytes <= 2 << 20
 
 
-def test_a_restart_finds_what_host_memory_held(machine: Machine, alone: list[list[int]], tmp_path: Path) -> None:
-    both: dict[str, Any] = {"kv_host_memory": ROOM, "kv_disk": str(tmp_path), "kv_disk_size": ROOM}
+def test_a_restart_finds_what_host_memory_held(machine: Machine, alone: Tokens, disk: Settings) -> None:
+    both = {"kv_host_memory": ROOM, **disk}
     _, first = served(machine, 1, **both)
     again, second = served(machine, 1, **both)
     assert first.kv_tiers["disk"].pages == 0 and again == alone[: len(PROMPTS)]
     assert second.kv_tiers["disk"].hits == FULL * len(PROMPTS) and second.compilations_after_warmup == 0
 
 
-def test_closing_writes_for_a_bounded_time(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_writes_for_a_bounded_time(machine: Machine, disk: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembling, "FLUSHING", 0.0)
-    both: dict[str, Any] = {"kv_host_memory": ROOM, "kv_disk": str(tmp_path), "kv_disk_size": ROOM}
+    both = {"kv_host_memory": ROOM, **disk}
     served(machine, 1, **both)
     assert served(machine, 1, **both)[1].kv_tiers["disk"].pages == 0
 
 
-def test_resetting_the_prefix_cache_forgets_the_tiers(machine: Machine, tmp_path: Path) -> None:
-    with engine(machine, kv_host_memory=1 << 20, kv_disk=str(tmp_path), kv_disk_size=ROOM) as serving:
+def test_resetting_the_prefix_cache_forgets_the_tiers(machine: Machine, disk: Settings, tmp_path: Path) -> None:
+    with engine(machine, kv_host_memory=1 << 20, **disk) as serving:
         for prompt in PROMPTS:
-            asked(serving, prompt, GREEDY)
-            _settled(serving)
+            Submitted(serving, GREEDY, prompt).whole()
+            serving.run(serving.copied)
         assert serving.stats().kv_tiers["disk"].pages > 0
         assert serving.reset_prefix_cache()
         assert all(tier.pages == 0 for tier in serving.stats().kv_tiers.values())
@@ -208,8 +191,3 @@ def test_a_folder_that_cannot_be_written_is_named(machine: Machine, tmp_path: Pa
 
 def test_pinned_memory_is_for_accelerators() -> None:
     assert not host_pages.pins(jax.devices("cpu")[0])
-
-
-def test_totals_without_tiers_are_empty(machine: Machine) -> None:
-    assert tiers.KVTiers(machine.config, machine.executors).totals() == {}
-    assert TierTotals().pages == 0

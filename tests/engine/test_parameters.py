@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.sched.api.params import SamplingParams
-from tests.support.engine.steps import GREEDY, Job, alone
+from tests.support.engine.steps import GREEDY, Job, alone, generate, run
 
 PROMPT = (7, 3, 9, 3, 20, 41, 5)
 
@@ -42,8 +42,6 @@ def test_penalties_see_prompt_and_output(executor: JaxExecutor) -> None:
 
 
 def test_parameters_of_a_neighboring_row_change_nothing(executor: JaxExecutor) -> None:
-    from tests.support.engine.steps import generate, run
-
     jobs = [Job(PROMPT, slot=0), Job(PROMPT, SamplingParams(top_p=0.5, logprobs=2, max_tokens=None), slot=1)]
     run(generate(executor, jobs, 8))
     assert jobs[0].output == alone(executor, Job(PROMPT), 8)
@@ -67,8 +65,6 @@ def test_logprobs_are_those_of_the_model_without_parameters(executor: JaxExecuto
 @pytest.mark.parametrize("chunk", [3, 12, 40])
 def test_prompt_logprobs(executor: JaxExecutor, chunk: int) -> None:
     """Log-probabilities of the prompt's second half equal those of decoding that half."""
-    from tests.support.engine.steps import generate, run
-
     start = Job(PROMPT, SamplingParams(temperature=0, logprobs=2, max_tokens=None))
     alone(executor, start, 10)
     whole = (*PROMPT, *start.output)
@@ -82,8 +78,6 @@ def test_prompt_logprobs(executor: JaxExecutor, chunk: int) -> None:
 
 
 def test_long_prompts_are_scored_in_blocks(executor: JaxExecutor) -> None:
-    from tests.support.engine.steps import generate, run
-
     prompt = tuple(int(t) for t in np.random.default_rng(0).integers(2, 96, 60))
     job = Job(prompt, SamplingParams(temperature=0, prompt_logprobs=0, max_tokens=None))
     run(generate(executor, [job], 1, chunk=lambda: 32))

@@ -24,11 +24,10 @@ from jaxserve.models.quantization import FLAG
 from pallas_kernels.ops.grouped_matmul.api import resolve_experts
 from tests.support.engine.perplexity import demo, perplexity, unquantized
 from tests.support.engine.steps import Job, alone, executors
+from tests.support.examples import cases
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] if name == "fp8" else []) for name in FLAG]
-)
+@pytest.mark.parametrize("name", cases([name for name in FLAG if name != "fp8"], FLAG))
 def test_the_demo_model_loses_at_most_one_percent(name: str) -> None:
     executor = demo(spec=registry.load_spec(model_path()).quantized_as(name))
     tree = executor.state.weights["layers"]

@@ -73,37 +73,30 @@ def reference(params: SamplingParams, logits: Array = LOGITS) -> Array:
     return p / p.sum()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.6, "top_k": 5},
-        {"temperature": 1.5, "top_p": 0.8},
-        {"temperature": 1.2, "min_p": 0.1},
-        {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
-        {"temperature": 1.0, "repetition_penalty": 1.7},
-        {"temperature": 1.0, "frequency_penalty": 0.7, "presence_penalty": 0.4},
-        {"temperature": 1.0, "repetition_penalty": 0.8, "top_p": 0.95, "logit_bias": ((5, 2.0), (6, -100.0))},
-    ],
-    ids=lambda options: "-".join(options),
-)
-def test_samples_follow_the_distribution(options: dict[str, Any]) -> None:
-    check_distribution(options, LOGITS)
-
-
 TIED = np.round(LOGITS)  # seven values, twenty-four tokens
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"top_k": 4}, {"top_k": 1}, {"top_p": 0.55}, {"top_k": 7, "top_p": 0.6}, {"top_k": 7, "top_p": 0.99}],
-    ids=lambda options: "-".join(f"{name}{value}" for name, value in options.items()),
+    ("values", "options"),
+    [
+        (LOGITS, {"temperature": 1.0}),
+        (LOGITS, {"temperature": 0.6, "top_k": 5}),
+        (LOGITS, {"temperature": 1.5, "top_p": 0.8}),
+        (LOGITS, {"temperature": 1.2, "min_p": 0.1}),
+        (LOGITS, {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.02}),
+        (LOGITS, {"temperature": 1.0, "repetition_penalty": 1.7}),
+        (LOGITS, {"temperature": 1.0, "frequency_penalty": 0.7, "presence_penalty": 0.4}),
+        (LOGITS, {"repetition_penalty": 0.8, "top_p": 0.95, "logit_bias": ((5, 2.0), (6, -100.0))}),
+        # Ties at the threshold.
+        (TIED, {"top_k": 4}),
+        (TIED, {"top_k": 1}),
+        (TIED, {"top_p": 0.55}),
+        (TIED, {"top_k": 7, "top_p": 0.6}),
+        (TIED, {"top_k": 7, "top_p": 0.99}),
+    ],
+    ids=lambda given: "-".join(f"{name}{value}" for name, value in given.items()) if isinstance(given, dict) else "",
 )
-def test_samples_with_ties_at_the_threshold_follow_the_distribution(options: dict[str, Any]) -> None:
-    check_distribution({"temperature": 1.0, **options}, TIED)
-
-
-def check_distribution(options: dict[str, Any], values: Array) -> None:
+def test_samples_follow_the_distribution(values: Array, options: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=None, **options)
     expected = reference(params, values)
     rows, logits = table(params, DRAWS), jnp.tile(jnp.asarray(values)[None], (DRAWS, 1))

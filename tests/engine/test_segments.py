@@ -32,6 +32,7 @@ from jaxserve.sched.api.preemption import Boundary
 from tests.support.engine.mixed import Mixed, jobs_of
 from tests.support.engine.steps import GREEDY, Job, alone, executors, generate, run
 from tests.support.examples import cases, examples
+from tests.support.loops import in_loop
 from tests.support.parity.families import FAMILIES, SIZES
 
 SAMPLED = SamplingParams(temperature=1.0, logprobs=3, max_tokens=None)
@@ -208,47 +209,42 @@ async def _whole(executor: JaxExecutor, job: Job) -> None:
     assert isinstance(await executor.submit(StepPlan(0, (job.span(20),), preemptible=True)), StepResult)
 
 
-def test_a_fully_dispatched_step_cannot_be_stopped_and_another_may_follow(cut: JaxExecutor) -> None:
+@in_loop
+async def test_a_fully_dispatched_step_cannot_be_stopped_and_another_may_follow(cut: JaxExecutor) -> None:
     """Stopping a fully dispatched step has no effect, and the next submitted step runs behind it."""
-
-    async def scenario() -> None:
-        cut.depth = 4
-        first, second = Job(PROMPTS[3], slot=0), Job(PROMPTS[2], slot=1)
-        step = cut.submit(StepPlan(1, (first.span(20),), preemptible=True))
-        assert cut.committed(step).done() and not step.done()
-        cut.preempt(step)
-        behind = cut.submit(StepPlan(2, (second.span(20),), preemptible=True))
-        results = await asyncio.gather(step, behind)
-        assert [type(result) for result in results] == [StepResult, StepResult]
-        assert results[0].finished <= results[1].finished
-        assert cut.committed(step).done()
-        cut.release([0, 1])
-
-    run(scenario())
+    cut.depth = 4
+    first, second = Job(PROMPTS[3], slot=0), Job(PROMPTS[2], slot=1)
+    step = cut.submit(StepPlan(1, (first.span(20),), preemptible=True))
+    assert cut.committed(step).done() and not step.done()
+    cut.preempt(step)
+    behind = cut.submit(StepPlan(2, (second.span(20),), preemptible=True))
+    results = await asyncio.gather(step, behind)
+    assert [type(result) for result in results] == [StepResult, StepResult]
+    assert results[0].finished <= results[1].finished
+    assert cut.committed(step).done()
+    cut.release([0, 1])
 
 
-def test_a_step_waits_for_one_that_is_not_fully_dispatched(cut: JaxExecutor) -> None:
-    async def scenario() -> None:
-        cut.depth = 1
-        first, second = Job(PROMPTS[3], slot=0), Job(PROMPTS[2], slot=1)
-        step = cut.submit(StepPlan(1, (first.span(20),), preemptible=True))
-        whole = cut.submit(StepPlan(2, (second.span(20),)))
-        span = first.span(20)
-        last = cut.submit(StepPlan(3, (span,), preemptible=True))
-        cut.preempt(last)  # before any of it was dispatched: it stops with nothing computed
-        assert not cut.committed(step).done()
-        with pytest.raises(InvalidValue, match="step 2 is not preemptible"):
-            cut.preempt(whole)
-        results = await asyncio.gather(step, whole, last)
-        assert [type(result) for result in results] == [StepResult, StepResult, Suspended]
-        assert cut.state.segments is not None and cut._suspended[3].walk is not None
-        done = await cut.submit(StepPlan(4, (span,), preemptible=True, resume=3))
-        assert isinstance(done, StepResult)
-        with pytest.raises(InvalidValue, match="resumes step 3, which is not suspended"):
-            cut.submit(StepPlan(5, (), preemptible=True, resume=3))
-        cut.release([0, 1])
-
-    run(scenario())
+@in_loop
+async def test_a_step_waits_for_one_that_is_not_fully_dispatched(cut: JaxExecutor) -> None:
+    cut.depth = 1
+    first, second = Job(PROMPTS[3], slot=0), Job(PROMPTS[2], slot=1)
+    step = cut.submit(StepPlan(1, (first.span(20),), preemptible=True))
+    whole = cut.submit(StepPlan(2, (second.span(20),)))
+    span = first.span(20)
+    last = cut.submit(StepPlan(3, (span,), preemptible=True))
+    cut.preempt(last)  # before any of it was dispatched: it stops with nothing computed
+    assert not cut.committed(step).done()
+    with pytest.raises(InvalidValue, match="step 2 is not preemptible"):
+        cut.preempt(whole)
+    results = await asyncio.gather(step, whole, last)
+    assert [type(result) for result in results] == [StepResult, StepResult, Suspended]
+    assert cut.state.segments is not None and cut._suspended[3].walk is not None
+    done = await cut.submit(StepPlan(4, (span,), preemptible=True, resume=3))
+    assert isinstance(done, StepResult)
+    with pytest.raises(InvalidValue, match="resumes step 3, which is not suspended"):
+        cut.submit(StepPlan(5, (), preemptible=True, resume=3))
+    cut.release([0, 1])
 
 
 def test_a_step_that_raises_discards_suspended_steps(
@@ -296,15 +292,13 @@ async def stepwise_stopped(executor: JaxExecutor, job: Job) -> tuple[Step, int]:
     return step, int(isinstance(await step, Suspended))
 
 
-def test_steps_with_decodes_and_single_token_steps_run_as_a_whole(cut: JaxExecutor) -> None:
-    async def scenario() -> None:
-        job = Job(PROMPTS[0], slot=0)
-        step = cut.submit(StepPlan(1, (job.span(1),), preemptible=True))  # the bucket of one token per row
-        cut.preempt(step)
-        assert isinstance(await step, StepResult)
-        cut.release([0])
-
-    run(scenario())
+@in_loop
+async def test_steps_with_decodes_and_single_token_steps_run_as_a_whole(cut: JaxExecutor) -> None:
+    job = Job(PROMPTS[0], slot=0)
+    step = cut.submit(StepPlan(1, (job.span(1),), preemptible=True))  # the bucket of one token per row
+    cut.preempt(step)
+    assert isinstance(await step, StepResult)
+    cut.release([0])
 
 
 def test_bytes_held_by_a_suspended_step(cut: JaxExecutor) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.programs import speculate
-from jaxserve.engine.programs.sampling import BAD, Column, SamplingRows, draw, heated_and_cut
+from jaxserve.engine.programs.sampling import BAD, Column, SamplingRows, draw, gumbel, heated_and_cut
 from jaxserve.engine.programs.speculate import GUESSED, NONE, ngram, probabilistic, salted, strict
 from jaxserve.sched.api.params import SamplingParams
 from tests.support.engine.statistics import Array, V, chi_square, table
@@ -178,8 +178,6 @@ LOOKUPS = {
 def test_noise_for_different_purposes_is_independent() -> None:
     """Equal noise for drafting, verification and resampling would bias acceptance."""
     packed = table(SamplingParams(), 20_000).packed
-    from jaxserve.engine.programs.sampling import gumbel
-
     drawing, drafting = (
         np.asarray(gumbel(one, 4))[:, 1] for one in (SamplingRows(packed), salted(SamplingRows(packed), GUESSED))
     )

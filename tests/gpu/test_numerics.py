@@ -1,4 +1,4 @@
-"""Every kernel as compiled for a Hopper GPU, against float64: one test per family, which `benchmarks.gpu_day` runs.
+"""Every kernel as compiled for a Hopper GPU, against float64: families of cases, which `benchmarks.gpu_day` runs.
 
 Cases of attention have NaN in every page that no row has. The first case of each family is small
 enough for the interpreter, as are most others; "served" ones have the shapes of models.
@@ -316,61 +316,22 @@ SAMPLING: Cases = {
 }
 
 
-@pytest.mark.parametrize("name", DECODE)
-def test_decode(name: str) -> None:
-    DECODE[name]()
+FAMILIES: Mapping[str, Cases] = {
+    "decode": DECODE,
+    "prefill": PREFILL,
+    "decode_8bit": DECODE_8BIT,
+    "prefill_8bit": PREFILL_8BIT,
+    "shared_prefixes": SHARED_PREFIXES,
+    "mla": MLA,
+    "grouped_matmul": GROUPED_MATMUL,
+    "quantized_matmul": QUANTIZED_MATMUL,
+    "gated_matmul": GATED_MATMUL,
+    "kv_write": KV_WRITE,
+    "kv_pages": KV_PAGES,
+    "sampling": SAMPLING,
+}
 
 
-@pytest.mark.parametrize("name", PREFILL)
-def test_prefill(name: str) -> None:
-    PREFILL[name]()
-
-
-@pytest.mark.parametrize("name", DECODE_8BIT)
-def test_decode_8bit(name: str) -> None:
-    DECODE_8BIT[name]()
-
-
-@pytest.mark.parametrize("name", PREFILL_8BIT)
-def test_prefill_8bit(name: str) -> None:
-    PREFILL_8BIT[name]()
-
-
-@pytest.mark.parametrize("name", SHARED_PREFIXES)
-def test_shared_prefixes(name: str) -> None:
-    SHARED_PREFIXES[name]()
-
-
-@pytest.mark.parametrize("name", MLA)
-def test_mla(name: str) -> None:
-    MLA[name]()
-
-
-@pytest.mark.parametrize("name", GROUPED_MATMUL)
-def test_grouped_matmul(name: str) -> None:
-    GROUPED_MATMUL[name]()
-
-
-@pytest.mark.parametrize("name", QUANTIZED_MATMUL)
-def test_quantized_matmul(name: str) -> None:
-    QUANTIZED_MATMUL[name]()
-
-
-@pytest.mark.parametrize("name", GATED_MATMUL)
-def test_gated_matmul(name: str) -> None:
-    GATED_MATMUL[name]()
-
-
-@pytest.mark.parametrize("name", KV_WRITE)
-def test_kv_write(name: str) -> None:
-    KV_WRITE[name]()
-
-
-@pytest.mark.parametrize("name", KV_PAGES)
-def test_kv_pages(name: str) -> None:
-    KV_PAGES[name]()
-
-
-@pytest.mark.parametrize("name", SAMPLING)
-def test_sampling(name: str) -> None:
-    SAMPLING[name]()
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, cases in FAMILIES.items() for name in cases])
+def test_a_kernel_equals_float64(family: str, name: str) -> None:
+    FAMILIES[family][name]()

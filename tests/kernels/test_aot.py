@@ -411,6 +411,11 @@ def test_two_cases_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert [case.name for case in collect(["planted"])][:2] == ["sound", "spills"]
 
 
+def test_every_target_has_cases_of_different_names() -> None:
+    """`collect` refuses two of one name."""
+    assert all(len(choose(target, [], [], True)) > 14 for target in TARGETS.values())
+
+
 def test_a_kernel_case_donates_what_it_says() -> None:
     case = Case("a", lambda x, y: x + y, shapes(((4,), jnp.float32), ((4,), jnp.float32)), donate=(1,))
     lowered = case.lower(jax.sharding.Mesh(jax.devices("cpu")[:1], ("tp",)))

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.ops.kv_write.xla import write_kv
 from pallas_kernels.ops.paged_attention import xla as attention_xla
-from pallas_kernels.ops.paged_attention import xla as rows_of
-from tests.support.examples import examples, pairwise
+from tests.support.examples import cases, examples, pairwise
 from tests.support.kernels import reference
 from tests.support.kernels.ragged import deal, make
 
@@ -68,10 +67,12 @@ BARE = [(group, *rest) for group, rest in zip(cycle(GROUPS), pairwise(FEW), stri
 FULL = [(group, *rest) for group, rest in product(GROUPS, EVERYTHING)]
 
 
-def check(
+@pytest.mark.parametrize(
+    ("heads", "window", "softcap", "stored", "first", "kind"), cases(BARE, FULL, apart=True), ids=str
+)
+def test_a_step_equals_the_reference(
     heads: tuple[int, int], window: int | None, softcap: float | None, stored: Any, first: bool, kind: str
 ) -> None:
-    """Compare the values and lse of one step of a kind with the reference."""
     (kv_heads, group), rows = heads, KINDS[kind]
     dealt = deal(rows[: len(CONTEXTS)] if kind == "decode" else rows, page=PAGE, pool=POOL)
     tables = [*dealt, *dealt, []] if kind == "decode" else dealt
@@ -92,21 +93,6 @@ def check(
     np.testing.assert_allclose(out, want, atol=1e-5, rtol=0)
     np.testing.assert_allclose(lse, want_lse, atol=1e-5, rtol=1e-6)
     assert np.all(np.asarray(lse)[np.asarray(ragged.rows) == 19] == np.float32(MASKED)), "padding sees no key"
-
-
-@pytest.mark.parametrize(("heads", "window", "softcap", "stored", "first", "kind"), BARE, ids=str)
-def test_a_step_equals_the_reference(
-    heads: tuple[int, int], window: int | None, softcap: float | None, stored: Any, first: bool, kind: str
-) -> None:
-    check(heads, window, softcap, stored, first, kind)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("heads", "window", "softcap", "stored", "first", "kind"), FULL, ids=str)
-def test_every_step_equals_the_reference(
-    heads: tuple[int, int], window: int | None, softcap: float | None, stored: Any, first: bool, kind: str
-) -> None:
-    check(heads, window, softcap, stored, first, kind)
 
 
 @given(
@@ -130,16 +116,11 @@ def test_any_step_equals_the_dense_twin(rows: list[tuple[int, int]], seed: int) 
 
 @pytest.mark.parametrize("window", [None, pytest.param(21, marks=pytest.mark.full)])
 def test_prompts_of_several_tiles(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    monkeypatch.setattr(rows_of, "LARGE", rows_of.Tile(32, 16))
-    monkeypatch.setattr(rows_of, "SMALL", rows_of.Tile(8, 8))
+    monkeypatch.setattr(attention_xla, "LARGE", attention_xla.Tile(32, 16))
+    monkeypatch.setattr(attention_xla, "SMALL", attention_xla.Tile(8, 8))
     jax.clear_caches()
-    rows = [
-        (50, 70),
-        (40, 40),
-        (12, 30),
-        (1, 20),
-        (17, 17),
-    ]  # tiles: two large; one of each; two small; none; one large
+    # Tiles: two large; one of each; two small; none; one large.
+    rows = [(50, 70), (40, 40), (12, 30), (1, 20), (17, 17)]
     ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL, tokens=121, width=32)
     q = values(121, 4, DIM)  # 121 tokens, so that a last tile reaches past them
     got = attend(q, *pools(2), ragged, window=window)
@@ -217,16 +198,10 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         attend(values(3, 2, DIM), *pools(2), ragged, decode=True)
 
 
-SHORT = {(1, False), (5, True), (12, True), (16, False)}
+SHORT = [(1, False), (5, True), (12, True), (16, False)]
 
 
-@pytest.mark.parametrize(
-    ("columns", "first"),
-    [
-        pytest.param(*case, marks=[] if case in SHORT else pytest.mark.full)
-        for case in product([1, 5, 12, 16], [False, True])
-    ],
-)
+@pytest.mark.parametrize(("columns", "first"), cases(SHORT, product([1, 5, 12, 16], [False, True]), apart=True))
 def test_a_short_block_table_does_not_make_it_copy_the_pool(columns: int, first: bool) -> None:
     """Check the compiled memory: with a table of one chunk, XLA copied every pool at each decode step."""
     pool, q = jnp.zeros((4096, *((2, 16) if first else (16, 2)), 128)), jnp.zeros((1, 4, 128))

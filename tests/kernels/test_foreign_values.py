@@ -22,7 +22,7 @@ from pallas_kernels.ops.paged_attention import xla as attention_xla
 from pallas_kernels.ops.paged_attention.hopper.decode import Config as DecodeConfig
 from pallas_kernels.ops.paged_attention.hopper.prefill import Config as PrefillConfig
 from pallas_kernels.ops.paged_attention.tpu.config import Config as TpuConfig
-from tests.support.examples import quick_or_full
+from tests.support.examples import cases
 from tests.support.kernels import tpu
 from tests.support.kernels.checks.foreign import (
     BYTES,
@@ -54,11 +54,6 @@ def test_xla(rows: Sequence[tuple[int, int]], heads_first: bool) -> None:
     check(jax.jit(attend), rows, 4 if rows is CHUNKS else 8, 8, jnp.float32, tails=True)
 
 
-@pytest.mark.full
-def test_hopper_decode() -> None:
-    decode(DecodeConfig(workers=2, stages=2, tile=64))
-
-
 DECODES: list[tuple[Any, ...]] = [
     (WARPS, None, DECODE),
     (WARPS, jnp.float8_e4m3fn, DECODE),
@@ -71,8 +66,13 @@ DECODES: list[tuple[Any, ...]] = [
 ]
 
 
+@pytest.mark.full
+def test_hopper_decode() -> None:
+    decode(DecodeConfig(workers=2, stages=2, tile=64))
+
+
 @needs_interpreter
-@pytest.mark.parametrize(("config", "stored", "rows"), quick_or_full(DECODES, DECODES[1:2]))
+@pytest.mark.parametrize(("config", "stored", "rows"), cases(DECODES[1:2], DECODES, apart=True))
 def test_hopper_decode_by_warps_and_of_8_bits(
     config: DecodeConfig, stored: Any, rows: Sequence[tuple[int, int]]
 ) -> None:
@@ -91,7 +91,7 @@ LATENTS: list[tuple[Any, ...]] = [
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("config", "stored", "rows"), quick_or_full(LATENTS, LATENTS[:1]))
+@pytest.mark.parametrize(("config", "stored", "rows"), cases(LATENTS[:1], LATENTS, apart=True))
 def test_hopper_latent(config: latent.Config, stored: Any, rows: Sequence[tuple[int, int]]) -> None:
     mla(config, stored, rows)
 

@@ -17,7 +17,7 @@ from pallas_kernels.ops.gated_matmul import hopper
 from pallas_kernels.ops.gated_matmul.api import GATES, GatedSpec, MosaicGatedMatmul, gated, resolve_gated_matmul
 from pallas_kernels.ops.grouped_matmul.hopper.body import Dense
 from pallas_kernels.ops.grouped_matmul.hopper.matmul import Config
-from tests.support.examples import examples, quick_or_full
+from tests.support.examples import cases, examples
 from tests.support.kernels.checks.gated_matmul import check
 from tests.support.kernels.interpreted import needs_interpreter
 from tests.support.kernels.reference import error
@@ -42,9 +42,7 @@ ROWS = product(FORMS, [1, 8, 20, 33, 64, 65, 129, 200], [192], [256], GATES, ["b
 
 
 @needs_interpreter
-@pytest.mark.parametrize(
-    ("form", "tokens", "width", "results", "activation", "dtype"), quick_or_full([*USUAL, *ROWS], USUAL)
-)
+@pytest.mark.parametrize(("form", "tokens", "width", "results", "activation", "dtype"), cases(USUAL, ROWS, apart=True))
 def test_the_kernel_gates_its_products(
     form: str, tokens: int, width: int, results: int, activation: str, dtype: str
 ) -> None:

@@ -20,7 +20,7 @@ from pallas_kernels.ops.grouped_matmul.hopper import matmul as grouped
 from pallas_kernels.ops.grouped_matmul.hopper.matmul import Config, GroupedSpec, candidates, heuristic, plan
 from pallas_kernels.ops.grouped_matmul.plan import plan_experts
 from pallas_kernels.ops.grouped_matmul.xla import grouped_matmul as by_xla
-from tests.support.examples import pairwise, quick_or_full
+from tests.support.examples import cases, pairwise
 from tests.support.kernels.checks.grouped_matmul import (
     CONFIGS,
     GATED,
@@ -43,7 +43,7 @@ H200 = experts.ExpertsSpec("bfloat16", 128, 2048, 768, platform="gpu", device="N
 ROWS = list(product(ROUTES, [1, 16], [0, 1, 4]))
 
 
-@pytest.mark.parametrize(("route", "tile", "scales"), quick_or_full(ROWS, pairwise(ROWS)))
+@pytest.mark.parametrize(("route", "tile", "scales"), cases(pairwise(ROWS), ROWS, apart=True))
 def test_xla_multiplies_each_row_with_its_own_expert(route: str, tile: int, scales: int) -> None:
     chosen = ROUTES[route]
     x, weight = operands(len(chosen), 8, 12, jnp.float32)
@@ -71,9 +71,7 @@ FORMS += [(one, route, "float16", "float32", True) for one, route in product(GAT
 
 
 @needs_interpreter
-@pytest.mark.parametrize(
-    ("config", "route", "dtype", "result", "gated"), quick_or_full(dict.fromkeys([*USUAL, *FORMS]), USUAL)
-)
+@pytest.mark.parametrize(("config", "route", "dtype", "result", "gated"), cases(USUAL, FORMS, apart=True))
 def test_the_kernel_multiplies_each_row_with_its_own_expert(
     config: str, route: str, dtype: str, result: str, gated: bool
 ) -> None:
@@ -99,7 +97,7 @@ NARROW_FORMS += [
 @needs_interpreter
 @pytest.mark.parametrize(
     ("config", "route", "stored", "scales", "dtype", "result", "gated"),
-    quick_or_full(dict.fromkeys([*NARROW_USUAL, *NARROW_FORMS]), NARROW_USUAL),
+    cases(NARROW_USUAL, NARROW_FORMS, apart=True),
 )
 def test_the_kernel_multiplies_by_weights_of_8_bits(
     config: str, route: str, stored: str, scales: int, dtype: str, result: str, gated: bool

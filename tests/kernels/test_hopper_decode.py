@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -56,94 +55,74 @@ def test_key_scales_of_any_size(k_factor: float, warps: bool) -> None:
     check(problem, replace(SMALL, warps=warps, queries=4, tile=64, consumers=2))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("warps", BODIES)
-@pytest.mark.parametrize("page", [16, 128, 256])
-def test_pages(page: int, warps: bool) -> None:
-    rows = ((1, page - 1), (1, page), (1, min(page + 1, 200)), (1, 130))
-    check(Problem(rows, heads=4, kv_heads=2, page=page), replace(SMALL, warps=warps, stages=4))
+FEW, LONG = ((1, 20), (1, 130)), ((1, 200), (1, 300), (1, 3))
+F16, B16, F8, I8 = jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8
+FORMS = [  # of both bodies
+    *(
+        (
+            Problem(((1, page - 1), (1, page), (1, min(page + 1, 200)), (1, 130)), heads=4, kv_heads=2, page=page),
+            replace(SMALL, stages=4),
+        )
+        for page in (16, 128, 256)
+    ),
+    *(
+        (Problem(FEW, heads=2 * group, kv_heads=2, dim=dim), SMALL)
+        for group, dim in ((1, 64), (4, 128), (5, 64), (8, 128), (16, 256))
+    ),
+    *(  # several tokens, causal among them; the last row is left to prefill
+        (Problem(((some, 66), (some, some), (1, 40), (some + 1, 40)), heads=4), replace(SMALL, queries=some))
+        for some in (2, 3, 8)
+    ),
+    *(
+        (Problem(FEW, heads=4, kv_heads=2, dtype=dtype, stored=stored), SMALL)
+        for dtype, stored in ((F16, None), (B16, F8), (B16, I8), (F16, F8))
+    ),
+    *(
+        (
+            Problem(((1, 200), (3, 70), (2, 2)), heads=4, dim=dim, window=window, softcap=softcap),
+            replace(SMALL, queries=3),
+        )
+        for window, softcap, dim in ((1, None, 64), (30, 5.0, 64), (None, 1.0, 64), (30, None, 256))
+    ),
+    (Problem(((1, 70), (1, 90), (1, 128)), tables=((5, 9), (5, 3), (5, 9))), SMALL),
+    (Problem(LONG, page=32), Config(workers=1, stages=1, consumers=1, tile=64)),
+    (Problem(LONG, page=32), Config(workers=3, stages=3, consumers=1, tile=64)),
+    (Problem(LONG), Config(workers=1, stages=4, consumers=2, tile=128)),
+]
+OTHERS = [  # of one body
+    *(  # more query rows than one block takes
+        (Problem(((some, 80), (1, 5)), heads=group), replace(SMALL, queries=some))
+        for some, group in ((16, 4), (16, 5), (9, 8), (2, 64))
+    ),
+    (Problem(FEW), replace(SMALL, p_in_smem=False)),
+    *(  # warps with keys of their own
+        pytest.param(
+            Problem(
+                ((some, 200), (1, 70), (some, some), (1, 130)), heads=8, kv_heads=2, dim=dim, window=window,
+                softcap=softcap, stored=stored,
+            ),
+            replace(SMALL, warps=True, queries=some, tile=tile),
+            marks=needs_interpreter,
+        )
+        for some, dim, tile, window, softcap, stored in (
+            (1, 128, 128, None, None, I8), (4, 64, 128, 30, None, F8), (2, 256, 64, None, 5.0, I8),
+            (4, 128, 64, 100, None, F8),
+        )
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("warps", BODIES)
-@pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (5, 64), (8, 128), (16, 256)])
-def test_groups(group: int, dim: int, warps: bool) -> None:
-    check(Problem(((1, 20), (1, 130)), heads=2 * group, kv_heads=2, dim=dim), replace(SMALL, warps=warps))
+@pytest.mark.parametrize(("problem", "config"), FORMS, ids=str)
+def test_both_bodies(problem: Problem, config: Config, warps: bool) -> None:
+    check(problem, replace(config, warps=warps))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("warps", BODIES)
-@pytest.mark.parametrize("queries", [2, 3, 8])
-def test_several_query_tokens_are_causal_among_them(queries: int, warps: bool) -> None:
-    rows = ((queries, 66), (queries, queries), (1, 40), (queries + 1, 40))  # the last row is left to prefill
-    check(Problem(rows, heads=4), replace(SMALL, warps=warps, queries=queries))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("queries", "group"), [(16, 4), (16, 5), (9, 8), (2, 64)])
-def test_more_query_rows_than_one_block_takes(queries: int, group: int) -> None:
-    check(Problem(((queries, 80), (1, 5)), heads=group), replace(SMALL, queries=queries))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("warps", BODIES)
-@pytest.mark.parametrize(
-    ("dtype", "stored"),
-    [
-        (jnp.float16, None),
-        (jnp.bfloat16, jnp.float8_e4m3fn),
-        (jnp.bfloat16, jnp.int8),
-        (jnp.float16, jnp.float8_e4m3fn),
-    ],
-)
-def test_dtypes(dtype: Any, stored: Any, warps: bool) -> None:
-    check(Problem(((1, 20), (1, 130)), heads=4, kv_heads=2, dtype=dtype, stored=stored), replace(SMALL, warps=warps))
-
-
-@pytest.mark.full
-@needs_interpreter
-@pytest.mark.parametrize(
-    ("queries", "dim", "tile", "window", "softcap", "stored"),
-    [
-        (1, 128, 128, None, None, jnp.int8),
-        (4, 64, 128, 30, None, jnp.float8_e4m3fn),
-        (2, 256, 64, None, 5.0, jnp.int8),
-        (4, 128, 64, 100, None, jnp.float8_e4m3fn),
-    ],
-)
-def test_warps_with_keys_of_their_own(
-    queries: int, dim: int, tile: int, window: int | None, softcap: float | None, stored: Any
-) -> None:
-    rows = ((queries, 200), (1, 70), (queries, queries), (1, 130))
-    problem = Problem(rows, heads=8, kv_heads=2, dim=dim, window=window, softcap=softcap, stored=stored)
-    check(problem, replace(SMALL, warps=True, queries=queries, tile=tile))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("warps", BODIES)
-@pytest.mark.parametrize(("window", "softcap", "dim"), [(1, None, 64), (30, 5.0, 64), (None, 1.0, 64), (30, None, 256)])
-def test_windows_and_soft_caps(window: int | None, softcap: float | None, dim: int, warps: bool) -> None:
-    problem = Problem(((1, 200), (3, 70), (2, 2)), heads=4, dim=dim, window=window, softcap=softcap)
-    check(problem, replace(SMALL, warps=warps, queries=3))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("warps", BODIES)
-def test_rows_may_share_pages(warps: bool) -> None:
-    check(Problem(((1, 70), (1, 90), (1, 128)), tables=((5, 9), (5, 3), (5, 9))), replace(SMALL, warps=warps))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("warps", BODIES)
-@pytest.mark.parametrize(("workers", "stages", "consumers", "tile"), [(1, 1, 1, 64), (3, 3, 1, 64), (1, 4, 2, 128)])
-def test_configs(workers: int, stages: int, consumers: int, tile: int, warps: bool) -> None:
-    config = Config(warps=warps, workers=workers, stages=stages, consumers=consumers, tile=tile)
-    check(Problem(((1, 200), (1, 300), (1, 3)), page=32 if tile == 64 else 64), config)
-
-
-@pytest.mark.full
-def test_weights_that_stay_in_registers() -> None:
-    check(Problem(((1, 20), (1, 130))), replace(SMALL, p_in_smem=False))
+@pytest.mark.parametrize(("problem", "config"), OTHERS, ids=str)
+def test_one_body(problem: Problem, config: Config) -> None:
+    check(problem, config)
 
 
 @pytest.mark.full

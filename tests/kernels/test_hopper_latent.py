@@ -11,18 +11,8 @@ import pytest
 from pallas_kernels.mosaic.spec import SMEM, AttentionShape
 from pallas_kernels.ops.mla import hopper as latent
 from pallas_kernels.ops.mla.hopper import Config, candidates, heuristic
-from tests.support.kernels.checks.mla import (
-    BYTES,
-    EDGES,
-    EIGHT,
-    FEW,
-    SMALL,
-    Problem,
-    check,
-)
+from tests.support.kernels.checks.mla import BYTES, EDGES, EIGHT, FEW, SMALL, Problem, check
 from tests.support.kernels.interpreted import needs_interpreter
-
-BODIES = [pytest.param(one, marks=needs_interpreter) for one in (SMALL, FEW)]
 
 
 @needs_interpreter
@@ -42,69 +32,60 @@ def test_rows_of_latents_of_8_bits_around_pages_and_tiles() -> None:
     check(Problem(((1, 1), (1, 64), (0, 0), (1, 65), (1, 300)), stored=jnp.int8, padded=1), EIGHT)
 
 
+LONG = ((1, 200), (1, 300), (1, 3))
+WINDOWED = ((1, 200), (3, 70), (2, 2))
+BYTE_FORMS = [
+    ({}, EIGHT),
+    ({}, replace(EIGHT, tile=64, stages=4)),
+    ({"rows": ((1, 150), (19, 150), (3, 66))}, replace(EIGHT, queries=4)),
+    ({"page": 16, "rows": ((1, 15), (1, 16), (1, 17), (1, 130))}, replace(EIGHT, tile=64, stages=4)),
+    ({"page": 256}, EIGHT),
+    ({"heads": 16}, EIGHT),
+    ({"heads": 32}, EIGHT),
+    ({"heads": 5, "rows": ((3, 20), (1, 130))}, replace(EIGHT, queries=3)),
+    ({"values": 512, "rows": ((1, 20), (1, 140))}, EIGHT),
+    ({"values": 384, "rows": ((1, 140),)}, EIGHT),
+    ({"rows": WINDOWED, "window": 30, "softcap": 5.0}, replace(EIGHT, queries=3)),
+    ({"rows": LONG, "dtype": jnp.float16}, replace(EIGHT, workers=3)),
+    ({"rows": LONG}, replace(EIGHT, workers=1)),
+]
+FORMS = [  # problem, changes of the config
+    *(
+        (Problem(((1, page - 1), (1, page), (1, min(page + 1, 200)), (1, 130)), page=page), {})
+        for page in (16, 128, 256)
+    ),
+    *(
+        (Problem(((some, 20), (1, 130)), heads=heads), {"queries": some})
+        for heads, some in ((1, 1), (5, 3), (16, 1), (16, 4), (32, 1), (128, 1), (96, 1))
+    ),
+    (Problem(((1, 20), (1, 140)), values=512), {}),  # as wide as those of DeepSeek
+    *(
+        (Problem(WINDOWED, window=window, softcap=softcap), {"queries": 3})
+        for window, softcap in ((1, None), (30, 5.0), (None, 1.0))
+    ),
+    *(
+        (Problem(LONG, dtype=dtype), {"workers": workers, "stages": stages})
+        for workers, stages, dtype in ((1, 4, jnp.float16), (3, 2, jnp.float16), (1, 2, jnp.bfloat16))
+    ),
+]
+
+
 @needs_interpreter
 @pytest.mark.full
 @pytest.mark.parametrize("stored", BYTES)
-@pytest.mark.parametrize(
-    ("changes", "config"),
-    [
-        ({}, EIGHT),
-        ({}, replace(EIGHT, tile=64, stages=4)),
-        ({"rows": ((1, 150), (19, 150), (3, 66))}, replace(EIGHT, queries=4)),
-        ({"page": 16, "rows": ((1, 15), (1, 16), (1, 17), (1, 130))}, replace(EIGHT, tile=64, stages=4)),
-        ({"page": 256}, EIGHT),
-        ({"heads": 16}, EIGHT),
-        ({"heads": 32}, EIGHT),
-        ({"heads": 5, "rows": ((3, 20), (1, 130))}, replace(EIGHT, queries=3)),
-        ({"values": 512, "rows": ((1, 20), (1, 140))}, EIGHT),
-        ({"values": 384, "rows": ((1, 140),)}, EIGHT),
-        ({"rows": ((1, 200), (3, 70), (2, 2)), "window": 30, "softcap": 5.0}, replace(EIGHT, queries=3)),
-        ({"rows": ((1, 200), (1, 300), (1, 3)), "dtype": jnp.float16}, replace(EIGHT, workers=3)),
-        ({"rows": ((1, 200), (1, 300), (1, 3))}, replace(EIGHT, workers=1)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "config"), BYTE_FORMS, ids=str)
 def test_latents_of_8_bits(changes: dict[str, Any], config: Config, stored: Any) -> None:
     check(replace(Problem(EDGES, stored=stored), **changes), config)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", BODIES)
-@pytest.mark.parametrize("page", [16, 128, 256])
-def test_pages(page: int, config: Config) -> None:
-    check(Problem(((1, page - 1), (1, page), (1, min(page + 1, 200)), (1, 130)), page=page), config)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("config", BODIES)
-@pytest.mark.parametrize(("heads", "queries"), [(1, 1), (5, 3), (16, 1), (16, 4), (32, 1), (128, 1), (96, 1)])
-def test_heads(heads: int, queries: int, config: Config) -> None:
-    if config.warps and heads * queries > latent.FEW:
+@needs_interpreter
+@pytest.mark.parametrize("config", [SMALL, FEW])
+@pytest.mark.parametrize(("problem", "changes"), FORMS, ids=str)
+def test_latents_of_16_bits(problem: Problem, changes: dict[str, Any], config: Config) -> None:
+    if config.warps and problem.heads * changes.get("queries", 1) > latent.FEW:
         pytest.skip("warp-level products have 16 rows")
-    check(Problem(((queries, 20), (1, 130)), heads=heads), replace(config, queries=queries))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("config", BODIES)
-def test_a_latent_as_wide_as_those_of_deepseek(config: Config) -> None:
-    check(Problem(((1, 20), (1, 140)), values=512), config)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("config", BODIES)
-@pytest.mark.parametrize(("window", "softcap"), [(1, None), (30, 5.0), (None, 1.0)])
-def test_windows_and_soft_caps(window: int | None, softcap: float | None, config: Config) -> None:
-    check(Problem(((1, 200), (3, 70), (2, 2)), window=window, softcap=softcap), replace(config, queries=3))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("config", BODIES)
-@pytest.mark.parametrize(
-    ("workers", "stages", "dtype"), [(1, 4, jnp.float16), (3, 2, jnp.float16), (1, 2, jnp.bfloat16)]
-)
-def test_configs(workers: int, stages: int, dtype: Any, config: Config) -> None:
-    problem = Problem(((1, 200), (1, 300), (1, 3)), dtype=dtype)
-    check(problem, replace(config, workers=workers, stages=stages))
+    check(problem, replace(config, **changes))
 
 
 @needs_interpreter

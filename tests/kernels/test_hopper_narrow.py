@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,28 +31,29 @@ def test_strips_that_several_blocks_share(stored: Any, scales: int) -> None:
     check(QuantizedSpec(5, 256, 384, scales, stored=stored), SMALL)
 
 
-@pytest.mark.full
-@needs_interpreter
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("stored", [jnp.int8, jnp.float8_e4m3fn])
-@pytest.mark.parametrize("scales", [1, 2, 4])
-def test_types_and_scales(dtype: Any, stored: Any, scales: int) -> None:
-    check(QuantizedSpec(8, 256, 256, scales, dtype, stored), replace(SMALL, workers=3))
+def tokens(count: int) -> tuple[QuantizedSpec, Config]:
+    spec = QuantizedSpec(count, 256, 256, 2, stored=jnp.int8, cores=4)
+    return spec, replace(heuristic(spec), stages=2)
+
+
+FORMS = [
+    *(
+        (QuantizedSpec(8, 256, 256, scales, dtype, stored), replace(SMALL, workers=3))
+        for dtype, stored, scales in product((jnp.bfloat16, jnp.float16), (jnp.int8, jnp.float8_e4m3fn), (1, 2, 4))
+    ),
+    *map(tokens, (1, 8, 9, 16, 33, 64, 128, 130, 256)),
+    *(
+        (QuantizedSpec(8, 512, 256, 4, stored=jnp.int8), Config(8, depth, stages, workers))
+        for stages, workers, depth in ((2, 1, 64), (3, 1, 128), (2, 7, 64), (5, 16, 128))
+    ),
+]
 
 
 @pytest.mark.full
 @needs_interpreter
-@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 33, 64, 128, 130, 256])
-def test_tokens(tokens: int) -> None:
-    spec = QuantizedSpec(tokens, 256, 256, 2, stored=jnp.int8, cores=4)
-    check(spec, replace(heuristic(spec), stages=2))
-
-
-@pytest.mark.full
-@needs_interpreter
-@pytest.mark.parametrize(("stages", "workers", "depth"), [(2, 1, 64), (3, 1, 128), (2, 7, 64), (5, 16, 128)])
-def test_configs(stages: int, workers: int, depth: int) -> None:
-    check(QuantizedSpec(8, 512, 256, 4, stored=jnp.int8), Config(8, depth, stages, workers))
+@pytest.mark.parametrize(("spec", "config"), FORMS, ids=str)
+def test_every_form(spec: QuantizedSpec, config: Config) -> None:
+    check(spec, config)
 
 
 @needs_interpreter

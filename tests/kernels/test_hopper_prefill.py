@@ -13,7 +13,6 @@ import pytest
 
 from pallas_kernels.layout import Scales
 from pallas_kernels.mosaic.spec import SMEM, AttentionShape
-from pallas_kernels.ops.paged_attention.cases import prefill_cases
 from pallas_kernels.ops.paged_attention.hopper.prefill import Config, candidates, heuristic, paged_prefill, supports
 from tests.support.kernels.checks.prefill import (
     CASES,
@@ -112,8 +111,3 @@ def test_scales_go_with_pools_of_8_bits(kv_dtype: Any) -> None:
     work = jax.eval_shape(partial(SMALL.plan, page=16), ragged)
     with pytest.raises(ValueError, match="8-bit pools need scales, others take none"):
         paged_prefill(*problem.arrays(), ragged, work, scale=SCALE, scales=scales, config=SMALL)
-
-
-def test_cases_name_each_program_once() -> None:
-    names = [case.name for case in prefill_cases()]
-    assert len(set(names)) == len(names) >= 14

@@ -13,7 +13,7 @@ import pytest
 from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.kv_write.hopper import Config, candidates, heuristic, packed, rope_and_write
 from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
-from tests.support.examples import quick_or_full
+from tests.support.examples import cases
 from tests.support.kernels import reference
 from tests.support.kernels.checks.kv_write import (
     PAGE,
@@ -69,9 +69,7 @@ ROWS = [*product(SHAPES, DTYPES, [False], BOTH, [1, 3, 8]), *product(SHAPES, DTY
 
 
 @needs_interpreter
-@pytest.mark.parametrize(
-    ("shape", "dtype", "normed", "turned", "tokens"), quick_or_full(dict.fromkeys([*BARE, *ROWS]), BARE), ids=str
-)
+@pytest.mark.parametrize(("shape", "dtype", "normed", "turned", "tokens"), cases(BARE, ROWS, apart=True), ids=str)
 def test_the_kernel_norms_turns_and_writes_as_the_twin_does(
     shape: tuple[int, int, int], dtype: str, normed: bool, turned: bool, tokens: int
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 from pallas_kernels.attention import xla
 from pallas_kernels.layout import Ragged
 from pallas_kernels.ops.kv_write.xla import LARGEST
+from tests.support.examples import cases
 from tests.support.kernels import reference
 from tests.support.kernels.ragged import deal, make
 
@@ -39,16 +40,11 @@ def columns(seed: int) -> npt.NDArray[np.float32]:
     return made
 
 
-BARE = {("decode", jnp.float8_e4m3fn, 1), ("mixed", jnp.int8, 1)}
-CASES = [
-    pytest.param(
-        *case, id=f"{case[0]}-{jnp.dtype(case[1]).name}-{case[2]}", marks=() if case in BARE else pytest.mark.full
-    )
-    for case in product(STEPS, (jnp.float8_e4m3fn, jnp.int8), (1, 5))
-]
+BARE = [("decode", jnp.float8_e4m3fn, 1), ("mixed", jnp.int8, 1)]
+CASES = cases(BARE, product(STEPS, (jnp.float8_e4m3fn, jnp.int8), (1, 5)), apart=True)
 
 
-@pytest.mark.parametrize(("kind", "stored", "copies"), CASES)
+@pytest.mark.parametrize(("kind", "stored", "copies"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_a_step_equals_the_reference(kind: str, stored: Any, copies: int) -> None:
     rows, decode = STEPS[kind], kind == "decode"
     ragged = make(

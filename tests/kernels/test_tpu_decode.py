@@ -9,12 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.cases import cases as layer_cases
-from pallas_kernels.gate.cases import Case
 from pallas_kernels.ops.paged_attention.api import AttentionSpec
 from pallas_kernels.ops.paged_attention.tpu import config, decode
 from pallas_kernels.ops.paged_attention.tpu import kernel as body
-from pallas_kernels.ops.paged_attention.tpu.cases import decode_cases
 from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape
 from pallas_kernels.ops.paged_attention.tpu.plan import plan_decode
 from tests.support.kernels.ragged import deal, make
@@ -130,11 +127,6 @@ def test_a_config_that_does_not_fit_says_so() -> None:
         Config(512, 4096).validate(shape)
     with pytest.raises(ValueError, match=r"self\.queries=0 and self\.keys=256 must be at least 1"):
         Config(0).validate(shape)
-
-
-def test_the_gate_is_offered_what_is_served() -> None:
-    cases = [*decode_cases(), *layer_cases()]
-    assert all(isinstance(case, Case) for case in cases) and len({case.name for case in cases}) == len(cases)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.ops.paged_attention.tpu import prefill
-from pallas_kernels.ops.paged_attention.tpu.cases import prefill_cases
 from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape
 from pallas_kernels.ops.paged_attention.tpu.plan import most_items, plan_prefill
 from tests.support.examples import examples
@@ -97,5 +96,3 @@ def test_items_get_smaller_where_vector_memory_is_short() -> None:
     assert prefill.heuristic(small).queries > prefill.heuristic(large).queries >= prefill.LEAST
     for shape in (small, large):
         prefill.heuristic(shape).validate(shape)
-    names = [case.name for case in prefill_cases()]
-    assert len(set(names)) == len(names)

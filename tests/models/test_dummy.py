@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from itertools import product
 from typing import Any
 
 import jax
@@ -20,11 +21,12 @@ from jaxserve.models.published import published_spec
 from jaxserve.models.quantized import Quantized
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.weights import on_host, shardings
+from tests.support.examples import cases
 from tests.support.models.configs import CASES, FULL
 from tests.support.models.driver import SMALL, mesh
 
 MODELS = CASES | FULL
-SAMPLE = ("llama3, biases", "deepseek-v2, groups, a latent of queries", "gpt-oss", "odd vocabulary")
+FEW = ("llama3, biases", "deepseek-v2, groups, a latent of queries", "gpt-oss", "odd vocabulary")
 
 
 def spec_of(case: str, **changes: Any) -> ModelSpec:
@@ -59,8 +61,16 @@ def drawn(name: str, shape: tuple[int, ...], info: Info, seed: int) -> npt.NDArr
     return (np.rint(values) if info.dtype == "int8" else values).astype(info.dtype).reshape(shape)
 
 
-def check(spec: ModelSpec, tp: int, dtype: str = "float32") -> None:
-    spec, seed = spec.for_tp(tp), 7
+SAMPLE = [
+    *((case, None, 2, "float32") for case in FEW),
+    *(("qwen3-moe", name, 2, "bfloat16") for name in ("int8", "fp8_per_block")),
+]
+EVERY = product(MODELS, [None, "int8", "fp8", "fp8_per_block"], [1, 4], ["bfloat16"])
+
+
+@pytest.mark.parametrize(("case", "name", "tp", "dtype"), cases(SAMPLE, EVERY, apart=True))
+def test_every_number_is_that_of_its_tensor_and_place(case: str, name: str | None, tp: int, dtype: str) -> None:
+    spec, seed = spec_of(case).quantized_as(name).for_tp(tp), 7
     (tree,) = random_weights(spec, dtype, [mesh(tp)], seed=seed)
     abstract = registry.abstract_weights(spec, dtype)
     assert jax.tree.map(lambda leaf: leaf.sharding, tree) == shardings(spec, mesh(tp))
@@ -77,24 +87,6 @@ def check(spec: ModelSpec, tp: int, dtype: str = "float32") -> None:
             tensors = [np.full(source.shape, info.fill) for source in info.sources]
         assert weight.dtype == info.dtype
         np.testing.assert_array_equal(np.asarray(weight), on_host(info, tensors))
-
-
-@pytest.mark.parametrize("case", SAMPLE)
-def test_every_number_is_that_of_its_tensor_and_place(case: str) -> None:
-    check(spec_of(case), 2)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("tp", [1, 4])
-@pytest.mark.parametrize("name", [None, "int8", "fp8", "fp8_per_block"])
-@pytest.mark.parametrize("case", MODELS)
-def test_every_number_is_that_of_its_tensor_and_place_in_every_family(case: str, name: str | None, tp: int) -> None:
-    check(spec_of(case).quantized_as(name), tp, "bfloat16")
-
-
-@pytest.mark.parametrize("name", ["int8", "fp8_per_block"])
-def test_8_bit_numbers_are_that_of_their_tensor_and_place(name: str) -> None:
-    check(spec_of("qwen3-moe").quantized_as(name), 2, "bfloat16")
 
 
 def test_layers_of_a_kind_are_compiled_once() -> None:

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.models.configs import (
-    CASES,
-    DEEPSEEK,
-    FULL,
-    GROUPS,
-    TOKENS,
-)
+from tests.support.examples import cases
+from tests.support.models.configs import CASES, DEEPSEEK, FULL, GROUPS, TOKENS
 from tests.support.models.driver import Driver, expected, peer
 
+BARE = [(name, (tp,)) for name, tp in zip(CASES, itertools.cycle((2, 1, 4)))]
+EVERY = [(name, (1, 2, 4)) for name in (*CASES, *FULL)]
 
-def check(path: Path, case: tuple[str, dict[str, Any]], tps: tuple[int, ...]) -> None:
-    family, changes = case
+
+@pytest.mark.parametrize(("name", "tps"), cases(BARE, EVERY, apart=True))
+def test_logits_match_transformers(tmp_path: Path, name: str, tps: tuple[int, ...]) -> None:
+    family, changes = (CASES | FULL)[name]
     model = peer(family, **changes)
-    model.save_pretrained(path)  # type: ignore[operator]
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
     want = expected(model, TOKENS)
     for tp in tps:
-        driver = Driver.of(path, tp)
+        driver = Driver.of(tmp_path, tp)
         first = driver.feed(TOKENS[:11], padded=16)
         rest = [driver.feed(TOKENS[11:16], padded=16), *(driver.feed(TOKENS[i : i + 1]) for i in range(16, 48))]
         got = np.concatenate([first, *rest])  # two chunks, and 32 tokens one by one
@@ -33,17 +31,6 @@ def check(path: Path, case: tuple[str, dict[str, Any]], tps: tuple[int, ...]) ->
         np.testing.assert_array_equal(got.argmax(-1), want.argmax(-1))
         driver.done = 0  # the same pages again: their contents must not matter
         np.testing.assert_allclose(driver.feed(TOKENS[:16]), want[:16], atol=2e-4, rtol=0, err_msg=f"{tp=}")
-
-
-@pytest.mark.parametrize(("name", "tp"), list(zip(CASES, itertools.cycle((2, 1, 4)))))
-def test_logits_match_transformers(tmp_path: Path, name: str, tp: int) -> None:
-    check(tmp_path, CASES[name], (tp,))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", [*CASES, *FULL])
-def test_logits_match_transformers_full(tmp_path: Path, name: str) -> None:
-    check(tmp_path, {**CASES, **FULL}[name], (1, 2, 4))
 
 
 @pytest.mark.parametrize(("family", "reductions"), [("Qwen3", 2 * 2 + 1), ("DeepseekV2", 2 * 3 + 1)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
-from jaxserve.models.dummy import random_weights
 from jaxserve.models.layers import Info
 from jaxserve.models.narrow import SCALE, dequantize, quantize
 from jaxserve.models.quantization import FLAG, Quantization, read
 from jaxserve.models.quantized import Quantized
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.weights import WeightsError, load_weights, shardings
+from tests.support.examples import cases
 from tests.support.models.configs import CASES, FULL, TOKENS
 from tests.support.models.driver import Driver, mesh, peer
 
@@ -67,7 +68,13 @@ def save(folder: Path, family: str, changes: dict[str, Any]) -> Tensors:
     return load_file(file)
 
 
-def check_flag(tmp_path: Path, case: str, name: str, tps: tuple[int, ...]) -> None:
+SAMPLE = [("qwen2 tied, yarn", "int8", (2,)), ("qwen3-moe", "fp8", (4,)), ("opt", "fp8_per_block", (1,))]
+# Experts of gpt-oss lie [in, out] in one tensor and are never kept in 8 bits.
+EVERY = product([case for case in MODELS if not case.startswith("gpt-oss")], FLAG, [(1, 2, 4)])
+
+
+@pytest.mark.parametrize(("case", "name", "tps"), cases(SAMPLE, EVERY, apart=True))
+def test_the_flag_computes_with_the_rounded_weights(tmp_path: Path, case: str, name: str, tps: tuple[int, ...]) -> None:
     tensors = save(tmp_path, *MODELS[case])
     spec, how = registry.load_spec(tmp_path), FLAG[name]
     names = narrow_names(spec, how)
@@ -77,25 +84,6 @@ def check_flag(tmp_path: Path, case: str, name: str, tps: tuple[int, ...]) -> No
     save_file(rounded(tensors, names, how), file)
     for tp, found in mine.items():
         np.testing.assert_allclose(found, logits(tmp_path, spec, tp), atol=2e-4, rtol=0, err_msg=f"{tp=}")
-
-
-SAMPLE = [
-    ("qwen2 tied, yarn", "int8", (2,)), ("qwen3-moe", "fp8", (4,)), ("opt", "fp8_per_block", (1,)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("case", "name", "tps"), SAMPLE)
-def test_the_flag_computes_with_the_rounded_weights(tmp_path: Path, case: str, name: str, tps: tuple[int, ...]) -> None:
-    check_flag(tmp_path, case, name, tps)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", list(FLAG))
-@pytest.mark.parametrize("case", list(MODELS))
-def test_the_flag_computes_with_the_rounded_weights_full(tmp_path: Path, case: str, name: str) -> None:
-    if case.startswith("gpt-oss"):
-        pytest.skip("experts of gpt-oss lie [in, out] in one tensor and are never kept in 8 bits")
-    check_flag(tmp_path, case, name, (1, 2, 4))
 
 
 # Checkpoints
@@ -140,16 +128,15 @@ def save_fp8(tensors: Tensors, file: Path) -> None:
     save(made, file)
 
 
-@pytest.mark.parametrize(
-    ("case", "block", "tps"),
-    [
-        ("minimax-m2", ODD, (4,)),
-        ("deepseek-v3", ODD, (2,)),
-        pytest.param("minimax-m2", (128, 128), (1, 2, 4), marks=pytest.mark.full),
-        pytest.param("deepseek-v2-lite", ODD, (1, 4), marks=pytest.mark.full),
-        pytest.param("qwen3, own head_dim", ODD, (1, 2, 4), marks=pytest.mark.full),
-    ],
-)
+FP8_SAMPLE = [("minimax-m2", ODD, (4,)), ("deepseek-v3", ODD, (2,))]
+FP8_EVERY = [
+    ("minimax-m2", (128, 128), (1, 2, 4)),
+    ("deepseek-v2-lite", ODD, (1, 4)),
+    ("qwen3, own head_dim", ODD, (1, 2, 4)),
+]
+
+
+@pytest.mark.parametrize(("case", "block", "tps"), cases(FP8_SAMPLE, FP8_EVERY, apart=True))
 def test_an_fp8_checkpoint_loads_unchanged(
     tmp_path: Path, case: str, block: tuple[int, int], tps: tuple[int, ...]
 ) -> None:
@@ -160,9 +147,7 @@ def test_an_fp8_checkpoint_loads_unchanged(
     mine = {tp: logits(tmp_path, spec, tp) for tp in tps}
     (tree,) = load_weights(tmp_path, spec.for_tp(2), "bfloat16", [mesh(2)])
     kept = [x for x in jax.tree.leaves(tree["layers"], is_leaf=is_quantized) if is_quantized(x)]
-    assert {str(x.values.dtype) for x in kept} == {"float8_e4m3fn"} and {str(x.scale.dtype) for x in kept} == {
-        "float32"
-    }
+    assert {(str(x.values.dtype), str(x.scale.dtype)) for x in kept} == {("float8_e4m3fn", "float32")}
     assert sum(x.values.size for x in kept) > 0.5 * sum(x.size for x in jax.tree.leaves(tree["layers"]))
     (file,) = tmp_path.glob("*.safetensors")
     save_file(plain, file)
@@ -215,19 +200,6 @@ def test_a_weight_is_rounded_to_nearest(
     scale = dequantize(np.ones_like(x), scales, block or (1, inputs))
     most = scale / 2 if dtype == "int8" else np.maximum(np.abs(x) / 16, scale * 2.0**-10)
     assert (np.abs(back - x) <= most * 1.0001).all()
-
-
-def test_random_weights_are_equal_on_any_mesh_and_close_to_unquantized_ones(tmp_path: Path) -> None:
-    save(tmp_path, *MODELS["qwen3-moe"])
-    spec = registry.load_spec(tmp_path).quantized_as("int8")
-    one, four = (random_weights(spec.for_tp(tp), "float32", [mesh(tp)])[0] for tp in (1, 2))
-    plain = random_weights(replace(spec, quantized=None), "float32", [mesh(1)])[0]
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    mine, want = one["layers"][0]["mlp"]["down"], plain["layers"][0]["mlp"]["down"]
-    np.testing.assert_allclose(mine.widened("float32"), want, atol=0.02 * 6 / 127)
-    named = shardings(spec.for_tp(2), mesh(2))["layers"][0]["mlp"]["down"]
-    assert named.values.spec == four["layers"][0]["mlp"]["down"].values.sharding.spec
 
 
 def test_scales_are_sharded_with_the_inputs_if_blocks_divide_them(tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ def test_windows_follow_the_spelling_of_each_family() -> None:
     for name, changes, want in (
         ("Mistral", {}, (8, 8, 8, 8)),
         ("Mistral", {"sliding_window": None}, (None,) * 4),
+        ("Qwen2", {"use_sliding_window": False}, (None,) * 4),
         ("Qwen2", {"use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 8)),
         ("Gemma3", {"sliding_window_pattern": 2}, (8, None, 8, None)),
         ("Gemma3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, (None, None, None, 8)),
@@ -174,13 +175,6 @@ def test_non_rotary_dimensions_come_last() -> None:
     )  # fmt: skip
     assert spec.rope.order(8).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     np.testing.assert_allclose(spec.rope.frequencies(8), [1.0, 0.01, 0.0, 0.0], rtol=1e-6)
-
-
-def test_a_disabled_window_is_accepted() -> None:
-    spec = spec_from_config(
-        {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}
-    )
-    assert spec.qkv_bias and not spec.out_bias
 
 
 def test_eos_comes_from_both_configs(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from jaxserve.models import registry
+from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.request import Request
@@ -66,16 +67,9 @@ class Seen:
 @cache
 def reference(model: Model) -> tuple[Request, ...]:
     """Serve each request alone with XLA."""
-    setup = Setup("1x1", 32, PAGES, model=model)
-    return tuple(setup.run([ask])[0][0] for ask in asks())
+    return Setup("1x1", 32, PAGES, model=model).each(asks())
 
 
-CASES = [
-    pytest.param("tpu", "1x1", id="tpu", marks=pytest.mark.full),
-    pytest.param("tpu", "1x2", id="tpu-tp2"),
-    pytest.param("mosaic_gpu", "1x1", id="mosaic_gpu", marks=needs_interpreter),
-    pytest.param("mosaic_gpu", "1x2", id="mosaic_gpu-tp2", marks=[needs_interpreter, pytest.mark.full]),
-]
 SINKS = registry.spec_from_config(
     {
         "architectures": ["GptOssForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -102,11 +96,46 @@ EXPERTS = registry.spec_from_config(
         "max_position_embeddings": LENGTH, "tie_word_embeddings": False,
     }
 )  # fmt: skip
-EIGHT = [
-    pytest.param("tpu", "int8", id="tpu-int8", marks=pytest.mark.full),
-    pytest.param("tpu", "fp8", id="tpu-fp8", marks=pytest.mark.full),
-    pytest.param("mosaic_gpu", "int8", id="mosaic_gpu-int8", marks=needs_interpreter),
-    pytest.param("mosaic_gpu", "fp8", id="mosaic_gpu-fp8", marks=[needs_interpreter, pytest.mark.full]),
+# As wide as Hopper's quantized matmul needs, with two scales along the contracted axis.
+NARROW = replace(WIDE, dim=256, ff_dim=256).quantized_as("fp8_per_block")
+# As wide as the gated product needs on two devices.
+GATED = replace(WIDE, ff_dim=128)
+# As wide as the grouped matmul needs 8-bit weights, with two scales along the first contracted axis.
+NARROW_EXPERTS = replace(EXPERTS, dim=256, moe=replace(EXPERTS.moe, ff_dim=64))
+
+
+def case(
+    name: str, mesh: str = "1x1", *, backend: str = "mosaic_gpu", spec: ModelSpec = WIDE, kv: str = "auto",
+    what: str = "attention", bare: bool = False, **options: str,
+) -> Any:  # fmt: skip
+    """Return parameters: `what` is the operation that the backend must perform, `options` the other settings."""
+    model = replace(MODELS[backend], spec=spec, kv=kv)
+    if kv != "auto":
+        model = replace(model, close=max(model.close, 0.05))
+    marks = [needs_interpreter] * (backend == "mosaic_gpu") + [pytest.mark.full] * (not bare)
+    return pytest.param(backend, mesh, model, what, options, id=f"{backend}-{mesh}-{name}", marks=marks)
+
+
+CASES = [
+    case("plain", backend="tpu"),
+    case("plain", "1x2", backend="tpu", bare=True),
+    case("plain", bare=True),
+    case("plain", "1x2"),
+    *(case(kv, backend="tpu", kv=kv) for kv in ("int8", "fp8")),
+    case("int8", kv="int8", bare=True),
+    case("fp8", kv="fp8"),
+    *(case("sinks and windows", mesh, backend=one, spec=SINKS) for one in MODELS for mesh in ("1x1", "1x2")),
+    case("latent", spec=LATENT, bare=True),
+    case("latent", "1x2", spec=LATENT),
+    *(case(f"latent of {kv}", spec=LATENT, kv=kv) for kv in ("int8", "fp8")),
+    case("8-bit weights", spec=NARROW, products_backend="mosaic_gpu"),
+    *(case("gated products", mesh, spec=GATED, what="mlp") for mesh in ("1x1", "1x2")),
+    case("experts", spec=EXPERTS, what="experts", bare=True),
+    case("experts", "1x2", spec=EXPERTS, what="experts"),
+    *(
+        case(f"experts of {name}", mesh, spec=NARROW_EXPERTS.quantized_as(name), what="experts")
+        for name, mesh in (("int8", "1x1"), ("fp8", "1x1"), ("fp8_per_block", "1x1"), ("int8", "1x2"))
+    ),
 ]
 
 
@@ -124,77 +153,19 @@ def several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPUSharedMemory, "assert_no_barriers_allocated", lambda self: None)
 
 
-@pytest.mark.parametrize(("backend", "mesh"), CASES)
-def test_tokens_equal_those_of_xla(backend: str, mesh: str, several: None) -> None:
-    check(backend, mesh, MODELS[backend])
-
-
-@pytest.mark.parametrize(("backend", "kv"), EIGHT)
-def test_tokens_equal_those_of_xla_with_an_8_bit_cache(backend: str, kv: str) -> None:
-    model = MODELS[backend]
-    check(backend, "1x1", replace(model, kv=kv, close=max(model.close, 0.05)))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("backend", "mesh"), CASES)
-def test_tokens_equal_those_of_xla_with_sinks_and_windows(backend: str, mesh: str, several: None) -> None:
-    check(backend, mesh, replace(MODELS[backend], spec=SINKS))
-
-
-@pytest.mark.parametrize("mesh", ["1x1", pytest.param("1x2", marks=pytest.mark.full)])
-@needs_interpreter
-def test_tokens_equal_those_of_xla_with_a_latent_cache(mesh: str, several: None) -> None:
-    check("mosaic_gpu", mesh, replace(MODELS["mosaic_gpu"], spec=LATENT))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kv", ["int8", "fp8"])
-@needs_interpreter
-def test_tokens_equal_those_of_xla_with_an_8_bit_latent_cache(kv: str) -> None:
-    model = MODELS["mosaic_gpu"]
-    check("mosaic_gpu", "1x1", replace(model, spec=LATENT, kv=kv, close=max(model.close, 0.05)))
-
-
-# As wide as Hopper's quantized matmul needs, with two scales along the contracted axis.
-NARROW = replace(WIDE, dim=256, ff_dim=256).quantized_as("fp8_per_block")
-
-
-@pytest.mark.full
-@needs_interpreter
-def test_tokens_equal_those_of_xla_with_8_bit_weights() -> None:
-    model = replace(MODELS["mosaic_gpu"], spec=NARROW)
-    check("mosaic_gpu", "1x1", model, products_backend="mosaic_gpu")
-
-
-# As wide as the gated product needs on two devices.
-GATED = replace(WIDE, ff_dim=128)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mesh", ["1x1", "1x2"])
-@needs_interpreter
-def test_tokens_equal_those_of_xla_with_gated_products(mesh: str, several: None) -> None:
-    check("mosaic_gpu", mesh, replace(MODELS["mosaic_gpu"], spec=GATED), "mlp")
-
-
-@pytest.mark.parametrize("mesh", ["1x1", pytest.param("1x2", marks=pytest.mark.full)])
-@needs_interpreter
-def test_tokens_equal_those_of_xla_with_experts(mesh: str, several: None) -> None:
-    check("mosaic_gpu", mesh, replace(MODELS["mosaic_gpu"], spec=EXPERTS), "experts")
-
-
-# As wide as the grouped matmul needs 8-bit weights, with two scales along the first contracted axis.
-NARROW_EXPERTS = replace(EXPERTS, dim=256, moe=replace(EXPERTS.moe, ff_dim=64))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("quantization", "mesh"), [("int8", "1x1"), ("fp8", "1x1"), ("fp8_per_block", "1x1"), ("int8", "1x2")]
-)
-@needs_interpreter
-def test_tokens_equal_those_of_xla_with_8_bit_experts(quantization: str, mesh: str, several: None) -> None:
-    model = replace(MODELS["mosaic_gpu"], spec=NARROW_EXPERTS.quantized_as(quantization))
-    check("mosaic_gpu", mesh, model, "experts")
+@pytest.mark.parametrize(("backend", "mesh", "model", "what", "options"), CASES)
+def test_tokens_equal_those_of_xla(
+    backend: str, mesh: str, model: Model, what: str, options: dict[str, Any], several: None
+) -> None:
+    seen = Seen()
+    setup = Setup(mesh, 32, PAGES, model=model, interpret=True, **{f"{what}_backend": backend}, **options)
+    assert getattr(setup.executors[0].state.programs, what) == f"{backend} (interpreted)"
+    requests = asks()
+    served, _ = setup.run(requests, "sarathi", seen)
+    assert seen.mixed and seen.decode, f"some kind of step is missing: {seen}"
+    stopped = compare(requests, served, reference(model), model)
+    assert stopped <= (0 if model.dtype == "float32" else 1), "there were too many close calls"
+    assert all(len(request.output) == TOKENS for request in served)
 
 
 @pytest.mark.full
@@ -213,20 +184,7 @@ def test_tokens_equal_those_of_xla_where_a_prefix_is_read_once(monkeypatch: pyte
     served, _ = setup.run(requests, "sarathi", plans.append)
     assert any(len(group.spans) > 3 for plan in plans for group in plan.shared)
     alone = Setup("1x1", 32, PAGES, model=model)
-    assert compare(requests, served, [alone.run([ask])[0][0] for ask in requests], model) <= 1
-
-
-def check(backend: str, mesh: str, model: Model, what: str = "attention", **options: str) -> None:
-    """Check a backend; `what` is the operation that it must perform, `options` the other settings."""
-    seen = Seen()
-    setup = Setup(mesh, 32, PAGES, model=model, interpret=True, **{f"{what}_backend": backend}, **options)
-    assert getattr(setup.executors[0].state.programs, what) == f"{backend} (interpreted)"
-    requests = asks()
-    served, _ = setup.run(requests, "sarathi", seen)
-    assert seen.mixed and seen.decode, f"some kind of step is missing: {seen}"
-    stopped = compare(requests, served, reference(model), model)
-    assert stopped <= (0 if model.dtype == "float32" else 1), "there were too many close calls"
-    assert all(len(request.output) == TOKENS for request in served)
+    assert compare(requests, served, alone.each(requests), model) <= 1
 
 
 def test_an_unavailable_backend_is_refused_at_startup() -> None:

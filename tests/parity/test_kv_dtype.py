@@ -28,34 +28,28 @@ SHAPES = (("1x1", 16, TIGHT), ("2x1", 16, TIGHT), ("2x2", 64, ROOMY), ("4x2", 64
 EVERY = [(kind, *shape, False) for kind in KINDS for shape in SHAPES]
 
 
-@cache
-def model(kind: str) -> Model:
-    return Model(SPEC.quantized_as("int8") if kind == "int8" else SPEC, close=CLOSE, kv=kind)
-
-
-@pytest.mark.parametrize("case", cases([("fp8", "2x1", 16, TIGHT, True)], EVERY), ids=str)
-def test_no_schedule_changes_the_tokens(case: tuple[str, str, int, int, bool]) -> None:
-    kind, mesh, chunk, pages, narrow = case
-    hold(model(kind), asks(1), mesh, chunk, pages, ROOMY, narrow=narrow)
-
-
-@cache
-def latent(kind: str) -> Model:
-    return Model(LATENT, close=CLOSE, kv=kind)
-
-
 FEWER = [case for case in EVERY if case[1:4] in SHAPES[1:4]]
+KINDS_OF_CACHE = [
+    *cases([("pairs", "fp8", "2x1", 16, TIGHT, True)], [("pairs", *case) for case in EVERY], apart=True),
+    *cases([("latent", "fp8", "2x1", 64, TIGHT, True)], [("latent", *case) for case in FEWER], apart=True),
+]
 
 
-@pytest.mark.parametrize("case", cases([("fp8", "2x1", 64, TIGHT, True)], FEWER), ids=str)
-def test_no_schedule_changes_the_tokens_of_a_latent(case: tuple[str, str, int, int, bool]) -> None:
-    kind, mesh, chunk, pages, narrow = case
-    hold(latent(kind), asks(1, 6), mesh, chunk, pages, ROOMY, narrow=narrow)
+@cache
+def model(kind: str, cache: str = "pairs") -> Model:
+    pairs = SPEC.quantized_as("int8") if kind == "int8" else SPEC
+    return Model(LATENT if cache == "latent" else pairs, close=CLOSE, kv=kind)
+
+
+@pytest.mark.parametrize(("cache", "kind", "mesh", "chunk", "pages", "narrow"), KINDS_OF_CACHE)
+def test_no_schedule_changes_the_tokens(cache: str, kind: str, mesh: str, chunk: int, pages: int, narrow: bool) -> None:
+    requests = asks(1, 6) if cache == "latent" else asks(1)
+    hold(model(kind, cache), requests, mesh, chunk, pages, ROOMY, narrow=narrow)
 
 
 def test_the_same_buckets_give_equal_bits_after_migration() -> None:
     """Pages are transferred unchanged, so tokens equal those of one instance without tolerance."""
     requests = asks(1, 6)
     setups = [Setup(mesh, 64, ROOMY, model=model("int8")) for mesh in ("1x1", "2x1")]
-    here, there = ([setup.run([ask])[0][0].output for ask in requests] for setup in setups)
+    here, there = ([one.output for one in setup.each(requests)] for setup in setups)
     assert here == there

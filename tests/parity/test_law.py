@@ -86,7 +86,7 @@ def test_page_pressure_drops_kv_but_no_token() -> None:
     tight, roomy = setup("1x1", 64, TIGHT), setup("1x1", 64, ROOMY)
     served, cluster = tight.run(requests, "distserve")
     assert sum(request.drops for request in served) == cluster.cores[0].scheduler.counters.preemptions > 0
-    compare(requests, served, [roomy.run([ask])[0][0] for ask in requests])
+    compare(requests, served, roomy.each(requests))
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "2x1"])

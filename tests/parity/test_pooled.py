@@ -38,7 +38,7 @@ def mixed(seed: int) -> tuple[Ask, ...]:
 
 @cache
 def alone(seed: int) -> tuple[Request, ...]:
-    return tuple(setup("1x1", 64, ROOMY).run([ask])[0][0] for ask in mixed(seed))
+    return setup("1x1", 64, ROOMY).each(mixed(seed))
 
 
 def compare(served: Sequence[Request], seed: int) -> None:

@@ -111,7 +111,7 @@ def unstopped(of: Model = DEEP) -> Setup:
 @cache
 def alone(seed: int) -> tuple[Request, ...]:
     """Serve each request alone on 1x1 in whole steps as the reference."""
-    return tuple(unstopped().run([ask])[0][0] for ask in asks(seed))
+    return unstopped().each(asks(seed))
 
 
 def stops(cluster: Cluster) -> int:
@@ -142,7 +142,7 @@ def stopped(setup: Setup, requests: Sequence[Ask], policy: str, enough: int) -> 
 
 def test_stopping_steps_does_not_change_structured_outputs() -> None:
     requests = constrained(1)
-    unbroken = [unstopped().run([ask])[0][0] for ask in requests]
+    unbroken = unstopped().each(requests)
     for served in stopped(setup("1x1", "op", ROOMY), requests, "unified", 6):
         assert compare(requests, served, unbroken, DEEP) <= 1
 
@@ -187,6 +187,6 @@ def test_steps_that_raise_beside_suspended_ones_do_not_change_the_tokens() -> No
 @pytest.mark.parametrize("name", ["Gemma3", "Qwen3Moe", "DeepseekV2", "OPT", "GptOss"])
 def test_stopping_steps_does_not_change_the_tokens_of_a_family(name: str) -> None:
     of, requests = model(name), asks(1, 6)
-    expected = [unstopped(of).run([ask])[0][0] for ask in requests]
+    expected = unstopped(of).each(requests)
     for served in stopped(built("1x2", "op", 32, ROOMY + PAGE, of), requests, "distserve", 6):
         compare(requests, served, expected, of)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
-
 import pytest
 
 from jaxserve.sched.api.errors import InvalidValue
@@ -12,26 +9,23 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import ANSWER, THINKING, Progress, Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.thinking import ThinkingEnd
-from tests.support.parity.asks import ROOMY, TIGHT, alone, asks, setup
+from tests.support.parity.asks import ROOMY, TIGHT, alone, asks, begun, setup
 from tests.support.parity.law import compare
 
 
 @pytest.mark.parametrize(("mesh", "pages", "policy"), [("1x1", TIGHT, "unified"), ("2x1", ROOMY, "distserve")])
 def test_continuing_elsewhere_does_not_change_the_tokens(mesh: str, pages: int, policy: str) -> None:
     """All kinds of requests, cut at any place, continue together on other instances."""
-    requests, whole, draw = asks(1), alone(1), random.Random(5)
-    begun = [
-        replace(ask, progress=Progress(tuple(request.output[: draw.randrange(len(request.output))]), 0.2, 0.1))
-        for ask, request in zip(requests, whole, strict=True)
-    ]
-    assert sum(bool(ask.progress and ask.progress.output) for ask in begun) > len(begun) // 2
-    served, cluster = setup(mesh, 64, pages).run(begun, policy)
+    requests, whole = asks(1), alone(1)
+    resumed = begun(requests, whole)
+    assert sum(bool(ask.progress and ask.progress.output) for ask in resumed) > len(resumed) // 2
+    served, cluster = setup(mesh, 64, pages).run(resumed, policy)
     assert compare(requests, served, whole) <= 1
-    for ask, request in zip(begun, served, strict=True):
+    for ask, request in zip(resumed, served, strict=True):
         assert ask.progress is not None and len(request.token_times) == len(request.output)
         assert request.output[: len(ask.progress.output)] == list(ask.progress.output)
     assert cluster.ttft_predictions.accuracy["prefill"].count <= sum(
-        not ask.progress.output for ask in begun if ask.progress
+        not ask.progress.output for ask in resumed if ask.progress
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from jaxserve.cli.replay import perf_of
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.sim.again import again
-from tests.support.parity.asks import ROOMY, TIGHT, Faults, asks, setup
+from tests.support.parity.asks import ROOMY, TIGHT, asks, setup
 
 
 @pytest.mark.parametrize(("mesh", "pages", "policy"), [("1x1", TIGHT, "kairos"), ("4x2", ROOMY, "kairos")])
@@ -22,10 +22,3 @@ def test_a_served_journal_replays_to_the_same_plans(mesh: str, pages: int, polic
     done = [request for request in served if request.finish_reason in ("stop", "length")]
     simulated = again(outcome).simulated.measured
     assert sum(one.output for one in simulated) == sum(len(request.output) for request in done) > 0
-
-
-def test_a_served_journal_with_faults_replays_to_the_same_plans() -> None:
-    file, fault = io.StringIO(), Faults(every=9)
-    setup("2x1", 64, ROOMY).run(asks(2), "distserve", fault, journal=Journal(file))
-    assert '"kind":"recover"' in file.getvalue()
-    assert replay(file.getvalue().splitlines(), perf_of).differences == []

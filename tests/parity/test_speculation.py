@@ -94,8 +94,7 @@ def asks(seed: int, count: int = 8) -> list[Ask]:
 
 @cache
 def alone(seed: int) -> tuple[Request, ...]:
-    reference = setup("1x1", 64, ROOMY)
-    return tuple(reference.run([ask])[0][0] for ask in asks(seed))
+    return setup("1x1", 64, ROOMY).each(asks(seed))
 
 
 CASES = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.remote import connection as under_test
 from jaxserve.remote.address import Address
 from jaxserve.remote.connection import Connection, Side
+from tests.support.loops import Closing, in_loop
 
 
 class End:
@@ -28,7 +29,7 @@ class End:
         )
 
 
-class Room:
+class Room(Closing):
     """Ends and listeners of one test, closed with it."""
 
     def __init__(self, path: Path) -> None:
@@ -52,6 +53,13 @@ class Room:
         await (await self.listen(one)).connect(lambda: other.connection)
         return [one, other]
 
+    async def open(self) -> list[End]:
+        """Return both ends of an open connection."""
+        ends = await self.pair()
+        for end in ends:
+            await end.opened.wait()
+        return ends
+
     async def close(self) -> None:
         for server in self._servers:
             server.close()
@@ -60,16 +68,9 @@ class Room:
         await asyncio.sleep(0.01)
 
 
-def run(path: Path, work: Callable[[Room], Awaitable[None]]) -> None:
-    async def limited() -> None:
-        room = Room(path)
-        try:
-            async with asyncio.timeout(20):
-                await work(room)
-        finally:
-            await room.close()
-
-    asyncio.run(limited())
+@pytest.fixture
+def room(tmp_path: Path) -> Room:
+    return Room(tmp_path)
 
 
 class Open(asyncio.Transport):
@@ -77,24 +78,20 @@ class Open(asyncio.Transport):
         return False
 
 
-def test_frames_arrive_in_order_both_ways(tmp_path: Path) -> None:
-    async def talk(room: Room) -> None:
-        one, other = await room.pair()
-        await one.opened.wait()
-        await other.opened.wait()
-        sent = [bytes([at]) * at * at for at in range(100)]
-        for frame in sent:
-            one.connection.send(frame)
-            other.connection.send(frame[::-1])
-        while len(one.frames) < 100 or len(other.frames) < 100:
-            await asyncio.sleep(0)
-        assert other.frames == sent and one.frames == [frame[::-1] for frame in sent]
-        one.connection.close()
-        assert await other.why == "the other process closed the connection"
-        assert await one.why == "closed"
-        one.connection.send(b"late")  # does nothing
-
-    run(tmp_path, talk)
+@in_loop
+async def test_frames_arrive_in_order_both_ways(room: Room) -> None:
+    one, other = await room.open()
+    sent = [bytes([at]) * at * at for at in range(100)]
+    for frame in sent:
+        one.connection.send(frame)
+        other.connection.send(frame[::-1])
+    while len(one.frames) < 100 or len(other.frames) < 100:
+        await asyncio.sleep(0)
+    assert other.frames == sent and one.frames == [frame[::-1] for frame in sent]
+    one.connection.close()
+    assert await other.why == "the other process closed the connection"
+    assert await one.why == "closed"
+    one.connection.send(b"late")  # does nothing
 
 
 @given(st.lists(st.binary(max_size=40), max_size=10), st.lists(st.integers(1, 60), min_size=1, max_size=20))
@@ -115,13 +112,11 @@ def test_any_split_of_the_bytes_gives_the_same_frames(frames: list[bytes], sizes
     [((b"k", b"other"), ("engine", "front")), ((b"k", b"k"), ("engine", "engine"))],
     ids=["another key", "the proof of the same side"],
 )
-def test_the_wrong_proof_opens_nothing(tmp_path: Path, keys: Any, sides: Any) -> None:
-    async def talk(room: Room) -> None:
-        one, other = await room.pair(keys, sides)
-        assert {await one.why, await other.why} & {"the other process has another key"}
-        assert not one.opened.is_set() and not other.opened.is_set()
-
-    run(tmp_path, talk)
+@in_loop
+async def test_the_wrong_proof_opens_nothing(room: Room, keys: Any, sides: Any) -> None:
+    one, other = await room.pair(keys, sides)
+    assert {await one.why, await other.why} & {"the other process has another key"}
+    assert not one.opened.is_set() and not other.opened.is_set()
 
 
 @pytest.mark.parametrize(
@@ -131,45 +126,49 @@ def test_the_wrong_proof_opens_nothing(tmp_path: Path, keys: Any, sides: Any) ->
         (b"\0\0\0\3abc", "not a jaxserve process"),
     ],
 )
-def test_other_protocols_are_refused(tmp_path: Path, sent: bytes, why: str) -> None:
-    async def talk(room: Room) -> None:
-        end = room.end("engine")
-        await room.listen(end)
-        _, writer = await asyncio.open_unix_connection(room.path)
-        writer.write(sent)
-        assert await end.why == why
-        writer.close()
-
-    run(tmp_path, talk)
+@in_loop
+async def test_other_protocols_are_refused(room: Room, sent: bytes, why: str) -> None:
+    end = room.end("engine")
+    await room.listen(end)
+    _, writer = await asyncio.open_unix_connection(room.path)
+    writer.write(sent)
+    assert await end.why == why
+    writer.close()
 
 
-def test_silence_is_not_a_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_silence_is_not_a_proof(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "HANDSHAKE", 0.05)
-
-    async def talk(room: Room) -> None:
-        end = room.end("engine")
-        bound = await room.listen(end, Address(host="127.0.0.1"))
-        with socket.create_connection((bound.host, bound.port)):
-            assert await end.why == "no proof of the key within 0.05 s"
-
-    run(tmp_path, talk)
+    end = room.end("engine")
+    bound = await room.listen(end, Address(host="127.0.0.1"))
+    with socket.create_connection((bound.host, bound.port)):
+        assert await end.why == "no proof of the key within 0.05 s"
 
 
-def test_an_end_that_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_an_end_that_does_not_read_is_cut_off(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "UNREAD", 1 << 20)
+    one, other = await room.open()
+    transport: Any = other.connection._transport
+    transport.pause_reading()
+    while not one.why.done():
+        one.connection.send(bytes(1 << 18))
+        await asyncio.sleep(0)
+    assert await one.why == "the other process left 1 MiB unread"
 
-    async def talk(room: Room) -> None:
-        one, other = await room.pair()
-        await one.opened.wait()
-        await other.opened.wait()
-        transport: Any = other.connection._transport
-        transport.pause_reading()
-        while not one.why.done():
-            one.connection.send(bytes(1 << 18))
-            await asyncio.sleep(0)
-        assert await one.why == "the other process left 1 MiB unread"
 
-    run(tmp_path, talk)
+@in_loop
+async def test_a_sender_waits_for_a_slow_reader(room: Room) -> None:
+    one, other = await room.open()
+    transport: Any = other.connection._transport
+    transport.pause_reading()
+    for _ in range(8):
+        one.connection.send(bytes(1 << 18))
+    waiting = asyncio.ensure_future(one.connection.drained())
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    transport.resume_reading()
+    await waiting
 
 
 @pytest.mark.parametrize("text", ["", "8000", "host", "host:", ":80", "host:http", "host:70000", "unix:"])

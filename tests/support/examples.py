@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -22,14 +22,14 @@ def examples(count: int) -> int:
     return max(LEAST, count * settings.default.max_examples // USUAL)
 
 
-def quick_or_full(rows: Iterable[tuple[Any, ...]], quick: Collection[tuple[Any, ...]]) -> list[Any]:
-    """Make parameters: the rows in `quick` always run, the others with `-m full`."""
-    return [pytest.param(*row, marks=() if row in quick else pytest.mark.full) for row in rows]
+def cases(some: Sequence[Any], every: Iterable[Any], *, apart: bool = False) -> list[Any]:
+    """Return the values of a parameter: some in bare runs, every other one of the matrix with `-m full`.
 
-
-def cases(some: Sequence[Any], every: Sequence[Any]) -> list[Any]:
-    """Return the values of a parameter: some in bare runs, every other one of the matrix with `-m full`."""
-    return [*some, *(pytest.param(case, marks=pytest.mark.full) for case in every if case not in some)]
+    apart: each case has the values of several parameters.
+    """
+    rest = [case for case in dict.fromkeys(every) if case not in some]
+    full = [pytest.param(*(case if apart else [case]), marks=pytest.mark.full) for case in rest]
+    return [*some, *full]
 
 
 def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

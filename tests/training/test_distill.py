@@ -202,10 +202,3 @@ def test_a_model_is_not_overwritten(target: Path, tmp_path: Path, capsys: Any) -
     shutil.copytree(target, other)
     assert distill("--model", target, "--out", other) == 2
     assert "of another origin" in capsys.readouterr().err
-
-
-def test_help_shows_examples(capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        distill("--help")
-    text = capsys.readouterr().out
-    assert "speculative" in text and "--no-resume" in text and "examples" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from jaxserve.config import ServeConfig
@@ -54,10 +55,15 @@ class Starter:
 class Submitted:
     """One request and the deltas that it receives."""
 
-    def __init__(self, engine: Engine, params: SamplingParams = PARAMS, prompt: int = 5) -> None:
+    def __init__(self, engine: Engine, params: SamplingParams = PARAMS, prompt: Sequence[int] = (5,) * 5) -> None:
         self._news: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         self.tokens: list[int] = []
-        self.id = engine.submit([prompt] * 5, params, slo=NO_SLO, on_delta=self._news.put)
+        self.id = engine.submit(prompt, params, slo=NO_SLO, on_delta=self._news.put)
+
+    def whole(self) -> list[int]:
+        """Return all tokens of a request that ends without an error."""
+        assert self.end(120.0).error is None
+        return self.tokens
 
     def first(self) -> None:
         """Wait for its first token."""

@@ -42,7 +42,6 @@ from pallas_kernels.gate.targets import TARGETS, Target, prepare
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("pallas_kernels/*.py", "pallas_kernels/mosaic", "pallas_kernels/ops", "tests/gpu", "tests/support/kernels")
 CASES = "tests.gpu.test_numerics"
-FAMILY = re.compile(r"^test_(\w+)$")
 NOISE = re.compile(r"^\s*(?:\.version|\.loc|\.file|//|\$L__tmp).*\n", re.MULTILINE)  # says nothing about the program
 LIMIT = 1800.0  # seconds per case
 
@@ -189,7 +188,7 @@ def lower(program: Program, target: Target) -> Lowered:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         COMPILER.mesh, COMPILER.asked = mesh_of(target.devices()[:1]), False
         try:
-            getattr(sys.modules[CASES], program.family.upper())[program.case]()
+            sys.modules[CASES].FAMILIES[program.family][program.case]()
         except AssertionError:  # zeros are not what float64 says
             if not COMPILER.compiled:
                 raise
@@ -329,9 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def chosen(module: ModuleType, patterns: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the family and name of each case, by the tests of the module."""
-    families = [found[1] for name in vars(module) if (found := FAMILY.match(name))]
-    cases = [(family, case) for family in families for case in getattr(module, family.upper())]
+    """Return the family and name of each case of the module."""
+    cases = [(family, case) for family, known in module.FAMILIES.items() for case in known]
     wanted = [f"*{pattern}*" for pattern in patterns]
     return [one for one in cases if not wanted or any(fnmatch.fnmatchcase(": ".join(one), each) for each in wanted)]
 

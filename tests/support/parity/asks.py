@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan
-from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.request import Progress, Request
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
 from jaxserve.settings.speculative import Speculative
 from tests.support.examples import whole
@@ -100,8 +101,14 @@ def guessing() -> Setup:
 @cache
 def alone(seed: int) -> tuple[Request, ...]:
     """Return the reference: each request alone on 1x1."""
-    reference = setup("1x1", 64, ROOMY)
-    return tuple(reference.run([ask])[0][0] for ask in asks(seed))
+    return setup("1x1", 64, ROOMY).each(asks(seed))
+
+
+def begun(requests: Sequence[Ask], served: Sequence[Request]) -> list[Ask]:
+    """Return requests that another engine has served up to any place."""
+    draw = random.Random(5)
+    outputs = [tuple(one.output[: draw.randrange(len(one.output) or 1)]) for one in served]
+    return [replace(ask, progress=Progress(out, 0.2, 0.1)) for ask, out in zip(requests, outputs, strict=True)]
 
 
 class Faults:

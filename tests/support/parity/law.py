@@ -151,6 +151,10 @@ class Setup:
         """
         return asyncio.run(self._run(asks, policy, watch, journal, place, disturb))
 
+    def each(self, asks: Sequence[Ask]) -> tuple[Request, ...]:
+        """Serve each request alone, as a reference."""
+        return tuple(self.run([ask])[0][0] for ask in asks)
+
     def _cluster(
         self, policy: str | Callable[[], Policy], over: list[Request], journal: Journal | None, place: str
     ) -> Cluster:
@@ -282,7 +286,7 @@ def alone(model: Model, requests: tuple[Ask, ...], pages: int) -> tuple[Request,
 def alone_on(setup: Setup, model: Model, requests: Sequence[Ask]) -> tuple[Request, ...]:
     """Serve each request alone with a setup."""
     assert {str(part.dtype) for pool in setup.executors[0].state.pools for part in pool} == {str(model.stored)}
-    return tuple(setup.run([ask])[0][0] for ask in requests)
+    return setup.each(requests)
 
 
 def hold(
@@ -344,6 +348,13 @@ def masks_of(ask: Ask, output: Sequence[int], spec: ModelSpec = SPEC) -> Words:
         one.fill(mask)
         one.tell((token,))
     return masks
+
+
+def assert_allowed(ask: Ask, output: Sequence[int]) -> None:
+    """Assert that the masks of a request allow every token of its output."""
+    bits = np.unpackbits(masks_of(ask, output).view(np.uint8), axis=1, bitorder="little")
+    for at, token in enumerate(output):
+        assert bits[at, token], f"{ask}: token {at} is {token}"
 
 
 def margins(

@@ -68,8 +68,7 @@ def hold(model: Model, requests: Sequence[Ask], backend: str, mesh: str = "2x1",
         backends["experts_backend"] = backend
     engine = Setup(mesh, 64, ROOMY, model=model, share_devices=True, warm=True, **backends, **options)
     with compilations() as compiled:
-        single = engine.narrowed("1x1", 64, ROOMY)
-        alone = [single.run([ask])[0][0] for ask in requests]
+        alone = engine.narrowed("1x1", 64, ROOMY).each(requests)
         schedules = [schedule for schedule in SCHEDULES if schedule[0] in ("1x1", mesh)]
         runs = [engine.narrowed(*narrow).run(requests, policy) for *narrow, policy in schedules]
     late = set(compiled) - (INTERPRETED if options.get("interpret") else set())
