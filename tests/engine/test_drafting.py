@@ -55,7 +55,6 @@ def served(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sa
     return [one.whole() for one in [Submitted(engine, *each) for each in zip(params, prompts, strict=True)]]
 
 
-@pytest.mark.full
 def test_a_model_as_its_own_draft_is_always_accepted(itself: Engine) -> None:
     """So its KV is complete after prompts, after fully accepted drafts, and in pages computed by other requests."""
     before = itself.stats().counters
@@ -70,7 +69,6 @@ def test_a_model_as_its_own_draft_is_always_accepted(itself: Engine) -> None:
     assert after.compilations_after_warmup == 0
 
 
-@pytest.mark.full
 def test_rows_that_do_not_draft_run_beside_rows_that_do(itself: Engine) -> None:
     """Rows with penalties, biases or log-probabilities do not draft; the others do in the same steps."""
     alone = [
@@ -84,7 +82,6 @@ def test_rows_that_do_not_draft_run_beside_rows_that_do(itself: Engine) -> None:
     assert set(together[2]) == {11}
 
 
-@pytest.mark.full
 def test_sampled_tokens_follow_the_target_distribution(itself: Engine, tiny: Path) -> None:
     """Compare tokens 2 and 3 of many requests to exact probabilities by transformers, summed over continuations."""
     import torch
@@ -105,7 +102,6 @@ def test_sampled_tokens_follow_the_target_distribution(itself: Engine, tiny: Pat
         assert chi_square(np.bincount(found[:, position], minlength=vocab), wanted) > 1e-4
 
 
-@pytest.mark.full
 def test_repeated_text_is_drafted_by_prompt_lookup(tiny: Path) -> None:
     engine = start(tiny, method="ngram", prompt_lookup_min=1, prompt_lookup_max=3)
     try:

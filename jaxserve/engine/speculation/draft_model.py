@@ -80,7 +80,7 @@ class DraftModel:
         self._weights = weights
         self._kv_buffers = NamedSharding(mesh, programs.spec.cache.kv_buffer_partition)
         self._make = EmptyPools(programs.spec.cache, mesh, limits, dtype)
-        self._pools: list[Pool] = []
+        self._pools: list[Pool] = self._make.described  # until `rebuild`
         self._done = np.zeros(limits.slots + 1, np.int64)  # positions of each slot with computed KV
 
     @property
