@@ -31,6 +31,8 @@ def test_the_schema_is_valid(plain):
     bodies = schema["components"]["schemas"]
     assert {"ChatBody", "CompletionBody", "StreamOptions", "StageSLO", "ErrorAnswer"} <= set(bodies)
     assert "cache_salt" in bodies["ChatBody"]["properties"]
+    body = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["$ref"].endswith("/CompletionBody") and "ttft_slo_ms" in bodies["CompletionBody"]["properties"]
     assert plain.http.get("/docs").status_code == 200
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
-
 import pytest
 
 from jaxserve.errors import InvalidValue
@@ -49,20 +46,12 @@ def test_work_per_character_does_not_grow_with_the_number_of_stop_strings():
     text = ("a" * 1023 + "b") * 20
     for stops in (["a" * 1024], [f"{'a' * 1000}{chr(200 + number)}" for number in range(64)]):
         automaton = Counting(stops)
+        assert automaton.visited <= 3 * sum(map(len, stops)), "nor does that of building it"
         automaton.visited, state = 0, 0
         for character in text:
             state, _, found = automaton.scan(state, character)
             assert not found
         assert automaton.visited <= 2 * len(text)
-
-
-def test_building_the_largest_automaton_is_quick():
-    rng = random.Random(0)
-    stops = ["".join(rng.choice("abcd") for _ in range(1024)) for _ in range(64)]
-    begin = time.process_time()
-    automaton = Automaton(stops)
-    assert time.process_time() - begin < 2.0
-    assert StopStrings(automaton).add("x" + stops[7] + "y") == ("x", stops[7])
 
 
 def test_of_two_matches_at_one_end_the_longer_wins():
