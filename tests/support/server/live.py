@@ -76,6 +76,10 @@ class Live:
         self.ending, self._loop = ending, asyncio.get_running_loop()
         self._ready.set()
 
+    def sent(self) -> str:
+        """Return the prompt that an engine double has received last, as text."""
+        return str(self.service.tokenizer.decode(self.engine.submitted[-1].prompt, skip_special_tokens=False))
+
     def call(self, work: Callable[[], None]) -> None:
         """Run `work` on the server's event loop."""
         self._loop.call_soon_threadsafe(work)
