@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -85,31 +85,15 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from double import Double
 import jaxserve.demo
-from jaxserve.cli.serve import main
+from jaxserve.cli.main import dispatch
 from jaxserve.server import main as server
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.cli import flags
 
-listen_on = server.listen_on
-def listen(host, port):
-    sock = listen_on(host, port)
-    print(sock.getsockname()[1], flush=True)
-    return sock
-server.listen_on = listen
 tokenizer = Tokenizer.load(jaxserve.demo.model_path())
 server.start_service = lambda config, told: Service(Double(delay=0.1), tokenizer, config)
-parser = flags.TeachingParser()
-flags.add_arguments(parser)
-main(parser.parse_args(["--port", "0", "--drain-timeout", "0.3", "--api-server-count", "0"]))
+sys.exit(dispatch("serve", ["--port", "0", "--drain-timeout", "0.3", "--api-server-count", "0"]))
 """
-
-
-def answers(url: str) -> bool:
-    """Return whether a server listens, which must be healthy then."""
-    with suppress(httpx.ConnectError):
-        return httpx.get(f"{url}/health", verify=False).status_code == 200
-    return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -118,8 +102,7 @@ def test_a_signal_ends_streams_and_process(number, repo):
     """A separate process handles signals with an open stream, and idle."""
     command = [sys.executable, "-c", SERVE, str(repo / "tests" / "support" / "server")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        until(lambda: answers(url))
+        (url,) = next(filter(None, (re.findall(r"ready at (http://[\d.:]+)\.", line) for line in process.stdout)))
         with httpx.stream(
             "POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=60, verify=False
         ) as response:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
@@ -171,18 +169,6 @@ def reference(assembled: Callable[[str], Any], tokenizer: Tokenizer) -> list[dic
         return [answer(live, body) for body in BODIES]
 
 
-def scrape(live: Live) -> dict[str, float]:
-    """Return the sum over all labels for each name, and `name reason` for the reasons of request_success."""
-    made: Counter[str] = Counter()
-    for family in text_string_to_metric_families(live.http.get("/metrics").text):
-        for sample in family.samples:
-            name = sample.name.removeprefix("jaxserve:")
-            made[name] += sample.value
-            if reason := sample.labels.get("finished_reason"):
-                made[f"{name} {reason}"] += sample.value
-    return made
-
-
 def at_rest(live: Live) -> None:
     """Wait until every page is released, since planned steps and transfers may hold some after the last answer."""
     until(lambda: not any(one.pages_held for one in live.engine.stats().instances), live.engine.stats)
@@ -201,23 +187,31 @@ def test_every_name_is_served(case: Case, machine: Any, tokenizer: Tokenizer, re
             if mine.get("status") == 429 and case.admission.endswith(":refuse"):
                 continue
             assert mine == alone, body
-        check_metrics(case, scrape(live), [one for one in answers if "text" in one])
+        check_metrics(case, live, [one for one in answers if "text" in one])
 
 
-def check_metrics(case: Case, told: dict[str, float], done: Sequence[dict[str, Any]]) -> None:
+def check_metrics(case: Case, live: Live, done: Sequence[dict[str, Any]]) -> None:
     """Check `/metrics` against the answers; `done` are those that are not refusals."""
+    told = live.sums()
+    reasons = {one.labels["finished_reason"]: one.value for one in live.samples() if "finished_reason" in one.labels}
     assert told["prompt_tokens_total"] == sum(len(body["prompt"]) for body in BODIES)
     assert told["generation_tokens_total"] == sum(one["tokens"] for one in done)
     assert told["request_success_total"] == len(BODIES)
     for reason in ("stop", "length"):
-        assert told[f"request_success_total {reason}"] == sum(one["reason"] == reason for one in done)
+        assert reasons[reason] == sum(one["reason"] == reason for one in done)
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
         assert told[f"{name}_count"] == len(done)
-    assert told["inter_token_latency_seconds_count"] == sum(one["tokens"] - 1 for one in done)
+    later = [one["tokens"] - 1 for one in done if one["tokens"] > 1]
+    assert told["inter_token_latency_seconds_count"] == sum(later)
+    assert told["request_time_per_output_token_seconds_count"] == len(later)
+    parts = ("request_queue_time", "request_prefill_time", "request_decode_time")
+    total = told["e2e_request_latency_seconds_sum"]
+    assert sum(told[f"{part}_seconds_sum"] for part in parts) == pytest.approx(total)
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefill_backlog_tokens"):
         assert told[name] == 0, name
     assert told["compilations_after_warmup_total"] == told["pool_rebuilds_total"] == 0
     assert told["steps_total"] == told["measured_step_seconds_count"] == told["iteration_tokens_total_count"] > 0
+    assert told["iteration_tokens_total_sum"] >= told["computed_prompt_tokens_total"] + sum(later)
     assert told["predicted_step_seconds_sum"] > 0 < told["measured_step_seconds_sum"]
     assert 0 <= told["slo_attainment"] <= 1 and told["slo_violations_total"] >= 1, "1 ms cannot be kept"
     assert told["computed_prompt_tokens_total"] + told["prefix_cache_hits_total"] >= sum(

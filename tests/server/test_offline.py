@@ -57,17 +57,6 @@ def test_times_are_reported_once_and_not_retained(llm, engine):
     assert set(engine._over) == kept
 
 
-def test_many_prompts_of_every_kind_keep_their_order(llm):
-    ids = llm.tokenizer.encode("def main(")
-    texts = ["def main(", "import os", "class A:", "# note"] * 5
-    made = llm.generate(texts, GREEDY, use_tqdm=False)
-    assert [one.prompt for one in made] == texts and all(one.finished for one in made)
-    alone = llm.generate(ids, GREEDY)[0].outputs[0].token_ids
-    assert made[0].outputs[0].token_ids == alone
-    assert [one.outputs[0].token_ids for one in llm.generate([ids, ids], GREEDY)] == [alone, alone]
-    assert llm.generate([], GREEDY) == []
-
-
 def test_prompt_types_match_vllm(llm):
     ids = llm.tokenizer.encode("def main(")
     alone = llm.generate("def main(", GREEDY)[0].outputs[0].token_ids
@@ -75,10 +64,13 @@ def test_prompt_types_match_vllm(llm):
         (made,) = llm.generate(prompts, GREEDY)
         assert made.prompt_token_ids == ids and made.outputs[0].token_ids == alone
         assert made.prompt == prompts.get("prompt")
-    mixed = ["def main(", ids, {"prompt": "def main("}, {"prompt": "def main(", "prompt_token_ids": ids}]
-    made = llm.generate(mixed, GREEDY)
-    assert [one.prompt for one in made] == ["def main(", None, "def main(", "def main("]
-    assert [one.outputs[0].token_ids for one in made] == [alone] * 4
+    mixed = ["def main(", ids, {"prompt": "def main("}, {"prompt": "def main(", "prompt_token_ids": ids}, "import os"]
+    made = llm.generate(mixed * 4, GREEDY, use_tqdm=False)
+    assert [one.prompt for one in made] == ["def main(", None, "def main(", "def main(", "import os"] * 4
+    assert all(one.finished for one in made)
+    tokens = [one.outputs[0].token_ids for one in made]
+    assert tokens == [alone, alone, alone, alone, tokens[4]] * 4 and tokens[4] != alone
+    assert llm.generate(ids, GREEDY)[0].outputs[0].token_ids == alone and llm.generate([], GREEDY) == []
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,10 @@ from jaxserve.server.failures import refusal, response_of
 
 GOOD = {"prompt": "def main(", "max_tokens": 3}
 CHAT = [{"role": "user", "content": "x"}]
+CALLED = [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+NOWHERE = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/nowhere"}}}
+FORCED = {"tools": [TOOL], "tool_choice": "required"}
 UNSUPPORTED = {
     "functions": [{"name": "f"}], "lora_request": {"name": "a"}, "images": ["a"], "audio": {"voice": "a"},
     "modalities": ["text", "audio"], "chat_template": "{{ 1 }}", "use_beam_search": True, "best_of": 3,
@@ -105,6 +109,12 @@ def test_bad_bodies_of_one_endpoint_are_refused(plain):
         ("/v1/chat/completions", {"messages": CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
         ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
         ("/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 40}, "logprobs"),
+        ("/v1/chat/completions", {"messages": CHAT, "tools": "f"}, "tools"),
+        ("/v1/chat/completions", {"messages": CHAT, "tools": [TOOL, TOOL]}, "tools"),
+        ("/v1/chat/completions", {"messages": CHAT, **FORCED, "guided_regex": "a"}, "tool_choice"),
+        ("/v1/chat/completions", {"messages": CHAT, **FORCED, "tools": [NOWHERE]}, "tools"),
+        ("/v1/chat/completions", {"messages": CALLED}, "messages[1].tool_calls[0].function.arguments"),
+        ("/v1/chat/completions", {"messages": CHAT, "reasoning_effort": "much"}, "reasoning_effort"),
         ("/tokenize", {}, "prompt"),
         ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from jaxserve.server.service import Service
 from jaxserve.server.serving import Ending, listen_on, serve
@@ -79,6 +82,19 @@ class Live:
     def sent(self) -> str:
         """Return the prompt that an engine double has received last, as text."""
         return str(self.service.tokenizer.decode(self.engine.submitted[-1].prompt, skip_special_tokens=False))
+
+    def samples(self) -> list[Sample]:
+        """Return what `/metrics` shows."""
+        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        return [sample for family in families for sample in family.samples]
+
+    def sums(self) -> dict[str, float]:
+        """Return the sum over all labels of each metric, but for the buckets, without its prefix."""
+        made = Counter[str]()
+        for one in self.samples():
+            if "le" not in one.labels:
+                made[one.name.removeprefix("jaxserve:")] += one.value
+        return made
 
     def call(self, work: Callable[[], None]) -> None:
         """Run `work` on the server's event loop."""
