@@ -8,8 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -50,14 +50,13 @@ def test_streams_end_with_an_error_and_done(fake, how, caplog):
 
 def test_whole_answers_end_with_503(fake, caplog):
     live = fake(delay=0.1)
-    answers: list[httpx.Response] = []
-    ask = threading.Thread(target=lambda: answers.append(httpx.post(f"{live.url}/v1/completions", json=LONG)))
-    ask.start()
-    until(lambda: live.engine.submitted)
-    live.call(live.ending.now)
-    ask.join(60)
-    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutting_down"
-    assert answers[0].headers["Retry-After"]
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(httpx.post, f"{live.url}/v1/completions", json=LONG, timeout=60)
+        until(lambda: live.engine.submitted)
+        live.call(live.ending.now)
+        answer = asked.result()
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "shutting_down"
+    assert answer.headers["Retry-After"]
     ended(live)
     assert not complains(caplog)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -12,6 +12,7 @@ from jaxserve.generation.generate import GenerationFailed
 from jaxserve.sched.api.errors import QueueFull, Unavailable
 from jaxserve.sched.api.plan import GIVEN_UP, UNAVAILABLE
 from jaxserve.server.failures import refusal, response_of
+from tests.support.timing import until
 
 GOOD = {"prompt": "def main(", "max_tokens": 3}
 CHAT = [{"role": "user", "content": "x"}]
@@ -183,21 +184,16 @@ def test_a_bug_is_a_500_and_logged(fake, caplog):
 
 def test_draining_refuses_new_requests_and_finishes_old_ones(fake):
     live = fake(delay=0.05)
-    answers = []
-    body = {**GOOD, "max_tokens": 20}
-    running = threading.Thread(target=lambda: answers.append(httpx.post(f"{live.url}/v1/completions", json=body)))
-    running.start()
-    while not live.engine.submitted:
-        pass
-    live.http.get("/health")  # a connection that outlives the listening socket
-    live.call(live.ending.drain)
-    while not live.service.draining:
-        pass
-    refused = live.http.post("/v1/completions", json=GOOD)
-    assert check(refused, 503)["code"] == "shutting_down" and "Retry-After" in refused.headers
-    check(live.http.get("/health"), 503)
-    running.join(30)
-    assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 20
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(httpx.post, f"{live.url}/v1/completions", json={**GOOD, "max_tokens": 20}, timeout=60)
+        until(lambda: live.engine.submitted)
+        live.http.get("/health")  # a connection that outlives the listening socket
+        live.call(live.ending.drain)
+        until(lambda: live.service.draining)
+        refused = live.http.post("/v1/completions", json=GOOD)
+        assert check(refused, 503)["code"] == "shutting_down" and "Retry-After" in refused.headers
+        check(live.http.get("/health"), 503)
+    assert running.result().status_code == 200 and running.result().json()["usage"]["completion_tokens"] == 20
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
@@ -55,18 +55,8 @@ def ask(live: Live, prompt: str, **more) -> httpx.Response:
 
 def together(live: Live, *bodies: dict) -> list[httpx.Response]:
     """Send all requests at once; returns the answers in order."""
-    answers: list[httpx.Response | None] = [None] * len(bodies)
-
-    def one(number: int) -> None:
-        answers[number] = ask(live, **bodies[number])
-
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert all(answers)
-    return [answer for answer in answers if answer is not None]
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        return list(threads.map(lambda body: ask(live, **body), bodies))
 
 
 def text(answer: httpx.Response) -> str:
@@ -127,13 +117,12 @@ def test_best_effort_gives_its_pages_to_requests_with_objectives(refusing):
     live.quiet()
     free = [{"prompt": prompt, "service_tier": "best_effort", "max_tokens": 150} for prompt in PROMPTS[:3]]
     kept = [{"prompt": prompt, **long} for prompt in PROMPTS[:3]]
-    before, answers = live.engine.stats().counters.generated_tokens, list[httpx.Response]()
-    thread = threading.Thread(target=lambda: answers.extend(together(live, *free)))
-    thread.start()
-    until(lambda: live.engine.stats().counters.generated_tokens != before)
-    assert [text(answer) for answer in together(live, *kept)] == alone
-    thread.join(120)
-    assert [text(answer) for answer in answers] == alone
+    before = live.engine.stats().counters.generated_tokens
+    with ThreadPoolExecutor(1) as thread:
+        answers = thread.submit(together, live, *free)
+        until(lambda: live.engine.stats().counters.generated_tokens != before)
+        assert [text(answer) for answer in together(live, *kept)] == alone
+    assert [text(answer) for answer in answers.result()] == alone
     assert live.sums()["num_preemptions_total"] > 0
     live.quiet()
     live.engine.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -15,7 +16,7 @@ from prometheus_client.samples import Sample
 
 from jaxserve.server.service import Service
 from jaxserve.server.serving import Ending, listen_on, serve
-from tests.support.timing import until
+from tests.support.timing import PATIENCE, until
 
 if TYPE_CHECKING:
     import openai
@@ -39,6 +40,15 @@ def at_rest(engine: Any) -> None:
     until(lambda: not ((stats := engine.stats()).running or stats.waiting), engine.stats)
 
 
+def connect(url: str, *parts: bytes) -> socket.socket:
+    """Open a connection to a server, and send bytes over it."""
+    host, port = url.rpartition("/")[2].split(":")
+    made = socket.create_connection((host, int(port)), timeout=PATIENCE)
+    for part in parts:
+        made.sendall(part)
+    return made
+
+
 class Live:
     """A server in a thread of this process."""
 
@@ -53,9 +63,9 @@ class Live:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
-        assert self._ready.wait(30), "the server did not start"
+        assert self._ready.wait(PATIENCE), "the server did not start"
         # verify: loading the certificates, which plain HTTP does not need, takes longer than an answer.
-        self.http = httpx.Client(base_url=self.url, timeout=120, verify=False)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE, verify=False)
 
     @cached_property
     def client(self) -> openai.OpenAI:
@@ -111,6 +121,6 @@ class Live:
             self.client.close()
         if self._thread.is_alive():
             self.call(self.ending.now)
-            self._thread.join(30)
+            self._thread.join(PATIENCE)
         self._sock.close()
         self.service.close()

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.support.timing import PATIENCE
+
 SMALL = (  # the sizes of ALONE of tests/support/server/live.py, so that its programs are in the cache
     "--port 0 --max-model-len 256 --max-num-seqs 8 --max-num-batched-tokens 64 --kv-cache-memory 16MiB "
     "--profile-time 500ms --disable-log-stats"
 )
-JOIN = 60.0  # seconds
+JOIN = PATIENCE
 
 
 def free_ports(count: int) -> list[int]:
