@@ -36,14 +36,16 @@ def events(live: Any, **fields: Any) -> list[dict[str, Any]]:
 
 def test_create(plain: Any, client: Any) -> None:
     made = client(plain).messages.create(
-        model=MODEL, max_tokens=5, system="Be brief.", messages=HI, extra_body={"temperature": 0.5, "top_k": 7}
-    )
+        model=MODEL, max_tokens=5, system="Be brief.", messages=HI, service_tier="standard_only",
+        extra_headers={"x-slo-tpot-ms": "70"}, extra_body={"temperature": 0.5, "top_k": 7, "ttft_slo_ms": 900},
+    )  # fmt: skip
     vendors.message().validate_python(made.to_dict())
     prompt = plain.engine.submitted[-1].prompt
     assert made.content[0].text == plain.service.tokenizer.decode(prompt[:5], skip_special_tokens=True)
     assert (made.role, made.stop_reason, made.stop_sequence) == ("assistant", "max_tokens", None)
     assert (made.usage.input_tokens, made.usage.output_tokens) == (len(prompt), 5)
-    params = plain.engine.submitted[-1].params
+    slo, params = plain.engine.submitted[-1].slo, plain.engine.submitted[-1].params
+    assert (slo.ttft, slo.tpot) == (0.9, 0.07), "as in chat"
     assert (params.max_tokens, params.temperature, params.top_k) == (5, 0.5, 7)
     assert plain.sent().index("Be brief.") < plain.sent().index("Hi")
 
@@ -88,26 +90,12 @@ def test_blocks_become_messages(plain: Any, client: Any) -> None:
                 ],
             },
             {"role": "user", "content": "Three?"},
+            {"role": "assistant", "content": "The answer is"},
         ],
     )
     prompt = plain.sent()
     places = [prompt.index(text) for text in ("Rules.", "One?", "Two.", "Three?")]
-    assert places == sorted(places)
-
-
-def test_a_begun_answer_is_continued(plain: Any, client: Any) -> None:
-    client(plain).messages.create(
-        model=MODEL, max_tokens=1, messages=[*HI, {"role": "assistant", "content": "The answer is"}]
-    )
-    assert plain.sent().endswith("The answer is")
-
-
-def test_objectives_are_those_of_chat(plain: Any, client: Any) -> None:
-    client(plain).messages.create(
-        model=MODEL, max_tokens=1, messages=HI, service_tier="standard_only",
-        extra_headers={"x-slo-tpot-ms": "70"}, extra_body={"ttft_slo_ms": 900},
-    )  # fmt: skip
-    assert (plain.engine.submitted[-1].slo.ttft, plain.engine.submitted[-1].slo.tpot) == (0.9, 0.07)
+    assert places == sorted(places) and prompt.endswith("The answer is"), "a begun answer is continued"
 
 
 def test_count_tokens(plain: Any, client: Any) -> None:

@@ -270,7 +270,11 @@ def test_chat(llm):
     talk = [{"role": "user", "content": "hi"}]
     (made,) = llm.chat(talk, GREEDY)
     assert made.prompt.endswith("<|assistant|>\n") and len(made.outputs[0].token_ids) == 8
-    both = llm.chat([talk, talk], GREEDY)
+
+    async def notebook() -> list[jaxserve.RequestOutput]:
+        return llm.chat([talk, talk], GREEDY)  # inside of a running event loop
+
+    both = asyncio.run(notebook())
     assert [one.outputs[0].token_ids for one in both] == [made.outputs[0].token_ids] * 2
 
 
@@ -283,13 +287,6 @@ def test_prompts_that_do_not_fit_are_refused_before_any_runs(llm):
     assert llm.engine.stats().counters.steps == before
     (made,) = llm.generate([5] * 250, SamplingParams(max_tokens=100, ignore_eos=True))
     assert len(made.outputs[0].token_ids) == 6 and made.outputs[0].finish_reason == "length"
-
-
-def test_llm_works_inside_a_running_event_loop(llm):
-    async def notebook() -> list[jaxserve.RequestOutput]:
-        return llm.generate("def main(", GREEDY)
-
-    assert len(asyncio.run(notebook())[0].outputs[0].token_ids) == 8
 
 
 def test_a_bounded_queue_only_delays_prompts(tokenizer):
@@ -381,6 +378,9 @@ def test_closing_a_stream_cancels(allm):
         ({"disable_radix_cache": True}, "use enable_prefix_caching=False"),
         ({"trust_remote_code": True}, "code from a model's repository is never run"),
         ({"enable_chunked_prefill": True}, "chunks of at most max_num_batched_tokens"),
+        ({"mseh": "2x1"}, "did you mean 'mesh'"),
+        ({"mesh": "2y1"}, "mesh='2y1'"),
+        ({"model": "x", "config": ServeConfig()}, "config is given"),
     ],
 )
 def test_invalid_settings_are_explained_as_in_the_cli(kind, given, said):
@@ -392,12 +392,3 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidValue, match=r"no tokenizer could be loaded from .*--tokenizer"):
         LLM(model=str(tmp_path))
-
-
-def test_settings_are_checked_by_name():
-    with pytest.raises(InvalidValue, match="did you mean 'mesh'"):
-        LLM(mseh="2x1")
-    with pytest.raises(InvalidValue, match="mesh='2y1'"):
-        LLM(mesh="2y1")
-    with pytest.raises(InvalidValue, match="config is given"):
-        LLM("x", config=ServeConfig())

@@ -34,7 +34,8 @@ def refused(live: Any, field: str, **fields: Any) -> str:
 def test_create(plain: Any) -> None:
     made = plain.client.responses.create(
         model=MODEL, input="Hello", instructions="Be brief.", max_output_tokens=5, temperature=0.5, top_p=0.9,
-        metadata={"trace": "7"}, user="me",
+        metadata={"trace": "7"}, user="me", extra_headers={"x-slo-tpot-ms": "70"},
+        extra_body={"ttft_slo_ms": 900, "priority": 3},
     )  # fmt: skip
     vendors.response().validate_python(made.to_dict())
     assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -45,7 +46,9 @@ def test_create(plain: Any) -> None:
     assert (made.temperature, made.top_p, made.metadata, made.user) == (0.5, 0.9, {"trace": "7"}, "me")
     assert made.usage.output_tokens == 5
     assert made.usage.total_tokens == made.usage.input_tokens + 5
-    params = plain.engine.submitted[0].params
+    request = plain.engine.submitted[0]
+    assert (request.slo.ttft, request.slo.tpot, request.priority) == (0.9, 0.07, 3), "as in chat"
+    params = request.params
     assert (params.max_tokens, params.temperature, params.top_p) == (5, 0.5, 0.9)
     assert "Be brief." in plain.sent() and "Hello" in plain.sent()
 
@@ -109,15 +112,6 @@ def test_items_become_messages(plain: Any) -> None:
     prompt = plain.sent()
     places = [prompt.index(text) for text in ("Rules.", "One?", "Two.", "Three?")]
     assert places == sorted(places)
-
-
-def test_objectives_are_those_of_chat(plain: Any) -> None:
-    plain.client.responses.create(
-        model=MODEL, input="Hi", max_output_tokens=1, extra_headers={"x-slo-tpot-ms": "70"},
-        extra_body={"ttft_slo_ms": 900, "priority": 3},
-    )  # fmt: skip
-    request = plain.engine.submitted[0]
-    assert (request.slo.ttft, request.slo.tpot, request.priority) == (0.9, 0.07, 3)
 
 
 def test_a_conversation_is_continued(plain: Any) -> None:
