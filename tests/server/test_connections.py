@@ -159,6 +159,7 @@ def test_http_1_0_streams_are_not_chunked(plain):
     assert b" 200 " in head and b"chunked" not in head.lower() and b"connection: close" in head.lower()
     events = [line for line in text.split(b"\n\n") if line]
     assert all(event.startswith(b"data: ") for event in events) and events[-1] == b"data: [DONE]"
+    assert b"content-type: text/event-stream" in head.lower() and b'"usage"' not in text
     with connect(plain.url) as connection:
         connection.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")
         head, _, text = read(connection).partition(b"\r\n\r\n")

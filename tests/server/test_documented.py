@@ -53,14 +53,6 @@ def test_a_wrong_method_names_the_right_one(plain):
     assert "takes POST" in answer.json()["error"]["message"]
 
 
-def test_head_health(fake):
-    live = fake()
-    answer = live.http.head("/health")
-    assert answer.status_code == 200 and not answer.content
-    live.engine.healthy = False
-    assert live.http.head("/health").status_code == 503
-
-
 def test_models_show_no_path(fake, tmp_path: Path):
     folder = tmp_path / "secret-place" / "my-model"
     folder.mkdir(parents=True)

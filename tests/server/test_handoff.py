@@ -290,26 +290,3 @@ def test_roles_change_while_requests_run(serve: Any, whole: list[Told]) -> None:
         assert made.replicas.roles == (PREFILL, DECODE)
 
     serve(work)
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"prefill_replicas": 1}, r"prefill_replicas=1 and decode_replicas=None: both must be at least 1"),
-        ({"decode_replicas": 2}, r"prefill_replicas=None and decode_replicas=2: both must be at least 1"),
-        ({"prefill_replicas": 0, "decode_replicas": 1}, "prefill_replicas=0 must be at least 1"),
-        ({"prefill_replicas": 1, "decode_replicas": 1, "replicas": 2}, "replicas=2 must be left out"),
-        ({"prefill_replicas": 1, "decode_replicas": 1, "enable_prefix_caching": False}, "must be True"),
-        ({"prefill_replicas": 1, "decode_replicas": 1, "mode": "disaggregated"}, "mode='disaggregated' must be left"),
-        ({"kv_transfer": "rdma"}, "kv_transfer='rdma' must be one of auto, direct, host"),
-        ({"kv_transfer": "auto"}, "kv_transfer='auto' needs several engines: give --replicas, or leave it out"),
-        (
-            {"kv_transfer": "host", "replicas": 2, "ray": "local"},
-            "kv_transfer='host' must be left out with ray='local'",
-        ),
-        ({"kv_transfer": "host", "replicas": 2, "enable_prefix_caching": False}, "needs enable_prefix_caching"),
-    ],
-)
-def test_bad_settings_name_what_is_allowed(settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(InvalidValue, match=why):
-        ServeConfig(**settings)

@@ -7,21 +7,20 @@ survives are in tests/engine/test_fault_matrix.py.
 from __future__ import annotations
 
 import signal
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.cli.replay import perf_of
 from jaxserve.sched.journal import replay
 from tests.support.server import processes
+from tests.support.server.processes import Running
 from tests.support.timing import until
 
 pytestmark = pytest.mark.full
@@ -35,29 +34,12 @@ REFUSED = "503 shutting_down"
 BROKEN = "connection broken"
 
 
-class Served:
-    """A server in a separate process."""
-
-    def __init__(self, process: subprocess.Popen[str], url: str, log: Path) -> None:
-        self.process = process
-        self.url = url
-        self.log = log
-
-    def metric(self, name: str) -> float:
-        """Return the sum of a metric over its labels."""
-        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=JOIN).text)
-        return sum(one.value for family in families for one in family.samples if one.name == f"jaxserve:{name}")
-
-
-@contextmanager
-def served(folder: Path, *flags: str) -> Iterator[Served]:
+def served(folder: Path, *flags: str) -> AbstractContextManager[Running]:
     """Start a server and wait until it is ready."""
-    log = folder / "server.log"
-    with processes.served(" ".join((FLAGS, *flags)), log) as running:
-        yield Served(running.process, running.url, log)
+    return processes.served(" ".join((FLAGS, *flags)), folder / "server.log")
 
 
-def ask(server: Served, streaming: bool) -> str:
+def ask(server: Running, streaming: bool) -> str:
     """Ask for a stream or a whole answer and return its outcome."""
     body = {**BODY, "stream": streaming}
     try:
@@ -83,15 +65,15 @@ KINDS = {False: "whole answer", True: "stream"}
 class Clients:
     """Active clients of every kind: 8 with running requests, and 16 with waiting ones."""
 
-    def __init__(self, server: Served, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, server: Running, threads: ThreadPoolExecutor) -> None:
         self._asked: list[tuple[str, Future[str]]] = []
         for kind in list(KINDS) * 4:
             self._asked.append((f"running {KINDS[kind]}", threads.submit(ask, server, kind)))
-        until(lambda: server.metric("num_requests_running") >= 8 and server.metric("generation_tokens_total") >= 16)
+        until(lambda: server.total("num_requests_running") >= 8 and server.total("generation_tokens_total") >= 16)
         for kind in list(KINDS) * 8:
             self._asked.append((f"queued {KINDS[kind]}", threads.submit(ask, server, kind)))
         counts = ("num_requests_running", "num_requests_waiting", "request_success_total")
-        until(lambda: sum(map(server.metric, counts)) >= len(self._asked))  # each has reached the engine
+        until(lambda: sum(map(server.total, counts)) >= len(self._asked))  # each has reached the engine
 
     def got(self) -> dict[str, Counter[str]]:
         """Wait for all clients and count outcomes by kind of request. Fails if one hangs."""

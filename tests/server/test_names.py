@@ -3,8 +3,7 @@
 Each case serves the same requests over HTTP on `2x1`, on executors that are compiled once. The
 tokens equal those of a 1x1 engine with policy `vllm` and one request at a time; no page and no
 request is lost; `/metrics` agrees with the requests sent. A new registered name is served without a
-change here. The bare run takes a seeded sample with every pair of names of the kinds in PAIRED; `-m
-full` serves the whole matrix.
+change here. The bare run takes a sample; `-m full` serves the whole matrix.
 """
 
 from __future__ import annotations
@@ -65,29 +64,21 @@ COLUMNS = (
     [*sorted(admission.ADMISSIONS), *refusing()],
     ["disaggregated", "colocated"],
 )
-PAIRED = ((0, 3), (1, 3), (2, 3), (1, 2))  # columns; the full matrix has every policy with every router and admission
 MATRIX = [Case(*names) for names in itertools.product(*COLUMNS)]
 
 
-def sample(seed: int = 0) -> list[Case]:
-    """Sample a few cases that contain every pair of names of two PAIRED columns, greedily at random."""
-    draw, picked = random.Random(seed), list[Case]()
-    left = {(a, b, x, y) for a, b in PAIRED for x in COLUMNS[a] for y in COLUMNS[b]}
-    while left:
-        tried = draw.sample(MATRIX, min(60, len(MATRIX)))
-        tried.append(_having(min(left), draw))
-        picked.append(max(tried, key=lambda case: len(left & _pairs(case))))
-        left -= _pairs(picked[-1])
-    return picked
-
-
-def _having(pair: tuple[int, int, str, str], draw: random.Random) -> Case:
-    a, b, x, y = pair
-    return Case(*(x if n == a else y if n == b else draw.choice(names) for n, names in enumerate(COLUMNS)))
-
-
-def _pairs(case: Case) -> set[tuple[int, int, str, str]]:
-    return {(a, b, case[a], case[b]) for a, b in PAIRED}
+def sample() -> list[Case]:
+    """Return few cases that have every router with every admission, and every name in both modes."""
+    policies, routers, admissions, modes = COLUMNS
+    cells = list(itertools.product(enumerate(routers), enumerate(admissions)))
+    turns = {mode: itertools.cycle(policies) for mode in modes}
+    made = []
+    for number in range(max(len(cells), 2 * len(policies) + 2)):
+        lap, cell = divmod(number, len(cells))
+        (at, router), (place, admission) = cells[cell]
+        mode = modes[(at + place + lap) % 2]
+        made.append(Case(next(turns[mode]), router, admission, mode))
+    return made
 
 
 def bodies() -> list[dict[str, Any]]:

@@ -207,19 +207,3 @@ def test_the_board(tmp_path: Path) -> None:
     for count in (3, None):
         board.ask(Scale(count))
         assert board.state() == state and board.asked() == Scale(count) and board.asked() is None
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"min_replicas": 2}, "min_replicas=2 needs max_replicas"),
-        ({"replicas": 3, "max_replicas": 2}, r"replicas=3 at the start must be min_replicas=1 to max_replicas=2"),
-        ({"min_replicas": 2, "max_replicas": 4}, "replicas=1 at the start must be min_replicas=2 to max_replicas=4"),
-        ({"max_replicas": 2, "mesh": "2x1"}, "max_replicas=2 needs instances that prefill and decode"),
-        ({"max_replicas": 2, "prefill_replicas": 1, "decode_replicas": 1}, "max_replicas=2 must be left out with"),
-        ({"scaling": "nothing"}, "'nothing'; choose one of budget, requests"),
-    ],
-)
-def test_bad_settings_name_what_is_allowed(given: dict[str, Any], why: str) -> None:
-    with pytest.raises(InvalidValue, match=why):
-        ServeConfig(**given)

@@ -40,10 +40,6 @@ def test_masks_follow_the_output() -> None:
     assert allowed(one) == {END} and one.error is None
 
 
-def test_an_output_of_before_counts() -> None:
-    assert allowed(made(output=b"abb")) == {98, END}
-
-
 def test_the_end_is_banned_at_first_unless_nothing_else_is_allowed() -> None:
     early = made(output=b"abb", ends=(END,), least=4)
     assert allowed(early) == {98}
