@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,7 @@ def whole(pair: list[Any]) -> list[Told]:
         loop, told = asyncio.get_running_loop(), [Told() for _ in range(12)]
         for at, one in enumerate(told):
             prompt, params = asked(at)
-            pair[0].submit(
-                prompt, params, slo=SLO(), on_delta=lambda delta, one=one: loop.call_soon_threadsafe(one, delta)
-            )
+            pair[0].submit(prompt, params, slo=SLO(), on_delta=partial(loop.call_soon_threadsafe, one))
         await asyncio.gather(*(one.ended.wait() for one in told))
         return told
 
@@ -189,17 +188,13 @@ def test_replicas_fetch_prefixes_that_others_have(serve: Any, whole: list[Told],
         assert taker.prefix_fetch_pages - before.prefix_fetch_pages == pages
         assert taker.prefix_fetch_failures == before.prefix_fetch_failures
         assert taker.counters.prompt_tokens - before.counters.prompt_tokens == len(longer) - PAGE * pages
-        again = Told()
-        made.engines[first].submit(longer, params, slo=SLO(), on_delta=_elsewhere(again))
+        again, loop = Told(), asyncio.get_running_loop()
+        elsewhere = partial(loop.call_soon_threadsafe, again)
+        made.engines[first].submit(longer, params, slo=SLO(), on_delta=elsewhere)
         await again.ended.wait()
         assert again.tokens == told.tokens
 
     serve(work, transport, PLAIN)
-
-
-def _elsewhere(told: Told) -> Callable[[Any], Any]:
-    loop = asyncio.get_running_loop()
-    return lambda delta: loop.call_soon_threadsafe(told, delta)
 
 
 def test_short_prompts_begin_where_they_decode(serve: Any, whole: list[Told]) -> None:

@@ -160,11 +160,6 @@ def reference(assembled: Callable[[str], Any], tokenizer: Tokenizer) -> list[dic
         return [answer(live, body) for body in BODIES]
 
 
-def at_rest(live: Live) -> None:
-    """Wait until every page is released, since planned steps and transfers may hold some after the last answer."""
-    until(lambda: not any(one.pages_held for one in live.engine.stats().instances), live.engine.stats)
-
-
 @pytest.mark.parametrize("case", cases(sample(), MATRIX), ids=",".join)
 def test_every_name_is_served(case: Case, machine: Any, tokenizer: Tokenizer, reference: list[dict[str, Any]]) -> None:
     config = replace(machine.config, **case._asdict())
@@ -172,7 +167,8 @@ def test_every_name_is_served(case: Case, machine: Any, tokenizer: Tokenizer, re
         with ThreadPoolExecutor(len(BODIES)) as threads:
             answers = list(threads.map(lambda body: answer(live, body), BODIES))
         live.quiet()
-        at_rest(live)
+        # Planned steps and transfers may hold pages after the last answer.
+        until(lambda: not any(one.pages_held for one in live.engine.stats().instances), live.engine.stats)
         live.engine.check()
         for body, mine, alone in zip(BODIES, answers, reference, strict=True):
             if mine.get("status") == 429 and case.admission.endswith(":refuse"):
