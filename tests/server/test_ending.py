@@ -9,7 +9,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -74,7 +77,7 @@ def test_a_client_that_does_not_read_is_cut(fake, caplog):
 
 
 SERVE = """
-import sys
+import sys, threading
 sys.path.insert(0, sys.argv[1])
 from double import Double
 import jaxserve.demo
@@ -83,25 +86,46 @@ from jaxserve.server import main as server
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
 
-tokenizer = Tokenizer.load(jaxserve.demo.model_path())
-server.start_service = lambda config, told: Service(Double(delay=0.1), tokenizer, config)
+def start(config, told):
+    engine = Double(delay=0.1)
+    if sys.argv[2:] == ["hung"]:
+        threading.Thread(target=threading.Event().wait).start()  # alone it would keep the interpreter for ever
+        engine.close = lambda: False
+    return Service(engine, Tokenizer.load(jaxserve.demo.model_path()), config)
+
+server.start_service = start
 sys.exit(dispatch("serve", ["--port", "0", "--drain-timeout", "0.3", "--api-server-count", "0"]))
 """
 
 
+@contextmanager
+def serving(repo: Path, *how: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a server in a process of its own; yields the process and the server's URL."""
+    command = [sys.executable, "-c", SERVE, str(repo / "tests" / "support" / "server"), *how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            (url,) = next(filter(None, (re.findall(r"ready at (http://[\d.:]+)\.", line) for line in process.stdout)))
+            yield process, url
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_streams_and_process(number, repo):
-    """A separate process handles signals with an open stream, and idle."""
-    command = [sys.executable, "-c", SERVE, str(repo / "tests" / "support" / "server")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        (url,) = next(filter(None, (re.findall(r"ready at (http://[\d.:]+)\.", line) for line in process.stdout)))
-        with httpx.stream(
-            "POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=60, verify=False
-        ) as response:
+    body = {**LONG, "stream": True}
+    with serving(repo) as (process, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE, verify=False) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(number)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and "shutting_down" in rest[-2]
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "Traceback" not in errors, errors
+
+
+def test_an_engine_that_does_not_close_does_not_block_the_exit(repo):
+    with serving(repo, "hung") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
