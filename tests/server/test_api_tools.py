@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.server.vendors import anthropic_of
-
 MODEL = "jaxserve-demo"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CALL = 'First. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>DONE'
@@ -35,10 +33,9 @@ def message(live: Any, **fields: Any) -> Any:
         "stop_sequences": ["DONE"],
         **fields,
     }
-    with anthropic_of(live.url) as client:
-        with client.messages.stream(model=MODEL, max_tokens=2000, **given) as stream:
-            streamed = stream.get_final_message()
-        made = client.messages.create(model=MODEL, max_tokens=2000, **given)
+    with live.anthropic.messages.stream(model=MODEL, max_tokens=2000, **given) as stream:
+        streamed = stream.get_final_message()
+    made = live.anthropic.messages.create(model=MODEL, max_tokens=2000, **given)
     assert [block.type for block in made.content] == [block.type for block in streamed.content]
     assert made.stop_reason == streamed.stop_reason
     return made

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 
 from jaxserve import LLM, BeamSearchParams, SamplingParams
 from jaxserve.errors import InvalidValue
-from tests.support.server.vendors import anthropic_of
 
 MODEL = "jaxserve-demo"
 PROMPT = "def main(args):\n"
@@ -176,16 +175,15 @@ def test_messages_are_the_answers_of_chat(live: Any) -> None:
     chat = live.client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hello"}], max_tokens=9, temperature=0.0
     )
-    with anthropic_of(live.url) as client:
-        made = client.messages.create(
-            model=MODEL, max_tokens=9, messages=[{"role": "user", "content": "Hello"}], extra_body={"temperature": 0}
-        )
-        assert made.content[0].text == chat.choices[0].message.content
-        schema = {"type": "json_schema", "schema": {**Pet.model_json_schema(), "additionalProperties": False}}
-        made = client.messages.create(
-            model=MODEL, max_tokens=60, messages=[{"role": "user", "content": "A pet."}],
-            output_config={"format": schema},
-        )  # fmt: skip
+    made = live.anthropic.messages.create(
+        model=MODEL, max_tokens=9, messages=[{"role": "user", "content": "Hello"}], extra_body={"temperature": 0}
+    )
+    assert made.content[0].text == chat.choices[0].message.content
+    schema = {"type": "json_schema", "schema": {**Pet.model_json_schema(), "additionalProperties": False}}
+    made = live.anthropic.messages.create(
+        model=MODEL, max_tokens=60, messages=[{"role": "user", "content": "A pet."}],
+        output_config={"format": schema},
+    )  # fmt: skip
     assert made.stop_reason == "end_turn" and Pet.model_validate_json(made.content[0].text)
 
 

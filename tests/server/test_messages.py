@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,28 +14,14 @@ HI = [{"role": "user", "content": "Hi"}]
 Fake = Callable[..., Any]
 
 
-@pytest.fixture
-def client(fake: Fake) -> Iterator[Callable[..., Any]]:
-    """A factory of clients of a server."""
-    made = []
-
-    def connect(live: Any, key: str = "none") -> Any:
-        made.append(vendors.anthropic_of(live.url, key, timeout=60))
-        return made[-1]
-
-    yield connect
-    for one in made:
-        one.close()
-
-
 def events(live: Any, **fields: Any) -> list[dict[str, Any]]:
     """Return the events of a stream."""
     made = live.http.post("/v1/messages", json={"messages": HI, "max_tokens": 3, "stream": True, **fields})
     return vendors.events_of(made, vendors.message_event(), unknown=("ping", "error"))
 
 
-def test_create(plain: Any, client: Any) -> None:
-    made = client(plain).messages.create(
+def test_create(plain: Any) -> None:
+    made = plain.anthropic.messages.create(
         model=MODEL, max_tokens=5, system="Be brief.", messages=HI, service_tier="standard_only",
         extra_headers={"x-slo-tpot-ms": "70"}, extra_body={"temperature": 0.5, "top_k": 7, "ttft_slo_ms": 900},
     )  # fmt: skip
@@ -50,8 +36,8 @@ def test_create(plain: Any, client: Any) -> None:
     assert plain.sent().index("Be brief.") < plain.sent().index("Hi")
 
 
-def test_stop_reasons(plain: Any, client: Any) -> None:
-    create = client(plain).messages.create
+def test_stop_reasons(plain: Any) -> None:
+    create = plain.anthropic.messages.create
     made = create(model=MODEL, max_tokens=50, messages=[{"role": "user", "content": "one two"}], stop_sequences=["wo"])
     assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "wo")
     assert made.content[0].text.endswith("one t")
@@ -75,8 +61,8 @@ def test_the_events_of_a_stream(plain: Any) -> None:
     assert found[-2]["usage"]["output_tokens"] == 3
 
 
-def test_blocks_become_messages(plain: Any, client: Any) -> None:
-    client(plain).messages.create(
+def test_blocks_become_messages(plain: Any) -> None:
+    plain.anthropic.messages.create(
         model=MODEL,
         max_tokens=1,
         system=[{"type": "text", "text": "Rules.", "cache_control": {"type": "ephemeral"}}],
@@ -98,28 +84,30 @@ def test_blocks_become_messages(plain: Any, client: Any) -> None:
     assert places == sorted(places) and prompt.endswith("The answer is"), "a begun answer is continued"
 
 
-def test_count_tokens(plain: Any, client: Any) -> None:
-    connected = client(plain)
+def test_count_tokens(plain: Any) -> None:
+    connected = plain.anthropic
     given = {"model": MODEL, "messages": HI, "system": "Be brief."}
     counted = connected.messages.count_tokens(**given).input_tokens
     assert counted == connected.messages.create(**given, max_tokens=1).usage.input_tokens
     assert len(plain.engine.submitted) == 1
 
 
-def test_keys(fake: Fake, client: Any) -> None:
+def test_keys(fake: Fake) -> None:
     import anthropic
 
     live = fake(config={"api_key": ("right",)})
-    assert client(live, "right").messages.create(model=MODEL, max_tokens=1, messages=HI).content
-    with pytest.raises(anthropic.AuthenticationError) as error:
-        client(live, "wrong").messages.create(model=MODEL, max_tokens=1, messages=HI)
+    given: Any = {"model": MODEL, "max_tokens": 1, "messages": HI}
+    with vendors.anthropic_of(live.url, "right") as right, vendors.anthropic_of(live.url, "wrong") as wrong:
+        assert right.messages.create(**given).content
+        with pytest.raises(anthropic.AuthenticationError) as error:
+            wrong.messages.create(**given)
     assert error.value.body["error"]["type"] == "authentication_error"
     bearer = {"Authorization": "Bearer right"}
     body = {"max_tokens": 1, "messages": HI}
     assert live.http.post("/v1/messages", json=body, headers=bearer).status_code == 200
 
 
-def test_failures(fake: Fake, client: Any) -> None:
+def test_failures(fake: Fake) -> None:
     import anthropic
 
     live = fake()
@@ -128,12 +116,12 @@ def test_failures(fake: Fake, client: Any) -> None:
     assert (last["type"], last["error"]["type"]) == ("error", "api_error")
     with (
         pytest.raises(anthropic.APIStatusError),
-        client(live).messages.stream(model=MODEL, max_tokens=3, messages=HI) as stream,
+        live.anthropic.messages.stream(model=MODEL, max_tokens=3, messages=HI) as stream,
     ):
         stream.get_final_message()
     live.engine.fail_after, live.engine.bound = None, 0
     with pytest.raises(anthropic.APIStatusError) as error:
-        client(live).messages.create(model=MODEL, max_tokens=1, messages=HI)
+        live.anthropic.messages.create(model=MODEL, max_tokens=1, messages=HI)
     assert error.value.body["type"] == "error"
     live.service.draining = True
     told = live.http.post("/v1/messages", json={"max_tokens": 1, "messages": HI})

@@ -50,13 +50,6 @@ def test_names_match_vllm(llm):
     assert times.ttft > 0 and times.tpot > 0 and len(times.token_times) == 8
 
 
-def test_times_are_reported_once_and_not_retained(llm, engine):
-    kept = set(engine._over)
-    (made,) = llm.generate("def main(", SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True))
-    assert all(len(one.metrics.token_times) == 8 for one in made.outputs)
-    assert set(engine._over) == kept
-
-
 def test_prompt_types_match_vllm(llm):
     ids = llm.tokenizer.encode("def main(")
     alone = llm.generate("def main(", GREEDY)[0].outputs[0].token_ids
@@ -107,7 +100,8 @@ def test_parameters_per_prompt(llm):
         llm.generate(["a", "b", "c"], params[:2])
 
 
-def test_several_outputs_logprobs_and_seeds(llm):
+def test_several_outputs_logprobs_and_seeds(llm, engine):
+    kept = set(engine._over)
     params = SamplingParams(n=3, max_tokens=6, seed=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     (made,) = llm.generate("def main(", params)
     assert [one.index for one in made.outputs] == [0, 1, 2]
@@ -119,6 +113,8 @@ def test_several_outputs_logprobs_and_seeds(llm):
     assert made.prompt_logprobs[0] is None and len(made.prompt_logprobs) == len(made.prompt_token_ids)
     (again,) = llm.generate("def main(", params)
     assert [one.token_ids for one in again.outputs] == [one.token_ids for one in made.outputs]
+    assert all(len(one.metrics.token_times) == 6 for one in made.outputs)
+    assert set(engine._over) == kept, "times are reported once and not retained"
 
 
 def test_stop_strings_cut_text_and_tokens(llm):

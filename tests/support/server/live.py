@@ -16,9 +16,11 @@ from prometheus_client.samples import Sample
 
 from jaxserve.server.service import Service
 from jaxserve.server.serving import Ending, listen_on, serve
+from tests.support.server import vendors
 from tests.support.timing import PATIENCE, until
 
 if TYPE_CHECKING:
+    import anthropic
     import openai
 
 MODEL = "jaxserve-demo"
@@ -77,6 +79,11 @@ class Live:
             http_client=openai.DefaultHttpxClient(verify=False),
         )  # fmt: skip
 
+    @cached_property
+    def anthropic(self) -> anthropic.Anthropic:
+        """Anthropic's client of this server."""
+        return vendors.anthropic_of(self.url, timeout=PATIENCE)
+
     def _main(self) -> None:
         asyncio.run(self._serve())
 
@@ -117,8 +124,8 @@ class Live:
 
     def stop(self) -> None:
         self.http.close()
-        if "client" in vars(self):
-            self.client.close()
+        for name in {"client", "anthropic"} & set(vars(self)):
+            getattr(self, name).close()
         if self._thread.is_alive():
             self.call(self.ending.now)
             self._thread.join(PATIENCE)
