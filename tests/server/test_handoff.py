@@ -21,7 +21,7 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
 from tests.support.engine.fetches import PAGE, wait_for_pages
-from tests.support.server.fronts import KEY, STYLES, among
+from tests.support.server.fronts import KEY, STYLES, among, eventually
 from tests.support.server.live import ALONE, at_rest
 from tests.support.server.told import Told
 
@@ -175,8 +175,7 @@ def test_replicas_fetch_prefixes_that_others_have(serve: Any, whole: list[Told],
         prompt, params = asked(6)
         longer = [*prompt, *range(8, 48)]
         like = Request(0, longer, params, SLO(), 0.0)
-        while made.replicas._front.longer_hit(like, 1 - first) is None:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: made.replicas._front.longer_hit(like, 1 - first) is not None)
         made.replicas.drain(first)
         before, told = made.engines[1 - first].stats(), Told()
         made.replicas.submit(longer, params, slo=SLO(), on_delta=told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -56,3 +57,40 @@ def front(work: Callable[[Replicas], Awaitable[None]], places: Sequence[Place], 
                 await asyncio.sleep(0.01)
 
     asyncio.run(limited())
+
+
+async def eventually(reached: Callable[[], object]) -> None:
+    """Wait until a condition holds, for as long as the front that a test runs in."""
+    while not reached():
+        await asyncio.sleep(0.005)
+
+
+class Way:
+    """A Replica that is a way to the session's engine, and notes requests that come after it should have left."""
+
+    def __init__(self, engine: Any, place: Place) -> None:
+        self._engine, self.place = engine, place
+        self._ended = threading.Event()
+        self.server: EngineServer | None = None
+
+    def start(self, closing: Callable[[], bool] = lambda: False) -> None:
+        self._ended.clear()
+        self.server = EngineServer(self._engine, KEY)
+        self.server.on_retired = self._ended.set
+        self.server.start(self.place.address)
+
+    def ended(self, closing: Callable[[], bool]) -> str | None:
+        while not self._ended.wait(0.01):
+            if closing():
+                return None
+        return ""
+
+    def stop(self, *, keep: bool = False) -> None:
+        if self.server is not None:
+            self.server.close()
+            self.server = None
+        self.place.address.vacate()
+
+    def close(self) -> bool:
+        self.stop()
+        return True
