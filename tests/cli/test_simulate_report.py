@@ -65,13 +65,23 @@ def test_plots_write_pictures(tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bars_mark_lower_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(plot, "_save", lambda figure, path: drawn.append(figure))
-    plot.bars(tmp_path / "goodput.png", {"kairos": 5.0, "edf": 3.0, "unified": 5.0}, at_least={"kairos", "unified"})
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that would be saved."""
+    made: list[Any] = []
+    monkeypatch.setattr(plot, "_save", lambda figure, path: made.append(figure))
+    return made
+
+
+def test_bars_mark_lower_bounds(tmp_path: Path, drawn: list[Any]) -> None:
+    """Bounds from above are outlined."""
+    goodput = {"kairos": 5.0, "edf": 3.0, "unified": 5.0, "fcfs": 2.0}
+    plot.bars(tmp_path / "goodput.png", goodput, below={"fcfs"}, at_least={"kairos", "unified"})
     (axes,) = drawn[0].axes
-    assert [text.get_text() for text in axes.texts] == ["≥ 5", "3", "≥ 5"]
-    assert [bar.get_hatch() for bar in axes.patches] == ["//", None, "//"]
+    assert [text.get_text() for text in axes.texts] == ["≥ 5", "3", "≥ 5", "< 2"]
+    assert [bar.get_hatch() for bar in axes.patches] == ["//", None, "//", None]
+    assert [bar.get_fill() for bar in axes.patches] == [True, True, True, False]
+    assert [(line.get_label(), line.get_marker()) for line in axes.lines] == [("at least", "^"), ("below", "v")]
 
 
 def test_goodput_at_the_highest_rate_is_a_lower_bound() -> None:
@@ -99,19 +109,7 @@ def test_a_goal_missed_at_a_lower_rate_bounds_goodput_from_above() -> None:
     assert _goodput(Results("", never, goodput(never)), "kairos", None) == "no rate here reaches 90%"
 
 
-def test_bounds_from_above_are_outlined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(plot, "_save", lambda figure, path: drawn.append(figure))
-    plot.bars(tmp_path / "goodput.png", {"kairos": 2.0, "edf": 3.0}, below={"kairos"}, at_least={"edf"})
-    (axes,) = drawn[0].axes
-    assert [text.get_text() for text in axes.texts] == ["< 2", "≥ 3"]
-    assert [bar.get_fill() for bar in axes.patches] == [False, True]
-    assert [(line.get_label(), line.get_marker()) for line in axes.lines] == [("at least", "^"), ("below", "v")]
-
-
-def test_objectives_and_steps_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(plot, "_save", lambda figure, path: drawn.append(figure))
+def test_objectives_and_steps_are_drawn(tmp_path: Path, drawn: list[Any]) -> None:
     steps = plot.Series([1.0, 10.0], [0.5, 1.0], steps=True)
     plot.lines(tmp_path / "x.png", plot.Panel("t", "ms", "share", {"a": steps}, log_x=True, marks={"a": (5.0,)}))
     plot.cdf(tmp_path / "x.png", {"a": [1.0, 2.0]}, level=8.0, log_x=True)

@@ -1,4 +1,4 @@
-"""Anthropic's client on the Messages API: answers, streams, tools, a class as the format."""
+"""Anthropic's client on the Messages API: streams, the tool runner, a class as the format."""
 
 from __future__ import annotations
 
@@ -42,22 +42,6 @@ def test_a_stream_is_the_whole_answer(client: anthropic.Anthropic) -> None:
     assert text == final.content[0].text == whole.content[0].text != ""
     assert sizes(final) == sizes(whole) and whole.usage.output_tokens > 0
     assert (events[0], events[-1]) == ("message_start", "message_stop")
-
-
-def test_count_tokens(client: anthropic.Anthropic) -> None:
-    counted = client.messages.count_tokens(model=MODEL, messages=ASK, tools=[TOOL]).input_tokens
-    assert counted == sizes(client.messages.create(**{**GIVEN, "max_tokens": 1}, tools=[TOOL]))[0]
-
-
-def test_a_tool_and_its_result(client: anthropic.Anthropic) -> None:
-    first = client.messages.create(**GIVEN, tools=[TOOL], tool_choice=NAMED)
-    (call,) = first.content
-    assert (first.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "weather")
-    assert call.input["city"] in CITIES
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": weather(**call.input)}
-    history = [*ASK, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
-    last = client.messages.create(model=MODEL, messages=history, tools=[TOOL], max_tokens=8)
-    assert last.content[0].text and sizes(last)[0] > sizes(first)[0]
 
 
 def test_calls_arrive_in_a_stream(client: anthropic.Anthropic) -> None:

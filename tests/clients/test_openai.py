@@ -1,34 +1,27 @@
-"""OpenAI's client: chat, streams, tools and `parse`, in threads and on a loop."""
+"""OpenAI's client: helpers of streams, tools, conversations and errors, in threads and on a loop.
+
+Whole answers and streams are compared through LangChain, which sends them by this client.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
+from typing import Any
 
 import openai
 import pytest
 
 from tests.support.server.live import MODEL, Live
-from tests.support.shapes import ASK, CITIES, NAMED, WEATHER, Trip, weather
+from tests.support.shapes import ASK, CITIES, NAMED, WEATHER, Trip
+
+TOOL: Any = {"type": "function", "strict": True, **WEATHER["function"]}  # of the Responses API
 
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> openai.OpenAI:
     return live.client
-
-
-def test_a_stream_is_the_whole_answer(client: openai.OpenAI) -> None:
-    given = {"model": MODEL, "messages": ASK, "max_tokens": 12, "temperature": 0}
-    whole = client.chat.completions.create(**given)
-    chunks = list(client.chat.completions.create(**given, stream=True, stream_options={"include_usage": True}))
-    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert "".join(texts) == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage and whole.usage.completion_tokens > 0
-
-
-def test_parse(client: openai.OpenAI) -> None:
-    made = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Trip, max_tokens=100)
-    assert isinstance(made.choices[0].message.parsed, Trip)
 
 
 def test_the_stream_helper_parses(client: openai.OpenAI) -> None:
@@ -59,18 +52,6 @@ def test_the_stream_helper_collects_calls(client: openai.OpenAI) -> None:
     assert json.loads(call.function.arguments)["city"] in CITIES
 
 
-def test_a_loop_of_two_steps(client: openai.OpenAI) -> None:
-    first = client.chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER], tool_choice=NAMED, max_tokens=80)
-    message = first.choices[0].message
-    (call,) = message.tool_calls
-    result = {"role": "tool", "tool_call_id": call.id, "content": weather(**json.loads(call.function.arguments))}
-    last = client.chat.completions.create(
-        model=MODEL, messages=[*ASK, message, result], tools=[WEATHER], tool_choice="auto", max_tokens=8
-    )
-    assert last.usage.prompt_tokens > first.usage.prompt_tokens
-    assert last.choices[0].message.content
-
-
 def test_many_at_once_on_a_loop(base: str) -> None:
     async def work() -> list[str]:
         http = openai.DefaultAsyncHttpxClient(verify=False)
@@ -91,8 +72,43 @@ def test_many_at_once_on_a_loop(base: str) -> None:
     assert made[0] and made[0::2] == [made[0]] * 4 and made[1::2] == [made[1]] * 4
 
 
+def test_a_conversation_of_responses(client: openai.OpenAI) -> None:
+    first = client.responses.create(model=MODEL, input="Paris?", max_output_tokens=8)
+    second = client.responses.create(model=MODEL, input="Rome?", previous_response_id=first.id, max_output_tokens=8)
+    assert second.usage.input_tokens > first.usage.total_tokens
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match=first.id):
+        client.responses.create(model=MODEL, input="And now?", previous_response_id=first.id)
+
+
+def test_calls_of_a_response_arrive_in_a_stream(client: openai.OpenAI) -> None:
+    given: dict[str, Any] = {
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "name": "weather"},
+        "max_output_tokens": 80,
+    }
+    with client.responses.stream(model=MODEL, input="Paris?", **given) as stream:
+        done = [event.arguments for event in stream if event.type == "response.function_call_arguments.done"]
+        (call,) = stream.get_final_response().output
+    assert done == [call.arguments]
+    assert json.loads(call.arguments)["city"] in CITIES
+
+
+def test_a_class_as_a_tool_of_a_response(client: openai.OpenAI) -> None:
+    tool = openai.pydantic_function_tool(Trip)["function"]
+    made = client.responses.parse(
+        model=MODEL, input="Paris?", tools=[{"type": "function", **tool}], tool_choice="required",
+        parallel_tool_calls=False, max_output_tokens=200,
+    )  # fmt: skip
+    (call,) = made.output
+    assert call.name == "Trip" and Trip.model_validate(call.parsed_arguments).city in CITIES
+
+
 def test_errors_are_of_their_class(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="other"):
-        client.chat.completions.create(model="other", messages=ASK)
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.chat.completions.create(model=MODEL, messages=ASK, temperature=-1)
+    chat = partial(client.chat.completions.create, messages=ASK)
+    for create in (chat, partial(client.responses.create, input="Paris?")):
+        with pytest.raises(openai.NotFoundError, match="other"):
+            create(model="other")
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            create(model=MODEL, temperature=-1)

@@ -7,7 +7,6 @@ from math import inf
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.classes import ERRORS, PHASES, SLACK, Tallies
@@ -93,11 +92,10 @@ def test_prediction_errors_are_relative() -> None:
 def scrape(live: Any) -> Series:
     """Return the series that have a class."""
     made: Series = defaultdict(float)
-    for family in text_string_to_metric_families(live.http.get("/metrics").text):
-        for sample in family.samples:
-            if "slo_class" in sample.labels or family.name == "jaxserve:slo_violations":
-                other = sample.labels.get("phase", "") + sample.labels.get("le", "")
-                made[sample.name.removeprefix("jaxserve:"), sample.labels.get("slo_class", ""), other] += sample.value
+    for sample in live.samples():
+        if "slo_class" in sample.labels or sample.name == "jaxserve:slo_violations_total":
+            other = sample.labels.get("phase", "") + sample.labels.get("le", "")
+            made[sample.name.removeprefix("jaxserve:"), sample.labels.get("slo_class", ""), other] += sample.value
     return made
 
 

@@ -14,18 +14,12 @@ import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.server.protocol import FILES, limits_of
+from tests.support.server.live import connect
 from tests.support.timing import in_time, once_in_time, until
 
 GOOD = {"prompt": "x", "max_tokens": 2}
 QUICK = {"header_timeout": 0.4, "body_timeout": 0.6, "api_key": ("sesame",)}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-
-
-def connect(live: Any) -> socket.socket:
-    host, port = live.url.removeprefix("http://").split(":")
-    made = socket.create_connection((host, int(port)), timeout=10)
-    made.settimeout(10)
-    return made
 
 
 def read(connection: socket.socket) -> bytes:
@@ -44,7 +38,7 @@ def read(connection: socket.socket) -> bytes:
 def sent(live: Any, parts: Iterable[bytes], pause: float = 0.0) -> tuple[int, bytes, int]:
     """Send parts until the server closes; returns status, body and the number of bytes sent."""
     count = 0
-    with connect(live) as connection:
+    with connect(live.url) as connection:
         try:
             for part in parts:
                 connection.sendall(part)
@@ -128,11 +122,11 @@ def test_a_slow_answer_has_no_deadline(fake):
 
 def test_connections_are_bounded(fake):
     live = fake(config={"max_connections": 5})
-    held = [connect(live) for _ in range(5)]
+    held = [connect(live.url) for _ in range(5)]
     for one in held:
         one.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
         assert one.recv(65536).startswith(b"HTTP/1.1 200 ")
-    with connect(live) as further:
+    with connect(live.url) as further:
         answer = read(further)
     assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer and b"--max-connections" in answer
     for one in held:
@@ -159,13 +153,14 @@ def test_connections_stay_below_the_limit_of_open_files(caplog):
 def test_http_1_0_streams_are_not_chunked(plain):
     body = json.dumps({**GOOD, "stream": True}).encode()
     request = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    with connect(plain) as connection:
+    with connect(plain.url) as connection:
         connection.sendall(request)
         head, _, text = read(connection).partition(b"\r\n\r\n")
     assert b" 200 " in head and b"chunked" not in head.lower() and b"connection: close" in head.lower()
     events = [line for line in text.split(b"\n\n") if line]
     assert all(event.startswith(b"data: ") for event in events) and events[-1] == b"data: [DONE]"
-    with connect(plain) as connection:
+    assert b"content-type: text/event-stream" in head.lower() and b'"usage"' not in text
+    with connect(plain.url) as connection:
         connection.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")
         head, _, text = read(connection).partition(b"\r\n\r\n")
     assert json.loads(text)["object"] == "list" and b"content-length" in head
@@ -178,7 +173,7 @@ HIDDEN = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
 def exchanged(live: Any, parts: Iterable[bytes]) -> bytes:
     """Send parts, then a request that ends the connection; return all answers."""
-    with connect(live) as connection:
+    with connect(live.url) as connection:
         for part in parts:
             connection.sendall(part)
             time.sleep(0.05)  # the server reads each part by itself
@@ -213,7 +208,7 @@ def test_pipelined_upgrades_are_answered_in_order(plain):
 
 
 def test_connect_is_refused_and_ends_the_connection(plain):
-    with connect(plain) as connection:
+    with connect(plain.url) as connection:
         connection.sendall(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN)
         told = read(connection)
     assert told.startswith(b"HTTP/1.1 405 ") and told.count(b"HTTP/1.1 ") == 1, told

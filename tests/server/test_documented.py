@@ -1,15 +1,22 @@
-"""A valid `/openapi.json`, helpful 404 and 405 answers, and no leaked local paths."""
+"""Answers whose form needs no model: ids, usage, the schema, names of metrics, 404 and 405, and no local paths."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator, validate
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.config import ServeConfig
+from tests.support.server.live import MODEL
+
+PROMPT = "def main(args):\n"
+CHAT = [{"role": "user", "content": "What does os.path.join do?"}]
+BODY = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
 
 
 def refs(node: Any) -> set[str]:
@@ -31,6 +38,8 @@ def test_the_schema_is_valid(plain):
     bodies = schema["components"]["schemas"]
     assert {"ChatBody", "CompletionBody", "StreamOptions", "StageSLO", "ErrorAnswer"} <= set(bodies)
     assert "cache_salt" in bodies["ChatBody"]["properties"]
+    body = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["$ref"].endswith("/CompletionBody") and "ttft_slo_ms" in bodies["CompletionBody"]["properties"]
     assert plain.http.get("/docs").status_code == 200
 
 
@@ -51,14 +60,6 @@ def test_a_wrong_method_names_the_right_one(plain):
     assert "takes POST" in answer.json()["error"]["message"]
 
 
-def test_head_health(fake):
-    live = fake()
-    answer = live.http.head("/health")
-    assert answer.status_code == 200 and not answer.content
-    live.engine.healthy = False
-    assert live.http.head("/health").status_code == 503
-
-
 def test_models_show_no_path(fake, tmp_path: Path):
     folder = tmp_path / "secret-place" / "my-model"
     folder.mkdir(parents=True)
@@ -72,3 +73,48 @@ def test_models_show_no_path(fake, tmp_path: Path):
         assert live.http.post("/v1/completions", json={**asked, "model": model}).status_code == 200
     assert "secret-place" not in live.http.post("/v1/completions", json={**asked, "model": "other"}).text
     assert "secret-place" not in live.http.get("/metrics").text
+
+
+def test_completion(plain):
+    (model,) = plain.client.models.list().data
+    assert (model.id, model.max_model_len) == (MODEL, 256)
+    made = plain.client.completions.create(model=model.id, prompt=PROMPT, max_tokens=8)
+    (choice,) = made.choices
+    assert choice.text and choice.finish_reason == "length"
+    assert made.usage.completion_tokens == 8 and made.usage.prompt_tokens == len(plain.service.tokenizer.encode(PROMPT))
+    assert made.usage.total_tokens == made.usage.prompt_tokens + 8
+    assert made.id.startswith("cmpl-")
+
+
+def test_objectives_reach_the_engine(plain):
+    headers = {"x-llm-d-slo-ttft-ms": "1500", "x-slo-tpot-ms": "70"}
+    body = {"prompt": PROMPT, "max_tokens": 2, "tpot_slo_ms": 30, "service_tier": "interactive", "priority": -3}
+    made = plain.http.post("/v1/completions", json=body, headers={**headers, "X-Request-Id": "abc"})
+    assert made.headers["X-Request-Id"] == "abc" and made.json()["id"] == "cmpl-abc"
+    assert made.json()["service_tier"] == "interactive"
+    assert plain.http.get("/health").headers["X-Request-Id"]
+
+
+def test_tokenize_and_detokenize(plain):
+    made = plain.http.post("/tokenize", json={"prompt": "héllo 🎉", "return_token_strs": True}).json()
+    assert made["count"] == len(made["tokens"]) == len(made["token_strs"]) and made["max_model_len"] == 256
+    assert plain.http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": "héllo 🎉"}
+    chat = plain.http.post("/tokenize", json={"messages": CHAT}).json()
+    assert chat["count"] > made["count"]
+
+
+def test_unknown_fields_are_ignored(plain, caplog):
+    for _ in range(2):
+        body = {"prompt": PROMPT, "max_tokens": 1, "zebra_mode": 3}
+        assert plain.http.post("/v1/completions", json=body).status_code == 200
+    assert sum("zebra_mode" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_every_metric_of_the_reference_is_exported(plain, repo: Path):
+    """The page is written from the code (tests/test_docs.py), so that a name changes in both or in neither."""
+    page = (repo / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?m)^\| `(jaxserve:\w+)` \|", page))
+    assert plain.http.post("/v1/completions", json=BODY).status_code == 200
+    families = list(text_string_to_metric_families(plain.http.get("/metrics").text))
+    told = {one.name + "_total" * (one.type == "counter") for one in families}
+    assert len(named) > 80 and named <= told, sorted(named - told)

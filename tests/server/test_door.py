@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,9 @@ from jaxserve.server.start_times import StartTime, cache_folder, expectation, la
 from jaxserve.tokenizer import Tokenizer
 from tests.support.examples import examples
 from tests.support.server.double import Double
-from tests.support.server.starting import JOIN, Starting, reached
+from tests.support.server.live import connect
+from tests.support.server.starting import Starting
+from tests.support.timing import PATIENCE, until
 
 COMPLETIONS = "/v1/completions"
 PAGE = "https://chat.example.com"
@@ -46,6 +46,7 @@ class Made:
         self._tokenizer = tokenizer
         self.all: list[Starting] = []
         self._services: list[Service] = []
+        self._threads = ThreadPoolExecutor(16)
 
     def __call__(self, last: StartTime | None = None, **settings: Any) -> Starting:
         self.all.append(Starting(ServeConfig.load(disable_log_stats=True, **settings), last))
@@ -58,9 +59,14 @@ class Made:
         one.open(self._services[-1])
         return engine
 
+    def ask(self, one: Starting, json: Any, path: str = COMPLETIONS, **more: Any) -> Future[httpx.Response]:
+        """Send a request in a thread of its own."""
+        return self._threads.submit(httpx.post, f"{one.url}{path}", json=json, timeout=PATIENCE, verify=False, **more)
+
     def close(self) -> None:
         for one in self.all:
             one.stop()
+        self._threads.shutdown()
         for service in self._services:
             service.close()
 
@@ -72,36 +78,9 @@ def starts(tokenizer: Tokenizer) -> Iterator[Made]:
     made.close()
 
 
-class Asked:
-    """A request in a thread of its own."""
-
-    def __init__(self, one: Starting, json: Any, path: str = COMPLETIONS, **more: Any) -> None:
-        self.answer: httpx.Response | None = None
-        self._ask = lambda: httpx.post(f"{one.url}{path}", json=json, timeout=JOIN, verify=False, **more)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with suppress(httpx.TransportError):
-            self.answer = self._ask()
-
-    def get(self) -> httpx.Response:
-        self._thread.join(JOIN)
-        assert self.answer is not None
-        return self.answer
-
-
 def waiting(one: Starting, requests: int) -> None:
     """Wait until so many requests wait."""
-    reached(lambda: one.door.waiting == requests)
-
-
-def raw(one: Starting, *parts: bytes) -> socket.socket:
-    """Send bytes over a connection of their own."""
-    made = socket.create_connection(("127.0.0.1", int(one.url.rpartition(":")[2])), timeout=JOIN)
-    for part in parts:
-        made.sendall(part)
-    return made
+    until(lambda: one.door.waiting == requests)
 
 
 def request(content: Any, head: str = "", path: str = COMPLETIONS) -> bytes:
@@ -118,10 +97,6 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
     return found
 
 
-def gauge(text: str, name: str) -> list[float]:
-    return [float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"jaxserve:{name}{{")]
-
-
 def test_the_state_before_and_after(starts: Made) -> None:
     one = starts()
     assert one.http.get("/livez").status_code == one.http.head("/livez").status_code == 200
@@ -134,7 +109,7 @@ def test_the_state_before_and_after(starts: Made) -> None:
     state = answer.json()["startup"]
     assert (state["step"], state["done"], state["total"]) == (WARMING, 12, 248)
     assert state["elapsed_seconds"] > 0 and state["last_start_seconds"] is state["seconds_left"] is None
-    assert gauge(one.http.get("/metrics").text, "ready") == [0.0]
+    assert 'jaxserve:ready{model_name="jaxserve-demo"} 0.0' in one.http.get("/metrics").text
     models = one.http.get("/v1/models").json()
     single = one.http.get("/v1/models/jaxserve-demo").json()
     assert error(one.http.get("/v1/models/other"), 404)["code"] == "model_not_found"
@@ -142,7 +117,7 @@ def test_the_state_before_and_after(starts: Made) -> None:
     starts.open(one, max_model_len=2048)  # as the demo model has
     for path in ("/health", "/readyz", "/ping", "/livez"):
         assert one.http.get(path).status_code == 200
-    assert gauge(one.http.get("/metrics").text, "ready") == [1.0]
+    assert 'jaxserve:ready{model_name="jaxserve-demo"} 1.0' in one.http.get("/metrics").text
     assert one.http.get("/v1/models").json() == models and single in models["data"]
     assert one.http.get("/v1/models/jaxserve-demo").json() == single
     assert one.http.get("/version").status_code == 200
@@ -160,18 +135,18 @@ def test_retry_after_follows_the_last_start(starts: Made) -> None:
 
 def test_waiting_requests_are_answered_once(starts: Made) -> None:
     one = starts()
-    asked = [Asked(one, body(number)) for number in range(8)]
-    streamed = Asked(one, body(8, stream=True), headers={"X-Request-Id": "mine"})
-    unknown = Asked(one, {}, "/v2/nothing")
+    asked = [starts.ask(one, body(number)) for number in range(8)]
+    streamed = starts.ask(one, body(8, stream=True), headers={"X-Request-Id": "mine"})
+    unknown = starts.ask(one, {}, "/v2/nothing")
     waiting(one, 10)
     began = time.monotonic()
     engine = starts.open(one)
     for each in asked:
-        answer = each.get()
+        answer = each.result()
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
-    assert streamed.get().text.rstrip().endswith("data: [DONE]")
-    assert streamed.get().headers["X-Request-Id"] == "mine" and "cmpl-mine" in streamed.get().text
-    assert error(unknown.get(), 404)["code"] == "unknown_route"
+    assert streamed.result().text.rstrip().endswith("data: [DONE]")
+    assert streamed.result().headers["X-Request-Id"] == "mine" and "cmpl-mine" in streamed.result().text
+    assert error(unknown.result(), 404)["code"] == "unknown_route"
     assert sorted(one.prompt[0] for one in engine.submitted) == [20 + number for number in range(9)]
     assert all(request.arrival < began for request in engine.submitted), "the wait counts for the objectives"
     assert one.door.waiting == 0
@@ -180,12 +155,15 @@ def test_waiting_requests_are_answered_once(starts: Made) -> None:
 
 
 def test_a_connection_goes_on_with_the_service(starts: Made) -> None:
-    """A probe, then two pipelined requests that wait, the second with a body in parts."""
+    """A probe, two pipelined requests that wait, the second with a body in parts, and a body around the opening."""
     one = starts()
-    second = request(body(1, stream=True))
-    with raw(one, b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n", request(body(0)), second[:-10]) as connection:
-        waiting(one, 1)
+    second, third = request(body(1, stream=True)), request(body(2))
+    probe = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+    with connect(one.url, probe, request(body(0)), second[:-10]) as connection, connect(one.url, third[:-10]) as other:
+        waiting(one, 2)
         engine = starts.open(one)
+        other.sendall(third[-10:])
+        assert other.recv(65536).startswith(b"HTTP/1.1 200")
         connection.sendall(second[-10:])
         text = b""
         while b"[DONE]" not in text:
@@ -193,30 +171,18 @@ def test_a_connection_goes_on_with_the_service(starts: Made) -> None:
             assert part, text
             text += part
     assert text.count(b"HTTP/1.1 200") == 3
-    assert [one.prompt[0] for one in engine.submitted] == [20, 21]
-
-
-def test_a_body_may_arrive_around_the_opening(starts: Made) -> None:
-    one = starts()
-    whole = request(body(5))
-    connections = [raw(one, whole[:-cut]) for cut in (1, 10, 20)]
-    waiting(one, 3)
-    engine = starts.open(one)
-    for connection, cut in zip(connections, (1, 10, 20), strict=True):
-        connection.sendall(whole[-cut:])
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-        connection.close()
-    assert [one.prompt[0] for one in engine.submitted] == [25] * 3
+    prompts = [one.prompt[0] for one in engine.submitted]
+    assert sorted(prompts) == [20, 21, 22] and prompts.index(20) < prompts.index(21)
 
 
 def test_a_body_need_not_be_complete_again_within_the_timeout(starts: Made) -> None:
     one = starts(body_timeout="100ms", header_timeout="100ms")
-    asked = Asked(one, body())
+    asked = starts.ask(one, body())
     waiting(one, 1)
     time.sleep(0.3)
     starts.open(one)
-    assert asked.get().status_code == 200
-    with raw(starts(body_timeout="100ms"), request(body())[:-5]) as late:
+    assert asked.result().status_code == 200
+    with connect(starts(body_timeout="100ms").url, request(body())[:-5]) as late:
         assert late.recv(65536).startswith(b"HTTP/1.1 408")
 
 
@@ -232,16 +198,16 @@ def test_requests_may_be_refused_at_once(starts: Made) -> None:
 
 def test_a_client_that_leaves_gives_up_its_place(starts: Made) -> None:
     one = starts(max_num_queued_reqs=2)
-    leaving, staying = raw(one, request(body(1))), Asked(one, body(2))
+    leaving, staying = connect(one.url, request(body(1))), starts.ask(one, body(2))
     waiting(one, 2)
     assert one.http.get("/health").json()["startup"]["requests_waiting"] == 2
     assert error(one.http.post(COMPLETIONS, json=body(3)), 503)["code"] == "queue_full"
     leaving.close()
     waiting(one, 1)
-    late = Asked(one, body(4))
+    late = starts.ask(one, body(4))
     waiting(one, 2)
     engine = starts.open(one)
-    assert late.get().status_code == staying.get().status_code == 200
+    assert late.result().status_code == staying.result().status_code == 200
     assert sorted(one.prompt[0] for one in engine.submitted) == [22, 24]
 
 
@@ -251,15 +217,15 @@ def test_waiting_bodies_are_bounded(starts: Made, monkeypatch: pytest.MonkeyPatc
     large = body(pad="x" * 800)
     unmeasured = one.http.post(COMPLETIONS, content=iter([b"x" * 600] * 2))
     assert error(unmeasured, 413)["code"] == "body_too_large"
-    asked = [Asked(one, large) for _ in range(2)]
-    reached(lambda: one.door._bytes > 1600)
+    asked = [starts.ask(one, large) for _ in range(2)]
+    until(lambda: one.door._bytes > 1600)
     assert error(one.http.post(COMPLETIONS, json=large), 503)["code"] == "queue_full"
     assert error(one.http.post(COMPLETIONS, json=body(pad="x" * 1000)), 413)["code"] == "body_too_large"
-    small = Asked(one, body())
+    small = starts.ask(one, body())
     waiting(one, 3)
     starts.open(one)
-    assert small.get().status_code == 200
-    assert [each.get().status_code for each in asked] == [200, 200]
+    assert small.result().status_code == 200
+    assert [each.result().status_code for each in asked] == [200, 200]
 
 
 def test_the_wait_is_bounded(starts: Made) -> None:
@@ -284,10 +250,10 @@ def test_keys_and_limits_hold(starts: Made, tmp_path: Path) -> None:
     assert error(one.http.get("/server_info", headers=a), 401)["code"] == "invalid_admin_key"
     assert one.http.get("/v1/models", headers=a).status_code == one.http.get("/metrics", headers=b).status_code == 200
     assert one.http.get("/health").status_code == 503 and one.http.get("/livez").status_code == 200
-    asked = [Asked(one, body(), headers={**a, "Origin": PAGE}) for _ in range(2)]
+    asked = [starts.ask(one, body(), headers={**a, "Origin": PAGE}) for _ in range(2)]
     waiting(one, 2)
     assert error(one.http.post(COMPLETIONS, json=body(), headers=a), 429)["code"] == "queue_share"
-    asked += [Asked(one, body(), headers=b) for _ in range(2)]
+    asked += [starts.ask(one, body(), headers=b) for _ in range(2)]
     waiting(one, 4)
     refused = one.http.post(COMPLETIONS, json=body(), headers={**b, "Origin": PAGE})
     assert error(refused, 503)["code"] == "queue_full" and refused.headers["Access-Control-Allow-Origin"] == PAGE
@@ -295,34 +261,30 @@ def test_keys_and_limits_hold(starts: Made, tmp_path: Path) -> None:
     assert one.http.options(COMPLETIONS, headers=preflight).status_code == 200
     evil = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
     assert one.http.options(COMPLETIONS, headers=evil).status_code == 400
-    info = threading.Thread(target=lambda: told.append(one.http.get("/server_info", headers=admin)))
-    told: list[httpx.Response] = []
     starts.open(one)
-    info.start()
-    answers = [each.get() for each in asked]
+    answers = [each.result() for each in asked]
     assert [answer.status_code for answer in answers] == [200] * 4
     assert answers[0].headers["Access-Control-Allow-Origin"] == PAGE
     assert len(answers[0].headers.get_list("X-Request-Id")) == 1
-    info.join(JOIN)
-    assert told[0].status_code == 200
+    assert one.http.get("/server_info", headers=admin).status_code == 200
 
 
 def test_each_client_may_use_its_part_of_the_queue(starts: Made, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("a secret-a\nb secret-b\n")
     one = starts(api_key_file=str(tmp_path / "keys"), max_num_queued_reqs=2)
     a, b = ({"Authorization": f"Bearer {key}"} for key in ("secret-a", "secret-b"))
-    asked = [Asked(one, body(), headers=a) for _ in range(2)]
+    asked = [starts.ask(one, body(), headers=a) for _ in range(2)]
     waiting(one, 2)
     assert error(one.http.post(COMPLETIONS, json=body(), headers=a), 503)["code"] == "queue_full"
-    asked.append(Asked(one, body(), headers=b))
+    asked.append(starts.ask(one, body(), headers=b))
     waiting(one, 3)
     starts.open(one)
-    assert [each.get().status_code for each in asked] == [200] * 3
+    assert [each.result().status_code for each in asked] == [200] * 3
 
 
 def test_connections_are_bounded(starts: Made) -> None:
     one = starts(max_connections=1)
-    with raw(one, request(body())) as connection:
+    with connect(one.url, request(body())) as connection:
         waiting(one, 1)
         assert error(httpx.get(f"{one.url}/health"), 503)["code"] == "too_many_connections"
         starts.open(one)
@@ -343,12 +305,12 @@ def test_a_start_that_ends_answers_what_waits(
     starts: Made, end: Callable[[Starting], None], code: str, kind: type[Exception]
 ) -> None:
     one = starts()
-    asked = [Asked(one, body()) for _ in range(3)]
-    unfinished = raw(one, request(body())[:-3])
+    asked = [starts.ask(one, body()) for _ in range(3)]
+    unfinished = connect(one.url, request(body())[:-3])
     waiting(one, 4)
     end(one)
     for each in asked:
-        assert error(each.get(), 503)["code"] == code
+        assert error(each.result(), 503)["code"] == code
     assert unfinished.recv(65536).startswith(b"HTTP/1.1 503")
     unfinished.close()
     assert type(one.raised) is kind
@@ -457,7 +419,7 @@ class Play:
             while not peer.gone and peer.sent < peer.parts:
                 peer.send()
                 await asyncio.sleep(0)
-        async with asyncio.timeout(JOIN):
+        async with asyncio.timeout(PATIENCE):
             await asyncio.gather(*self.tasks)
         assert self.door.waiting == 0 and self.door._bytes == 0
         for number, peer in self.peers.items():

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.timing import in_time, once_in_time, until
+from tests.support.timing import PATIENCE, until
 
 LONG = {"prompt": "def main(", "max_tokens": 200, "ignore_eos": True}
 
 
 def ended(live: Any) -> None:
     """Wait until the server's thread has ended."""
-    live._thread.join(60)
+    live._thread.join(PATIENCE)
     assert not live._thread.is_alive()
 
 
@@ -31,17 +34,14 @@ def complains(caplog: pytest.LogCaptureFixture) -> str:
 
 
 @pytest.mark.parametrize("how", ["now", "drain"])
-@once_in_time
 def test_streams_end_with_an_error_and_done(fake, how, caplog):
-    """Let `drain` be SIGTERM with requests that outlast the drain timeout, and `now` SIGINT."""
+    """Let `drain` be SIGTERM with requests that outlast the drain timeout, and `now` SIGINT. Alone, they end well."""
     live = fake(delay=0.1, config={"drain_timeout": "300ms"})
     with live.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
-        begin = time.monotonic()
         live.call(getattr(live.ending, how))
         rest = [line for line in lines if line]
-    in_time(time.monotonic() - begin < 2.0)
     assert rest[-1] == "data: [DONE]" and json.loads(rest[-2][6:])["error"]["code"] == "shutting_down"
     ended(live)
     assert not complains(caplog)
@@ -50,19 +50,17 @@ def test_streams_end_with_an_error_and_done(fake, how, caplog):
 
 def test_whole_answers_end_with_503(fake, caplog):
     live = fake(delay=0.1)
-    answers: list[httpx.Response] = []
-    ask = threading.Thread(target=lambda: answers.append(httpx.post(f"{live.url}/v1/completions", json=LONG)))
-    ask.start()
-    until(lambda: live.engine.submitted)
-    live.call(live.ending.now)
-    ask.join(60)
-    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutting_down"
-    assert answers[0].headers["Retry-After"]
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(httpx.post, f"{live.url}/v1/completions", json=LONG, timeout=60)
+        until(lambda: live.engine.submitted)
+        live.call(live.ending.now)
+        answer = asked.result()
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "shutting_down"
+    assert answer.headers["Retry-After"]
     ended(live)
     assert not complains(caplog)
 
 
-@once_in_time
 def test_a_client_that_does_not_read_is_cut(fake, caplog):
     live = fake(max_model_len=200_000)
     host, port = live.url.removeprefix("http://").split(":")
@@ -73,62 +71,61 @@ def test_a_client_that_does_not_read_is_cut(fake, caplog):
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         connection.recv(100)
         time.sleep(0.5)  # the server's buffers fill up
-        begin = time.monotonic()
         live.call(live.ending.now)
         ended(live)
-    in_time(time.monotonic() - begin < 3.0)
     assert not complains(caplog)
 
 
 SERVE = """
-import sys
+import sys, threading
 sys.path.insert(0, sys.argv[1])
 from double import Double
 import jaxserve.demo
-from jaxserve.cli.serve import main
+from jaxserve.cli.main import dispatch
 from jaxserve.server import main as server
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.cli import flags
 
-listen_on = server.listen_on
-def listen(host, port):
-    sock = listen_on(host, port)
-    print(sock.getsockname()[1], flush=True)
-    return sock
-server.listen_on = listen
-tokenizer = Tokenizer.load(jaxserve.demo.model_path())
-server.start_service = lambda config, told: Service(Double(delay=0.1), tokenizer, config)
-parser = flags.TeachingParser()
-flags.add_arguments(parser)
-main(parser.parse_args(["--port", "0", "--drain-timeout", "0.3", "--api-server-count", "0"]))
+def start(config, told):
+    engine = Double(delay=0.1)
+    if sys.argv[2:] == ["hung"]:
+        threading.Thread(target=threading.Event().wait).start()  # alone it would keep the interpreter for ever
+        engine.close = lambda: False
+    return Service(engine, Tokenizer.load(jaxserve.demo.model_path()), config)
+
+server.start_service = start
+sys.exit(dispatch("serve", ["--port", "0", "--drain-timeout", "0.3", "--api-server-count", "0"]))
 """
 
 
-def answers(url: str) -> bool:
-    """Return whether a server listens, which must be healthy then."""
-    with suppress(httpx.ConnectError):
-        return httpx.get(f"{url}/health", verify=False).status_code == 200
-    return False
+@contextmanager
+def serving(repo: Path, *how: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a server in a process of its own; yields the process and the server's URL."""
+    command = [sys.executable, "-c", SERVE, str(repo / "tests" / "support" / "server"), *how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            (url,) = next(filter(None, (re.findall(r"ready at (http://[\d.:]+)\.", line) for line in process.stdout)))
+            yield process, url
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@once_in_time
 def test_a_signal_ends_streams_and_process(number, repo):
-    """A separate process handles signals with an open stream, and idle."""
-    command = [sys.executable, "-c", SERVE, str(repo / "tests" / "support" / "server")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        until(lambda: answers(url))
-        with httpx.stream(
-            "POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=60, verify=False
-        ) as response:
+    body = {**LONG, "stream": True}
+    with serving(repo) as (process, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE, verify=False) as response:
             lines = response.iter_lines()
             next(lines)
-            begin = time.monotonic()
             process.send_signal(number)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and "shutting_down" in rest[-2]
-        _, errors = process.communicate(timeout=60)
-        in_time(time.monotonic() - begin < 4.0, "0.3 s of draining, and time to unload Python")
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "Traceback" not in errors, errors
+
+
+def test_an_engine_that_does_not_close_does_not_block_the_exit(repo):
+    with serving(repo, "hung") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1

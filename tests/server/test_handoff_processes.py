@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -61,9 +60,7 @@ async def rounds(engines: EngineProcesses) -> None:
         told = await answers(replicas, bytes([number]), kill=victim, moment=moment)
         assert [one.tokens for one in told] == [one.tokens for one in calm]
         assert {one.deltas[-1].finish_reason for one in told} == {"length"}
-        end = time.monotonic() + 90
         while replicas.stats().replicas < 2:
-            assert time.monotonic() < end, "the killed engine is not back"
             await asyncio.sleep(0.1)
     await replicas.refresh()
     assert sum(one.stats().compilations_after_warmup for one in replicas.engines.values()) == 0

@@ -82,41 +82,28 @@ def test_infinite_numbers_are_refused(plain, name):
 
 
 LONG, DIGITS = "Q" * 5000, 9 * 10**4000
+COUNTS = ("max_tokens", "min_tokens", "top_k", "n", "best_of", "logprobs", "prompt_logprobs", "priority")
+FIELDS: list[tuple[str, Any]] = [
+    *((name, LONG) for name in ("model", "service_tier", "request_id", "cache_salt", "temperature")),
+    *((name, DIGITS) for name in COUNTS),
+    *(("stage_slo", {LONG: value}) for value in ({"tpot_slo_ms": 5}, {"tpot_slo_ms": -5}, {LONG: LONG})),
+    *(("logit_bias", value) for value in ({LONG: 1}, {LONG: LONG}, {str(number): 0 for number in range(4000)})),
+    *(("prompt", value) for value in ([DIGITS], {LONG: 1}, [LONG, 1, {LONG: 1}])),
+    *(("stop_token_ids", value) for value in ([DIGITS], [5] * 5000)),
+    ("stop", [LONG]),
+    ("stream_options", {LONG: 1}),
+]
+MESSAGES: list[Any] = [
+    {"role": LONG, "content": "x"}, {"role": DIGITS, "content": "x"}, {"role": "user", "content": {LONG: 1}},
+    {"role": "user", "content": [{"type": LONG}]}, LONG,
+]  # fmt: skip
 HUGE: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/completions", {**TEXT, "model": LONG}),
-    ("/v1/completions", {**TEXT, "service_tier": LONG}),
-    ("/v1/completions", {**TEXT, "request_id": LONG}),
-    ("/v1/completions", {**TEXT, "cache_salt": LONG}),
-    ("/v1/completions", {**TEXT, "stage_slo": {LONG: {"tpot_slo_ms": 5}}}),
-    ("/v1/completions", {**TEXT, "stage_slo": {LONG: {"tpot_slo_ms": -5}}}),
-    ("/v1/completions", {**TEXT, "stage_slo": {LONG: {LONG: LONG}}}),
-    ("/v1/completions", {**TEXT, "stop": [LONG]}),
-    ("/v1/completions", {**TEXT, "logit_bias": {LONG: 1}}),
-    ("/v1/completions", {**TEXT, "logit_bias": {LONG: LONG}}),
-    ("/v1/completions", {**TEXT, "logit_bias": {str(number): 0 for number in range(4000)}}),
-    ("/v1/completions", {**TEXT, "stop_token_ids": [DIGITS]}),
-    ("/v1/completions", {**TEXT, "stop_token_ids": [5] * 5000}),
-    ("/v1/completions", {"prompt": [DIGITS]}),
-    ("/v1/completions", {"prompt": {LONG: 1}}),
-    ("/v1/completions", {"prompt": [LONG, 1, {LONG: 1}]}),
-    ("/v1/completions", {**TEXT, "temperature": LONG}),
-    ("/v1/completions", {**TEXT, "stream_options": {LONG: 1}}),
-    *(
-        ("/v1/completions", {**TEXT, name: DIGITS})
-        for name in ("max_tokens", "min_tokens", "top_k", "n", "best_of", "logprobs", "prompt_logprobs", "priority")
-    ),
-    ("/v1/chat/completions", {"messages": [{"role": LONG, "content": "x"}]}),
-    ("/v1/chat/completions", {"messages": [{"role": DIGITS, "content": "x"}]}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": {LONG: 1}}]}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
-    ("/v1/chat/completions", {"messages": [LONG]}),
+    *(("/v1/completions", {**TEXT, name: value}) for name, value in FIELDS),
+    *(("/v1/chat/completions", {"messages": [one]}) for one in MESSAGES),
     ("/v1/chat/completions", {**CHAT, "top_logprobs": DIGITS}),
     ("/v1/chat/completions", {**CHAT, "max_completion_tokens": -DIGITS}),
-    ("/detokenize", {"tokens": [DIGITS]}),
-    ("/detokenize", {"tokens": [5], LONG: HALF}),
-    ("/detokenize", {"tokens": [LONG]}),
-    ("/v1/admin/roles", {"roles": [LONG]}),
-    ("/v1/admin/roles", {"instance": DIGITS, "role": LONG}),
+    *(("/detokenize", body) for body in ({"tokens": [DIGITS]}, {"tokens": [5], LONG: HALF}, {"tokens": [LONG]})),
+    *(("/v1/admin/roles", body) for body in ({"roles": [LONG]}, {"instance": DIGITS, "role": LONG})),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+import openai
 import pytest
 
 from jaxserve.config import ServeConfig
@@ -33,12 +34,14 @@ def test_unusable_keys_are_refused(name, key):
 
 
 def test_an_empty_bearer_grants_nothing(fake):
-    live = fake(config={"api_key": ("sesame",)})
+    live = fake(config={"api_key": ("sesame", "second")})
     for header in ("Bearer", "bearer", "", "Basic sesame", "sesame", "Bearer sesam", "Bearer sesame2"):
-        assert live.http.post("/v1/completions", json=GOOD, headers={"Authorization": header}).status_code == 401, (
-            header
-        )
-    assert live.http.post("/v1/completions", json=GOOD, headers=bearer("sesame")).status_code == 200
+        refused = live.http.post("/v1/completions", json=GOOD, headers={"Authorization": header})
+        assert refused.status_code == 401 and refused.headers["WWW-Authenticate"] == "Bearer", header
+    for key in ("sesame", "second"):
+        assert live.http.post("/v1/completions", json=GOOD, headers=bearer(key)).status_code == 200
+    with pytest.raises(openai.AuthenticationError):
+        live.client.models.list()
 
 
 def test_keys_come_from_flags_file_and_environment_and_have_names(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,23 +18,19 @@ zmq: Any = pytest.importorskip("zmq", reason="ZeroMQ is not installed: .[events]
 def test_a_router_sees_prompts_and_resets(live, engine, monkeypatch):
     live.quiet()
     live.http.post("/reset_prefix_cache", json={}, headers={"Authorization": "Bearer boss"})
-    made: list[KVEventFeed] = []
 
-    async def begin() -> None:
-        made.append(KVEventFeed(KVEvents(True, endpoint="tcp://*:0"), engine.schedulers))
+    def on_loop(work: Callable[[], Any]) -> Any:
+        async def run() -> Any:
+            return work()
 
-    async def publish() -> None:
-        made[0].publish()
+        return engine.run(run)
 
-    async def end() -> None:
-        made[0].close()
-
-    engine.run(begin)
-    monkeypatch.setattr(engine, "_events", made[0])  # `ended` is called for requests
+    feed = on_loop(lambda: KVEventFeed(KVEvents(True, endpoint="tcp://*:0"), engine.schedulers))
+    monkeypatch.setattr(engine, "_events", feed)  # `ended` is called for requests
     socket = zmq.Context.instance().socket(zmq.SUB)
     socket.setsockopt(zmq.RCVTIMEO, 10_000)
     socket.subscribe("")
-    for publisher in made[0].publishers:
+    for publisher in feed.publishers:
         socket.connect(publisher.endpoints[0].replace("0.0.0.0", "127.0.0.1"))
     stored: dict[int, dict[int, list[int]]] = {0: {}, 1: {}}
 
@@ -58,7 +55,7 @@ def test_a_router_sees_prompts_and_resets(live, engine, monkeypatch):
         time.sleep(0.3)  # a subscription takes a moment
         assert live.http.post("/v1/completions", json=body).status_code == 200
         live.quiet()
-        engine.run(publish)
+        on_loop(feed.publish)
         receive({0, 1})
         size = engine.schedulers[0].limits.page_size
         whole = len(tokens) // size
@@ -68,9 +65,9 @@ def test_a_router_sees_prompts_and_resets(live, engine, monkeypatch):
             assert list(stored[rank].values())[:whole] == pages
         assert set(stored[0]) <= set(stored[1]), "the same page has the same hash on both"
         live.http.post("/reset_prefix_cache", json={}, headers={"Authorization": "Bearer boss"})
-        engine.run(publish)
+        on_loop(feed.publish)
         assert sorted(receive({0, 1})) == [(0, "AllBlocksCleared"), (1, "AllBlocksCleared")]
     finally:
         socket.close(linger=0)
         monkeypatch.setattr(engine, "_events", None)
-        engine.run(end)
+        on_loop(feed.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -56,21 +57,15 @@ def test_a_short_prompt_overtakes_long_ones(fake, monkeypatch):
 
     monkeypatch.setattr(live.service.tokenizer, "encode", slow)
     long = {"prompt": "x" * (SHORT + 1)}
-
-    def ask() -> None:
-        httpx.post(f"{live.url}/tokenize", json=long, timeout=60)
-
-    asking = [threading.Thread(target=ask) for _ in range(10)]
-    for one in asking:
-        one.start()
-    try:
-        until(lambda: live.service.prompts.waiting >= 5)
-        assert live.http.post("/v1/completions", json={"prompt": "def", "max_tokens": 1}).status_code == 200
-        assert live.service.prompts.waiting
-    finally:
-        free.set()
-        for one in asking:
-            one.join(120)
+    with ThreadPoolExecutor(10) as asking:
+        for _ in range(10):
+            asking.submit(live.http.post, "/tokenize", json=long)
+        try:
+            until(lambda: live.service.prompts.waiting >= 5)
+            assert live.http.post("/v1/completions", json={"prompt": "def", "max_tokens": 1}).status_code == 200
+            assert live.service.prompts.waiting
+        finally:
+            free.set()
 
 
 def test_texts_of_disconnected_clients_are_dropped(fake, monkeypatch):
@@ -114,18 +109,9 @@ def test_shortest_first_without_starvation():
 def test_concurrent_encoding_gives_equal_ids(tokenizer):
     texts = [f"def f_{number}(a, b):\n    return {'é🎉 ' * number}" for number in range(40)]
     alone = [tokenizer._hf.encode(text) for text in texts]
-    made: dict[int, list[int]] = {}
-
-    def encode(number: int) -> None:
+    with ThreadPoolExecutor(len(texts)) as threads:
         for _ in range(20):
-            made[number] = tokenizer.encode(texts[number])
-
-    threads = [threading.Thread(target=encode, args=(number,)) for number in range(len(texts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [made[number] for number in range(len(texts))] == alone
+            assert list(threads.map(tokenizer.encode, texts)) == alone
     assert tokenizer.longest_piece == max(map(len, tokenizer._hf.get_vocab()))
 
 

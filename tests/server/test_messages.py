@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,56 +14,30 @@ HI = [{"role": "user", "content": "Hi"}]
 Fake = Callable[..., Any]
 
 
-@pytest.fixture
-def client(fake: Fake) -> Iterator[Callable[..., Any]]:
-    """A factory of clients of a server."""
-    made = []
-
-    def connect(live: Any, key: str = "none") -> Any:
-        made.append(vendors.anthropic_of(live.url, key, timeout=60))
-        return made[-1]
-
-    yield connect
-    for one in made:
-        one.close()
-
-
 def events(live: Any, **fields: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream, named as their data says; all but pings and errors valid for Anthropic's types."""
+    """Return the events of a stream."""
     made = live.http.post("/v1/messages", json={"messages": HI, "max_tokens": 3, "stream": True, **fields})
-    assert made.status_code == 200, made.text
-    found = []
-    for block in made.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-        if found[-1]["type"] not in ("ping", "error"):
-            vendors.message_event().validate_python(found[-1])
-    return found
+    return vendors.events_of(made, vendors.message_event(), unknown=("ping", "error"))
 
 
-def sent(live: Any) -> str:
-    """Return the prompt that the engine has received last."""
-    text: str = live.service.tokenizer.decode(live.engine.submitted[-1].prompt, skip_special_tokens=False)
-    return text
-
-
-def test_create(plain: Any, client: Any) -> None:
-    made = client(plain).messages.create(
-        model=MODEL, max_tokens=5, system="Be brief.", messages=HI, extra_body={"temperature": 0.5, "top_k": 7}
-    )
+def test_create(plain: Any) -> None:
+    made = plain.anthropic.messages.create(
+        model=MODEL, max_tokens=5, system="Be brief.", messages=HI, service_tier="standard_only",
+        extra_headers={"x-slo-tpot-ms": "70"}, extra_body={"temperature": 0.5, "top_k": 7, "ttft_slo_ms": 900},
+    )  # fmt: skip
     vendors.message().validate_python(made.to_dict())
     prompt = plain.engine.submitted[-1].prompt
     assert made.content[0].text == plain.service.tokenizer.decode(prompt[:5], skip_special_tokens=True)
     assert (made.role, made.stop_reason, made.stop_sequence) == ("assistant", "max_tokens", None)
     assert (made.usage.input_tokens, made.usage.output_tokens) == (len(prompt), 5)
-    params = plain.engine.submitted[-1].params
+    slo, params = plain.engine.submitted[-1].slo, plain.engine.submitted[-1].params
+    assert (slo.ttft, slo.tpot) == (0.9, 0.07), "as in chat"
     assert (params.max_tokens, params.temperature, params.top_k) == (5, 0.5, 7)
-    assert sent(plain).index("Be brief.") < sent(plain).index("Hi")
+    assert plain.sent().index("Be brief.") < plain.sent().index("Hi")
 
 
-def test_stop_reasons(plain: Any, client: Any) -> None:
-    create = client(plain).messages.create
+def test_stop_reasons(plain: Any) -> None:
+    create = plain.anthropic.messages.create
     made = create(model=MODEL, max_tokens=50, messages=[{"role": "user", "content": "one two"}], stop_sequences=["wo"])
     assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "wo")
     assert made.content[0].text.endswith("one t")
@@ -81,25 +54,15 @@ def test_the_events_of_a_stream(plain: Any) -> None:
         "message_start", "ping", "content_block_start", *["content_block_delta"] * deltas, "content_block_stop",
         "message_delta", "message_stop",
     ]  # fmt: skip
-    assert deltas > 0
+    said = "".join(event["delta"]["text"] for event in found if event["type"] == "content_block_delta")
+    assert said == plain.service.tokenizer.decode(plain.engine.submitted[-1].prompt[:3], skip_special_tokens=True) != ""
     assert found[0]["message"]["content"] == [] and found[0]["message"]["usage"]["input_tokens"] > 0
     assert found[-2]["delta"]["stop_reason"] == "max_tokens"
     assert found[-2]["usage"]["output_tokens"] == 3
 
 
-def test_a_stream_is_the_whole_answer(plain: Any, client: Any) -> None:
-    connected = client(plain)
-    given = {"model": MODEL, "max_tokens": 6, "messages": HI}
-    whole = connected.messages.create(**given)
-    with connected.messages.stream(**given) as stream:
-        text = "".join(stream.text_stream)
-        final = stream.get_final_message()
-    assert text == whole.content[0].text == final.content[0].text
-    assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 6)
-
-
-def test_blocks_become_messages(plain: Any, client: Any) -> None:
-    client(plain).messages.create(
+def test_blocks_become_messages(plain: Any) -> None:
+    plain.anthropic.messages.create(
         model=MODEL,
         max_tokens=1,
         system=[{"type": "text", "text": "Rules.", "cache_control": {"type": "ephemeral"}}],
@@ -113,50 +76,38 @@ def test_blocks_become_messages(plain: Any, client: Any) -> None:
                 ],
             },
             {"role": "user", "content": "Three?"},
+            {"role": "assistant", "content": "The answer is"},
         ],
     )
-    prompt = sent(plain)
+    prompt = plain.sent()
     places = [prompt.index(text) for text in ("Rules.", "One?", "Two.", "Three?")]
-    assert places == sorted(places)
+    assert places == sorted(places) and prompt.endswith("The answer is"), "a begun answer is continued"
 
 
-def test_a_begun_answer_is_continued(plain: Any, client: Any) -> None:
-    client(plain).messages.create(
-        model=MODEL, max_tokens=1, messages=[*HI, {"role": "assistant", "content": "The answer is"}]
-    )
-    assert sent(plain).endswith("The answer is")
-
-
-def test_objectives_are_those_of_chat(plain: Any, client: Any) -> None:
-    client(plain).messages.create(
-        model=MODEL, max_tokens=1, messages=HI, service_tier="standard_only",
-        extra_headers={"x-slo-tpot-ms": "70"}, extra_body={"ttft_slo_ms": 900},
-    )  # fmt: skip
-    assert (plain.engine.submitted[-1].slo.ttft, plain.engine.submitted[-1].slo.tpot) == (0.9, 0.07)
-
-
-def test_count_tokens(plain: Any, client: Any) -> None:
-    connected = client(plain)
+def test_count_tokens(plain: Any) -> None:
+    connected = plain.anthropic
     given = {"model": MODEL, "messages": HI, "system": "Be brief."}
     counted = connected.messages.count_tokens(**given).input_tokens
     assert counted == connected.messages.create(**given, max_tokens=1).usage.input_tokens
     assert len(plain.engine.submitted) == 1
 
 
-def test_keys(fake: Fake, client: Any) -> None:
+def test_keys(fake: Fake) -> None:
     import anthropic
 
     live = fake(config={"api_key": ("right",)})
-    assert client(live, "right").messages.create(model=MODEL, max_tokens=1, messages=HI).content
-    with pytest.raises(anthropic.AuthenticationError) as error:
-        client(live, "wrong").messages.create(model=MODEL, max_tokens=1, messages=HI)
+    given: Any = {"model": MODEL, "max_tokens": 1, "messages": HI}
+    with vendors.anthropic_of(live.url, "right") as right, vendors.anthropic_of(live.url, "wrong") as wrong:
+        assert right.messages.create(**given).content
+        with pytest.raises(anthropic.AuthenticationError) as error:
+            wrong.messages.create(**given)
     assert error.value.body["error"]["type"] == "authentication_error"
     bearer = {"Authorization": "Bearer right"}
     body = {"max_tokens": 1, "messages": HI}
     assert live.http.post("/v1/messages", json=body, headers=bearer).status_code == 200
 
 
-def test_failures(fake: Fake, client: Any) -> None:
+def test_failures(fake: Fake) -> None:
     import anthropic
 
     live = fake()
@@ -165,18 +116,20 @@ def test_failures(fake: Fake, client: Any) -> None:
     assert (last["type"], last["error"]["type"]) == ("error", "api_error")
     with (
         pytest.raises(anthropic.APIStatusError),
-        client(live).messages.stream(model=MODEL, max_tokens=3, messages=HI) as stream,
+        live.anthropic.messages.stream(model=MODEL, max_tokens=3, messages=HI) as stream,
     ):
         stream.get_final_message()
     live.engine.fail_after, live.engine.bound = None, 0
     with pytest.raises(anthropic.APIStatusError) as error:
-        client(live).messages.create(model=MODEL, max_tokens=1, messages=HI)
+        live.anthropic.messages.create(model=MODEL, max_tokens=1, messages=HI)
     assert error.value.body["type"] == "error"
     live.service.draining = True
     told = live.http.post("/v1/messages", json={"max_tokens": 1, "messages": HI})
     assert (told.status_code, told.json()["error"]["type"]) == (503, "overloaded_error")
 
 
+TOOL = {"name": "add", "input_schema": {"type": "object"}}
+USE = {"type": "tool_use", "id": "c", "name": "f"}
 REFUSALS: tuple[Any, ...] = (
     ("max_tokens", {"max_tokens": 0}, "max_tokens=0"),
     ("max_tokens", {"max_tokens": 100_000}, "max_tokens=100000"),
@@ -192,6 +145,13 @@ REFUSALS: tuple[Any, ...] = (
     ("mcp_servers", {"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     ("tools[0].type", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
     ("temperature", {"temperature": -1}, "temperature=-1"),
+    ("tools[0].name", {"tools": [{**TOOL, "name": "a b"}]}, "a b"),
+    ("tools[0].input_schema", {"tools": [{"name": "add"}]}, "input_schema"),
+    ("tools[0].input_schema.type", {"tools": [{"name": "add", "input_schema": {"type": "array"}}]}, "array"),
+    ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "sub"}}, "sub"),
+    ("tool_choice.type", {"tools": [TOOL], "tool_choice": {"type": "sometimes"}}, "sometimes"),
+    ("tool_choice", {"tool_choice": {"type": "any"}}, "tools"),
+    ("messages[0].content[0].input", {"messages": [{"role": "assistant", "content": [USE]}]}, "input"),
 )
 
 
@@ -200,7 +160,8 @@ def test_refusals_name_the_field(plain: Any) -> None:
         made = plain.http.post("/v1/messages", json={"max_tokens": 1, "messages": HI, **given})
         answer = made.json()
         assert (made.status_code, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
-        assert answer["error"]["param"] == field and told in answer["error"]["message"]
+        message = answer["error"]["message"]
+        assert answer["error"]["param"] == field and told in message and "function." not in message
 
 
 def test_other_refusals(plain: Any) -> None:

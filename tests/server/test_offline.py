@@ -50,24 +50,6 @@ def test_names_match_vllm(llm):
     assert times.ttft > 0 and times.tpot > 0 and len(times.token_times) == 8
 
 
-def test_times_are_reported_once_and_not_retained(llm, engine):
-    kept = set(engine._over)
-    (made,) = llm.generate("def main(", SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True))
-    assert all(len(one.metrics.token_times) == 8 for one in made.outputs)
-    assert set(engine._over) == kept
-
-
-def test_many_prompts_of_every_kind_keep_their_order(llm):
-    ids = llm.tokenizer.encode("def main(")
-    texts = ["def main(", "import os", "class A:", "# note"] * 5
-    made = llm.generate(texts, GREEDY, use_tqdm=False)
-    assert [one.prompt for one in made] == texts and all(one.finished for one in made)
-    alone = llm.generate(ids, GREEDY)[0].outputs[0].token_ids
-    assert made[0].outputs[0].token_ids == alone
-    assert [one.outputs[0].token_ids for one in llm.generate([ids, ids], GREEDY)] == [alone, alone]
-    assert llm.generate([], GREEDY) == []
-
-
 def test_prompt_types_match_vllm(llm):
     ids = llm.tokenizer.encode("def main(")
     alone = llm.generate("def main(", GREEDY)[0].outputs[0].token_ids
@@ -75,10 +57,13 @@ def test_prompt_types_match_vllm(llm):
         (made,) = llm.generate(prompts, GREEDY)
         assert made.prompt_token_ids == ids and made.outputs[0].token_ids == alone
         assert made.prompt == prompts.get("prompt")
-    mixed = ["def main(", ids, {"prompt": "def main("}, {"prompt": "def main(", "prompt_token_ids": ids}]
-    made = llm.generate(mixed, GREEDY)
-    assert [one.prompt for one in made] == ["def main(", None, "def main(", "def main("]
-    assert [one.outputs[0].token_ids for one in made] == [alone] * 4
+    mixed = ["def main(", ids, {"prompt": "def main("}, {"prompt": "def main(", "prompt_token_ids": ids}, "import os"]
+    made = llm.generate(mixed * 4, GREEDY, use_tqdm=False)
+    assert [one.prompt for one in made] == ["def main(", None, "def main(", "def main(", "import os"] * 4
+    assert all(one.finished for one in made)
+    tokens = [one.outputs[0].token_ids for one in made]
+    assert tokens == [alone, alone, alone, alone, tokens[4]] * 4 and tokens[4] != alone
+    assert llm.generate(ids, GREEDY)[0].outputs[0].token_ids == alone and llm.generate([], GREEDY) == []
 
 
 @pytest.mark.parametrize(
@@ -115,7 +100,8 @@ def test_parameters_per_prompt(llm):
         llm.generate(["a", "b", "c"], params[:2])
 
 
-def test_several_outputs_logprobs_and_seeds(llm):
+def test_several_outputs_logprobs_and_seeds(llm, engine):
+    kept = set(engine._over)
     params = SamplingParams(n=3, max_tokens=6, seed=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     (made,) = llm.generate("def main(", params)
     assert [one.index for one in made.outputs] == [0, 1, 2]
@@ -127,6 +113,8 @@ def test_several_outputs_logprobs_and_seeds(llm):
     assert made.prompt_logprobs[0] is None and len(made.prompt_logprobs) == len(made.prompt_token_ids)
     (again,) = llm.generate("def main(", params)
     assert [one.token_ids for one in again.outputs] == [one.token_ids for one in made.outputs]
+    assert all(len(one.metrics.token_times) == 6 for one in made.outputs)
+    assert set(engine._over) == kept, "times are reported once and not retained"
 
 
 def test_stop_strings_cut_text_and_tokens(llm):
@@ -278,7 +266,11 @@ def test_chat(llm):
     talk = [{"role": "user", "content": "hi"}]
     (made,) = llm.chat(talk, GREEDY)
     assert made.prompt.endswith("<|assistant|>\n") and len(made.outputs[0].token_ids) == 8
-    both = llm.chat([talk, talk], GREEDY)
+
+    async def notebook() -> list[jaxserve.RequestOutput]:
+        return llm.chat([talk, talk], GREEDY)  # inside of a running event loop
+
+    both = asyncio.run(notebook())
     assert [one.outputs[0].token_ids for one in both] == [made.outputs[0].token_ids] * 2
 
 
@@ -291,13 +283,6 @@ def test_prompts_that_do_not_fit_are_refused_before_any_runs(llm):
     assert llm.engine.stats().counters.steps == before
     (made,) = llm.generate([5] * 250, SamplingParams(max_tokens=100, ignore_eos=True))
     assert len(made.outputs[0].token_ids) == 6 and made.outputs[0].finish_reason == "length"
-
-
-def test_llm_works_inside_a_running_event_loop(llm):
-    async def notebook() -> list[jaxserve.RequestOutput]:
-        return llm.generate("def main(", GREEDY)
-
-    assert len(asyncio.run(notebook())[0].outputs[0].token_ids) == 8
 
 
 def test_a_bounded_queue_only_delays_prompts(tokenizer):
@@ -389,6 +374,9 @@ def test_closing_a_stream_cancels(allm):
         ({"disable_radix_cache": True}, "use enable_prefix_caching=False"),
         ({"trust_remote_code": True}, "code from a model's repository is never run"),
         ({"enable_chunked_prefill": True}, "chunks of at most max_num_batched_tokens"),
+        ({"mseh": "2x1"}, "did you mean 'mesh'"),
+        ({"mesh": "2y1"}, "mesh='2y1'"),
+        ({"model": "x", "config": ServeConfig()}, "config is given"),
     ],
 )
 def test_invalid_settings_are_explained_as_in_the_cli(kind, given, said):
@@ -400,12 +388,3 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidValue, match=r"no tokenizer could be loaded from .*--tokenizer"):
         LLM(model=str(tmp_path))
-
-
-def test_settings_are_checked_by_name():
-    with pytest.raises(InvalidValue, match="did you mean 'mesh'"):
-        LLM(mseh="2x1")
-    with pytest.raises(InvalidValue, match="mesh='2y1'"):
-        LLM(mesh="2y1")
-    with pytest.raises(InvalidValue, match="config is given"):
-        LLM("x", config=ServeConfig())

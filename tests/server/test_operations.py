@@ -1,4 +1,4 @@
-"""Probes, what is told about a server, the prefix cache, CORS, and metrics under another prefix."""
+"""Probes, what is told about a server and its load, the prefix cache, CORS, and metrics under another prefix."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.config import ServeConfig
+from jaxserve.engine.runtime.info import Promise
 from jaxserve.engine.runtime.profiler import Profiler
-from jaxserve.errors import InvalidValue
+from jaxserve.sched.api.slo import SLO
+from jaxserve.server.serving import promise_line
+from jaxserve.server.stats_line import StatsLine
+from tests.support.server.double import Double
 from tests.support.server.live import Live
 
 BODY = {"prompt": "def main(", "max_tokens": 5, "n": 2}
@@ -28,19 +30,16 @@ PAGE = "https://chat.example.com"
 
 def counted(live: Live, name: str) -> dict[str, float]:
     """Return the samples of a metric without labels but `le`, by their suffix and bound."""
-    found = {}
-    for family in text_string_to_metric_families(live.http.get("/metrics").text):
-        if family.name == name:
-            for one in family.samples:
-                found[one.name.removeprefix(name) + one.labels.get("le", "")] = one.value
-    return found
+    found = [one for one in live.samples() if one.name.startswith(name)]
+    return {one.name.removeprefix(name) + one.labels.get("le", ""): one.value for one in found}
 
 
 def test_probes_tell_a_draining_server_from_a_dead_one(fake):
     live = fake(config={"api_key": ("sesame",), "protect_metrics": True})
     ready, alive = ("/health", "/readyz", "/ping"), "/livez"
     for path in (*ready, alive):
-        assert live.http.get(path).status_code == live.http.head("/readyz").status_code == 200
+        head = live.http.head("/health" if path == "/ping" else path)
+        assert live.http.get(path).status_code == head.status_code == 200 and not head.content
     assert live.http.post("/ping").status_code == 200
     live.service.draining = True
     for path in ready:
@@ -51,6 +50,7 @@ def test_probes_tell_a_draining_server_from_a_dead_one(fake):
     for path in (*ready, alive):  # the engine is in this process, which only a restart helps
         assert live.http.get(path).status_code == 503
         assert live.http.get(path).json()["error"]["code"] == "unhealthy"
+    assert live.http.head("/health").status_code == 503
 
 
 def test_livez_stays_while_an_engine_elsewhere_starts_again(live, monkeypatch):
@@ -104,21 +104,6 @@ def test_the_prefix_cache_is_reset_by_administrators_when_idle(fake):
     assert refused.status_code == 409 and refused.json()["error"]["code"] == "busy"
 
 
-def test_a_reset_forgets_prefixes(live):
-    body = {"prompt": "x = [" + "1, " * 60, "max_tokens": 1}
-    boss = {"Authorization": "Bearer boss"}
-
-    def cached() -> int:
-        usage = live.http.post("/v1/completions", json=body).json()["usage"]
-        return int(usage["prompt_tokens_details"]["cached_tokens"])
-
-    cached()
-    assert cached() > 0
-    live.quiet()
-    assert live.http.post("/reset_prefix_cache", json={}, headers=boss).status_code == 200
-    assert cached() == 0
-
-
 def test_pages_of_allowed_origins_may_call(fake):
     live = fake(config={"allowed_origins": (PAGE,), "allowed_methods": ("POST",), "api_key": ("sesame",)})
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
@@ -144,36 +129,13 @@ def test_json_lists_of_vllm(fake):
     assert live.http.get("/health", headers={"Origin": PAGE}).headers["Access-Control-Allow-Origin"] == "*"
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"allowed_origins": ("chat.example.com",)}, "must be \\* or SCHEME://HOST"),
-        ({"allowed_origins": ("https://chat.example.com/",)}, "without a path"),
-        ({"allowed_origins": ('["https://a.example"',)}, "not valid JSON"),
-        ({"allowed_origins": ("[1]",)}, "list of strings"),
-        ({"allowed_origins": ("*",), "allow_credentials": True}, "name the origins"),
-        ({"allowed_methods": ("post",)}, "capital letters"),
-        ({"allowed_headers": ("a b",)}, "names of headers"),
-        ({"metrics_prefix": "vllm-"}, "metrics_prefix='vllm-' must be"),
-        ({"metrics_prefix": ""}, "metrics_prefix='' must be"),
-        ({"ssl_keyfile": "key.pem"}, "needs ssl_certfile"),
-        ({"ssl_cert_reqs": 3}, "0 \\(CERT_NONE\\), 1 \\(CERT_OPTIONAL\\), 2 \\(CERT_REQUIRED\\)"),
-        ({"ssl_cert_reqs": 2, "ssl_certfile": "x"}, "needs ssl_ca_certs"),
-    ],
-)
-def test_settings_that_cannot_be_meant(given, message):
-    with pytest.raises(InvalidValue, match=message):
-        ServeConfig.load(**given)
-
-
 @pytest.mark.parametrize("prefix", ["jaxserve:", "vllm:", "my_"])
 def test_every_metric_has_the_prefix(fake, prefix):
     live = fake(config={"metrics_prefix": prefix})
     live.http.post("/v1/completions", json=BODY)
-    families = {one.name for one in text_string_to_metric_families(live.http.get("/metrics").text)}
-    strange = {name for name in families if not name.startswith((prefix, "process_"))}
-    assert not strange
-    assert f"{prefix}client_requests" in families and f"{prefix}num_requests_running" in families
+    families = {one.name for one in live.samples()}
+    assert not {name for name in families if not name.startswith((prefix, "process_"))}
+    assert f"{prefix}client_requests_total" in families and f"{prefix}num_requests_running" in families
     assert counted(live, f"{prefix}prompt_tokens")["_total"] > 0
 
 
@@ -264,3 +226,42 @@ def test_gateways_name_tiers_as_objectives(plain, header):
         assert plain.http.post("/v1/completions", json={**BODY, **body}, headers={header: named}).status_code == 200
         config = plain.service.config
         assert plain.engine.submitted[-1].slo == config.tier(tier).slo, named
+
+
+def test_the_log_line_of_statistics():
+    engine = Double()
+    line = StatsLine(engine)
+    assert line.text(0.0) is None, "an idle engine logs nothing"
+    engine._counters.generated_tokens = 100
+    assert "generation 10.0 tokens/s" in str(line.text(10.0))
+    assert "generation 0.0 tokens/s" in str(line.text(20.0)), "logged once when the engine becomes idle"
+    assert line.text(30.0) is None
+
+
+def test_load_reports_the_default_objectives(live) -> None:
+    live.quiet()
+    load, promise = live.http.get("/load").json(), live.engine.info.promise
+    assert load["server_load"] == load["running"] == load["waiting"] == 0, "no request runs"
+    assert load["objectives"] == {
+        "ttft": {"seconds": promise.slo.ttft, "auto": True, "attainable": True},
+        "tpot": {"seconds": promise.slo.tpot, "auto": True, "attainable": True},
+    }
+    assert [one["name"] for one in load["instances"]] == ["prefill-0", "decode-1"]
+    for one in load["instances"]:
+        assert one["prefill_budget_tokens"]["default"] > 0 == one["prefill_queue_seconds"]
+        assert one["slack_seconds"] is None and one["predicted_ttft_seconds"] > 0, "nothing runs"
+    text = live.http.get("/metrics").text
+    assert 'jaxserve:prefill_budget_tokens{engine="prefill-0",model_name="jaxserve-demo",slo_class="default"}' in text
+    assert f'jaxserve:slo_seconds{{model_name="jaxserve-demo",objective="tpot"}} {promise.slo.tpot}' in text
+    assert 'jaxserve:slo_attainable{model_name="jaxserve-demo",objective="tpot"} 1.0' in text
+    assert f"{promise.slo.tpot:g} s per token after it (auto)" in promise_line(promise)
+
+
+def test_an_objective_that_cannot_be_kept_is_reported_by_load_and_metrics(fake) -> None:
+    live = fake()
+    broken = Promise(SLO(8.0, 0.001), frozenset({"ttft"}), {"tpot": "too tight"})
+    live.engine.info = dataclasses.replace(live.engine.info, promise=broken)
+    assert live.http.get("/load").json()["objectives"]["tpot"] == {
+        "seconds": 0.001, "auto": False, "attainable": False, "reason": "too tight",
+    }  # fmt: skip
+    assert 'objective="tpot"} 0.0' in live.http.get("/metrics").text

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.thinking import ThinkingEnd, ThinkingMarkers
 from jaxserve.sched.sim.clock import VirtualLoop
 from jaxserve.server.pacing import Pace, paced
-from tests.support.timing import in_time, once_in_time
+from tests.support.timing import in_time, once_in_time, until
 
 BODY = {"prompt": "def main(", "max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
 TPOT = 0.08  # seconds: far longer than the demo model needs
@@ -153,53 +152,32 @@ def stream(live: Any, **more: Any) -> tuple[list[float], str, list[Any]]:
     return times, "".join(parts), reasons
 
 
-def sums(live: Any) -> dict[str, float]:
-    families = text_string_to_metric_families(live.http.get("/metrics").text)
-    return {
-        sample.name: sample.value for family in families for sample in family.samples if not sample.labels.get("le")
-    }
-
-
 @once_in_time
 def test_a_paced_stream_keeps_its_pace_without_slowing_the_engine(live):
     plain, text, _ = stream(live, tpot_slo_ms=1000 * TPOT)
     live.quiet()
-    before = sums(live)
+    before = live.sums()
     times, paced_text, reasons = stream(live, tpot_slo_ms=1000 * TPOT, pace_tokens=True)
-    after = sums(live)
+    after = live.sums()
     assert paced_text == text and [one for one in reasons if one] == ["length"]
     span = TPOT * (BODY["max_tokens"] - 1)
     in_time(times[-1] - times[0] > 0.9 * span, "the last token is due then")
     in_time(plain[-1] - plain[0] < 0.9 * span, "unpaced, it is faster")
-    name = "jaxserve:request_decode_time_seconds_sum"
+    name = "request_decode_time_seconds_sum"
     in_time(after[name] - before[name] < 0.9 * span, "metrics measure computation, not delivery")
-    held = "jaxserve:token_pacing_delay_seconds"
+    held = "token_pacing_delay_seconds"
     assert after[held + "_count"] - before[held + "_count"] == BODY["max_tokens"]
     assert after[held + "_sum"] > before[held + "_sum"]
 
 
-@once_in_time
 def test_the_engine_is_free_during_a_paced_stream(live):
-    body = {**BODY, "stream": True, "tpot_slo_ms": 400, "pace_tokens": True}
+    body = {**BODY, "stream": True, "tpot_slo_ms": 600_000, "pace_tokens": True}
     with live.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()  # kept, since httpx closes the stream with it
         next(lines)
-        end = time.monotonic() + 3.0
-        while live.engine.stats().running:
-            in_time(time.monotonic() < end, "the request should be computed long before it is delivered")
-            time.sleep(0.01)
+        until(lambda: not live.engine.stats().running)
         assert live.service.active == 1, "the stream ended before its last token was delivered"
     live.quiet()  # the client disconnected with tokens still waiting
-
-
-def test_leaving_a_paced_stream_frees_the_request(live):
-    before = live.engine.stats().finished.get("abort", 0)
-    body = {**BODY, "max_tokens": 200, "stream": True, "tpot_slo_ms": 400, "pace_tokens": True}
-    with live.http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
-    live.quiet()
-    assert live.engine.stats().finished.get("abort", 0) == before + 1
-    live.engine.check()
 
 
 def test_a_stop_string_ends_a_paced_stream_and_its_computation(live):
@@ -210,16 +188,11 @@ def test_a_stop_string_ends_a_paced_stream_and_its_computation(live):
     live.quiet()
 
 
-def test_several_outputs_are_paced_separately(live):
-    times, _, reasons = stream(live, n=2, seed=1, temperature=1.0, tpot_slo_ms=1000 * TPOT, pace_tokens=True)
-    assert sorted(one for one in reasons if one) == ["length", "length"]
-    assert times[-1] - times[0] > 0.9 * TPOT * (BODY["max_tokens"] - 1)
-
-
 def test_a_non_streamed_answer_is_not_delayed(live):
-    begin = time.monotonic()
+    before = live.sums()["token_pacing_delay_seconds_count"]
     made = live.http.post("/v1/completions", json={**BODY, "tpot_slo_ms": 5000, "pace_tokens": True}).json()
-    assert made["usage"]["completion_tokens"] == BODY["max_tokens"] and time.monotonic() - begin < 50
+    assert made["usage"]["completion_tokens"] == BODY["max_tokens"]
+    assert live.sums()["token_pacing_delay_seconds_count"] == before
 
 
 @once_in_time

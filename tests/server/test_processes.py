@@ -27,12 +27,6 @@ def asked(client: httpx.Client, url: str) -> httpx.Response:
     return client.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 4})
 
 
-def total(url: str, name: str) -> float:
-    """Return a metric, asked over a connection of its own."""
-    text = httpx.get(f"{url}/metrics", timeout=JOIN, verify=False).text
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"jaxserve:{name}{{"))
-
-
 def test_each_process_dies(server: Running) -> None:
     url = server.url
     with httpx.Client(timeout=JOIN) as one, httpx.Client(timeout=JOIN) as other:
@@ -49,8 +43,8 @@ def test_each_process_dies(server: Running) -> None:
                 list(lines)
         until(lambda: len(children(server.process.pid)) == 3 and not alive(killed))
         until(lambda: httpx.get(f"{url}/health", timeout=JOIN, verify=False).status_code == 200)
-        until(lambda: total(url, "num_requests_running") == 0)
-        assert total(url, "generation_tokens_total") >= 8, "metrics of a dead front are lost"
+        until(lambda: server.total("num_requests_running") == 0)
+        assert server.total("generation_tokens_total") >= 8, "metrics of a dead front are lost"
         # the engine: requests get 503
         with httpx.Client(timeout=JOIN) as third:
             with third.stream("POST", f"{url}/v1/completions", json={**BODY, "stream": True}) as ended:

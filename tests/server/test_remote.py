@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
 from tests.support.server.live import at_rest
 from tests.support.server.told import Told
+from tests.support.timing import PATIENCE
 
 PROMPT = list(range(20, 50))
 KEY = b"key"
@@ -36,19 +36,15 @@ def beside(engine: Any, tmp_path: Path) -> Iterator[Callable[[Callable[[RemoteEn
     server = EngineServer(engine, KEY)
     address = server.start(Address(path=str(tmp_path / "socket")))
 
-    @asynccontextmanager
-    async def connected() -> AsyncIterator[RemoteEngine]:
-        remote = await RemoteEngine.connect(address, KEY)
-        try:
-            yield remote
-        finally:
-            remote.close()
-            await asyncio.sleep(0.01)
-
     def run(work: Callable[[RemoteEngine], Awaitable[None]]) -> None:
         async def limited() -> None:
-            async with asyncio.timeout(60), connected() as remote:
-                await work(remote)
+            async with asyncio.timeout(PATIENCE):
+                remote = await RemoteEngine.connect(address, KEY)
+                try:
+                    await work(remote)
+                finally:
+                    remote.close()
+                    await asyncio.sleep(0.01)
 
         asyncio.run(limited())
         at_rest(engine)

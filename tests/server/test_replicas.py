@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 
 from jaxserve.errors import InvalidValue
 from jaxserve.generation.vectors import vector_of
-from jaxserve.remote.address import Address
 from jaxserve.remote.client import RemoteEngine
 from jaxserve.remote.replicas import Replicas
 from jaxserve.remote.server import EngineServer
@@ -22,42 +21,27 @@ from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.slo import SLO
+from tests.support.server.fronts import KEY, STYLES, among
 from tests.support.server.live import at_rest
 from tests.support.server.told import Told
 
-KEY = b"key"
 PROMPT = list(range(20, 50))
-STYLES: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
-    {"temperature": 1.0, "seed": 11},
-    {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5, "seed": 12, "logprobs": 1},
-    {"temperature": 0.0, "repetition_penalty": 1.2, "prompt_logprobs": 1},
-)
 
 
 Work = Callable[[Replicas, list[EngineServer]], Awaitable[None]]
 
 
 @pytest.fixture
-def several(engine: Any, tmp_path: Path) -> Iterator[Callable[[Work], None]]:
+def several(engine: Any, tmp_path: Path) -> Callable[[Work], None]:
     """Run a coroutine function with three replicas, which are three ways to the session's engine."""
-    servers = [EngineServer(engine, KEY) for _ in range(3)]
-    addresses = [server.start(Address(path=str(tmp_path / f"socket{number}"))) for number, server in enumerate(servers)]
 
-    async def limited(work: Work) -> None:
-        async with asyncio.timeout(60):
-            replicas = Replicas([await RemoteEngine.connect(one, KEY, f"replica {one}") for one in addresses])
-            try:
-                await work(replicas, servers)
-            finally:
-                replicas.close()
-                await asyncio.sleep(0.01)
+    def run(work: Work) -> None:
+        servers = [EngineServer(engine, KEY) for _ in range(3)]
+        among(servers, tmp_path, lambda replicas: work(replicas, servers))
+        at_rest(engine)
+        engine.check()
 
-    yield lambda work: asyncio.run(limited(work))
-    at_rest(engine)
-    engine.check()
-    for server in servers:
-        server.close()
+    return run
 
 
 def asked(styles: int) -> list[SamplingParams]:

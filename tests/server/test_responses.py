@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -17,17 +16,9 @@ Fake = Callable[..., Any]
 
 
 def events(live: Any, **fields: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream, each valid for OpenAI's types and named as its data says."""
+    """Return the events of a stream."""
     made = live.http.post("/v1/responses", json={"input": "Hi", "stream": True, **fields})
-    assert made.status_code == 200, made.text
-    assert made.headers["content-type"].startswith("text/event-stream")
-    found = []
-    for block in made.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        vendors.response_event().validate_python(event)
-        assert name == f"event: {event['type']}"
-        found.append(event)
+    found = vendors.events_of(made, vendors.response_event())
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 
@@ -40,16 +31,11 @@ def refused(live: Any, field: str, **fields: Any) -> str:
     return str(error["message"])
 
 
-def sent(live: Any) -> str:
-    """Return the prompt that the engine has received last."""
-    text: str = live.service.tokenizer.decode(live.engine.submitted[-1].prompt, skip_special_tokens=False)
-    return text
-
-
 def test_create(plain: Any) -> None:
     made = plain.client.responses.create(
         model=MODEL, input="Hello", instructions="Be brief.", max_output_tokens=5, temperature=0.5, top_p=0.9,
-        metadata={"trace": "7"}, user="me",
+        metadata={"trace": "7"}, user="me", extra_headers={"x-slo-tpot-ms": "70"},
+        extra_body={"ttft_slo_ms": 900, "priority": 3},
     )  # fmt: skip
     vendors.response().validate_python(made.to_dict())
     assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -60,9 +46,11 @@ def test_create(plain: Any) -> None:
     assert (made.temperature, made.top_p, made.metadata, made.user) == (0.5, 0.9, {"trace": "7"}, "me")
     assert made.usage.output_tokens == 5
     assert made.usage.total_tokens == made.usage.input_tokens + 5
-    params = plain.engine.submitted[0].params
+    request = plain.engine.submitted[0]
+    assert (request.slo.ttft, request.slo.tpot, request.priority) == (0.9, 0.07, 3), "as in chat"
+    params = request.params
     assert (params.max_tokens, params.temperature, params.top_p) == (5, 0.5, 0.9)
-    assert "Be brief." in sent(plain) and "Hello" in sent(plain)
+    assert "Be brief." in plain.sent() and "Hello" in plain.sent()
 
 
 def test_an_output_that_ends_is_completed(plain: Any) -> None:
@@ -121,18 +109,9 @@ def test_items_become_messages(plain: Any) -> None:
             {"type": "message", "role": "user", "content": "Three?"},
         ],
     )  # fmt: skip
-    prompt = sent(plain)
+    prompt = plain.sent()
     places = [prompt.index(text) for text in ("Rules.", "One?", "Two.", "Three?")]
     assert places == sorted(places)
-
-
-def test_objectives_are_those_of_chat(plain: Any) -> None:
-    plain.client.responses.create(
-        model=MODEL, input="Hi", max_output_tokens=1, extra_headers={"x-slo-tpot-ms": "70"},
-        extra_body={"ttft_slo_ms": 900, "priority": 3},
-    )  # fmt: skip
-    request = plain.engine.submitted[0]
-    assert (request.slo.ttft, request.slo.tpot, request.priority) == (0.9, 0.07, 3)
 
 
 def test_a_conversation_is_continued(plain: Any) -> None:
@@ -143,7 +122,7 @@ def test_a_conversation_is_continued(plain: Any) -> None:
     third = plain.client.responses.create(
         model=MODEL, input="Blue", previous_response_id=second.id, max_output_tokens=1
     )
-    prompt = sent(plain)
+    prompt = plain.sent()
     texts = ["Red", first.output_text, "Green", second.output_text, "Blue"]
     at = 0
     for text in texts:
@@ -219,6 +198,7 @@ def test_a_failure_amid_a_stream_is_the_last_event(fake: Fake) -> None:
     assert made.status_code == 500  # before the first event
 
 
+TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 REFUSALS: tuple[Any, ...] = (
     ("background", {"background": True}, "wait"),
     ("conversation", {"conversation": "conv_1"}, "previous_response_id"),
@@ -242,12 +222,20 @@ REFUSALS: tuple[Any, ...] = (
     ("metadata", {"metadata": {str(n): "x" for n in range(17)}}, "at most 16"),
     ("temperature", {"temperature": -1}, "temperature=-1"),
     ("tools[0].type", {"tools": [{"type": "web_search"}]}, "web_search"),
+    ("tools[0].name", {"tools": [{**TOOL, "name": "a b"}]}, "a b"),
+    ("tools[0].name", {"tools": [{"type": "function"}]}, "name"),
+    ("tools[0].parameters.type", {"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "array"),
+    ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "function", "name": "sub"}}, "sub"),
+    ("tool_choice", {"tools": [TOOL], "tool_choice": "sometimes"}, "sometimes"),
+    ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "allowed_tools"),
+    ("input[0].arguments", {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 1}]}, "1"),
 )
 
 
 def test_refusals_name_the_field(plain: Any) -> None:
     for field, given, told in REFUSALS:
-        assert told in refused(plain, field, **given)
+        message = refused(plain, field, **given)
+        assert told in message and "function." not in message
 
 
 def test_other_refusals(plain: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -27,24 +27,20 @@ def two(live):
 
 def texts(live) -> list[str]:
     """Return the texts of concurrent greedy streams of all prompts."""
-    said = [""] * len(PROMPTS)
 
-    def ask(number: int) -> None:
+    def ask(prompt: str) -> str:
         stream = live.client.completions.create(
-            model="jaxserve-demo", prompt=PROMPTS[number], max_tokens=60, temperature=0, stream=True,
+            model="jaxserve-demo", prompt=prompt, max_tokens=60, temperature=0, stream=True,
             extra_body={"ignore_eos": True},
         )  # fmt: skip
-        said[number] = "".join(chunk.choices[0].text for chunk in stream)
+        return "".join(chunk.choices[0].text for chunk in stream)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(PROMPTS))]
-    for thread in threads:
-        thread.start()
-    for roles in (["decode", "prefill"], ["mixed", "mixed"], ["prefill", "decode"], ["mixed", "decode"]) * 2:
-        answer = live.http.post(PATH, headers=ADMIN, json={"roles": roles})
-        assert answer.status_code == 200 and answer.json()["roles"] == roles
-    for thread in threads:
-        thread.join(60)
-    return said
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        said = threads.map(ask, PROMPTS)
+        for roles in (["decode", "prefill"], ["mixed", "mixed"], ["prefill", "decode"], ["mixed", "decode"]) * 2:
+            answer = live.http.post(PATH, headers=ADMIN, json={"roles": roles})
+            assert answer.status_code == 200 and answer.json()["roles"] == roles
+        return list(said)
 
 
 def test_roles_change_during_streams(two):

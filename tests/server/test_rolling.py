@@ -15,38 +15,32 @@ from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.remote.address import Address, Place
 from jaxserve.remote.replicas import Replicas
 from jaxserve.remote.rolling import Rolling
-from jaxserve.remote.server import EngineServer
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from jaxserve.server.admin import present_replicas, restart_replicas
 from jaxserve.server.failures import Refused
 from jaxserve.server.openai import RestartBody
-from tests.support.server.fronts import front
+from tests.support.server.fronts import KEY, Way, eventually, front
 from tests.support.server.live import at_rest
 from tests.support.server.told import Told
 
-KEY = b"key"
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=5)
 Work = Callable[[Replicas], Awaitable[None]]
 
 
-class Restarting:
+class Restarting(Way):
     """A way to the session's engine that closes when asked to, and opens again a moment later."""
 
-    def __init__(self, engine: Any, place: Place) -> None:
-        self._engine, self.place, self.restarts = engine, place, 0
-        self._open()
+    restarts = 0
 
-    def _open(self) -> None:
-        self.server = EngineServer(self._engine, KEY)
-        self.server.on_retired = lambda: threading.Thread(target=self._again).start()
-        self.server.start(self.place.address)
+    def start(self, closing: Callable[[], bool] = lambda: False) -> None:
+        super().start()
+        self.server.on_retired = threading.Thread(target=self._again).start
 
     def _again(self) -> None:
-        self.server.close()
+        self.stop()
         time.sleep(0.1)
-        self.place.address.vacate()
-        self._open()
+        self.start()
         self.restarts += 1
 
 
@@ -56,11 +50,13 @@ def pair(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setattr("jaxserve.remote.rolling.SETTLING", 0.1)  # there is one front
     places = [Place(Address(path=str(tmp_path / f"socket{at}")), KEY, f"replica {at}") for at in range(2)]
     made = [Restarting(engine, place) for place in places]
+    for one in made:
+        one.start()
     yield made
     at_rest(engine)
     engine.check()
     for one in made:
-        one.server.close()
+        one.stop()
 
 
 @pytest.fixture
@@ -110,16 +106,14 @@ def test_a_replica_waits_for_the_others(pair: list[Restarting]) -> None:
     """One that is lost must be back before another one drains."""
 
     async def work(replicas: Replicas) -> None:
-        await asyncio.to_thread(pair[1].server.close)
-        pair[1].place.address.vacate()
+        await asyncio.to_thread(pair[1].stop)
         await asyncio.sleep(0.05)
         rolling = Rolling(replicas)
         rolling.start(1.0)
         await asyncio.sleep(0.2)  # twenty attempts to connect
         assert replicas.healthy and pair[0].restarts == 0
-        await asyncio.to_thread(pair[1]._open)
-        while rolling.running:
-            await asyncio.sleep(0.005)
+        await asyncio.to_thread(pair[1].start)
+        await eventually(lambda: not rolling.running)
         assert [one.restarts for one in pair] == [1, 1]
 
     run(work, pair)
@@ -134,11 +128,9 @@ def test_one_front_restarts_at_a_time(pair: list[Restarting]) -> None:
         with pytest.raises(JaxserveError, match="a restart is in progress at another front"):
             second.start(0.0)
         assert first.running and not second.running
-        while first.running:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: not first.running)
         second.start(0.0)
-        while second.running:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: not second.running)
         assert [one.restarts for one in pair] == [2, 2]
         other.close()
 
@@ -156,8 +148,7 @@ def test_what_is_refused(pair: list[Restarting]) -> None:
         with pytest.raises(Refused, match="a restart is in progress: 0 of 2 replicas are done") as found:
             restart_replicas(rolling, RestartBody(), 0.0)
         assert found.value.status == 409
-        while rolling.running:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: not rolling.running)
         alone = await Replicas.connect([pair[0].place])
         with pytest.raises(InvalidValue, match="requests would be lost while the only engine starts"):
             Rolling(alone).start(0.0)

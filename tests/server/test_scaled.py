@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,52 +19,19 @@ from jaxserve.remote.engines import Engines
 from jaxserve.remote.replicas import Replicas
 from jaxserve.remote.rolling import Rolling
 from jaxserve.remote.scaler import ReplicaScaler
-from jaxserve.remote.server import EngineServer
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.scaling.changes import Standing
 from jaxserve.server.admin import present_replicas, scale_replicas
 from jaxserve.server.openai import ScaleBody
 from tests.support.examples import examples
-from tests.support.server.fronts import front
+from tests.support.server.fronts import KEY, Way, eventually, front
 from tests.support.server.live import at_rest
 from tests.support.server.told import Told
 
-KEY = b"key"
 MOST = 3
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0, seed=5)
 STEPS = st.lists(st.tuples(st.integers(0, MOST - 1), st.sampled_from([0.0, 5.0])), min_size=1, max_size=6)
-
-
-class Way:
-    """A Replica that is a way to the session's engine, and notes requests that come after it should have left."""
-
-    def __init__(self, engine: Any, place: Place) -> None:
-        self._engine, self.place = engine, place
-        self._ended = threading.Event()
-        self.server: EngineServer | None = None
-
-    def start(self, closing: Callable[[], bool] = lambda: False) -> None:
-        self._ended.clear()
-        self.server = EngineServer(self._engine, KEY)
-        self.server.on_retired = self._ended.set
-        self.server.start(self.place.address)
-
-    def ended(self, closing: Callable[[], bool]) -> str | None:
-        while not self._ended.wait(0.01):
-            if closing():
-                return None
-        return ""
-
-    def stop(self, *, keep: bool = False) -> None:
-        if self.server is not None:
-            self.server.close()
-            self.server = None
-        self.place.address.vacate()
-
-    def close(self) -> bool:
-        self.stop()
-        return True
 
 
 @pytest.fixture
@@ -78,11 +44,6 @@ def ways(engine: Any, tmp_path: Path) -> Iterator[list[Way]]:
 
 def run(work: Callable[[Replicas], Awaitable[None]], ways: list[Way]) -> None:
     front(work, [one.place for one in ways], partly=True)
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    while not reached():
-        await asyncio.sleep(0.01)
 
 
 @settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -110,12 +71,12 @@ def test_no_request_is_lost_and_none_goes_where_none_is(
         for at, patience in steps:
             if ways[at].server is None:
                 await asyncio.to_thread(ways[at].start)
-                await until(lambda at=at: at in replicas.engines)  # type: ignore[misc]
+                await eventually(lambda at=at: at in replicas.engines)  # type: ignore[misc]
             elif sum(one.server is not None for one in ways) > 1:
                 replicas.engines[at].restart(patience)
                 await asyncio.to_thread(ways[at]._ended.wait)
                 await asyncio.to_thread(ways[at].stop)
-                await until(lambda at=at: at not in replicas.engines)  # type: ignore[misc]
+                await eventually(lambda at=at: at not in replicas.engines)  # type: ignore[misc]
             names = {one.name.partition("/")[0] for one in replicas.stats().instances}
             assert names == {str(at) for at in replicas.engines} and len(replicas.info.instances) == len(
                 replicas.stats().instances
@@ -152,19 +113,19 @@ def test_the_scaler_starts_and_drains_by_hand_and_by_load(ways: list[Way], monke
             return bool(state["wanted"] == count == state["standing"].count("ready") == len(replicas.engines))
 
         scale_replicas(rolling, ScaleBody(replicas=2))
-        await until(lambda: settled(2))
+        await eventually(lambda: settled(2))
         assert shown()["fixed"] == 2 and [one["replica"] for one in present_replicas(rolling)["replicas"]] == [0, 1]
         scale_replicas(rolling, ScaleBody(replicas=None))
-        await until(lambda: settled(1))
-        await until(lambda: shown()["standing"] == ("ready", "stopped", "stopped"))
+        await eventually(lambda: settled(1))
+        await eventually(lambda: shown()["standing"] == ("ready", "stopped", "stopped"))
         assert shown()["fixed"] is None
         told = [Told() for _ in range(12)]
         long = SamplingParams(max_tokens=150, ignore_eos=True)
         for one in told:
             replicas.submit(list(range(20, 50)), long, slo=SLO(), on_delta=one)
-        await until(lambda: shown()["wanted"] == MOST)
+        await eventually(lambda: shown()["wanted"] == MOST)
         await asyncio.gather(*(one.ended.wait() for one in told))
-        await until(lambda: settled(1))
+        await eventually(lambda: settled(1))
         assert {len(one.tokens) for one in told} == {150}
         for count in (0, MOST + 1):
             with pytest.raises(InvalidValue, match=rf"replicas={count} must be 1 \(min_replicas\) to {MOST}"):
@@ -187,10 +148,10 @@ def test_a_draining_engine_serves_on(ways: list[Way]) -> None:
         ((one, engine),) = [(at, one) for at, one in replicas.engines.items() if one._listeners]
         await told.begun.wait()
         engine.restart(30.0)
-        await until(lambda: engine.leaving and not engine.healthy)
+        await eventually(lambda: engine.leaving and not engine.healthy)
         assert replicas.stats().replicas_draining == 1 and replicas.healthy
         engine.stay()
-        await until(lambda: engine.healthy)
+        await eventually(lambda: engine.healthy)
         await told.ended.wait()
         assert len(told.tokens) == 100 and not ways[one]._ended.is_set()
 
@@ -207,19 +168,3 @@ def test_the_board(tmp_path: Path) -> None:
     for count in (3, None):
         board.ask(Scale(count))
         assert board.state() == state and board.asked() == Scale(count) and board.asked() is None
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"min_replicas": 2}, "min_replicas=2 needs max_replicas"),
-        ({"replicas": 3, "max_replicas": 2}, r"replicas=3 at the start must be min_replicas=1 to max_replicas=2"),
-        ({"min_replicas": 2, "max_replicas": 4}, "replicas=1 at the start must be min_replicas=2 to max_replicas=4"),
-        ({"max_replicas": 2, "mesh": "2x1"}, "max_replicas=2 needs instances that prefill and decode"),
-        ({"max_replicas": 2, "prefill_replicas": 1, "decode_replicas": 1}, "max_replicas=2 must be left out with"),
-        ({"scaling": "nothing"}, "'nothing'; choose one of budget, requests"),
-    ],
-)
-def test_bad_settings_name_what_is_allowed(given: dict[str, Any], why: str) -> None:
-    with pytest.raises(InvalidValue, match=why):
-        ServeConfig(**given)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -64,38 +63,3 @@ def test_a_third_signal_ends_it_at_once(process: subprocess.Popen[str]) -> None:
 def test_a_signal_ends_a_process_that_hangs_while_closing(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(50) == 128 + signal.SIGTERM
-
-
-HUNG = """
-import sys, threading
-sys.path.insert(0, sys.argv[1])
-from double import Double
-import jaxserve.demo
-from jaxserve.config import ServeConfig
-from jaxserve.server import main
-from jaxserve.server.service import Service
-from jaxserve.tokenizer import Tokenizer
-
-class Hung(Double):
-    def close(self):
-        return False
-
-def start(config, told):
-    threading.Thread(target=threading.Event().wait).start()  # alone it would keep the interpreter for ever
-    return Service(Hung(), Tokenizer.load(jaxserve.demo.model_path()), config)
-
-main.start_service = start
-sys.exit(main.run(ServeConfig.load(port=0, api_server_count=0, disable_log_stats=True)))
-"""
-
-
-def test_an_engine_that_does_not_close_does_not_block_the_exit(repo: Path) -> None:
-    command = [sys.executable, "-c", HUNG, str(repo / "tests" / "support" / "server")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert any("jaxserve is ready" in line for line in process.stdout)
-        process.send_signal(signal.SIGTERM)
-        try:
-            assert process.wait(50) == 1
-        finally:
-            process.kill()

@@ -51,20 +51,7 @@ def client(url: str, trusted: Path, own: tuple[Path, Path] | None = None) -> htt
     return httpx.Client(base_url=url.replace("http://", "https://"), verify=context, timeout=60)
 
 
-def test_answers_and_streams_are_encrypted(fake, server):
-    live = fake(config={"ssl_certfile": str(server[0]), "ssl_keyfile": str(server[1])})
-    with client(live.url, server[0]) as trusting:
-        assert trusting.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] == 5
-        with trusting.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
-            assert [line for line in stream.iter_lines() if line][-1] == "data: [DONE]"
-        assert trusting.get("/health", headers={"a": "b" * 70_000}).status_code == 431
-    with pytest.raises(httpx.ConnectError, match="certificate"):
-        httpx.get(live.url.replace("http://", "https://") + "/health")
-    with pytest.raises(httpx.TransportError):
-        live.http.get("/health")  # plain HTTP
-
-
-def test_a_server_that_starts_is_encrypted(server, tokenizer):
+def test_answers_and_streams_are_encrypted_from_the_start(server, tokenizer):
     files = {"ssl_certfile": str(server[0]), "ssl_keyfile": str(server[1])}
     made = Starting(ServeConfig.load(disable_log_stats=True, **files))
     try:
@@ -72,9 +59,14 @@ def test_a_server_that_starts_is_encrypted(server, tokenizer):
             assert trusting.get("/health").status_code == 503
             with pytest.raises(httpx.ConnectError, match="certificate"):
                 httpx.get(made.url + "/health")
+            with pytest.raises(httpx.TransportError):
+                httpx.get(made.url.replace("https://", "http://") + "/health")
             service = Service(Double(), tokenizer, made.config)
             made.open(service)
-            assert trusting.post("/v1/completions", json=BODY).status_code == 200
+            assert trusting.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] == 5
+            with trusting.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
+                assert [line for line in stream.iter_lines() if line][-1] == "data: [DONE]"
+            assert trusting.get("/health", headers={"a": "b" * 70_000}).status_code == 431
             service.close()
     finally:
         made.stop()

@@ -69,30 +69,23 @@ def test_required_calls_are_valid(templated: Live) -> None:
         assert not re.search(r"\s", bare), call.function.arguments
 
 
-def test_a_stream_has_the_calls_of_the_whole_answer(templated: Live) -> None:
-    named = {"type": "function", "function": {"name": "weather"}}
-    for choice in ("required", named):
-        given = {"tool_choice": choice, "parallel_tool_calls": False, "seed": 4, "n": 2}
-        whole = create(templated, **given)
-        calls: dict[int, dict[int, dict[str, str]]] = {}
-        ends = {}
+def test_a_stream_has_the_calls_and_logprobs_of_the_whole_answer(templated: Live) -> None:
+    """That each call begins with its id and its name, once, is a law of tests/tools/test_parsers.py."""
+    for wanted in ("required", {"type": "function", "function": {"name": "weather"}}):
+        given = {"tool_choice": wanted, "parallel_tool_calls": False, "seed": 4, "n": 2, "logprobs": True}
+        calls, scored, ends = [["", ""], ["", ""]], [list[str](), list[str]()], {}
         for chunk in create(templated, **given, stream=True):
-            one = chunk.choices[0]
+            (one,) = chunk.choices
             ends[one.index] = one.finish_reason or ends.get(one.index)
+            scored[one.index] += [entry.token for entry in one.logprobs.content] if one.logprobs else ()
             for part in one.delta.tool_calls or ():
-                found = calls.setdefault(one.index, {})
-                if part.index not in found:
-                    assert part.id and part.type == "function" and part.function.arguments == ""
-                    found[part.index] = {"name": part.function.name, "arguments": ""}
-                else:
-                    assert part.id is None and part.function.name is None
-                    found[part.index]["arguments"] += part.function.arguments
-        for one in whole.choices:
-            streamed = [calls[one.index][at] for at in sorted(calls[one.index])]
-            given_whole = [{"name": c.function.name, "arguments": c.function.arguments} for c in one.message.tool_calls]
-            assert streamed == given_whole
-            assert checked(one.message.tool_calls)[0][0] in ("weather", "clock")
+                calls[one.index][0] += part.function.name or ""
+                calls[one.index][1] += part.function.arguments
+        for one in create(templated, **given).choices:
+            (call,) = one.message.tool_calls
+            assert checked([call]) and calls[one.index] == [call.function.name, call.function.arguments]
             assert ends[one.index] == one.finish_reason == "tool_calls"
+            assert scored[one.index] == [entry.token for entry in one.logprobs.content]
 
 
 def test_a_loop_of_two_steps(live: Live, templated: Live) -> None:
@@ -172,48 +165,3 @@ def test_thinking_is_split(templated: Live) -> None:
     assert not any(delta.content for delta in deltas)
     hidden = create(templated, tools=None, max_tokens=12, extra_body={**extra, "include_reasoning": False})
     assert not hasattr(hidden.choices[0].message, "reasoning_content")
-
-
-def test_logprobs_of_all_tokens_are_sent(templated: Live) -> None:
-    given = {"tool_choice": "required", "parallel_tool_calls": False, "seed": 2, "logprobs": True}
-    whole = create(templated, **given).choices[0].logprobs.content
-    chunks = create(templated, **given, stream=True)
-    sent = [one for chunk in chunks if chunk.choices[0].logprobs for one in chunk.choices[0].logprobs.content]
-    assert [one.token for one in sent] == [one.token for one in whole]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
-            "tools[0].function.parameters",
-        ),
-        ({"tools": "f"}, "tools"),
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
-        (
-            {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/nowhere"}}}],
-                "tool_choice": "required",
-            },
-            "tools",
-        ),
-        (
-            {
-                "messages": [
-                    *ASK,
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]},
-                ]
-            },
-            "messages[1].tool_calls[0].function.arguments",
-        ),
-        ({"reasoning_effort": "much"}, "reasoning_effort"),
-    ],
-    ids=str,
-)
-def test_bad_fields_are_refused_by_name(templated: Live, fields: dict[str, Any], param: str) -> None:
-    made = templated.http.post("/v1/chat/completions", json={"messages": ASK, "tools": TOOLS, **fields})
-    assert made.status_code == 400, made.text
-    assert made.json()["error"]["param"] == param

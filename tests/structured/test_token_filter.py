@@ -17,7 +17,7 @@ from jaxserve.sched.api.structured_outputs import StructuredOutputs
 from jaxserve.structured.compiler import Compiler
 from jaxserve.structured.constraint import Constraint
 from jaxserve.structured.token_filter import TokenFilter, words
-from tests.support.structured.bytes import END, tokenizer_json
+from tests.support.structured.bytes import END, allowed, bits, tokenizer_json
 
 COMPILER = Compiler(tokenizer_json, 256, [END])
 SEQUENCES = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), max_size=6).map(tuple)
@@ -28,16 +28,6 @@ def made(output: Any = (), wanted: StructuredOutputs | None = None, least: int =
     params = SamplingParams(**fields)
     make = None if wanted is None else lambda: COMPILER.matcher(wanted)
     return Constraint(make, prompt=(9,), output=output, ends=(END,), least=least, tokens=TokenFilter.of(params, 256))
-
-
-def bits(mask: Any) -> set[int]:
-    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
-
-
-def allowed(constraint: Constraint) -> set[int]:
-    mask = np.zeros(words(256), np.int32)
-    constraint.fill(mask)
-    return bits(mask)
 
 
 def expected(output: list[int], banned: Any) -> set[int]:

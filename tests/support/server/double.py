@@ -7,13 +7,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Stats
 from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
-from jaxserve.sched.api.request import STANDARD, Progress, Request
+from jaxserve.sched.api.request import Progress, Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.sched.instance.stats import Counters
@@ -65,17 +66,14 @@ class Double:
         params: SamplingParams,
         *,
         slo: SLO,
-        priority: int = 0,
-        tier: str = STANDARD,
-        key: str = "",
-        salt: bytes = b"",
-        session: str = "",
         waited: float = 0.0,
         progress: Progress | None = None,
         handed_over: bool = False,
         kv_from: str = "",
         on_delta: Callable[[Delta], None],
+        **kept: Any,
     ) -> int:
+        """Accept a request; it keeps its priority, tier, key, salt and session."""
         with self._lock:
             if len(self._running) >= self.bound:
                 raise QueueFull(f"{len(self._running)} requests wait", 2.0)
@@ -84,20 +82,7 @@ class Double:
             id = next(self._ids)
             self._running.add(id)
             self._left[id] = threading.Event()
-        request = Request(
-            id,
-            tuple(prompt),
-            params,
-            slo,
-            time.monotonic() - waited,
-            seed=0,
-            priority=priority,
-            tier=tier,
-            key=key,
-            limit=1,
-            salt=salt,
-            session=session,
-        )
+        request = Request(id, tuple(prompt), params, slo, time.monotonic() - waited, seed=0, limit=1, **kept)
         self.submitted.append(request)
         threading.Thread(target=self._run, args=(request, on_delta), daemon=True).start()
         return id

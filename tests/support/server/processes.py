@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
+
+from tests.support.timing import PATIENCE
+
 SMALL = (  # the sizes of ALONE of tests/support/server/live.py, so that its programs are in the cache
     "--port 0 --max-model-len 256 --max-num-seqs 8 --max-num-batched-tokens 64 --kv-cache-memory 16MiB "
     "--profile-time 500ms --disable-log-stats"
 )
-JOIN = 60.0  # seconds
+JOIN = PATIENCE
 
 
 def free_ports(count: int) -> list[int]:
@@ -48,11 +52,15 @@ def alive(pid: int) -> bool:
 class Running:
     """A server that is ready."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str, replicas: int) -> None:
-        self.process = process
-        self.url = url
+    def __init__(self, process: subprocess.Popen[str], url: str, replicas: int, log: Path) -> None:
+        self.process, self.url, self.log = process, url, log
         made = children(process.pid)  # fronts are started by the main thread, then engines by others
         self.fronts, self.engines = made[:-replicas], made[-replicas:]
+
+    def total(self, name: str) -> float:
+        """Return the sum of a metric over its labels, asked over a connection of its own."""
+        text = httpx.get(f"{self.url}/metrics", timeout=JOIN, verify=False).text
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"jaxserve:{name}{{"))
 
     def owners(self) -> dict[int, int]:
         """Return the process that has each open connection of this test, by the test's port."""
@@ -83,7 +91,7 @@ def served(flags: str, log: Path, *, replicas: int = 1) -> Iterator[Running]:
         found = (re.search(r"ready at (https?://[\d.:]+)\.", line) for line in process.stdout)
         ready = next((match for match in found if match), None)
         assert ready is not None, log.read_text()[-2000:]
-        yield Running(process, ready[1], replicas)
+        yield Running(process, ready[1], replicas, log)
     finally:
         process.kill()
         process.communicate()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +16,7 @@ from jaxserve.server.keys import Keys
 from jaxserve.server.service import Service
 from jaxserve.server.serving import Ending, listen_on, serve_from_start
 from jaxserve.server.start_times import StartTime
-
-JOIN = 30.0  # seconds
-
-
-def reached(held: Callable[[], bool]) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + JOIN
-    while not held():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+from tests.support.timing import PATIENCE, until
 
 
 class Starting:
@@ -43,8 +33,8 @@ class Starting:
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
-        assert self._opened.wait(JOIN), "the port did not open"
-        self.http = httpx.Client(base_url=self.url, timeout=JOIN, verify=False)
+        assert self._opened.wait(PATIENCE), "the port did not open"
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE, verify=False)
 
     def _main(self) -> None:
         try:
@@ -76,7 +66,7 @@ class Starting:
     def open(self, service: Service) -> None:
         """Let the engine be ready; returns once the service answers."""
         self.call(self._service.set_result, service)
-        reached(lambda: self.ending is not None)
+        until(lambda: self.ending is not None)
 
     def fail(self, error: BaseException) -> None:
         """Let the start fail; returns at the end of the server."""
@@ -89,7 +79,7 @@ class Starting:
         self._join()
 
     def _join(self) -> None:
-        self._thread.join(JOIN)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive(), "the server did not end"
         self._sock.close()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import httpx
 from pydantic import TypeAdapter
 
 if TYPE_CHECKING:
@@ -50,3 +52,18 @@ def response_event() -> TypeAdapter[Any]:
     from openai.types.responses import ResponseStreamEvent
 
     return TypeAdapter(ResponseStreamEvent)
+
+
+def events_of(answer: httpx.Response, valid: TypeAdapter[Any], unknown: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Return the events of a stream, named as their data says, and valid but for the `unknown` types."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        if event["type"] not in unknown:
+            valid.validate_python(event)
+        found.append(event)
+    return found

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from typing import Any
 
+import numpy as np
+
+from jaxserve.structured.constraint import Constraint
+from jaxserve.structured.token_filter import words
 from jaxserve.tokenizer import _byte_alphabet
 
 END = 7  # the id that ends a text; the byte 7 cannot be written
@@ -28,3 +33,15 @@ def tokenizer_json() -> str:
             },
         }
     )  # fmt: skip
+
+
+def bits(mask: Any) -> set[int]:
+    """Return the tokens of a mask."""
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def allowed(constraint: Constraint) -> set[int]:
+    """Return the tokens that a constraint allows next."""
+    mask = np.zeros(words(256), np.int32)
+    constraint.fill(mask)
+    return bits(mask)
