@@ -60,6 +60,9 @@ class Pace:
         return ready if self._first is None else max(ready, self._first + self._budget)
 
 
+GLANCE = 0.5  # seconds after which an item that waits asks again whether there is a hurry
+
+
 async def paced(
     source: AsyncGenerator[T, None],
     due: Callable[[float, T], float],
@@ -83,7 +86,7 @@ async def paced(
                 _, _, ready, item = heappop(waiting)
                 held(clock() - ready)
                 yield item
-            rest = max(0.0, waiting[0][0] - clock()) if waiting else None
+            rest = min(max(0.0, waiting[0][0] - clock()), GLANCE) if waiting else None
             if coming is None:
                 await asyncio.sleep(rest or 0.0)
                 continue

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.thinking import ThinkingEnd, ThinkingMarkers
 from jaxserve.sched.sim.clock import VirtualLoop
-from jaxserve.server.pacing import Pace, paced
+from jaxserve.server.pacing import GLANCE, Pace, paced
 from tests.support.timing import in_time, once_in_time, until
 
 BODY = {"prompt": "def main(", "max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
@@ -114,6 +114,18 @@ def test_a_failure_is_delivered_after_the_computed_tokens():
 def test_hurrying_delivers_at_once():
     made = told(Source([0.0, 0.1, 0.2]), 1.0, hurry=lambda: True)
     assert [at for at, _ in made] == pytest.approx([0.0, 0.1, 0.2], abs=1e-6)
+
+
+def test_a_hurry_that_begins_while_an_item_waits_ends_its_wait():
+    began = list[float]()
+
+    def hurry() -> bool:
+        now = asyncio.get_running_loop().time()
+        began.append(now)
+        return now > began[0] + 2.0
+
+    made = told(Source([0.0, 0.1]), 600.0, hurry=hurry)
+    assert made[0][0] == 0.0 and 2.0 <= made[1][0] <= 2.0 + 2 * GLANCE
 
 
 def test_closing_closes_the_source():
