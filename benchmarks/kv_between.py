@@ -27,6 +27,7 @@ from jaxserve.remote.address import Address
 from jaxserve.remote.process import EngineProcesses
 from jaxserve.remote.replicas import Replicas
 from jaxserve.report.table import print_table
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 
@@ -131,7 +132,7 @@ async def pause(replicas: Replicas, length: int, draw: random.Random) -> float:
             over.set()
 
     prompt = [draw.randrange(8, 4000) for _ in range(length)]
-    replicas.submit(prompt, SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0), slo=SLO(), on_delta=told)
+    replicas.submit(NewRequest(prompt, SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0), SLO()), told)
     await over.wait()
     return times[1] - times[0]
 

@@ -29,6 +29,7 @@ from common import add_output, save
 from jaxserve.config import ServeConfig, load_yaml, preset
 from jaxserve.engine.engine import Engine
 from jaxserve.report.table import print_table
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.slo import NO_SLO, SLO
@@ -101,7 +102,7 @@ def ask(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> float:
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     began = time.perf_counter()
     for prompt in prompts:
-        engine.submit(prompt, params, slo=NO_SLO, on_delta=ended.put)
+        engine.submit(NewRequest(prompt, params, NO_SLO), ended.put)
     left = len(prompts)
     while left:
         left -= ended.get().finish_reason is not None

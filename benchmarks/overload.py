@@ -22,10 +22,11 @@ import numpy as np
 
 from jaxserve.report.table import print_table
 from jaxserve.sched import policies
+from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepResult
 from jaxserve.sched.api.policy import Decision, Limits, Policy, Role, View
-from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request
+from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import Coefficients, GeneralModel

@@ -31,6 +31,7 @@ from jaxserve.generation.generate import (
     cancel,
     check_length,
     gathered,
+    named,
     pieces,
     submit,
 )
@@ -50,10 +51,10 @@ from jaxserve.outputs import (
     logprob_dict,
 )
 from jaxserve.report.progress import bar
+from jaxserve.sched.api.new_request import STANDARD, NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import GIVEN_UP, Delta
 from jaxserve.sched.api.policy import roles_of
-from jaxserve.sched.api.request import STANDARD
 from jaxserve.sched.api.slo import SLO
 from jaxserve.server.metrics_reader import Metric, read_metrics
 from jaxserve.tokenizer import Message, Tokenizer
@@ -164,17 +165,17 @@ class _Base:
             tokens = tokens[-room:]
         check_length(len(tokens), _capped(params, limit - len(tokens)), limit)
         found = self.config.tier(tier or STANDARD)
-        job = Submission(
-            tokens,
+        request = NewRequest(
+            tuple(tokens),
             params,
             found.slo if slo is None else slo,
             found.tier.priority if priority is None else priority,
             found.name,
-            text=prompt.text,
-            salt=salt_of("", prompt.cache_salt),
-            session=session_of("", session_id, {}),
+            named() if request_id is None else request_id,
+            salt_of("", prompt.cache_salt),
+            session_of("", session_id, {}),
         )
-        return job if request_id is None else replace(job, key=request_id)
+        return Submission(request, prompt.text)
 
 
 def _capped(params: SamplingParams, room: int) -> SamplingParams:
@@ -533,7 +534,7 @@ def run_batch(
 def blank_output(job: Submission) -> RequestOutput:
     """Return the output of a job before its first piece."""
     outputs = [CompletionOutput(index) for index in range(job.params.n)]
-    return RequestOutput(job.key, job.text, job.prompt, outputs)
+    return RequestOutput(job.request.key, job.text, list(job.prompt), outputs)
 
 
 def add_piece(whole: RequestOutput, output: CompletionOutput, piece: Piece, tokenizer: Tokenizer) -> None:

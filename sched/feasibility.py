@@ -295,6 +295,10 @@ def tightest_tbt(rows: QueueView) -> float:
     return float(np.minimum.reduce(tbt)) if len(tbt) else inf
 
 
+SHARE = 0.95  # of the tightest TPOT: how long a mixed step of `unified` may be; see `mixed_bound`
+PRESSED = 1.1  # times a step that decodes all rows: the least bound of a mixed step, so that prompts progress
+
+
 def mixed_bound(view: View, share: float = 0.75, stretch: float = 1.0, cushion: float = 0.0, gap: float = inf) -> float:
     """Return the longest time, in seconds, of a step that decodes all rows and prefills prompts too.
 

@@ -37,10 +37,11 @@ from decision_workloads import WORKLOADS, Job, Setting  # noqa: E402
 from jaxserve.report.progress import bar  # noqa: E402
 from jaxserve.sched import admission, policies, routing  # noqa: E402
 from jaxserve.sched.api.errors import InvalidValue  # noqa: E402
+from jaxserve.sched.api.new_request import STANDARD  # noqa: E402
 from jaxserve.sched.api.params import SamplingParams  # noqa: E402
 from jaxserve.sched.api.policy import Limits, Role  # noqa: E402
 from jaxserve.sched.api.preemption import stopping  # noqa: E402
-from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request  # noqa: E402
+from jaxserve.sched.api.request import BEST_EFFORT, Request  # noqa: E402
 from jaxserve.sched.api.slo import SLO, THINKING  # noqa: E402
 from jaxserve.sched.api.thinking import ThinkingEnd  # noqa: E402
 from jaxserve.sched.cluster.cluster import Cluster, Instance  # noqa: E402

@@ -37,11 +37,12 @@ from jaxserve.engine.startup.warmup import Progress as OnProgress
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
 from jaxserve.sched.api.kv_source import KVSource
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.request import STANDARD, Progress, Request
-from jaxserve.sched.api.slo import NO_SLO, SLO
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import NO_SLO
 from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.instance.stats import Counters
@@ -140,7 +141,7 @@ class Engine:
 
         count = 2 * len(self._cluster.cores)
         for _ in range(count):
-            self.submit([0] * 3, REHEARSED, slo=NO_SLO, key=REHEARSAL, on_delta=heard)
+            self.submit(NewRequest((0,) * 3, REHEARSED, NO_SLO, key=REHEARSAL), heard)
         errors = [ended.get() for _ in range(count)]
         if any(errors):
             self.close()
@@ -155,68 +156,34 @@ class Engine:
 
     # requests, from any thread
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        slo: SLO,
-        priority: int = 0,
-        tier: str = STANDARD,
-        key: str = "",
-        salt: bytes = b"",
-        session: str = "",
-        waited: float = 0.0,
-        progress: Progress | None = None,
-        handed_over: bool = False,
-        kv_from: str = "",
-        kv_tokens: int = 0,
-        on_delta: Callable[[Delta], None],
-    ) -> int:
-        """Submit a request and return its id at once.
-
-        `on_delta` is called in the engine's thread. The prefix cache only matches pages of requests
-        with the same `salt`. `session`: its pages stay in the prefix cache for the next request of the same
-        name, within --session-cache-share and --session-timeout. The request counts as having arrived `waited`
-        seconds ago. `progress`: what another engine has done for it; only further tokens are delivered, and they
-        are the ones that the other engine would have generated if `params` has a seed or is greedy.
-        `handed_over`: another engine continues the request, which ends here after its first token, with reason
-        "length". `kv_from`: where a KV source finds the KV of the prompt, of its first `kv_tokens` tokens if that
-        is not 0.
+    def submit(self, new: NewRequest, on_delta: Callable[[Delta], None]) -> int:
+        """Submit a request and return its id at once. `on_delta` is called in the engine's thread.
 
         Structured outputs that are new are compiled first, in another thread. Raises InvalidValue if the request
         cannot be served, QueueFull if too many requests wait,
         Unavailable if no instance responds, and JaxserveError if the engine is shutting down.
         """
+        prompt, params, longest = new.prompt, new.params, self.info.max_model_len
         check_request(self.info, prompt, params)
         if params.structured_outputs is not None:
             self.compiler.check(params.structured_outputs)
-        id, longest = next(self._ids), self.info.max_model_len
-        request = Request(
+        id, now = next(self._ids), self._machine.now()
+        request = Request.of(
+            new,
             id,
-            tuple(prompt),
-            params,
-            slo,
-            self._machine.now() - waited,
+            now - new.waited,
             seed=self._seed_of(params, id),
-            priority=priority,
-            tier=tier,
             eos=self.info.eos,
-            thinking=self.info.thinking.after(prompt) if slo.stages else None,
-            limit=1 if handed_over else min(params.max_tokens or longest, longest - len(prompt)),
-            key=key,
-            salt=salt,
-            session=session,
-            class_=self._classes.of(tier, slo),
-            kv_from=kv_from,
-            kv_tokens=kv_tokens,
+            thinking=self.info.thinking.after(prompt) if new.slo.stages else None,
+            limit=1 if new.handed_over else min(params.max_tokens or longest, longest - len(prompt)),
+            class_=self._classes.of(new.tier, new.slo),
         )
-        if progress is not None:
-            request.resume(progress, self._machine.now())
+        if new.progress is not None:
+            request.resume(new.progress, now)
         with self._lock:
             self._admit()
             self._entering += 1
-            if handed_over:
+            if new.handed_over:
                 self._handed_over.add(id)
             self._listeners[id] = on_delta  # from now on every end of the engine calls it
             self._loop.call_soon_threadsafe(self._enter, request)

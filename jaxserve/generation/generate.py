@@ -11,7 +11,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -19,10 +19,10 @@ from jaxserve.errors import InvalidValue, JaxserveError, short
 from jaxserve.generation.detokenize import TextStream
 from jaxserve.generation.stops import Automaton
 from jaxserve.outputs import RequestMetrics
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
-from jaxserve.sched.api.request import STANDARD, Progress, check_prompt_length
-from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.api.request import check_prompt_length
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -31,21 +31,7 @@ class EngineLike(Protocol):
 
     @property
     def info(self) -> Any: ...
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        slo: SLO,
-        priority: int = 0,
-        tier: str = STANDARD,
-        key: str = "",
-        salt: bytes = b"",
-        session: str = "",
-        waited: float = 0.0,
-        progress: Progress | None = None,
-        on_delta: Callable[[Delta], None],
-    ) -> int: ...
+    def submit(self, new: NewRequest, on_delta: Callable[[Delta], None]) -> int: ...
     def check_outputs(self, prompts: int, n: int) -> None: ...
     def cancel(self, request: int, reason: str = "abort") -> None: ...
     def record(self, request: int) -> RequestMetrics | None: ...
@@ -54,20 +40,25 @@ class EngineLike(Protocol):
 
 @dataclass(frozen=True)
 class Submission:
-    """A prompt with its parameters and scheduling attributes."""
+    """A request for `params.n` outputs, and how they are read."""
 
-    prompt: list[int]
-    params: SamplingParams
-    slo: SLO
-    priority: int = 0
-    tier: str = STANDARD
-    key: str = field(default_factory=lambda: f"gen-{secrets.token_hex(8)}")
+    request: NewRequest
     text: str | None = None  # the original prompt, if it was text
     pace: bool = False  # one piece per token, for token pacing
     stops: Automaton | None = None  # of `params.stop`; None: built by `submit`
-    waited: float = 0.0  # seconds between arrival and submission to the engine
-    salt: bytes = b""  # only requests with the same salt share pages of the prefix cache
-    session: str = ""  # whose turn this is; "": of none
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self.request.prompt
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+
+def named() -> str:
+    """Return a name for a request that has none."""
+    return f"gen-{secrets.token_hex(8)}"
 
 
 class Piece(NamedTuple):
@@ -178,7 +169,7 @@ def submit(
     If one is refused, those before it are cancelled. Output i samples with seed + i. Only the first
     output computes the prompt's log-probabilities.
     """
-    params, prompt, choices = job.params, tuple(job.prompt), list[Choice]()  # one prompt, however many outputs
+    new, params, choices = job.request, job.params, list[Choice]()
     if job.stops is None:
         job = replace(job, stops=Automaton(params.stop))  # shared by all outputs
     for index in range(params.n):
@@ -189,19 +180,11 @@ def submit(
             seed=None if params.seed is None else params.seed + index,
             prompt_logprobs=params.prompt_logprobs if index == 0 else None,
         )
-        key = job.key if params.n == 1 else f"{job.key}-{index}"
+        key = new.key if params.n == 1 else f"{new.key}-{index}"
         try:
             choice.request = engine.submit(
-                prompt,
-                own,
-                slo=job.slo,
-                priority=job.priority,
-                tier=job.tier,
-                key=key,
-                salt=job.salt,
-                session=job.session,
-                waited=job.waited,
-                on_delta=lambda delta, choice=choice: deliver(choice, delta),  # type: ignore[misc]
+                replace(new, params=own, key=key),  # one prompt, however many outputs
+                lambda delta, choice=choice: deliver(choice, delta),  # type: ignore[misc]
             )
         except BaseException:
             cancel(engine, choices)

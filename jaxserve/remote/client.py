@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 from typing import Any, TypeVar
-
-from msgspec import structs
 
 from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.engine.runtime.queue import Queue
@@ -45,11 +42,9 @@ from jaxserve.remote.messages import (
 )
 from jaxserve.remote.reports import Receiver, Update
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
-from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.request import STANDARD, Progress
-from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.scaling.base import Arriving
 from jaxserve.version import __version__
 
@@ -62,41 +57,7 @@ DRIFT = 1e-5  # seconds between two reports by which the clocks of two machines 
 REMEMBERED = 4096  # ended requests with times that `record` has not returned yet
 
 
-class Submitting(ABC):
-    """Makes a message of the arguments of `Engine.submit`."""
-
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        slo: SLO,
-        priority: int = 0,
-        tier: str = STANDARD,
-        key: str = "",
-        salt: bytes = b"",
-        session: str = "",
-        waited: float = 0.0,
-        progress: Progress | None = None,
-        on_delta: Callable[[Delta], None],
-    ) -> int:
-        """Submit a request and return its id. `on_delta` is called on this loop.
-
-        Raises Unavailable if no engine is connected that can take it.
-        """
-        if params.seed is not None:
-            params = replace(params, seed=params.seed & SEEDS)  # what the engine uses, and what a message can hold
-        submit = Submit(
-            0, tuple(prompt), params, slo, priority, tier, key, salt, waited, progress, session=session
-        )  # fmt: skip
-        return self.send(submit, on_delta)
-
-    @abstractmethod
-    def send(self, request: Submit, on_delta: Callable[[Delta], None]) -> int:
-        """Submit a request under an id of its own, and return the id."""
-
-
-class RemoteEngine(Submitting):
+class RemoteEngine:
     """An engine in another process. All methods belong to one loop, unless they say otherwise.
 
     It has the methods of `Engine` that a server uses. `submit` returns before the engine has seen the
@@ -123,7 +84,7 @@ class RemoteEngine(Submitting):
         self._ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._listeners: dict[int, Callable[[Delta], None]] = {}
-        self._last: Submit | None = None  # the last one that was sent whole
+        self._last: NewRequest | None = None  # the last one that was sent whole
         self._gone: str | None = None  # why the connection is lost
         self.on_lost: Callable[[str], None] = lambda why: None
         self.updates: dict[int, Update]  # of all instances, when the engine was connected
@@ -158,8 +119,8 @@ class RemoteEngine(Submitting):
 
     # requests
 
-    def send(self, request: Submit, on_delta: Callable[[Delta], None]) -> int:
-        """Submit a request under an id of its own, and return the id.
+    def submit(self, request: NewRequest, on_delta: Callable[[Delta], None]) -> int:
+        """Submit a request and return its id. `on_delta` is called on this loop.
 
         Raises Unavailable if the connection is lost, or `crowded`.
         """
@@ -167,10 +128,11 @@ class RemoteEngine(Submitting):
             raise Unavailable(f"{self.name} has ended: {self._gone}")
         if self.crowded:
             raise Unavailable(f"{self.name} has not yet read the requests before this one: try again later")
-        id = next(self._ids)
-        request = structs.replace(request, id=id)
-        repeat = Repeat.of(self._last, request)
-        self._send(request if repeat is None else repeat)
+        id, seed = next(self._ids), request.params.seed
+        if seed is not None and not 0 <= seed <= SEEDS:  # what the engine uses, and what a message can hold
+            request = replace(request, params=replace(request.params, seed=seed & SEEDS))
+        repeat = Repeat.of(self._last, id, request)
+        self._send(Submit(id, request) if repeat is None else repeat)
         if repeat is None:
             self._last = request
         self._listeners[id] = on_delta

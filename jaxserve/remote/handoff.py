@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from jaxserve.remote.client import RemoteEngine
-from jaxserve.remote.messages import Submit
 from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.policy import Role
 
 
@@ -21,7 +21,7 @@ def unfit(engines: Mapping[int, RemoteEngine], begun: bool) -> set[int]:
     return {at for at, one in engines.items() if one.kv and all(role is other for role in one.roles)}
 
 
-def splits(request: Submit, engines: Mapping[int, RemoteEngine], replica: int) -> bool:
+def splits(request: NewRequest, engines: Mapping[int, RemoteEngine], replica: int) -> bool:
     """Return whether a replica is to compute only the first token of a request, because others decode.
 
     engines: those that take the request. Requests for log-probabilities of the prompt stay, since
@@ -36,7 +36,7 @@ def splits(request: Submit, engines: Mapping[int, RemoteEngine], replica: int) -
     return most > 1 and replica in prefilling and len(prefilling) < len(engines)
 
 
-def short(request: Submit, engine: RemoteEngine) -> bool:
+def short(request: NewRequest, engine: RemoteEngine) -> bool:
     """Return whether a prompt has no whole page, so that there is nothing to hand over."""
     return len(request.prompt) < engine.info.instances[0].page_size
 

@@ -10,17 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from msgspec import structs
 
 from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.outputs import RequestMetrics
 from jaxserve.remote.reports import InstanceReport
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, QueueFull, Unavailable
-from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.new_request import NewRequest, Progress
 from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.policy import Limits, Role
-from jaxserve.sched.api.request import Progress
-from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.stats import Sizes
 from jaxserve.sched.scaling.base import Arriving
 
@@ -36,19 +33,7 @@ class Submit(Message, frozen=True):
     """The arguments of `Engine.submit`."""
 
     id: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    slo: SLO
-    priority: int
-    tier: str
-    key: str
-    salt: bytes
-    waited: float
-    progress: Progress | None = None
-    handed_over: bool = False  # end it after its first token: another engine continues it
-    kv_from: str = ""  # where the KV of its prompt is
-    kv_tokens: int = 0  # that have KV there; 0: all
-    session: str = ""
+    request: NewRequest
 
 
 class Repeat(Message, frozen=True):
@@ -65,22 +50,18 @@ class Repeat(Message, frozen=True):
     kv_tokens: int = 0
 
     @classmethod
-    def of(cls, last: Submit | None, request: Submit) -> Repeat | None:
+    def of(cls, last: NewRequest | None, id: int, request: NewRequest) -> Repeat | None:
         """Return the shorter form of a request, if it has one after `last`."""
         if last is None or request.prompt is not last.prompt:
             return None
         p = request.params
-        made = cls(
-            request.id, request.key, p.seed, p.prompt_logprobs, request.waited,
-            request.progress, request.handed_over, request.kv_from, request.kv_tokens,
-        )  # fmt: skip
-        return made if made.submit(last) == request else None
+        made = cls(id, request.key, p.seed, p.prompt_logprobs, *(getattr(request, name) for name in _OWN))
+        return made if made.request(last) == request else None
 
-    def submit(self, last: Submit) -> Submit:
+    def request(self, last: NewRequest) -> NewRequest:
         """Return the whole request."""
-        same = {name: getattr(self, name) for name in ("id", "key", *_OWN)}
         params = replace(last.params, seed=self.seed, prompt_logprobs=self.prompt_logprobs)
-        return structs.replace(last, params=params, **same)
+        return replace(last, params=params, key=self.key, **{name: getattr(self, name) for name in _OWN})
 
 
 _OWN = ("waited", "progress", "handed_over", "kv_from", "kv_tokens")

@@ -19,22 +19,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from msgspec import structs
-
 from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.engine.runtime.merged import merged_info, merged_stats, totals
 from jaxserve.outputs import RequestMetrics
 from jaxserve.remote.address import Place
 from jaxserve.remote.board import Board
-from jaxserve.remote.client import REMEMBERED, RemoteEngine, Submitting
+from jaxserve.remote.client import REMEMBERED, RemoteEngine
 from jaxserve.remote.handoff import check_replica_roles, short, splits, unfit
-from jaxserve.remote.messages import Submit
 from jaxserve.remote.reports import Update
 from jaxserve.sched import routing
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, QueueFull, Unavailable
+from jaxserve.sched.api.new_request import NewRequest, Progress
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.request import Progress, Request
+from jaxserve.sched.api.request import Request
 from jaxserve.sched.routing.base import Fleet
 from jaxserve.sched.routing.front import Front
 
@@ -49,7 +47,8 @@ MOVES = 8  # replicas that a request may try before it ends with an error: it ma
 class _Ask:
     """A request and what has arrived for it. Writer: its Replicas."""
 
-    request: Submit  # with its id here
+    id: int  # here
+    request: NewRequest
     arrival: float  # seconds, of time.monotonic
     on_delta: Callable[[Delta], None]
     output: list[int] = field(default_factory=list)
@@ -67,11 +66,7 @@ class _Ask:
     refusal: JaxserveError | None = None
 
     def __post_init__(self) -> None:
-        sent = self.request
-        self.routed = Request(
-            sent.id, sent.prompt, sent.params, sent.slo, self.arrival, priority=sent.priority, tier=sent.tier,
-            salt=sent.salt,
-        )  # fmt: skip
+        self.routed = Request.of(self.request, self.id, self.arrival)
         self.routed.output = self.output
 
     def progress(self, now: float) -> Progress | None:
@@ -82,7 +77,7 @@ class _Ask:
         return Progress(tuple(self.output), first, last, self.scored)
 
 
-class Replicas(Submitting):
+class Replicas:
     """Engines in other processes as one engine. All methods belong to one loop, as those of RemoteEngine."""
 
     def __init__(
@@ -245,12 +240,12 @@ class Replicas(Submitting):
 
     # requests
 
-    def send(self, request: Submit, on_delta: Callable[[Delta], None]) -> int:
-        """Submit a request under an id of its own, and return the id. Raises Unavailable if no engine can take it."""
+    def submit(self, request: NewRequest, on_delta: Callable[[Delta], None]) -> int:
+        """Submit a request, as to a `RemoteEngine`, and return its id. Raises Unavailable if no engine can take it."""
         id, now, params, progress = next(self._ids), time.monotonic(), request.params, request.progress
         if params.seed is None:
             params = replace(params, seed=zlib.crc32(f"{self._seed} {id}".encode()))
-        ask = _Ask(structs.replace(request, id=id, params=params), now - request.waited, on_delta)
+        ask = _Ask(id, replace(request, params=params), now - request.waited, on_delta)
         if progress is not None:
             ask.output += progress.output
             ask.scored = progress.scored
@@ -313,13 +308,15 @@ class Replicas(Submitting):
         """Send a request to the engine of an instance. The engine may use another one of its own."""
         now, replica = time.monotonic(), self._front.group(instance)
         engine = self._engines[replica]
-        request = structs.replace(ask.request, waited=now - ask.arrival, progress=ask.progress(now))
         if not ask.output:
             self._plan(ask, replica)
         handed_over = ask.split = ask.split and not ask.output
         kv_from, kv_tokens = self._kv_of(ask, instance)
-        request = structs.replace(request, handed_over=handed_over, kv_from=kv_from, kv_tokens=kv_tokens)
-        ask.engine, ask.remote = engine, engine.send(request, partial(self._told, ask, engine))
+        request = replace(
+            ask.request, waited=now - ask.arrival, progress=ask.progress(now), handed_over=handed_over, kv_from=kv_from,
+            kv_tokens=kv_tokens,
+        )  # fmt: skip
+        ask.engine, ask.remote = engine, engine.submit(request, partial(self._told, ask, engine))
         self._front.sent(instance, ask.routed, ask.remote)
 
     def _kv_of(self, ask: _Ask, instance: int) -> tuple[str, int]:
@@ -366,18 +363,18 @@ class Replicas(Submitting):
                 if found is not None:
                     self._start(ask, found)
                     return
-                delta = Delta(ask.request.id, finish_reason=UNAVAILABLE, error=self.ailment)
+                delta = Delta(ask.id, finish_reason=UNAVAILABLE, error=self.ailment)
             if delta.finish_reason == UNAVAILABLE and ask.cancelled is not None:
-                delta = Delta(ask.request.id, finish_reason=ask.cancelled)
-            del self._asks[ask.request.id]
-            self._over[ask.request.id] = ask
+                delta = Delta(ask.id, finish_reason=ask.cancelled)
+            del self._asks[ask.id]
+            self._over[ask.id] = ask
             if len(self._over) > REMEMBERED:
                 self._over.popitem(last=False)
-        ask.on_delta(delta._replace(request=ask.request.id))
+        ask.on_delta(delta._replace(request=ask.id))
 
     def _handed_over(self, ask: _Ask, delta: Delta) -> int | None:
         """Pass on the first token of a request that continues elsewhere, and return where."""
-        ask.on_delta(delta._replace(request=ask.request.id, finish_reason=None))
+        ask.on_delta(delta._replace(request=ask.id, finish_reason=None))
         return None if ask.cancelled is not None else self._pick(ask)
 
     def _continues(self, ask: _Ask, engine: RemoteEngine, delta: Delta) -> bool:

@@ -48,6 +48,7 @@ from jaxserve.remote.messages import (
 )
 from jaxserve.remote.reports import Feed, InstanceReport
 from jaxserve.sched.api.errors import JaxserveError, Unavailable
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.scaling.base import Arrivals
@@ -145,10 +146,10 @@ class EngineServer:
             self._retiring = None
             self._tell_all()
 
-    def arrived(self, message: Submit) -> None:
+    def arrived(self, request: NewRequest) -> None:
         """Count a request, unless it continues here."""
-        if message.progress is None:
-            self._arrivals.count(len(message.prompt), message.slo.ttft, self.engine.now)
+        if request.progress is None:
+            self._arrivals.count(len(request.prompt), request.slo.ttft, self.engine.now)
 
     async def _retire(self, patience: float) -> None:
         end = asyncio.get_running_loop().time() + patience
@@ -228,7 +229,7 @@ class _Front:
         self._deltas: list[Delta] = []  # to send
         self._ended: dict[int, RequestMetrics] = {}  # likewise
         self._flushing = False
-        self._last: Submit | None = None  # the last one that came whole
+        self._last: NewRequest | None = None  # the last one that came whole
         self._calls = set[asyncio.Task[None]]()
         self.follows = False
         self._mark = self._reported = -1  # the last request that has entered the engine, and that a Report said so of
@@ -258,7 +259,7 @@ class _Front:
             self.connection.close(f"a message that cannot be decoded: {error}")
             return
         match message:
-            case Submit() if message.params.structured_outputs is not None:
+            case Submit() if message.request.params.structured_outputs is not None:
                 self._compile(message)
             case Submit():
                 self._submit(message)
@@ -290,9 +291,9 @@ class _Front:
         if isinstance(message, Repeat):
             if self._last is None:
                 raise ValueError("a Repeat before a Submit")
-            return message.submit(self._last)
+            return Submit(message.id, message.request(self._last))
         if isinstance(message, Submit):
-            self._last = message
+            self._last = message.request
         return message
 
     def _cancel(self, message: Cancel) -> None:
@@ -317,7 +318,7 @@ class _Front:
 
     def _compile(self, message: Submit) -> None:
         """Submit a request once its structured outputs are compiled, without keeping the engine's thread waiting."""
-        wanted = message.params.structured_outputs
+        wanted = message.request.params.structured_outputs
         assert wanted is not None
         compiling = self._engine.machine.compiler.compile(wanted)
         if compiling.done():
@@ -338,26 +339,11 @@ class _Front:
             self._loop.call_soon_threadsafe(call)
 
     def _submit(self, message: Submit) -> None:
-        self._server.arrived(message)
+        self._server.arrived(message.request)
         try:
             if self._server.retiring:
                 raise Unavailable(LEAVING)
-            id = self._engine.submit(
-                message.prompt,
-                message.params,
-                slo=message.slo,
-                priority=message.priority,
-                tier=message.tier,
-                key=message.key,
-                salt=message.salt,
-                session=message.session,
-                waited=message.waited,
-                progress=message.progress,
-                handed_over=message.handed_over,
-                kv_from=message.kv_from,
-                kv_tokens=message.kv_tokens,
-                on_delta=partial(self._told, message.id),
-            )
+            id = self._engine.submit(message.request, partial(self._told, message.id))
         except JaxserveError as error:
             self._send(Refused(message.id, Failure.of(error)))
         else:

@@ -22,6 +22,7 @@ from jaxserve.generation.vectors import (
     similarity,
     vector_of,
 )
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.server.answers import Answer, Gathered
 from jaxserve.server.documented import body_schema
 from jaxserve.server.embedding_bodies import EmbeddingBody, Pooling, PoolingBody, ScoreBody
@@ -106,7 +107,11 @@ async def _prepare(service: Service, body: Pooling, request: Request) -> VectorA
             for text, tokens in await texts:
                 check_length(len(tokens), params, engine.info.max_model_len)
                 key = f"{name}-{sum(map(len, jobs))}"
-                jobs[-1].append(Submission(tokens, params, goals.slo, goals.priority, goals.tier, key, text, salt=salt))
+                jobs[-1].append(
+                    Submission(
+                        NewRequest(tuple(tokens), params, goals.slo, goals.priority, goals.tier, key, salt), text
+                    )
+                )
         except InvalidValue as error:
             if error.param == "prompt":  # of a check of lengths
                 raise InvalidValue(str(error), one) from error

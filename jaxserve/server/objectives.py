@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import ECHO, InvalidValue, short
-from jaxserve.sched.api.request import STANDARD
+from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.slo import LONGEST, SHORTEST, SLO
 from jaxserve.server.openai import Timed
 from jaxserve.settings.tiers import stages_over

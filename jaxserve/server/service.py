@@ -19,6 +19,7 @@ from jaxserve.generation.session import session_of
 from jaxserve.generation.stops import Automaton
 from jaxserve.remote.replicas import Replicas
 from jaxserve.remote.rolling import Rolling
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
 from jaxserve.server.arrival import arrived_at_start
@@ -130,17 +131,10 @@ class Service:
             key = name if len(prompts) == 1 else f"{name}-{number}"
             jobs.append(
                 Submission(
-                    tokens,
-                    params,
-                    goals.slo,
-                    goals.priority,
-                    goals.tier,
-                    key,
+                    NewRequest(tuple(tokens), params, goals.slo, goals.priority, goals.tier, key, salt, session),
                     text,
                     goals.pace,
                     stops,
-                    salt=salt,
-                    session=session,
                 )
             )
         return Answer(
@@ -188,7 +182,8 @@ class Service:
         arrived = arrived_at_start.get() or time.monotonic()
         async with self._traced(answer), self.stage.admitted(answer.client, outputs, tokens) as client:
             waited = time.monotonic() - arrived
-            streams = [pieces(self.engine, self.tokenizer, replace(job, waited=waited), mailbox) for job in answer.jobs]
+            jobs = [replace(job, request=replace(job.request, waited=waited)) for job in answer.jobs]
+            streams = [pieces(self.engine, self.tokenizer, job, mailbox) for job in jobs]
             if len(streams) == 1:
                 async with aclosing(streams[0]) as only:
                     async for piece in only:
@@ -237,8 +232,8 @@ class Service:
             pace = paces.get((number, piece.choice))
             if pace is None:
                 job = answer.jobs[number]
-                thinking = markers.after(job.prompt) if job.slo.stages else None
-                pace = paces[number, piece.choice] = Pace(job.slo, thinking)
+                thinking = markers.after(job.prompt) if job.request.slo.stages else None
+                pace = paces[number, piece.choice] = Pace(job.request.slo, thinking)
             return pace.due(ready, piece.tokens)
 
         return paced(self.generate(answer), due, hurry=lambda: self.draining, held=self.metrics.held)

@@ -5,12 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 
-def attainment(stats: Any) -> float:
-    """Return the share of ended requests that attained their objectives, aborted ones excluded; NaN for none."""
-    ended = sum(count for reason, count in stats.finished.items() if reason != "abort")
-    return float(stats.attained) / ended if ended else float("nan")
-
-
 class StatsLine:
     """The statistics line that a server logs every ten seconds unless it is idle."""
 
@@ -35,7 +29,7 @@ class StatsLine:
         return (
             f"prompt {(mine[1] - last[1]) / span:.1f} tokens/s, generation {(mine[2] - last[2]) / span:.1f} tokens/s, "
             f"running {stats.running}, waiting {stats.waiting}, KV cache {stats.kv_usage:.1%}, prefix hits {hits:.1%}, "
-            f"SLO attained {attainment(stats):.1%}{self._drafted(counters)}"
+            f"SLO attained {stats.attainment:.1%}{self._drafted(counters)}"
         )
 
     def _drafted(self, counters: Any) -> str:

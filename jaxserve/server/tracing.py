@@ -164,7 +164,7 @@ def _attributes(trace: Trace) -> dict[str, Any]:
     if not trace.ended:
         return made
     one = trace.ended[0]
-    params, times, slo = one.job.params, one.times, one.job.slo
+    params, times, slo = one.job.params, one.times, one.job.request.slo
     prompts = {ended.number: len(ended.job.prompt) for ended in trace.ended}
     made |= {
         "gen_ai.request.n": params.n,
@@ -175,7 +175,7 @@ def _attributes(trace: Trace) -> dict[str, Any]:
             len(ended.times.token_times) for ended in trace.ended if ended.job.params.pooling is None
         ),
         "gen_ai.response.finish_reasons": [ended.reason or "" for ended in trace.ended],
-        "jaxserve.tier": one.job.tier,
+        "jaxserve.tier": one.job.request.tier,
         "jaxserve.cached_tokens": times.cached,
     }
     if params.max_tokens is not None:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.api.request import BEST_EFFORT, STANDARD
+from jaxserve.sched.api.new_request import STANDARD
+from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.api.slo import ANSWER, NO_SLO, SLO, THINKING
 from jaxserve.yamlio import load_yaml, seconds
 

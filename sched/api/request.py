@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 from .acceptance import Drafts
 from .errors import InvalidValue
+from .new_request import STANDARD, NewRequest, Progress
 from .params import SamplingParams
 from .pooling import Pooled
 from .slo import ANSWER, SLO, THINKING, deadline
 from .thinking import ThinkingEnd
 
 BEST_EFFORT = "best_effort"
-STANDARD = "standard"
 
 
 class State(Enum):
@@ -25,15 +25,6 @@ class State(Enum):
     RUNNING = "running"  # holds pages and a slot
     TRANSFERRING = "transferring"  # prompt computed, KV held until it is on another instance
     FINISHED = "finished"
-
-
-class Progress(NamedTuple):
-    """What another engine has done for a request before this one gets it, for example before it died."""
-
-    output: tuple[int, ...]  # tokens that it has generated
-    first: float = 0.0  # seconds since the first of them
-    last: float = 0.0  # seconds since the last of them
-    scored: int = 0  # prompt positions with reported log-probabilities
 
 
 class RequestView(Protocol):
@@ -219,6 +210,25 @@ class Request:
         self.token_times: list[float] = []
         self.finish_reason: str | None = None
         self.error: str | None = None
+
+    @classmethod
+    def of(cls, new: NewRequest, id: int, arrival: float, **more: Any) -> Request:
+        """Create a waiting request from what was asked. more: see above."""
+        return cls(
+            id,
+            new.prompt,
+            new.params,
+            new.slo,
+            arrival,
+            priority=new.priority,
+            tier=new.tier,
+            key=new.key,
+            salt=new.salt,
+            session=new.session,
+            kv_from=new.kv_from,
+            kv_tokens=new.kv_tokens,
+            **more,
+        )
 
     def __repr__(self) -> str:
         return (

@@ -14,11 +14,9 @@ import numpy as np
 from ..api.instance_view import InstanceView
 from ..api.policy import Role
 from ..api.request import Request
-from ..feasibility import GRID, decode_load, largest_chunk, mixed_bound, promised, remaining_work
+from ..feasibility import GRID, PRESSED, SHARE, decode_load, largest_chunk, mixed_bound, promised, remaining_work
 from ..perf.recursive import Recursive
 
-SHARE = 0.95  # share of the tightest tpot: assumed length of a mixed step while prompts wait
-PRESSED = 1.1  # times a decode-only step: least assumed length of a mixed step
 BEFOREHAND = (1.0, 1.0, 1.0, 0.0, 1.0, 0.0)  # prior shares of the waits, and prior seconds of host time
 SURE = 3.0  # weight of the prior, in requests
 FORGETTING = 0.98  # halves the weight of a request after 34 others

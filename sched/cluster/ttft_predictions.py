@@ -6,8 +6,9 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf, log2
 from statistics import median
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+from ..api.metric import GAUGE, Metric, row, summary
 from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request
 from .first_tokens import Shares, Waits
@@ -22,10 +23,28 @@ class Accuracy:
     """Accuracy of the predictions on one path. Times are seconds from arrival to first token, summed."""
 
     count: int = 0
-    predicted: float = 0.0
-    measured: float = 0.0
+    predicted: float = summary(
+        "predicted_ttft_seconds", "Predicted time to first token, when the prompt was routed.", of="count"
+    )
+    measured: float = summary(
+        "measured_ttft_seconds", "Measured time to first token of requests with a prediction.", of="count"
+    )
     errors: float = 0.0  # |predicted - measured| / measured, summed
-    median: float | None = None  # of the last RECENT errors; None before the first
+    median: float | None = row(  # None before the first
+        GAUGE,
+        "ttft_prediction_median_error",
+        f"Median relative error of the latest {RECENT} TTFT predictions.",
+        default=None,
+    )
+
+    DERIVED: ClassVar = (
+        Metric(
+            GAUGE,
+            "ttft_prediction_mape",
+            "Mean absolute error of predicted TTFT, relative to the measured TTFT.",
+            attribute="mape",
+        ),
+    )
 
     @property
     def mape(self) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
+from ..api.metric import COUNTER, HISTOGRAM, counter, row, summary
 from ..api.perf import Load
 from .session_pins import PinTotals
 from .step_builder import BuiltStep
@@ -29,31 +30,47 @@ class Sizes(list[int]):
 class Counters:
     """Cumulative counters of tokens, steps and seconds."""
 
-    steps: int = 0
-    prompt_tokens: int = 0  # prompt tokens computed
+    steps: int = counter("steps", "Steps of all instances.")
+    prompt_tokens: int = counter("computed_prompt_tokens", "Prompt tokens computed, including again after preemptions.")
     generated_tokens: int = 0
-    surplus_tokens: int = 0  # computed for requests that had already finished
-    preemptions: int = 0  # requests that lost their KV under page pressure
-    demotions: int = 0  # requests made best effort, on arrival or later
-    suspended: int = 0  # steps suspended at a segment boundary
-    resumed: int = 0
+    surplus_tokens: int = counter("surplus_tokens", "Tokens computed for requests that had already ended.")
+    preemptions: int = counter("num_preemptions", "Preemptions, each of which dropped the KV of a request.")
+    demotions: int = counter("demotions", "Requests demoted to best effort, on arrival or later.")
+    suspended: int = counter("preempted_steps", "Prefill steps stopped at a segment boundary for more urgent work.")
+    resumed: int = counter("resumed_steps", "Stopped prefill steps that were resumed.")
     asked: int = 0  # steps asked to stop that have stopped or ended since
     blocking: float = 0.0  # seconds between the two
-    blocked: Sizes = field(default_factory=lambda: Sizes((0,) * (len(BLOCKING) + 1)))  # histogram over BLOCKING
+    blocked: Sizes = row(
+        HISTOGRAM,
+        "preemption_blocking_seconds",
+        "Time from requesting that a prefill step stops until it has stopped or completed.",
+        {"edges": BLOCKING, "of": "blocking"},
+        default_factory=lambda: Sizes((0,) * (len(BLOCKING) + 1)),
+    )
     tokens: int = 0  # computed in steps: prefill, decode and draft tokens
-    sizes: Sizes = field(default_factory=Sizes)
-    drafts: int = 0  # drafts verified
-    drafted: int = 0  # tokens
-    accepted: int = 0  # drafted tokens that were accepted
-    accepted_at: Sizes = field(default_factory=lambda: Sizes((0,) * POSITIONS))  # accepted, by position
-    rebuilds: int = 0  # KV pools rebuilt after a step raised
-    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
-    prefix_hits: int = 0  # prompt tokens found in the prefix cache
-    pins_expired: int = 0  # sessions whose pin became too old
-    pins_displaced: int = 0  # sessions whose pin made room for that of a more recent one
-    pins_evicted: int = 0  # pages that running requests took although they were pinned
-    predicted_seconds: float = 0.0  # of completed steps
-    measured_seconds: float = 0.0
+    sizes: Sizes = row(
+        HISTOGRAM, "iteration_tokens_total", "Tokens per step.", {"edges": SIZES, "of": "tokens"}, default_factory=Sizes
+    )
+    drafts: int = counter("spec_decode_num_drafts", "Drafts verified.")
+    drafted: int = counter("spec_decode_num_draft_tokens", "Draft tokens proposed.")
+    accepted: int = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+    accepted_at: Sizes = row(
+        COUNTER,
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Draft tokens accepted, by position in the draft.",
+        {"label": "position"},
+        default_factory=lambda: Sizes((0,) * POSITIONS),
+    )
+    rebuilds: int = counter("pool_rebuilds", "KV pools rebuilt after a failed step.")
+    prefix_queries: int = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+    prefix_hits: int = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+    pins_expired: int = counter("session_pins_expired", "Sessions whose pages were kept for --session-timeout.")
+    pins_displaced: int = counter(
+        "session_pins_displaced", "Sessions whose pages gave way to those of more recent ones (--session-cache-share)."
+    )
+    pins_evicted: int = counter("session_pinned_pages_evicted", "Pages of sessions that running requests needed.")
+    predicted_seconds: float = summary("predicted_step_seconds", "Predicted step times.", of="steps")
+    measured_seconds: float = summary("measured_step_seconds", "Measured step times.", of="steps")
 
     def count(self, granted: BuiltStep) -> None:
         """Record the preemptions and the prefix-cache hits of a planned step."""

@@ -27,6 +27,8 @@ from ..api.request import BEST_EFFORT, State
 from ..feasibility import (
     BEHIND,
     NO_ROWS,
+    PRESSED,
+    SHARE,
     Mask,
     deadlines,
     decode_load,
@@ -49,9 +51,8 @@ from ..feasibility import (
 from ..perf.scaled import Scaled
 
 CYCLE = 20.0  # seconds; `ageing` is a share of each cycle
-SHARE, STRETCH = 0.95, 1.2  # of the TPOT: see feasibility.mixed_bound
+STRETCH = 1.2  # of the TPOT: see feasibility.mixed_bound
 WAIT = 0.95  # of the time that a new prompt can wait for a step
-PRESSED = 1.1  # of a step of all rows: the least bound on mixed instances, so that prompts progress
 GAP = 0.45  # of the TBT: a request that joins waits for the running step and for its own
 SLOWEST = 0.05  # of an instance's speed: least speed assumed for piggybacked prompts, so that they can be ordered
 SOON = 0.5  # seconds

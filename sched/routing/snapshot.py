@@ -11,9 +11,10 @@ import numpy as np
 
 from ..api.acceptance import PRIOR
 from ..api.instance_view import InstanceView
+from ..api.new_request import STANDARD
 from ..api.perf import Array, PerfModel
 from ..api.policy import Limits, Order, QueueView, Role, View
-from ..api.request import BEST_EFFORT, STANDARD, Request, RequestView, State, tightest
+from ..api.request import BEST_EFFORT, Request, RequestView, State, tightest
 from ..api.slo import ANSWER, SLO
 
 COPIED = ("ttft", "tbt", "tpot", "tightest", "deadline", "remaining", "context", "length", "running", "hit")

@@ -13,6 +13,7 @@ from ..api.perf import Load, PerfModel
 from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request, RequestView, State
 from ..feasibility import (
+    SHARE,
     deadlines,
     decode_load,
     joined,
@@ -24,7 +25,7 @@ from ..feasibility import (
     tightest_tpot,
     with_prompt,
 )
-from ..policies.unified import GAP, SHARE, SLOWEST, SOON, STRETCH
+from ..policies.unified import GAP, SLOWEST, SOON, STRETCH
 from .base import Fleet, Move, Router
 from .role_balancer import FULL, QUIET, RoleBalancer
 

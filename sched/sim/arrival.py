@@ -10,7 +10,8 @@ from typing import overload
 import numpy as np
 
 from ..api.errors import InvalidValue
-from ..api.request import BEST_EFFORT, STANDARD
+from ..api.new_request import STANDARD
+from ..api.request import BEST_EFFORT
 from ..api.slo import SLO
 from .draws import MAX_PROMPT
 

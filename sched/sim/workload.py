@@ -13,7 +13,8 @@ from typing import overload
 import numpy as np
 
 from ..api.errors import InvalidValue
-from ..api.request import BEST_EFFORT, STANDARD
+from ..api.new_request import STANDARD
+from ..api.request import BEST_EFFORT
 from ..api.slo import SLO, THINKING
 from .arrival import DEFAULT_SLO, Arrival, BlockTokens, best_effort, scale, scale_slo, validate
 from .draws import MAX_PROMPT, Arrivals, Lengths, Tail

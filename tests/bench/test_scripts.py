@@ -85,15 +85,6 @@ def test_scheduler_cost(repo: Path, tmp_path: Path) -> None:
     assert found["program"][0]["admitted"] > 0
 
 
-def test_growth(repo: Path, tmp_path: Path) -> None:
-    """Each row grows one of three; memory grows with all."""
-    sizes = "--replicas 4 16 --in-flight 40 160 --pages 640 2560 --base 4 40 640 --requests 8 --reports 2"
-    rows = results(repo, tmp_path, "growth", sizes, timeout=120)[1]["rows"]
-    assert [row["grown"] for row in rows] == [grown for grown in ("replicas", "in_flight", "pages") for _ in range(2)]
-    for small, large in zip(rows[::2], rows[1::2], strict=True):
-        assert large["memory"] > small["memory"] > 0 < small["route_us"]
-
-
 def test_simulation_cost(repo: Path, tmp_path: Path) -> None:
     flags = "--policies distserve --requests 20"
     rows = results(repo, tmp_path, "simulation_cost", flags, timeout=120)[1]["rows"]
@@ -224,15 +215,6 @@ def test_a_short_storm_passes(repo: Path, tmp_path: Path) -> None:
     assert "all checks passed" in said
     assert found["requests"] > 5 and found["ends"] and found["wrong"] == []
     assert found["role_changes"] > 3 and found["after"]["moved"] > 0
-
-
-@pytest.mark.full
-def test_cpu_floor(repo: Path, tmp_path: Path) -> None:
-    _, found = results(repo, tmp_path, "cpu_floor", "--tokens 1 64 --repeats 1", timeout=120)
-    one, many = found["rows"]
-    assert one["kv_s"] > 0 == many["kv_s"]  # a step of 64 tokens is prefill
-    assert one["weights_s"] == pytest.approx(found["bytes"] / found["bandwidth"])
-    assert many["flops"] == 64 * one["flops"] == 32 * found["bytes"]  # two FLOPs per number of four bytes
 
 
 @pytest.mark.full

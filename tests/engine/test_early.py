@@ -19,6 +19,7 @@ from jaxserve.engine.startup import assemble, warmup
 from jaxserve.engine.startup.calls import Rung
 from jaxserve.engine.startup.compiled import compile_counter
 from jaxserve.engine.startup.warmup import Ladder
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import NO_SLO
 from jaxserve.sched.journal import replay
@@ -159,9 +160,9 @@ def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(
             for length in (3, 40, 100):
                 params = SamplingParams(temperature=0.0, max_tokens=4)
                 engine.submit(
-                    list(range(5, 5 + length)), params, slo=NO_SLO,
-                    on_delta=lambda delta: delta.finish_reason and ended.put(delta.error),
-                )  # fmt: skip
+                    NewRequest(range(5, 5 + length), params, NO_SLO),
+                    lambda delta: delta.finish_reason and ended.put(delta.error),
+                )
             assert [ended.get(timeout=60) for _ in range(3)] == [None] * 3
             asked += 1
         assert stats.programs_later > 0 and stats.compilations_after_warmup == 0

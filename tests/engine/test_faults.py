@@ -15,6 +15,7 @@ from jaxserve.engine.startup import assemble
 from jaxserve.engine.startup.assemble import Machine
 from jaxserve.errors import JaxserveError, QueueFull
 from jaxserve.sched.api.errors import Unavailable
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta, StepPlan
 from jaxserve.sched.api.slo import NO_SLO
 from tests.support.engine.faults import LONG, PARAMS, HangingDevice, Starter, Submitted
@@ -123,7 +124,7 @@ def test_every_request_ends_when_the_engine_dies(start: Starter, error: BaseExce
     def hand_in() -> None:
         while not over.is_set():
             try:
-                engine.submit([5] * 5, PARAMS, slo=NO_SLO, on_delta=heard)
+                engine.submit(NewRequest([5] * 5, PARAMS, NO_SLO), heard)
             except QueueFull:
                 time.sleep(0.001)
             except JaxserveError as refused:

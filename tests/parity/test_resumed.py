@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.new_request import Progress
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.request import ANSWER, THINKING, Progress, Request
+from jaxserve.sched.api.request import ANSWER, THINKING, Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.thinking import ThinkingEnd
 from tests.support.parity.asks import ROOMY, TIGHT, alone, asks, begun, setup

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.sched.api.request import BEST_EFFORT, STANDARD
+from jaxserve.sched.api.new_request import STANDARD
+from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.instance.step_builder import evict_best_effort
 from tests.support.examples import cases

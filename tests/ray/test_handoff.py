@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jaxserve.config import ServeConfig
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from tests.support.server.told import Told
@@ -46,7 +47,7 @@ def test_tokens_pages_and_a_killed_peer(engines: Any, whole: list[int]) -> None:
     async def asked(replicas: Any, count: int) -> list[Told]:
         told = [Told() for _ in range(count)]
         for one in told:
-            replicas.submit(PROMPT, PARAMS, slo=SLO(), on_delta=one)
+            replicas.submit(NewRequest(PROMPT, PARAMS, SLO()), one)
         await asyncio.gather(*(one.begun.wait() for one in told))
         return told
 

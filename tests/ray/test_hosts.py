@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jaxserve.config import ServeConfig
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from tests.support.server.told import Told
@@ -43,7 +44,7 @@ def expected(prompt: range, params: SamplingParams, small: dict[str, Any]) -> li
 
         async def work() -> None:
             loop = asyncio.get_running_loop()
-            engine.submit(prompt, params, slo=SLO(), on_delta=lambda delta: loop.call_soon_threadsafe(told, delta))
+            engine.submit(NewRequest(prompt, params, SLO()), lambda delta: loop.call_soon_threadsafe(told, delta))
             await told.ended.wait()
 
         asyncio.run(work())
@@ -63,7 +64,7 @@ def test_a_mesh_over_two_nodes_serves_and_comes_back(two_nodes: Any, small: dict
 
     async def tokens(replicas: Replicas) -> list[int]:
         told = Told()
-        replicas.submit(range(20, 60), params, slo=SLO(), on_delta=told)
+        replicas.submit(NewRequest(range(20, 60), params, SLO()), told)
         await told.ended.wait()
         return told.tokens
 

@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.remote.board import Scale
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from tests.support.server.told import Told
@@ -44,7 +45,7 @@ def test_engines_start_and_stop(cluster: Any, small: dict[str, Any], monkeypatch
         told = list[Told]()
         while not patience() or len(told) < 8:
             told.append(Told())
-            replicas.submit(range(20, 50), PARAMS, slo=SLO(), on_delta=told[-1])
+            replicas.submit(NewRequest(range(20, 50), PARAMS, SLO()), told[-1])
             await asyncio.sleep(0.1)
         await asyncio.gather(*(one.ended.wait() for one in told))
         assert len({tuple(one.tokens) for one in told}) == 1 and len(told[0].tokens) == 60

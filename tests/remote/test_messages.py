@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Promise, Stats
 from jaxserve.outputs import RequestMetrics
@@ -38,6 +37,7 @@ from jaxserve.remote.messages import (
 )
 from jaxserve.remote.reports import Columns, InstanceReport
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, QueueFull, StepFailed, Unavailable
+from jaxserve.sched.api.new_request import NewRequest, Progress
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
 from jaxserve.sched.api.policy import Limits, Role
@@ -86,9 +86,8 @@ DELTAS = st.builds(
 )
 METRICS = st.builds(RequestMetrics, SECONDS, st.none() | SECONDS, SECONDS, SECONDS, st.lists(SECONDS).map(tuple), IDS)
 ROLES = st.dictionaries(st.integers(0, 9), st.sampled_from(Role))
-SUBMIT = st.builds(
-    Submit,
-    IDS,
+REQUEST = st.builds(
+    NewRequest,
     TOKENS,
     PARAMS,
     SLOS,
@@ -96,13 +95,15 @@ SUBMIT = st.builds(
     st.text(),
     st.text(),
     st.binary(max_size=32),
+    st.text(),
     SECONDS,
-    st.none(),
+    st.none() | st.builds(Progress, TOKENS, SECONDS, SECONDS, IDS),
     st.booleans(),
     st.text(),
+    IDS,
 )
 FRONT = (
-    SUBMIT
+    st.builds(Submit, IDS, REQUEST)
     | st.builds(Prefetch, TOKENS, st.binary(max_size=32), st.text())
     | st.builds(Cancel, IDS, st.text())
     | st.builds(Repeat, IDS, st.text(), st.none() | IDS, st.none() | st.integers(0, 20), SECONDS)
@@ -167,9 +168,9 @@ def test_other_values_are_refused(frame: bytes) -> None:
 
 
 def test_values_are_checked_as_they_arrive() -> None:
-    frame = encode(Submit(1, (1,), SamplingParams(), SLO(), 0, "standard", "", b"", 0.0))
+    frame = encode(Submit(1, NewRequest((1,), SamplingParams(), SLO())))
     hostile = msgspec.msgpack.decode(frame)
-    hostile[3]["top_p"] = 7.0
+    hostile[2]["params"]["top_p"] = 7.0
     with pytest.raises(msgspec.ValidationError, match=r"top_p=7.0 must be above 0 and at most 1"):
         decode_from_front(encode(hostile))
 
@@ -189,12 +190,12 @@ def test_an_error_of_a_subclass_arrives_as_the_nearest_known_one() -> None:
     assert type(found) is JaxserveError and str(found) == "a step failed"
 
 
-@given(SUBMIT, IDS, st.none() | st.integers(0, 2**63 - 1))
-def test_an_output_of_the_same_prompt_is_told_without_it(last: Submit, id: int, seed: int | None) -> None:
+@given(REQUEST, IDS, st.none() | st.integers(0, 2**63 - 1))
+def test_an_output_of_the_same_prompt_is_told_without_it(last: NewRequest, id: int, seed: int | None) -> None:
     params = replace(last.params, seed=seed, prompt_logprobs=None)
-    request = structs.replace(last, id=id, key="k-1", params=params, waited=1.0)
-    repeat = Repeat.of(last, request)
-    assert repeat is not None and repeat.submit(last) == request
-    assert Repeat.of(None, request) is None
-    assert Repeat.of(last, structs.replace(request, priority=last.priority + 1)) is None
-    assert Repeat.of(last, structs.replace(request, prompt=(*last.prompt, 1))) is None
+    request = replace(last, key="k-1", params=params, waited=1.0)
+    repeat = Repeat.of(last, id, request)
+    assert repeat is not None and repeat.request(last) == request and repeat.id == id
+    assert Repeat.of(None, id, request) is None
+    assert Repeat.of(last, id, replace(request, priority=last.priority + 1)) is None
+    assert Repeat.of(last, id, replace(request, prompt=(*last.prompt, 1))) is None

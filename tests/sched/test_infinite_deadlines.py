@@ -12,9 +12,10 @@ import pytest
 
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request, State
+from jaxserve.sched.api.request import BEST_EFFORT, Request, State
 from jaxserve.sched.api.slo import ANSWER, LONGEST, NO_SLO, SHORTEST, SLO, THINKING
 from jaxserve.sched.api.thinking import ThinkingEnd
 from jaxserve.sched.sim.executor import END_THINKING

@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.classes import ERRORS, PHASES, SLACK, Tallies
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.request import Request
@@ -174,12 +175,8 @@ def test_clients_cannot_make_classes(live):
     ended: list[Delta] = []
     for n in range(5):  # a program in the same process is not checked by the server
         live.engine.submit(
-            [5, 6, 7],
-            SamplingParams(max_tokens=1),
-            slo=SLO(1.0 + n),
-            tier=f"theirs-{n}",
-            key=f"k{n}",
-            on_delta=ended.append,
+            NewRequest([5, 6, 7], SamplingParams(max_tokens=1), SLO(1.0 + n), tier=f"theirs-{n}", key=f"k{n}"),
+            ended.append,
         )
     until(lambda: len(ended) >= 5)
     live.quiet()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import QueueFull
 from jaxserve.generation.generate import Mailbox, Submission, Unread, pieces, submit
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.slo import SLO
@@ -19,7 +20,7 @@ from jaxserve.tokenizer import Tokenizer
 from tests.support.examples import examples
 from tests.support.server.double import Double
 
-JOB = Submission([5, 6, 7], SamplingParams(max_tokens=200, n=3, ignore_eos=True), SLO())
+JOB = Submission(NewRequest([5, 6, 7], SamplingParams(max_tokens=200, n=3, ignore_eos=True), SLO()))
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2])
@@ -56,7 +57,7 @@ def test_closing_or_cancelling_a_stream_cancels_unfinished_outputs(tokenizer: To
 
 def test_finished_outputs_are_not_cancelled(tokenizer: Tokenizer) -> None:
     engine = Double()
-    job = replace(JOB, params=replace(JOB.params, max_tokens=2))
+    job = replace(JOB, request=replace(JOB.request, params=replace(JOB.params, max_tokens=2)))
 
     async def main() -> None:
         stream = pieces(engine, tokenizer, job, Mailbox(asyncio.get_running_loop()))

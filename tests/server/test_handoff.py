@@ -16,6 +16,7 @@ from jaxserve.remote import kv_server
 from jaxserve.remote.kv_share import KVShare, Transport
 from jaxserve.remote.replicas import Replicas
 from jaxserve.remote.server import EngineServer
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import Request
@@ -58,7 +59,7 @@ def whole(pair: list[Any]) -> list[Told]:
         loop, told = asyncio.get_running_loop(), [Told() for _ in range(12)]
         for at, one in enumerate(told):
             prompt, params = asked(at)
-            pair[0].submit(prompt, params, slo=SLO(), on_delta=partial(loop.call_soon_threadsafe, one))
+            pair[0].submit(NewRequest(prompt, params, SLO()), partial(loop.call_soon_threadsafe, one))
         await asyncio.gather(*(one.ended.wait() for one in told))
         return told
 
@@ -73,7 +74,7 @@ class Replicated:
 
     def submit(self, at: int) -> Told:
         told, (prompt, params) = Told(), asked(at)
-        self.replicas.submit(prompt, params, slo=SLO(), on_delta=told)
+        self.replicas.submit(NewRequest(prompt, params, SLO()), told)
         return told
 
     async def answers(self, count: int = 12) -> list[Told]:
@@ -178,7 +179,7 @@ def test_replicas_fetch_prefixes_that_others_have(serve: Any, whole: list[Told],
         await eventually(lambda: made.replicas._front.longer_hit(like, 1 - first) is not None)
         made.replicas.drain(first)
         before, told = made.engines[1 - first].stats(), Told()
-        made.replicas.submit(longer, params, slo=SLO(), on_delta=told)
+        made.replicas.submit(NewRequest(longer, params, SLO()), told)
         await told.ended.wait()
         await made.replicas.refresh()
         giver, taker = (made.replicas._engines[at].stats() for at in (first, 1 - first))
@@ -189,7 +190,7 @@ def test_replicas_fetch_prefixes_that_others_have(serve: Any, whole: list[Told],
         assert taker.counters.prompt_tokens - before.counters.prompt_tokens == len(longer) - PAGE * pages
         again, loop = Told(), asyncio.get_running_loop()
         elsewhere = partial(loop.call_soon_threadsafe, again)
-        made.engines[first].submit(longer, params, slo=SLO(), on_delta=elsewhere)
+        made.engines[first].submit(NewRequest(longer, params, SLO()), elsewhere)
         await again.ended.wait()
         assert again.tokens == told.tokens
 
@@ -250,7 +251,7 @@ def test_cancelled_requests_end_once(serve: Any) -> None:
     async def work(made: Replicated) -> None:
         for pause in (0.0, 0.01, 0.03, 0.06):
             told, (prompt, params) = Told(), asked(0)
-            id = made.replicas.submit(prompt, params, slo=SLO(), on_delta=told)
+            id = made.replicas.submit(NewRequest(prompt, params, SLO()), told)
             await asyncio.sleep(pause)
             made.replicas.cancel(id, "stop")
             await told.ended.wait()
@@ -262,7 +263,7 @@ def test_cancelled_requests_end_once(serve: Any) -> None:
             if delta.finish_reason is None:
                 made.replicas.cancel(id, "stop")  # at the first token, as for a stop string
 
-        id = made.replicas.submit(*asked(2), slo=SLO(), on_delta=stopping)
+        id = made.replicas.submit(NewRequest(*asked(2), SLO()), stopping)
         await told.ended.wait()
         assert told.deltas[-1].finish_reason == "stop" and len(told.tokens) == 1
         assert not made.replicas._asks

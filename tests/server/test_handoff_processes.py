@@ -12,6 +12,7 @@ import pytest
 from jaxserve.config import ServeConfig
 from jaxserve.remote.process import EngineProcesses
 from jaxserve.remote.replicas import Replicas
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from tests.support.server.live import SMALL
@@ -28,7 +29,7 @@ async def answers(replicas: Replicas, salt: bytes, *, kill: int | None = None, m
     for at, one in enumerate(told):
         prompt = [8 + (7 * at + 3 * place + at * place) % 4000 for place in range(30 + 15 * at)]
         params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=float(at % 2), seed=at, logprobs=at % 3)
-        replicas.submit(prompt, params, slo=SLO(), salt=salt, on_delta=one)
+        replicas.submit(NewRequest(prompt, params, SLO(), salt=salt), one)
     if kill is not None:
         await asyncio.sleep(moment)
         os.kill(kill, signal.SIGKILL)

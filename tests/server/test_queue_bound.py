@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve import LLM, SLO, InvalidValue, QueueFull, SamplingParams
 from jaxserve.config import ServeConfig
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.plan import Delta
 
 
@@ -23,7 +24,7 @@ def test_the_queue_holds_as_many_requests_as_its_bound(engine: Any, monkeypatch:
         assert going.wait(30)
 
     def submit() -> int:
-        return int(engine.submit([5, 6, 7], params, slo=SLO(), on_delta=ended.put))
+        return int(engine.submit(NewRequest([5, 6, 7], params, SLO()), ended.put))
 
     monkeypatch.setattr(engine._queue, "bound", 3)
     engine._loop.call_soon_threadsafe(hold)

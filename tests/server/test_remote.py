@@ -18,6 +18,7 @@ from jaxserve.remote.client import RemoteEngine
 from jaxserve.remote.messages import GetStats
 from jaxserve.remote.server import EngineServer
 from jaxserve.sched.api.errors import Unavailable
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.slo import SLO
@@ -65,8 +66,8 @@ def beside(engine: Any, tmp_path: Path) -> Iterator[Callable[[Callable[[RemoteEn
 def test_the_tokens_are_those_of_an_engine_in_this_process(engine: Any, beside: Any, params: SamplingParams) -> None:
     async def work(remote: RemoteEngine) -> None:
         there, here, loop = Told(), Told(), asyncio.get_running_loop()
-        id = remote.submit(PROMPT, params, slo=SLO(), on_delta=there)
-        engine.submit(PROMPT, params, slo=SLO(), on_delta=lambda delta: loop.call_soon_threadsafe(here, delta))
+        id = remote.submit(NewRequest(PROMPT, params, SLO()), there)
+        engine.submit(NewRequest(PROMPT, params, SLO()), lambda delta: loop.call_soon_threadsafe(here, delta))
         await there.ended.wait()
         await here.ended.wait()
         assert there.tokens == here.tokens and len(there.tokens) == 24
@@ -85,7 +86,7 @@ def test_a_front_that_leaves_takes_its_requests_along(beside: Any) -> None:
         told = [Told() for _ in range(4)]
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         for one in told:
-            remote.submit(PROMPT, params, slo=SLO(), on_delta=one)
+            remote.submit(NewRequest(PROMPT, params, SLO()), one)
         await asyncio.gather(*(one.begun.wait() for one in told))
 
     beside(work)
@@ -95,14 +96,14 @@ def test_an_engine_that_ends_ends_its_requests(engine: Any, beside: Any) -> None
     async def work(remote: RemoteEngine) -> None:
         told, lost = Told(), list[str]()
         remote.on_lost = lost.append
-        remote.submit(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), slo=SLO(), on_delta=told)
+        remote.submit(NewRequest(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), SLO()), told)
         await told.begun.wait()
         remote._connection.close("killed")  # what the loop calls when the other process has ended
         await told.ended.wait()
         assert told.deltas[-1].finish_reason == "unavailable"
         assert told.deltas[-1].error == remote.ailment == "the engine process has ended: killed" and lost == ["killed"]
         with pytest.raises(Unavailable, match="has ended: killed"):
-            remote.submit(PROMPT, SamplingParams(), slo=SLO(), on_delta=told)
+            remote.submit(NewRequest(PROMPT, SamplingParams(), SLO()), told)
         with pytest.raises(Unavailable, match="has ended: killed"):
             await remote._call(GetStats)
         before = remote.stats()
@@ -117,7 +118,7 @@ def test_a_request_that_is_not_accepted_ends_with_the_error(
 ) -> None:
     async def refused(remote: RemoteEngine, prompt: list[int]) -> JaxserveError | None:
         told = Told()
-        id = remote.submit(prompt, SamplingParams(), slo=SLO(), on_delta=told)
+        id = remote.submit(NewRequest(prompt, SamplingParams(), SLO()), told)
         await told.ended.wait()
         (delta,) = told.deltas
         error = remote.refusal(id)
@@ -139,7 +140,7 @@ def test_outputs_of_one_prompt_do_not_fill_the_connection(beside: Any, monkeypat
         params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputs(choice=("a" * 30_000,)))
         for at, one in enumerate(told):
             own = replace(params, seed=at)
-            remote.submit(prompt, own, slo=SLO(), key=f"k-{at}", on_delta=one)
+            remote.submit(NewRequest(prompt, own, SLO(), key=f"k-{at}"), one)
         await asyncio.gather(*(one.ended.wait() for one in told))
         assert {one.deltas[-1].finish_reason for one in told} == {"length"} and remote.healthy
 
@@ -157,14 +158,14 @@ def test_a_request_that_the_engine_cannot_read_yet_is_refused_alone(
             for at in range(200):
                 one = Told()
                 wanted = StructuredOutputs(choice=(f"{at}" * 20_000,))
-                remote.submit(PROMPT, SamplingParams(max_tokens=2, structured_outputs=wanted), slo=SLO(), on_delta=one)
+                remote.submit(NewRequest(PROMPT, SamplingParams(max_tokens=2, structured_outputs=wanted), SLO()), one)
                 told.append(one)
         assert told and remote.healthy
         for id in list(remote._listeners):
             remote.cancel(id)
         await asyncio.gather(*(one.ended.wait() for one in told))
         last = Told()
-        remote.submit(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True), slo=SLO(), on_delta=last)
+        remote.submit(NewRequest(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True), SLO()), last)
         await last.ended.wait()
         assert last.deltas[-1].finish_reason == "length" and remote.healthy
 

@@ -18,6 +18,7 @@ from jaxserve.remote.client import RemoteEngine
 from jaxserve.remote.replicas import Replicas
 from jaxserve.remote.server import EngineServer
 from jaxserve.sched.api.errors import Unavailable
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.slo import SLO
@@ -52,7 +53,7 @@ async def all_of(replicas: Replicas, params: list[SamplingParams]) -> list[Told]
     """Submit requests, and return them once all have begun."""
     told = [Told() for _ in params]
     for at, (one, how) in enumerate(zip(told, params, strict=True)):
-        replicas.submit([*PROMPT, at], how, slo=SLO(), on_delta=one)
+        replicas.submit(NewRequest([*PROMPT, at], how, SLO()), one)
     await asyncio.gather(*(one.begun.wait() for one in told))
     return told
 
@@ -84,7 +85,7 @@ def test_a_lost_engine_changes_no_vector(several: Any) -> None:
         told = [Told() for _ in range(12)]
         for at, one in enumerate(told):
             prompt, how = [at + 1, *range(20, 240)], SamplingParams(max_tokens=1, pooling=("last", "mean")[at % 2])
-            replicas.submit(prompt, how, slo=SLO(), salt=bytes([at]), on_delta=one)
+            replicas.submit(NewRequest(prompt, how, SLO(), salt=bytes([at])), one)
         return told
 
     async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
@@ -112,7 +113,7 @@ def test_without_any_engine_requests_end_with_an_error(several: Any) -> None:
         await asyncio.gather(*(one.ended.wait() for one in told))
         assert {one.deltas[-1].finish_reason for one in told} == {"unavailable"}
         with pytest.raises(Unavailable, match="has ended"):
-            replicas.submit(PROMPT, SamplingParams(), slo=SLO(), on_delta=Told())
+            replicas.submit(NewRequest(PROMPT, SamplingParams(), SLO()), Told())
         assert not replicas.healthy
 
     several(work)
@@ -122,7 +123,7 @@ def test_a_request_that_was_cancelled_does_not_continue(several: Any) -> None:
     async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
         one, continued = Told(), list[None]()
         replicas.on_continued = lambda: continued.append(None)
-        id = replicas.submit(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), slo=SLO(), on_delta=one)
+        id = replicas.submit(NewRequest(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), SLO()), one)
         await one.begun.wait()
         replicas.cancel(id, "stop")
         replicas._asks[id].engine._connection.close("killed")
@@ -136,10 +137,10 @@ def test_requests_are_spread_and_a_draining_replica_gets_none(several: Any) -> N
     async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
         params = [SamplingParams(max_tokens=4, ignore_eos=True)] * 6
         told = [Told() for _ in params]
-        ids = [replicas.submit(PROMPT, how, slo=SLO(), on_delta=one) for one, how in zip(told, params, strict=True)]
+        ids = [replicas.submit(NewRequest(PROMPT, how, SLO()), one) for one, how in zip(told, params, strict=True)]
         assert Counter(replicas._asks[id].engine for id in ids) == dict.fromkeys(replicas.engines.values(), 2)
         replicas.drain(1)
-        more = [replicas.submit(PROMPT, params[0], slo=SLO(), on_delta=Told()) for _ in range(4)]
+        more = [replicas.submit(NewRequest(PROMPT, params[0], SLO()), Told()) for _ in range(4)]
         assert {replicas._asks[id].engine for id in more} == {replicas._engines[0], replicas._engines[2]}
         await asyncio.gather(*(one.ended.wait() for one in told))
 

@@ -15,6 +15,7 @@ from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.remote.address import Address, Place
 from jaxserve.remote.replicas import Replicas
 from jaxserve.remote.rolling import Rolling
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from jaxserve.server.admin import present_replicas, restart_replicas
@@ -74,7 +75,7 @@ async def streams(replicas: Replicas, rolling: Rolling) -> list[Told]:
     told: list[Told] = []
     while rolling.running or not told:
         told.append(Told())
-        replicas.submit(list(range(20, 50)), PARAMS, slo=SLO(), on_delta=told[-1])
+        replicas.submit(NewRequest(list(range(20, 50)), PARAMS, SLO()), told[-1])
         assert sum(ailment is None for _, ailment, _ in replicas.standing()) >= 1, "both replicas are out"
         await asyncio.sleep(0.02)
     await asyncio.gather(*(one.ended.wait() for one in told))
@@ -88,7 +89,7 @@ def test_no_request_is_lost_and_no_token_changes(pair: list[Restarting], patienc
     async def work(replicas: Replicas) -> None:
         calm, continued, rolling = Told(), list[None](), Rolling(replicas)
         replicas.on_continued = lambda: continued.append(None)
-        replicas.submit(list(range(20, 50)), PARAMS, slo=SLO(), on_delta=calm)
+        replicas.submit(NewRequest(list(range(20, 50)), PARAMS, SLO()), calm)
         await calm.ended.wait()
         rolling.start(patience)
         told = await streams(replicas, rolling)

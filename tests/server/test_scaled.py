@@ -19,6 +19,7 @@ from jaxserve.remote.engines import Engines
 from jaxserve.remote.replicas import Replicas
 from jaxserve.remote.rolling import Rolling
 from jaxserve.remote.scaler import ReplicaScaler
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.scaling.changes import Standing
@@ -61,7 +62,7 @@ def test_no_request_is_lost_and_none_goes_where_none_is(
         async def users() -> None:
             while not over.is_set():
                 told.append(Told())
-                id = replicas.submit(list(range(20, 50)), PARAMS, slo=SLO(), on_delta=told[-1])
+                id = replicas.submit(NewRequest(list(range(20, 50)), PARAMS, SLO()), told[-1])
                 sent = replicas._asks[id].engine
                 assert sent in replicas.engines.values() and not sent.leaving and not sent.lost
                 await asyncio.sleep(0.02)
@@ -122,7 +123,7 @@ def test_the_scaler_starts_and_drains_by_hand_and_by_load(ways: list[Way], monke
         told = [Told() for _ in range(12)]
         long = SamplingParams(max_tokens=150, ignore_eos=True)
         for one in told:
-            replicas.submit(list(range(20, 50)), long, slo=SLO(), on_delta=one)
+            replicas.submit(NewRequest(list(range(20, 50)), long, SLO()), one)
         await eventually(lambda: shown()["wanted"] == MOST)
         await asyncio.gather(*(one.ended.wait() for one in told))
         await eventually(lambda: settled(1))
@@ -144,7 +145,7 @@ def test_a_draining_engine_serves_on(ways: list[Way]) -> None:
     async def work(replicas: Replicas) -> None:
         told = Told()
         long = SamplingParams(max_tokens=100, ignore_eos=True)
-        replicas.submit(list(range(20, 50)), long, slo=SLO(), on_delta=told)
+        replicas.submit(NewRequest(list(range(20, 50)), long, SLO()), told)
         ((one, engine),) = [(at, one) for at, one in replicas.engines.items() if one._listeners]
         await told.begun.wait()
         engine.restart(30.0)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.generation.generate import Submission
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from jaxserve.server.answers import Answer
@@ -29,7 +30,7 @@ CALLS = st.lists(st.tuples(st.sampled_from(["f", "g"]), st.dictionaries(st.text(
 
 
 def answer() -> Answer:
-    job = Submission(list(range(9)), SamplingParams(), SLO(1.0, 1.0))
+    job = Submission(NewRequest(range(9), SamplingParams(), SLO(1.0, 1.0)))
     tokenizer: Any = None
     return Answer("chatcmpl-1", "m", True, [job], tokenizer, None, False)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from math import inf, isfinite
 
+from jaxserve.sched.api.metric import COUNTER, HISTOGRAM, row
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.metrics import FINISHED, Measured, measure, stage_allowance
 
@@ -53,10 +54,27 @@ class Histogram:
 class ClassStats:
     """A snapshot of one class. Mappings are by phase."""
 
-    ended: Mapping[str, int]  # finished requests with an objective for the phase
-    attained: Mapping[str, int]  # those of them that met it
-    slack: Mapping[str, Spread]  # seconds left at the first token, at the last one, and after the longest gap
-    errors: Spread  # |predicted - measured| / measured time to first token
+    ended: Mapping[str, int] = row(
+        COUNTER,
+        "slo_requests",
+        "Ended requests by objective; all: every objective that the request has.",
+        {"label": "phase"},
+    )
+    attained: Mapping[str, int] = row(
+        COUNTER, "slo_attained", "Ended requests that attained the objective.", {"label": "phase"}
+    )
+    slack: Mapping[str, Spread] = row(
+        HISTOGRAM,
+        "request_slack_seconds",
+        "Slack left at the first token (ttft), at the last (tpot) and after the longest gap (tbt).",
+        {"label": "phase", "edges": SLACK},
+    )
+    errors: Spread = row(
+        HISTOGRAM,
+        "ttft_prediction_error",
+        "|predicted - measured| / measured TTFT, as predicted when the prompt was routed.",
+        {"edges": ERRORS},
+    )
 
 
 def _none() -> dict[str, int]:

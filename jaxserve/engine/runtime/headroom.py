@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
 from jaxserve.engine.runtime.gc_control import least_slack
 from jaxserve.sched.admission.prefill_budget import Promised
+from jaxserve.sched.api.metric import GAUGE, gauge, row
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
@@ -26,10 +27,21 @@ SALT = b"reference"  # no prefix in a cache has it
 class Headroom:
     """A snapshot of one instance. Infinite where nothing limits it."""
 
-    budget: Mapping[str, float] = field(default_factory=dict)  # PAB by class, tokens; negative if overcommitted
-    slack: float = inf  # seconds by which its next tokens could come later without any of them being late
-    queue: float = 0.0  # seconds of prefill that wait
-    ttft: float = 0.0  # predicted seconds to the first token of a prompt of REFERENCE tokens
+    budget: Mapping[str, float] = row(
+        GAUGE,
+        "prefill_budget_tokens",
+        "Prompt tokens that the instance can take within the TTFT of the class (PAB), negative if overcommitted.",
+        {"label": "slo_class"},
+        default_factory=dict,
+    )
+    slack: float = gauge(
+        "instance_slack_seconds", "Time by which no next token of the instance would be late.", default=inf
+    )
+    queue: float = gauge("prefill_queue_seconds", "Predicted time of the prompts that are still to be computed.")
+    ttft: float = gauge(
+        "instance_predicted_ttft_seconds",
+        f"Predicted time to first token of a prompt of {REFERENCE} tokens that arrives now.",
+    )
 
 
 def headroom(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from jaxserve.engine.runtime.classes import PHASES, ClassStats
+from jaxserve.engine.runtime.gc_control import EDGES
 from jaxserve.engine.runtime.headroom import Headroom
+from jaxserve.sched.api.metric import COUNTER, GAUGE, HISTOGRAM, Metric, counter, gauge, row, summary, within
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.sched.cluster.ttft_predictions import Accuracy
@@ -58,79 +61,146 @@ class InstanceStats:
 
     name: str
     role: str
-    running: int
-    waiting: int
-    pages: int
-    pages_held: int
-    backlog_tokens: int  # prompt tokens still to compute
-    headroom: Headroom = field(default_factory=Headroom)
-    pages_pinned: int = 0  # cached pages that sessions keep between turns
+    running: int = gauge("num_requests_running", "Requests that hold pages.")
+    waiting: int = gauge("num_requests_waiting", "Requests waiting for their first step.")
+    pages: int = 0
+    pages_held: int = 0
+    backlog_tokens: int = gauge("prefill_backlog_tokens", "Prompt tokens that are still to be computed.")
+    headroom: Headroom = within(Headroom, default_factory=Headroom)
+    pages_pinned: int = gauge("session_pinned_pages", "Cached KV pages that sessions keep between turns.")
+
+    DERIVED: ClassVar = (
+        Metric(GAUGE, "kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", attribute="usage"),
+    )
+
+    @property
+    def usage(self) -> float:
+        """The share of pages that are held."""
+        return self.pages_held / (self.pages or 1)
 
 
 @dataclass(frozen=True, slots=True)
 class TierTotals:
     """A snapshot of a KV tier."""
 
-    pages: int = 0
-    bytes: int = 0
-    hits: int = 0  # pages fetched
-    stores: int = 0  # pages written
-    evictions: int = 0
-    skipped: int = 0  # pages that found no room, or could not be written
-    missing: int = 0  # pages that were damaged or gone when they were read
+    pages: int = gauge("kv_tier_pages", "KV pages in a tier.")
+    bytes: int = gauge("kv_tier_bytes", "Bytes of the KV pages in a tier.")
+    hits: int = counter("kv_tier_hits", "KV pages fetched from a tier.")
+    stores: int = counter("kv_tier_stores", "KV pages written to a tier.")
+    evictions: int = counter("kv_tier_evictions", "KV pages that a tier evicted.")
+    skipped: int = counter("kv_tier_skipped", "KV pages that a tier had no room for, or could not write.")
+    missing: int = counter("kv_tier_missing", "KV pages that were damaged or gone when a tier read them.")
     fetches: int = 0
-    seconds: float = 0.0  # of fetches
+    seconds: float = summary("kv_tier_fetch_seconds", "Time of fetches from a tier.", of="fetches")
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A snapshot of an engine's totals and levels."""
+    """A snapshot of an engine's totals and levels. A field that is a metric says so: name, kind and meaning.
 
-    instances: tuple[InstanceStats, ...]
-    counters: Counters  # summed over instances
-    transferring: int  # requests with a KV transfer in progress
-    transfers: int
-    transfer_seconds: float
-    finished: dict[str, int] = field(default_factory=dict)  # by finish reason
-    classes: dict[str, ClassStats] = field(default_factory=dict)  # attainment and slack, by class
-    compilations: int = 0
-    compilations_after_warmup: int = 0
-    cache_loads: int = 0
-    stalls: int = 0  # times the engine's loop did not react to events for longer than 5 ms
+    `merged.py` adds several; `server/engine_metrics.py` shows them.
+    """
+
+    instances: tuple[InstanceStats, ...] = within(InstanceStats, "engine")
+    counters: Counters = within(Counters)  # summed over instances
+    transferring: int = 0  # requests with a KV transfer in progress
+    transfers: int = 0
+    transfer_seconds: float = summary("kv_transfer_seconds", "Time of KV transfers between instances.", of="transfers")
+    finished: dict[str, int] = row(
+        COUNTER,
+        "request_success",
+        "Requests that ended, by reason.",
+        {"label": "finished_reason", "keys": ("stop", "length", "abort", "error")},
+        default_factory=dict,
+    )
+    classes: dict[str, ClassStats] = within(ClassStats, "slo_class", default_factory=dict)  # attainment and slack
+    compilations: int = counter("compilations", "Programs compiled, including during warm-up.")
+    compilations_after_warmup: int = counter(
+        "compilations_after_warmup", "Programs that a step waited for; expected to be 0."
+    )
+    cache_loads: int = counter("compilation_cache_loads", "Programs loaded from the compilation cache on disk.")
+    stalls: int = counter("event_loop_stalls", "Stalls of the engine's event loop of more than 5 ms.")
     stall_seconds: float = 0.0
-    stall_sizes: tuple[int, ...] = ()  # counts by the upper edges in engine/runtime/gc_control.py, and above
-    collections: dict[str, int] = field(default_factory=dict)  # garbage collections, by reason: idle, slack, memory
-    collection_seconds: float = 0.0
-    deflections: int = 0  # prompts routed to decode instances
-    ttft_predictions: dict[str, Accuracy] = field(default_factory=dict)  # errors of TTFT predictions, by path
-    unkept_programs: int = 0  # compiled, but not stored because the cache folder is not writable
-    journal_errors: int = 0  # 1 after the journal failed to be written and stopped
-    hung_steps: int = 0  # steps that the watchdog gave up
-    traces: int = 0  # programs that jax traced
-    programs: int = 0  # of all instances
-    programs_ready: int = 0
-    programs_loaded: int = 0  # kept executables of earlier starts
-    programs_later: int = 0  # that became ready while serving
-    replicas: int = 1  # engines that take requests
-    replicas_wanted: int = 1  # engines that should
-    replicas_draining: int = 0  # engines that finish their requests and end
-    kv_tiers: dict[str, TierTotals] = field(default_factory=dict)  # by name
+    stall_sizes: tuple[int, ...] = row(
+        HISTOGRAM,
+        "event_loop_stall_seconds",
+        "Durations of event loop stalls of more than 5 ms.",
+        {"edges": EDGES, "of": "stall_seconds"},
+        default=(0,) * (len(EDGES) + 1),
+    )
+    collections: dict[str, int] = row(
+        COUNTER,
+        "garbage_collections",
+        "Garbage collections by the engine, by reason.",
+        {"label": "reason", "keys": ("idle", "slack", "memory")},
+        default_factory=dict,
+    )
+    collection_seconds: float = summary(
+        "garbage_collection_seconds", "Time in garbage collections by the engine.", of="collections"
+    )
+    deflections: int = counter("deflections", "Requests prefilled on a decode instance.")
+    ttft_predictions: dict[str, Accuracy] = within(Accuracy, "path", default_factory=dict)
+    unkept_programs: int = counter(
+        "compilation_cache_write_failures", "Compiled programs that could not be written to the cache."
+    )
+    journal_errors: int = counter("journal_errors", "1 after a write error stopped the journal (--journal).")
+    hung_steps: int = counter(
+        "hung_steps", "Steps that exceeded the time limit; their instance gets no requests until they end."
+    )
+    traces: int = counter("program_traces", "Programs traced; 0 while every program is kept from earlier starts.")
+    programs: int = gauge("programs", "Programs of all instances.")
+    programs_ready: int = gauge(
+        "programs_ready", "Programs that are ready; the others are made while the engine serves."
+    )
+    programs_loaded: int = counter("programs_loaded", "Executables of earlier starts that were loaded.")
+    programs_later: int = counter("programs_later", "Programs that became ready while serving.")
+    replicas: int = gauge("replicas_ready", "Engines that take requests.", 1)
+    replicas_wanted: int = gauge("replicas_wanted", "Engines that should take requests.", 1)
+    replicas_draining: int = gauge("replicas_draining", "Engines that finish their requests and end.")
+    kv_tiers: dict[str, TierTotals] = within(TierTotals, "tier", default_factory=dict)
     prefix_fetches: int = 0  # requests that were held for pages from outside their instance
-    prefix_fetch_seconds: float = 0.0  # for which they were held
-    prefix_fetch_pages: int = 0  # that are in a prefix cache since
-    prefix_fetch_unused: int = 0  # pages that arrived in vain
-    prefix_fetch_failures: int = 0
-    kv_copies_skipped: int = 0  # pages not copied to the first tier: too many waited, or they were gone
-    kv_fetched_pages: int = 0  # from other engines
-    kv_fetched_bytes: int = 0
-    kv_fetch_seconds: float = 0.0
-    kv_fetch_fallbacks: int = 0  # fetches without pages: this engine computed the tokens
-    kv_given_pages: int = 0  # to other engines
+    prefix_fetch_seconds: float = summary(
+        "prefix_fetch_seconds", "Time for which requests waited for KV pages from outside.", of="prefix_fetches"
+    )
+    prefix_fetch_pages: int = counter("prefix_fetch_pages", "KV pages fetched into a prefix cache from outside.")
+    prefix_fetch_unused: int = counter(
+        "prefix_fetch_unused_pages", "KV pages fetched in vain: computed or evicted meanwhile, or without room."
+    )
+    prefix_fetch_failures: int = counter("prefix_fetch_failures", "Fetches that brought no page.")
+    kv_copies_skipped: int = counter("kv_copies_skipped", "KV pages that were not copied to the first tier.")
+    kv_fetched_pages: int = counter("kv_fetched_pages", "KV pages fetched from other engine processes.")
+    kv_fetched_bytes: int = counter("kv_fetched_bytes", "Bytes of KV pages fetched from other engine processes.")
+    kv_fetch_seconds: float = summary(
+        "kv_fetch_seconds", "Time of fetches of KV pages from other engine processes, by pages.", of="kv_fetched_pages"
+    )
+    kv_fetch_fallbacks: int = counter(
+        "kv_fetch_fallbacks", "Fetches from other engine processes without pages, whose tokens were computed instead."
+    )
+    kv_given_pages: int = counter("kv_given_pages", "KV pages given to other engine processes.")
+
+    DERIVED: ClassVar = (
+        Metric(
+            GAUGE, "slo_attainment", "Share of ended requests that attained their objectives.", attribute="attainment"
+        ),
+        Metric(
+            COUNTER,
+            "slo_violations",
+            "Requests that missed an objective, counted once: by ttft, by tpot (mean) or by tbt (largest gap).",
+            "phase",
+            attribute="violations",
+        ),
+    )
 
     @property
     def attained(self) -> int:
         """The number of requests that met every objective."""
         return sum(one.attained["all"] for one in self.classes.values())
+
+    @property
+    def attainment(self) -> float:
+        """The share of ended requests that attained their objectives, aborted ones excluded; NaN for none."""
+        ended = sum(count for reason, count in self.finished.items() if reason != "abort")
+        return self.attained / ended if ended else float("nan")
 
     @property
     def violations(self) -> dict[str, int]:

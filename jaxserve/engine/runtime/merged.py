@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from jaxserve.engine.runtime.classes import ClassStats, Spread
-from jaxserve.engine.runtime.info import EngineInfo, Stats, TierTotals
+from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.cluster.ttft_predictions import Accuracy
-from jaxserve.sched.instance.stats import Counters
 
 EQUAL = ("model", "max_model_len", "vocab_size", "dtype", "policy", "routing", "eos", "attention")
 
@@ -46,60 +43,30 @@ def merged_stats(running: Mapping[int, Stats], ended: Sequence[Stats] = (), alon
     several = [*running.values(), *ended]
     if alone and len(several) == 1:
         return several[0]
-    made: dict[str, Any] = {}
-    for each in fields(Stats):
-        values = [getattr(one, each.name) for one in several]
-        made[each.name] = sum(values) if isinstance(values[0], int | float) else None
-    made["instances"] = tuple(
+    made: Stats = _sum([replace(one, instances=()) for one in several])
+    instances = [
         replace(x, name=x.name if alone else f"{at}/{x.name}") for at, one in running.items() for x in one.instances
-    )
-    made["counters"] = Counters.total(one.counters for one in several)
-    made["stall_sizes"] = tuple(map(sum, zip_longest(*(one.stall_sizes for one in several), fillvalue=0)))
-    made["finished"] = _summed(one.finished for one in several)
-    made["collections"] = _summed(one.collections for one in several)
-    names = dict.fromkeys(name for one in several for name in one.classes)
-    made["classes"] = {name: _class([one.classes[name] for one in several if name in one.classes]) for name in names}
-    names = dict.fromkeys(name for one in several for name in one.kv_tiers)
-    made["kv_tiers"] = {name: _tier([one.kv_tiers[name] for one in several if name in one.kv_tiers]) for name in names}
-    paths = dict.fromkeys(path for one in several for path in one.ttft_predictions)
-    made["ttft_predictions"] = {
-        path: _accuracy([one.ttft_predictions[path] for one in several if path in one.ttft_predictions])
-        for path in paths
-    }
-    return Stats(**made)
+    ]
+    return replace(made, instances=tuple(instances))
 
 
-def _summed(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for one in several:
-        total.update(one)
-    return dict(total)
+def _sum(several: Sequence[Any]) -> Any:
+    """Add values of one type: numbers, mappings by key, sequences by place, snapshots by field."""
+    first = several[0]
+    if isinstance(first, int | float):
+        return sum(several)
+    if isinstance(first, Mapping):
+        keys = dict.fromkeys(key for one in several for key in one)
+        return {key: _sum([one[key] for one in several if key in one]) for key in keys}
+    if isinstance(first, Accuracy):  # its median cannot be added: that of the most predictions
+        most = max(several, key=lambda one: one.count)
+        several = [replace(one, median=0.0) for one in several]
+        return replace(_fields(several), median=most.median)
+    if is_dataclass(first):
+        return _fields(several)
+    return type(first)(map(sum, zip_longest(*several, fillvalue=0)))
 
 
-def _tier(several: Sequence[TierTotals]) -> TierTotals:
-    return TierTotals(*(sum(getattr(one, each.name) for one in several) for each in fields(TierTotals)))
-
-
-def _spread(several: Sequence[Spread]) -> Spread:
-    return Spread(tuple(map(sum, zip(*(one.sizes for one in several), strict=True))), sum(one.total for one in several))
-
-
-def _class(several: Sequence[ClassStats]) -> ClassStats:
-    return ClassStats(
-        _summed(one.ended for one in several),
-        _summed(one.attained for one in several),
-        {phase: _spread([one.slack[phase] for one in several]) for phase in several[0].slack},
-        _spread([one.errors for one in several]),
-    )
-
-
-def _accuracy(several: Sequence[Accuracy]) -> Accuracy:
-    """Return the sums; the median is that of the engine with the most predictions."""
-    most = max(several, key=lambda one: one.count)
-    return Accuracy(
-        sum(one.count for one in several),
-        sum(one.predicted for one in several),
-        sum(one.measured for one in several),
-        sum(one.errors for one in several),
-        most.median,
-    )
+def _fields(several: Sequence[Any]) -> Any:
+    names = [each.name for each in fields(several[0])]
+    return type(several[0])(**{name: _sum([getattr(one, name) for one in several]) for name in names})

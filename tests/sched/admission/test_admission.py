@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import admission
+from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Limits, Role
-from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request
+from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import Coefficients, GeneralModel

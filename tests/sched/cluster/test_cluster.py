@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.api.errors import StepFailed
+from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.request import BEST_EFFORT, STANDARD
+from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from tests.support.examples import examples
 from tests.support.sched.cases import POLICIES, SLOS

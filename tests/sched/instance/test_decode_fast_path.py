@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, Span, StepPlan, decoding, token_delta
 from jaxserve.sched.api.policy import Grant, one_each
-from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request
+from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.instance.step_builder import StepBuilder

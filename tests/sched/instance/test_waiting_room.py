@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from jaxserve.sched import policies
+from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Decision, Grant, Limits, Role, View
-from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request
+from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import GeneralModel

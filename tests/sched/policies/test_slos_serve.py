@@ -8,9 +8,10 @@ from statistics import median
 import numpy as np
 import pytest
 
+from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Decision, Limits, Role, View
-from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request, State
+from jaxserve.sched.api.request import BEST_EFFORT, Request, State
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.block_pool import BlockPool
 from jaxserve.sched.instance.kv_manager import KVManager

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.api.acceptance import Drafts
+from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.policy import Decision, Grant, Role, View
-from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, State
+from jaxserve.sched.api.request import BEST_EFFORT, State
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.slos_serve.speculation import PrefillSupply, StepCosts, accepted, counted_on, prompt_room
 from tests.support.examples import examples

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from jaxserve.config import ServeConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.startup.assemble import Machine
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, StepPlan
 from jaxserve.sched.api.slo import NO_SLO
@@ -58,7 +59,7 @@ class Submitted:
     def __init__(self, engine: Engine, params: SamplingParams = PARAMS, prompt: Sequence[int] = (5,) * 5) -> None:
         self._news: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         self.tokens: list[int] = []
-        self.id = engine.submit(prompt, params, slo=NO_SLO, on_delta=self._news.put)
+        self.id = engine.submit(NewRequest(prompt, params, NO_SLO), self._news.put)
 
     def whole(self) -> list[int]:
         """Return all tokens of a request that ends without an error."""

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
+from jaxserve.sched.api.new_request import Progress
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan
-from jaxserve.sched.api.request import Progress, Request
+from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
 from jaxserve.settings.speculative import Speculative
 from tests.support.examples import whole

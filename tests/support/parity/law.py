@@ -33,10 +33,11 @@ from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched import policies, routing
 from jaxserve.sched.api.log import Log, no_log
+from jaxserve.sched.api.new_request import STANDARD, Progress
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import GIVEN_UP, Begin, Delta, StepPlan
 from jaxserve.sched.api.policy import Limits, Policy, Role
-from jaxserve.sched.api.request import STANDARD, Progress, Request
+from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.cluster.cluster import Cluster, Instance
 from jaxserve.sched.instance.scheduler import Scheduler

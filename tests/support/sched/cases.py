@@ -10,8 +10,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from jaxserve.sched import policies
+from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.request import BEST_EFFORT, STANDARD
+from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.api.slo import SLO
 from tests.support.sched.harness import Job
 

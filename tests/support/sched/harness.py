@@ -12,11 +12,12 @@ from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.errors import InvalidValue, Unavailable
 from jaxserve.sched.api.kv_source import KVSource
 from jaxserve.sched.api.log import Log, no_log
+from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta, KVBuffer, StepPlan, StepResult
 from jaxserve.sched.api.policy import Limits, Policy, Role
 from jaxserve.sched.api.preemption import stopping
-from jaxserve.sched.api.request import STANDARD, Request
+from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.cluster.cluster import Cluster, Instance
 from jaxserve.sched.instance.scheduler import Scheduler

@@ -6,16 +6,14 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Stats
 from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
 from jaxserve.outputs import RequestMetrics
-from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
-from jaxserve.sched.api.request import Progress, Request
-from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.sched.instance.stats import Counters
 
@@ -60,29 +58,17 @@ class Double:
         """Whether requests end as they should: no test has asked for failures or delays."""
         return self.fail_after is self.reject is None and not self.delay and self.bound == BOUND
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        slo: SLO,
-        waited: float = 0.0,
-        progress: Progress | None = None,
-        handed_over: bool = False,
-        kv_from: str = "",
-        on_delta: Callable[[Delta], None],
-        **kept: Any,
-    ) -> int:
-        """Accept a request; it keeps its priority, tier, key, salt and session."""
+    def submit(self, new: NewRequest, on_delta: Callable[[Delta], None]) -> int:
+        """Accept a request."""
         with self._lock:
             if len(self._running) >= self.bound:
                 raise QueueFull(f"{len(self._running)} requests wait", 2.0)
-            if 13 in prompt:
+            if 13 in new.prompt:
                 raise InvalidValue("token 13 is bad luck", "prompt")
             id = next(self._ids)
             self._running.add(id)
             self._left[id] = threading.Event()
-        request = Request(id, tuple(prompt), params, slo, time.monotonic() - waited, seed=0, limit=1, **kept)
+        request = Request.of(new, id, time.monotonic() - new.waited, limit=1)
         self.submitted.append(request)
         threading.Thread(target=self._run, args=(request, on_delta), daemon=True).start()
         return id

@@ -1,0 +1,49 @@
+"""A request as it is handed to an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .params import SamplingParams
+from .slo import SLO
+
+STANDARD = "standard"  # the tier of requests that name none
+
+
+class Progress(NamedTuple):
+    """What another engine has done for a request before this one gets it, for example before it died."""
+
+    output: tuple[int, ...]  # tokens that it has generated
+    first: float = 0.0  # seconds since the first of them
+    last: float = 0.0  # seconds since the last of them
+    scored: int = 0  # prompt positions with reported log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request, made and checked where it arrives (the server or `LLM`), and the same value on every wire.
+
+    The first fields are what was asked. Those from `waited` on are what has happened to it on its way, by a router.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams  # of one output
+    slo: SLO
+    priority: int = 0  # lower is earlier
+    tier: str = STANDARD
+    key: str = ""  # its name in logs and journals
+    salt: bytes = b""  # the prefix cache only matches pages of requests with the same salt
+    # Its pages stay in the prefix cache for the next request of the same name, within --session-cache-share and
+    # --session-timeout; "": of no session.
+    session: str = ""
+    waited: float = 0.0  # seconds since its arrival
+    # What another engine has done for it: only further tokens are delivered, and they are those that the other engine
+    # would have generated if `params` has a seed or is greedy.
+    progress: Progress | None = None
+    handed_over: bool = False  # it ends after its first token, with reason "length": another engine continues it
+    kv_from: str = ""  # where a KV source finds the KV of its prompt; "": nowhere
+    kv_tokens: int = 0  # of its first tokens only; 0: of all
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", tuple(self.prompt))  # a list from `LLM`; a tuple stays the same one
