@@ -144,6 +144,7 @@ def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assemble, "TAUGHT", 20)
+    monkeypatch.setattr(warmup, "REST", 0.0)  # requests run all the time
     path = tmp_path / "journal"
     monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))  # no profile of an earlier start
     engine = Engine.start(ServeConfig.load(mesh="2x1", max_num_seqs=8, journal=str(path), **SHAPE))
