@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxserve.cache_folder import cache_folder
 from jaxserve.config import ServeConfig
 from jaxserve.version import __version__
 from jaxserve.whole_file import write_whole
@@ -32,12 +33,6 @@ class StartTime(NamedTuple):
 
     seconds: float
     compiled: int = 0
-
-
-def cache_folder() -> Path:
-    """Return the folder of compiled programs, as `compiled.cache_folder` does, without importing jax."""
-    named = os.environ.get("JAXSERVE_CACHE_DIR") or os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    return Path(named or Path.home() / ".cache" / "jaxserve" / "xla")
 
 
 def last_start(config: ServeConfig) -> StartTime | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.cache_folder import cache_folder
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.report.start import CONNECTING, LAUNCHING, LOADING, MEASURING, WARMING, StartProgress, slowest
@@ -23,7 +25,7 @@ from jaxserve.server.door import Door, ServerStart
 from jaxserve.server.keys import Keys
 from jaxserve.server.service import Service
 from jaxserve.server.serving import Interrupted
-from jaxserve.server.start_times import StartTime, cache_folder, expectation, last_start, remember
+from jaxserve.server.start_times import StartTime, expectation, last_start, remember
 from jaxserve.tokenizer import Tokenizer
 from tests.support.examples import examples
 from tests.support.server.double import Double
@@ -497,13 +499,13 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
     assert last_start(ServeConfig.load()) is None
 
 
-@pytest.mark.parametrize("named", [None, "JAXSERVE_CACHE_DIR"])
-def test_the_folder_is_that_of_the_compiled_programs(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxserve.engine.startup import compiled
+def test_the_folder_is_the_same_before_and_after_jax_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
 
     monkeypatch.delenv("JAXSERVE_CACHE_DIR", raising=False)
-    if named is not None:
-        monkeypatch.setenv(named, "/somewhere")
-    else:
-        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled.cache_folder()))
-    assert cache_folder() == compiled.cache_folder()
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir or "")
+    after = cache_folder()
+    monkeypatch.delitem(sys.modules, "jax")
+    assert cache_folder() == after
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", "/somewhere")
+    assert cache_folder() == Path("/somewhere")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.cache_folder import cache_folder
 from jaxserve.engine.memory import kv
 from jaxserve.engine.memory.calibrate import with_kv_scales
 from jaxserve.engine.programs.backends import Backends, resolve_backends
@@ -27,7 +28,7 @@ from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.speculation.draft_model import DraftModel, DraftPrograms
 from jaxserve.engine.speculation.drafters import Drafter, NGram
 from jaxserve.engine.startup.calls import idle_batch
-from jaxserve.engine.startup.compiled import cache_folder, use_persistent_cache
+from jaxserve.engine.startup.compiled import use_persistent_cache
 from jaxserve.engine.startup.environment import reserved_share
 from jaxserve.engine.startup.executables import Executables, Shipped, facts_of, remembered
 from jaxserve.engine.startup.warmup import Ladder, Progress

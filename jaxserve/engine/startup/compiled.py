@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import threading
 import warnings
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import jax
 
+from jaxserve.cache_folder import cache_folder
 from jaxserve.engine.programs import compat
 
 log = logging.getLogger(__name__)
@@ -83,15 +83,6 @@ class CompileCounter:
 def compile_counter() -> CompileCounter:
     """Return the counter of this process: a single one, because jax never removes a listener."""
     return CompileCounter()
-
-
-def cache_folder() -> Path:
-    """Return the folder of compiled programs.
-
-    JAXSERVE_CACHE_DIR, else jax's configured cache folder, else ~/.cache/jaxserve/xla.
-    """
-    named = os.environ.get("JAXSERVE_CACHE_DIR") or jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    return Path(named or Path.home() / ".cache" / "jaxserve" / "xla")
 
 
 def why_not_writable(folder: Path) -> str | None:

@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 
+from jaxserve.cache_folder import cache_folder
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.startup.build import ExecutorConfig
-from jaxserve.engine.startup.compiled import cache_folder, compile_counter
+from jaxserve.engine.startup.compiled import compile_counter
 from jaxserve.engine.startup.warmup import Progress
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.executor import Executor
