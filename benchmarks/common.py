@@ -135,27 +135,21 @@ def server(flags: Sequence[str], *, cache: Path | None = None, timeout: float = 
 
 
 @contextmanager
-def launched(command: Sequence[str], environment: Mapping[str, str], *, timeout: float = 900.0) -> Iterator[Server]:
-    """Start a server on a free port, yield it once it is healthy, and end it afterwards.
+def begun(
+    command: Sequence[str], environment: Mapping[str, str], cwd: Path = ROOT
+) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
+    """Start a server, which must accept --host and --port, on a free port; yield its URL, process and log at once.
 
-    The server must accept --host and --port and answer /health. Raises RuntimeError with the end of its log if it dies
-    or takes more than `timeout` seconds.
+    Ends it afterwards, and every process that it started.
     """
     port = free_port()
     command = [*command, "--host", "127.0.0.1", "--port", str(port)]
-    url = f"http://127.0.0.1:{port}"
-    with tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False) as log:
-        began = time.perf_counter()
+    with tempfile.NamedTemporaryFile("wb", suffix=".log", delete=False) as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=cwd, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            while not healthy(url):
-                if process.poll() is not None or time.perf_counter() - began > timeout:
-                    tail = Path(log.name).read_text(encoding="utf-8", errors="replace")[-3000:]
-                    raise RuntimeError(f"{' '.join(command)} is not healthy (status {process.poll()}):\n{tail}")
-                time.sleep(0.02)
-            yield Server(url, time.perf_counter() - began, Path(log.name), process.pid)
+            yield f"http://127.0.0.1:{port}", process, Path(log.name)
         finally:
             process.terminate()
             try:
@@ -165,6 +159,23 @@ def launched(command: Sequence[str], environment: Mapping[str, str], *, timeout:
                 process.wait()
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # children that outlive the server
+
+
+@contextmanager
+def launched(command: Sequence[str], environment: Mapping[str, str], *, timeout: float = 900.0) -> Iterator[Server]:
+    """Start a server, yield it once it is healthy, and end it afterwards.
+
+    The server must answer /health. Raises RuntimeError with the end of its log if it dies or takes more than
+    `timeout` seconds.
+    """
+    began = time.perf_counter()
+    with begun(command, environment) as (url, process, log):
+        while not healthy(url):
+            if process.poll() is not None or time.perf_counter() - began > timeout:
+                tail = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+                raise RuntimeError(f"{' '.join(command)} is not healthy (status {process.poll()}):\n{tail}")
+            time.sleep(0.02)
+        yield Server(url, time.perf_counter() - began, log, process.pid)
 
 
 def bench(url: str, flags: Sequence[str]) -> dict[str, Any]:

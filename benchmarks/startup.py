@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -67,28 +65,6 @@ def metrics(url: str) -> dict[str, float]:
     return found
 
 
-@contextmanager
-def started(args: argparse.Namespace, cache: Path) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
-    """Start a server and yield its address and log at once; end it and its processes afterwards."""
-    port, log = common.free_port(), cache / "log"
-    tree = str(args.tree.resolve())
-    environment = {**os.environ, "PYTHONPATH": tree, "JAXSERVE_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-m", "jaxserve.run", *args.flags, "--host", "127.0.0.1", "--port", str(port)]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=tree, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            yield f"http://127.0.0.1:{port}", process, log
-        finally:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 def peak_memory(session: int) -> float:
     """Return the sum of the largest resident sizes of a session's processes, in GB."""
     total = 0
@@ -104,8 +80,10 @@ def measure(label: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]
     """Start once, and return what was seen."""
     body = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
     port = answered = None
+    tree = args.tree.resolve()
+    environment = {**os.environ, "PYTHONPATH": str(tree), "JAXSERVE_CACHE_DIR": str(cache)}
     began = time.perf_counter()
-    with started(args, cache) as (url, process, log):
+    with common.begun([sys.executable, "-m", "jaxserve.run", *args.flags], environment, tree) as (url, process, log):
         while answered is None:
             if process.poll() is not None or time.perf_counter() - began > LIMIT:
                 raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')[-3000:]}")
