@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
-import random
 import signal
 import socket
 import subprocess
@@ -16,8 +14,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -187,38 +185,3 @@ def bench(url: str, flags: Sequence[str]) -> dict[str, Any]:
         found = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
         assert isinstance(found, dict)
         return found
-
-
-@asynccontextmanager
-async def clustered(machine: Any, over: list[Any]) -> AsyncIterator[Any]:
-    """Run a cluster on a machine, and drain it on exit.
-
-    On exit every submitted request has ended and is in `over`, sorted by id, the cluster's invariants hold, and the
-    machine can serve another cluster.
-    """
-    cluster = machine.cluster(over.append)
-    running = asyncio.ensure_future(cluster.run())
-    await asyncio.sleep(0)
-    yield cluster
-    await asyncio.wait([asyncio.ensure_future(cluster.drained()), running], return_when=asyncio.FIRST_COMPLETED)
-    if running.done():
-        running.result()
-    while len(cluster.kv_transfers) or any(core.scheduler.in_flight for core in cluster.cores):
-        await asyncio.sleep(0.01)
-    cluster.check()
-    running.cancel()
-    await asyncio.wait([running])
-    over.sort(key=lambda one: one.id)
-
-
-async def submit(cluster: Any, now: Callable[[], float], arrivals: Sequence[Any]) -> None:
-    """Submit every arrival to a running cluster at its time: random prompt, greedy, exactly its output length."""
-    from jaxserve.sched.api.params import SamplingParams
-    from jaxserve.sched.api.request import Request
-
-    draw, began = random.Random(0), now()
-    for id, one in enumerate(arrivals):
-        await asyncio.sleep(max(0.0, began + one.time - now()))
-        prompt = tuple(draw.randrange(8, 4000) for _ in range(one.prompt_tokens))
-        params = SamplingParams(max_tokens=one.output_tokens, ignore_eos=True, temperature=0.0)
-        cluster.submit(Request(id, prompt, params, one.slo, began + one.time, seed=id), lambda delta: None)
