@@ -136,14 +136,14 @@ def test_the_readme_requests_the_served_model(repo: Path) -> None:
     assert asked == {ServeConfig().names[0]}
 
 
-def test_what_contributing_says_adds_a_policy_and_a_router(repo: Path, tmp_path: Path) -> None:
+def test_what_contributing_says_adds_a_policy_a_router_and_a_metric(repo: Path, tmp_path: Path) -> None:
     for name in ("jaxserve", "sched", "configs"):
         ignore = shutil.ignore_patterns("__pycache__", "engine", "models", "server", "*.safetensors")
         shutil.copytree(repo / name, tmp_path / name, symlinks=True, ignore=ignore)
     page = (repo / "CONTRIBUTING.md").read_text(encoding="utf-8")
     page = re.sub(r"(?m)^   (?! )", "", page[: page.index("## Work on it")])
     policy, router = blocks(page, "python")
-    registry, routers = blocks(page, "text")
+    registry, routers, metric = blocks(page, "text")
     simulate, serve, checks, routed = blocks(page, "bash")
     assert serve.startswith("python -m jaxserve.run ") and checks.startswith("scripts/test ")
     for folder, file, text, line, before, command, shows in (
@@ -160,6 +160,16 @@ def test_what_contributing_says_adds_a_policy_and_a_router(repo: Path, tmp_path:
         arguments = [*words[1:], "--out", str(tmp_path / "out")]
         code = f"from jaxserve.cli.main import main; raise SystemExit(main({arguments!r}))"
         assert shows in python(code, cwd=tmp_path, path=tmp_path)
+    stats = tmp_path / "sched" / "instance" / "stats.py"
+    text, before = stats.read_text(), "    generated_tokens: int = 0\n"
+    assert before in text
+    stats.write_text(text.replace(before, f"    {metric}{before}"))
+    code = """
+from jaxserve.sched.api.metric import metrics_of
+from jaxserve.sched.instance.stats import Counters
+print(sum(one.name == "prompt_chunks" for one in metrics_of(Counters)), Counters.total([Counters(), Counters()]))
+"""
+    assert "1 Counters(" in (said := python(code, cwd=tmp_path, path=tmp_path)) and "prompt_chunks=0" in said
 
 
 def test_the_license_is_the_complete_apache_2(repo: Path) -> None:
