@@ -155,6 +155,7 @@ def _server(app: Any, config: ServeConfig) -> Server:
         log_config=None,
         access_log=config.log_level == "debug",
         timeout_graceful_shutdown=5,
+        timeout_keep_alive=cast(int, config.keep_alive_timeout),  # any number of seconds will do
         lifespan="off",
         ws="none",
         **tls_of(config),

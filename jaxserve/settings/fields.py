@@ -113,6 +113,10 @@ class HttpSettings:
         10.0, "server", "Longest time to receive the headers of a request; then 408.", metavar="TIME"
     )
     body_timeout: float = flag(60.0, "server", "The same for the body.", metavar="TIME")
+    keep_alive_timeout: float = flag(
+        75.0, "server", "Time for which a connection stays open after an answer: longer than a proxy keeps it (nginx: "
+        "60 s), or the proxy may send a request as it closes.", metavar="TIME",
+    )  # fmt: skip
     max_connections: int = flag(
         4096, "server", "Concurrent connections; further ones get 503. Fewer if the process may open fewer files.",
         metavar="N",
@@ -146,6 +150,7 @@ class HttpSettings:
             ("max_header_size", 1024),
             ("header_timeout", 0.1),
             ("body_timeout", 0.1),
+            ("keep_alive_timeout", 0),
             ("max_connections", 1),
             ("drain_timeout", 0),
             ("response_store_size", 0),

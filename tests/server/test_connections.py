@@ -212,3 +212,13 @@ def test_connect_is_refused_and_ends_the_connection(plain):
         connection.sendall(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN)
         told = read(connection)
     assert told.startswith(b"HTTP/1.1 405 ") and told.count(b"HTTP/1.1 ") == 1, told
+
+
+def test_an_idle_connection_stays_for_longer_than_a_proxy_keeps_it(fake: Any) -> None:
+    """Closed by the server first, it would lose the request that is on its way."""
+    assert ServeConfig.load().keep_alive_timeout > 60
+    live, body = fake(config={"keep_alive_timeout": 0.3}), json.dumps(GOOD).encode()
+    with connect(live.url) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        answer = read(connection)  # ends once the server closes
+    assert answer.startswith(b"HTTP/1.1 200") and b"connection: close" not in answer.lower()
