@@ -119,6 +119,18 @@ def test_a_program_that_cannot_be_made_ends_no_request(tiny: Path, monkeypatch: 
     assert not any(rung.last for rung in opened) and same(answered(executor), before)
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_the_ladder_rests_while_there_are_requests(tiny: Path, monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+    _, ladder = early_executors(tiny, max_num_batched_tokens=TOKENS)
+    assert ladder is not None
+    rests = list[float]()
+    monkeypatch.setattr(ladder._stopped, "wait", rests.append)
+    ladder.climb(lambda rung: None, lambda: busy)
+    until(lambda: ladder.counts.ready == ladder.counts.total)
+    ladder.close()
+    assert len(rests) == (ladder.counts.later if busy else 0) and all(seconds > 0 for seconds in rests)
+
+
 @pytest.mark.parametrize(("slots", "tokens"), [(1, 1), (4, 16), (64, 512), (256, 8192)])
 def test_the_first_buckets_hold_every_step(slots: int, tokens: int) -> None:
     limits = Limits(slots, tokens, pages=100, page_size=16, row_pages=8, vocab=96)

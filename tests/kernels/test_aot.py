@@ -489,3 +489,16 @@ def test_a_recorded_case_passes(tmp_path: Path) -> None:
     assert recorded.returncode == 0 and re.search(r"h200, jax [\d.]+, ptxas 1\d\.\d+\.\d+", recorded.stdout)
     passed = gate("--cases", "planted", "--only", "s*nd", "--bounds", known)
     assert passed.returncode == 0 and "1 of 1 cases passed" in passed.stdout, passed.stdout + passed.stderr
+
+
+@pytest.mark.skipif(H200.missing() is not None, reason=str(H200.missing()))
+def test_layouts_are_said_where_mosaic_would_search_long() -> None:
+    """Without, both took ten times as many guesses as they have values, and 13 to 17 s of Python."""
+    cases = ("sampling_threshold llama3 r1", "decode d64 wgmma bfloat16 page64 q1")
+    command = [sys.executable, "-m", "tests.support.kernels.guesses", *cases]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {one["case"] for one in found} == set(cases)
+    for one in found:
+        assert one["kernels"] and all(guesses <= 1 + values for guesses, values in one["kernels"]), one

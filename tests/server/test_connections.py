@@ -14,6 +14,7 @@ import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.server.protocol import FILES, limits_of
+from jaxserve.server.serving import _server
 from tests.support.server.live import connect
 from tests.support.timing import in_time, once_in_time, until
 
@@ -216,7 +217,7 @@ def test_connect_is_refused_and_ends_the_connection(plain):
 
 def test_an_idle_connection_stays_for_longer_than_a_proxy_keeps_it(fake: Any) -> None:
     """Closed by the server first, it would lose the request that is on its way."""
-    assert ServeConfig.load().keep_alive_timeout > 60
+    assert _server(None, ServeConfig.load()).config.timeout_keep_alive > 60
     live, body = fake(config={"keep_alive_timeout": 0.3}), json.dumps(GOOD).encode()
     with connect(live.url) as connection:
         connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)

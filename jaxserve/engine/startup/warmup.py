@@ -72,6 +72,7 @@ class Ladder:
         self._total += sum(len(state.allocation) + inside(state) for state in states)
         self._lock = threading.Lock()  # guards `done` while several threads load
         self._climbing: threading.Thread | None = None
+        self._busy: Callable[[], bool] = lambda: False
         self._stopped = threading.Event()
 
     def _all_kept(self) -> bool:
@@ -163,8 +164,8 @@ class Ladder:
 
         busy: whether there are requests.
         """
-        self._busy = busy
         if self.rest:
+            self._busy = busy
             self._climbing = threading.Thread(target=self._climb, args=(opened,), name="jaxserve-ladder")
             self._climbing.start()
 
