@@ -13,6 +13,7 @@ import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
+from tests.support.timing import until
 
 QUICK = 15.0  # seconds, most of them Ray's import on a busy machine
 
@@ -112,6 +113,7 @@ def test_devices_that_other_jobs_hold(cluster: Any, small: dict[str, Any], monke
     monkeypatch.setattr("jaxserve.ray.replica.PLACING", 0.5)
     other = placement_group([{"CPU": 3}])
     assert other.wait(30)
+    until(lambda: cluster.available_resources().get("CPU") == 1.0)  # Ray reports what is free a little later
     engines = RayEngines(ServeConfig.load(None, **{**small, "mesh": "1x2"}))
     try:
         with pytest.raises(InvalidValue, match="replica 0 needs 2 CPU and 1 are free in the Ray cluster: other jobs"):
