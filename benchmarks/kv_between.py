@@ -23,13 +23,13 @@ from typing import Any
 import common
 
 from jaxserve.config import ServeConfig
-from jaxserve.remote.address import Address
-from jaxserve.remote.process import EngineProcesses
-from jaxserve.remote.replicas import Replicas
+from jaxserve.fleet.processes import EngineProcesses
+from jaxserve.fleet.replicas import Replicas
 from jaxserve.report.table import print_table
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
+from jaxserve.wire.address import Address
 
 KEY = b"benchmark"
 SIZES = (1, 4, 16)
@@ -43,8 +43,8 @@ def place(layers: int) -> Any:
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from jaxserve.remote.kv_client import Place
-    from jaxserve.remote.kv_layout import Layout
+    from jaxserve.kv.client import Place
+    from jaxserve.kv.layout import Layout
 
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("tp",)), PartitionSpec(None, None, None, None, "tp"))
     array = jax.device_put(np.ones((layers, 2, 1, TOKENS, HEADS, DIM), np.float32), sharding)
@@ -59,8 +59,8 @@ def give(path: str, layers: int) -> None:
 
     from jaxserve.engine.programs.checksum import checksums
     from jaxserve.engine.runtime.kv_pages import Export
-    from jaxserve.remote.kv_direct import Direct
-    from jaxserve.remote.kv_server import KVServer
+    from jaxserve.kv.direct import Direct
+    from jaxserve.kv.server import KVServer
 
     where = place(layers)
     (one,) = where.arrays
@@ -84,8 +84,8 @@ def give(path: str, layers: int) -> None:
 
 async def take(path: str, transport: Any, pages: int, layers: int) -> dict[str, float]:
     """Fetch all pages, and then single ones."""
-    from jaxserve.remote.kv_client import Giving
-    from jaxserve.remote.kv_direct import Direct
+    from jaxserve.kv.client import Giving
+    from jaxserve.kv.direct import Direct
 
     where = place(layers)
     giving = await Giving.connect(Address(path=path), KEY, where, Direct(), transport)

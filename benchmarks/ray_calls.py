@@ -21,9 +21,9 @@ from typing import Any
 
 import common
 
-from jaxserve.remote.address import Address
-from jaxserve.remote.connection import Connection
 from jaxserve.report.table import print_table
+from jaxserve.wire.address import Address
+from jaxserve.wire.connection import Connection
 
 KEY = b"of a benchmark"
 STAMP = "d"

@@ -15,7 +15,7 @@ import common
 import numpy as np
 from scheduler_cost import Full
 
-from jaxserve.remote.reports import Feed, InstanceReport, Receiver
+from jaxserve.fleet.reports import Feed, InstanceReport, Receiver
 from jaxserve.report.table import print_table
 from jaxserve.sched import routing
 from jaxserve.sched.api.policy import Role

@@ -6,22 +6,22 @@ import logging
 import os
 import threading
 from contextlib import suppress
-from multiprocessing.connection import Listener
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import JaxserveError
-from jaxserve.remote.address import Address
-from jaxserve.remote.kv_share import KVShare
-from jaxserve.remote.messages import Failure
+from jaxserve.fleet.messages import Failure
+from jaxserve.kv.share import KVShare
 from jaxserve.report.logs import log_to_stderr
+from jaxserve.wire.address import Address
+from jaxserve.wire.blocking import Listener
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
     from jaxserve.engine.startup.spanning import Span
-    from jaxserve.remote.server import EngineServer
+    from jaxserve.fleet.engine_server import EngineServer
 
 THREADS = 4  # methods that may run at a time: `watch` and `follow` wait for the end
 
@@ -45,8 +45,8 @@ class EngineActor:
         from jaxserve.engine.startup.spanning import Span, free_port
 
         host = ray.util.get_node_ip_address()
-        self._listener = Listener((host, 0), authkey=key)
-        return Span((host, free_port(host)), (host, self._listener.address[1]), key, processes, devices)
+        self._listener = Listener(host, key)
+        return Span((host, free_port(host)), self._listener.address, key, processes, devices)
 
     def start(
         self, config: ServeConfig, key: bytes, host: str | None, span: Span | None, kv: KVShare | None
@@ -57,7 +57,7 @@ class EngineActor:
         """
         log_to_stderr(config.log_level)
         from jaxserve.engine.engine import Engine
-        from jaxserve.remote.server import EngineServer
+        from jaxserve.fleet.engine_server import EngineServer
 
         try:
             if span is None:

@@ -16,18 +16,18 @@ from ray import serve
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue, short
+from jaxserve.fleet.board import Board, Scale, ScaleState
+from jaxserve.fleet.replicas import Replicas
+from jaxserve.fleet.scaler import ReplicaScaler
 from jaxserve.models.source import check_names, find_tokenizer
 from jaxserve.ray.engines import RayEngines
-from jaxserve.remote.address import Address, Place
-from jaxserve.remote.board import Board, Scale, ScaleState
-from jaxserve.remote.replicas import Replicas
-from jaxserve.remote.scaler import ReplicaScaler
 from jaxserve.server.app import create_app
 from jaxserve.server.fronts import begin_process
 from jaxserve.server.keys import Keys
 from jaxserve.server.limits import load_limits
 from jaxserve.server.main import check_processes
 from jaxserve.server.service import Service
+from jaxserve.wire.address import Address, Place
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jaxserve.errors import InvalidValue, short
-from jaxserve.remote.address import Address
 from jaxserve.version import __version__
+from jaxserve.wire.address import Address
 
 LOCAL, AUTO, CLIENT = "local", "auto", "ray://"
 REACHING = 5.0  # seconds in which a cluster's address must accept a connection

@@ -13,12 +13,12 @@ from pathlib import Path
 import ray
 
 from jaxserve.config import ServeConfig
+from jaxserve.fleet.nodes import Shares, devices_of, lay_out
+from jaxserve.fleet.supervisor import Engines, own_settings
+from jaxserve.kv.share import KVShare
 from jaxserve.ray import cluster
 from jaxserve.ray.replica import RayReplica
-from jaxserve.remote.address import Address, Place
-from jaxserve.remote.engines import Engines, own_settings
-from jaxserve.remote.kv_share import KVShare
-from jaxserve.remote.nodes import Shares, devices_of, lay_out
+from jaxserve.wire.address import Address, Place
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue, JaxserveError
+from jaxserve.fleet.messages import Failure
+from jaxserve.fleet.nodes import Shares
+from jaxserve.fleet.supervisor import CLOSING
+from jaxserve.kv.share import KVShare
 from jaxserve.ray.actor import THREADS, EngineActor
-from jaxserve.remote.address import Address, Place
-from jaxserve.remote.engines import CLOSING
-from jaxserve.remote.kv_share import KVShare
-from jaxserve.remote.messages import Failure
-from jaxserve.remote.nodes import Shares
 from jaxserve.report.start import StartProgress
+from jaxserve.wire.address import Address, Place
 
 PLACING = 30.0  # seconds in which free devices must be found
 POLL = 0.2  # seconds between two looks at whether the server closes
@@ -29,7 +29,7 @@ GONE = (ray.exceptions.RayActorError, ray.exceptions.RaySystemError)
 
 
 class RayReplica:
-    """A Replica in a cluster, see remote/engines.py."""
+    """A Replica in a cluster, see fleet/supervisor.py."""
 
     progress = StartProgress()  # an actor does not tell how far it is
 

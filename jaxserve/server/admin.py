@@ -9,8 +9,8 @@ from typing import Any
 from msgspec import to_builtins
 
 from jaxserve.errors import InvalidValue, JaxserveError
-from jaxserve.remote.board import ask
-from jaxserve.remote.rolling import Rolling
+from jaxserve.fleet.board import ask
+from jaxserve.fleet.rolling import Rolling
 from jaxserve.sched.api.policy import Role, roles_of
 from jaxserve.server.failures import Refused
 from jaxserve.server.openai import RestartBody, RolesBody, ScaleBody

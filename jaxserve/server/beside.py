@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import JaxserveError
-from jaxserve.remote.address import Place
-from jaxserve.remote.engines import CLOSING, Engines
-from jaxserve.remote.scaler import ReplicaScaler
+from jaxserve.fleet.scaler import ReplicaScaler
+from jaxserve.fleet.supervisor import CLOSING, Engines
 from jaxserve.report.start import StartProgress
+from jaxserve.wire.address import Place
 
 T = TypeVar("T")
 

@@ -27,10 +27,9 @@ import prometheus_client
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import JaxserveError
+from jaxserve.fleet.messages import Failure
+from jaxserve.fleet.replicas import Replicas
 from jaxserve.models.source import find_tokenizer
-from jaxserve.remote.address import Place
-from jaxserve.remote.messages import Failure
-from jaxserve.remote.replicas import Replicas
 from jaxserve.report.logs import log_to_stderr
 from jaxserve.report.start import StartProgress
 from jaxserve.server.beside import Beside, in_thread
@@ -41,6 +40,7 @@ from jaxserve.server.service import Service
 from jaxserve.server.serving import Interrupted, announce, loop_factory, serve, serve_from_start
 from jaxserve.server.signals import Signals, end_process
 from jaxserve.server.start_times import StartTime, last_start, remember
+from jaxserve.wire.address import Place
 
 logger = logging.getLogger("jaxserve.server")
 

@@ -11,10 +11,9 @@ from functools import partial
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.kv_events import check_events
 from jaxserve.errors import InvalidValue
+from jaxserve.fleet.processes import EngineProcesses
+from jaxserve.fleet.supervisor import Engines
 from jaxserve.models.source import find_tokenizer
-from jaxserve.remote.address import Place
-from jaxserve.remote.engines import Engines
-from jaxserve.remote.process import EngineProcesses
 from jaxserve.report.progress import Callback, bar
 from jaxserve.report.start import StartProgress
 from jaxserve.server.beside import Beside, in_thread
@@ -28,6 +27,7 @@ from jaxserve.server.signals import Signals, end_process
 from jaxserve.server.start_times import StartTime, last_start, remember
 from jaxserve.server.tls import check_tls
 from jaxserve.server.tracing import check_tracing
+from jaxserve.wire.address import Place
 
 
 def run(config: ServeConfig, start: Callable[[ServeConfig], Engines] = EngineProcesses) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.remote.replicas import Replicas
+from jaxserve.fleet.replicas import Replicas
 from jaxserve.server.failures import Refused
 from jaxserve.server.service import Service
 from jaxserve.server.sse import while_connected

@@ -13,12 +13,12 @@ from typing import Any
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.queue import ROWS
 from jaxserve.errors import InvalidValue
+from jaxserve.fleet.replicas import Replicas
+from jaxserve.fleet.rolling import Rolling
 from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, check_length, merged, pieces
 from jaxserve.generation.session import session_of
 from jaxserve.generation.stops import Automaton
-from jaxserve.remote.replicas import Replicas
-from jaxserve.remote.rolling import Rolling
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from jaxserve.config import ServeConfig
-from jaxserve.remote.nodes import devices_of, lay_out
+from jaxserve.fleet.nodes import devices_of, lay_out
 from jaxserve.version import __version__
 from tests.support.flags import parsed
 

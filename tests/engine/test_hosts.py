@@ -10,15 +10,28 @@ import json
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from dataclasses import asdict, replace
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.engine.programs.inputs import SlotTable
 from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.runtime.host_messages import (
+    End,
+    Facts,
+    Failed,
+    Over,
+    Pool,
+    Rebuild,
+    Score,
+    Segment,
+    decode_from_follower,
+    encode,
+)
 from jaxserve.engine.runtime.hosts import Leading, OutOfStep, follow
 from jaxserve.engine.startup.calls import idle_batch
 from jaxserve.sched.api.errors import InvalidValue
@@ -27,6 +40,7 @@ from tests.support.engine.mixed import jobs_of
 from tests.support.engine.steps import Job, alone, executors, run
 from tests.support.examples import cases
 from tests.support.server.processes import free_ports
+from tests.support.wire import connected
 
 LIMIT = 200  # seconds until processes that wait for each other are killed
 
@@ -112,12 +126,12 @@ def cut(tiny: Path) -> JaxExecutor:
     return executors(tiny, preempt_boundary="op", warm=False)[0]
 
 
-def told(state: Any, *messages: tuple[Any, ...] | None) -> tuple[BaseException | None, str | None]:
+def told(state: Any, *messages: Any) -> tuple[BaseException | None, str | None]:
     """Send messages to a follower; return its exception and the error that its leader receives.
 
-    The last message is wrong, or None. Without messages the leader disconnects.
+    The last message is wrong, or Over. Without messages the leader disconnects.
     """
-    here, there = Pipe()
+    here, there = connected()
     raised: list[BaseException | None] = []
 
     def run() -> None:
@@ -129,13 +143,15 @@ def told(state: Any, *messages: tuple[Any, ...] | None) -> tuple[BaseException |
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert here.recv()["segments"].startswith("((Link(")
+    facts = decode_from_follower(here.receive())
+    assert isinstance(facts, Facts) and facts.segments.startswith("((Link(")
     for message in messages:
-        here.send(message)
+        here.send(encode(message))
     heard: str | None = None
-    if messages and messages[-1] is not None:
-        assert here.poll(60)
-        heard = here.recv()
+    if messages and messages[-1] != Over():
+        failed = decode_from_follower(here.receive())
+        assert isinstance(failed, Failed)
+        heard = failed.why
     elif not messages:
         here.close()
     thread.join(60)
@@ -148,25 +164,25 @@ def test_a_follower_refuses_messages_out_of_order(cut: JaxExecutor) -> None:
     limits = cut.state.programs.limits
     prompt, decode = limits.buckets[-1], limits.buckets[0]
     batch, whole = (idle_batch(bucket, SlotTable(limits), full=False) for bucket in (prompt, decode))
-    begun = [("segment", 7, 0, batch), ("segment", 7, 1, None)]
-    rest = [("segment", 7, 2, None), ("segment", 7, 3, None)]
-    assert told(cut.state, *begun, *rest, ("end", 7, ()), ("segment", 8, 0, batch), ("rebuild",), None) == (None, None)
-    wrong: list[tuple[tuple[Any, ...], str]] = [
-        (("segment", 7, 3, None), "received segment 3 of walk 7, but segment 2 is next here"),
-        (("segment", 7, 1, None), "received segment 1 of walk 7, but segment 2 is next here"),
-        (("segment", 7, 0, batch), "received segment 0 of walk 7, but segment 2 is next here"),
-        (("segment", 8, 2, None), r"received segment 2 of walk 8; in progress here are \[7\]"),
-        (("segment", 8, 0, whole), r"received segment 0 of walk 8; in progress here are \[7\]"),
-        (("end", 7, ()), "received the end of walk 7, but segment 2 of 4 is next here"),
-        (("score", 0, None), "received a prompt to score, but the last dispatch was not a step"),
-        (("pool", [(0, 1)]), "received parts to sum, but the last dispatch was not a step"),
+    begun = [Segment(7, 0, batch), Segment(7, 1, None)]
+    rest = [Segment(7, 2, None), Segment(7, 3, None)]
+    assert told(cut.state, *begun, *rest, End(7, ()), Segment(8, 0, batch), Rebuild(), Over()) == (None, None)
+    wrong: list[tuple[Any, str]] = [
+        (Segment(7, 3, None), "received segment 3 of walk 7, but segment 2 is next here"),
+        (Segment(7, 1, None), "received segment 1 of walk 7, but segment 2 is next here"),
+        (Segment(7, 0, batch), "received segment 0 of walk 7, but segment 2 is next here"),
+        (Segment(8, 2, None), r"received segment 2 of walk 8; in progress here are \[7\]"),
+        (Segment(8, 0, whole), r"received segment 0 of walk 8; in progress here are \[7\]"),
+        (End(7, ()), "received the end of walk 7, but segment 2 of 4 is next here"),
+        (Score(0, np.zeros(1, np.int32)), "received a prompt to score, but the last dispatch was not a step"),
+        (Pool(((0, 1),)), "received parts to sum, but the last dispatch was not a step"),
     ]
     for message, why in wrong:
         error, heard = told(cut.state, *begun, message)
         with pytest.raises(OutOfStep, match=why):
             raise error or AssertionError("nothing was raised")
         assert heard == f"process 0: OutOfStep: {error}"
-    error, _ = told(cut.state, *begun, *rest, ("segment", 7, 4, None))
+    error, _ = told(cut.state, *begun, *rest, Segment(7, 4, None))
     assert "received segment 4 of walk 7, but its end is next here" in str(error)
 
 
@@ -176,6 +192,6 @@ def test_a_leader_that_disconnects_is_noticed(cut: JaxExecutor) -> None:
 
 
 def test_a_leader_accepts_as_many_followers_as_its_mesh_has_processes(cut: JaxExecutor) -> None:
-    here, _ = Pipe()
-    with pytest.raises(InvalidValue, match="1 followers for a mesh over 1 processes"):
+    here, there = connected()
+    with closing(here), closing(there), pytest.raises(InvalidValue, match="1 followers for a mesh over 1 processes"):
         Leading(cut.state, [here])

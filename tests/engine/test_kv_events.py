@@ -14,7 +14,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime import kv_events
 from jaxserve.engine.runtime.kv_events import END, KVEventFeed, number
 from jaxserve.errors import InvalidValue
-from jaxserve.remote.engines import own_settings
+from jaxserve.fleet.supervisor import own_settings
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import NO_SLO

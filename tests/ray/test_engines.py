@@ -31,7 +31,7 @@ def engines(cluster: Any, small: dict[str, Any]) -> Iterator[Any]:
 
 
 def connected(engines: Any, work: Any) -> None:
-    from jaxserve.remote.replicas import Replicas
+    from jaxserve.fleet.replicas import Replicas
 
     async def limited() -> None:
         async with asyncio.timeout(2 * BACK):
@@ -82,7 +82,7 @@ def test_a_killed_engine_changes_no_token(engines: Any) -> None:
 
 
 def test_replicas_start_again_without_a_lost_request(engines: Any) -> None:
-    from jaxserve.remote.rolling import Rolling
+    from jaxserve.fleet.rolling import Rolling
 
     async def work(replicas: Any) -> None:
         whole, before, told = await calm(replicas), [one._pids for one in engines.replicas], list[Told]()

@@ -42,7 +42,7 @@ def whole(small: dict[str, Any]) -> list[int]:
 
 def test_tokens_pages_and_a_killed_peer(engines: Any, whole: list[int]) -> None:
     """The decode replica fetches the pages of a prompt; streams of either side that is killed have the same tokens."""
-    from jaxserve.remote.replicas import Replicas
+    from jaxserve.fleet.replicas import Replicas
 
     async def asked(replicas: Any, count: int) -> list[Told]:
         told = [Told() for _ in range(count)]

@@ -54,8 +54,8 @@ def expected(prompt: range, params: SamplingParams, small: dict[str, Any]) -> li
 
 
 def test_a_mesh_over_two_nodes_serves_and_comes_back(two_nodes: Any, small: dict[str, Any]) -> None:
+    from jaxserve.fleet.replicas import Replicas
     from jaxserve.ray.engines import RayEngines
-    from jaxserve.remote.replicas import Replicas
 
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)
     whole = expected(range(20, 60), params, small)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxserve.config import ServeConfig
-from jaxserve.remote.board import Scale
+from jaxserve.fleet.board import Scale
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
@@ -23,9 +23,9 @@ LIMIT = 120.0  # seconds
 def test_engines_start_and_stop(cluster: Any, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.util.placement_group import placement_group, remove_placement_group
 
+    from jaxserve.fleet.replicas import Replicas
+    from jaxserve.fleet.scaler import ReplicaScaler
     from jaxserve.ray.engines import RayEngines
-    from jaxserve.remote.replicas import Replicas
-    from jaxserve.remote.scaler import ReplicaScaler
 
     monkeypatch.setattr("jaxserve.ray.replica.PLACING", 1.0)
     config = ServeConfig.load(None, **small, replicas=1, max_replicas=2, downscale_delay=0.0)

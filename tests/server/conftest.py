@@ -10,10 +10,10 @@ import pytest
 
 import jaxserve.demo
 from jaxserve.config import ServeConfig
-from jaxserve.remote.address import Address
-from jaxserve.remote.client import RemoteEngine
+from jaxserve.fleet.remote_engine import RemoteEngine
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.wire.address import Address
 from tests.support import workers
 from tests.support.server.live import ADMIN, ALONE, SMALL, Live
 
@@ -70,7 +70,7 @@ def assembled() -> Callable[[str], Any]:
 def live(engine: Any, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server with the real engine, connected as to one in another process."""
     config = ServeConfig.load(mesh="2x1", admin_key=(ADMIN,), **SMALL)
-    from jaxserve.remote.server import EngineServer
+    from jaxserve.fleet.engine_server import EngineServer
 
     key = b"secret"
     server = EngineServer(engine, key)

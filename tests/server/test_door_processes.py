@@ -18,11 +18,11 @@ import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import JaxserveError
-from jaxserve.remote import process as processes
-from jaxserve.remote.address import Address, Place
-from jaxserve.remote.messages import Failure
-from jaxserve.remote.process import EngineProcess
+from jaxserve.fleet import processes
+from jaxserve.fleet.messages import Failure
+from jaxserve.fleet.processes import EngineProcess
 from jaxserve.report.start import StartProgress
+from jaxserve.wire.address import Address, Place
 from tests.support.server.processes import JOIN, alive, children
 from tests.support.timing import until
 
@@ -34,7 +34,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.cli.main import dispatch
 from jaxserve.cli import serve
-from jaxserve.remote.engines import Engines
+from jaxserve.fleet.supervisor import Engines
 from jaxserve.report.start import WARMING, StartProgress
 from jaxserve.server import fronts, main
 

@@ -12,10 +12,10 @@ import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
-from jaxserve.remote import kv_server
-from jaxserve.remote.kv_share import KVShare, Transport
-from jaxserve.remote.replicas import Replicas
-from jaxserve.remote.server import EngineServer
+from jaxserve.fleet.engine_server import EngineServer
+from jaxserve.fleet.replicas import Replicas
+from jaxserve.kv import server as kv_server
+from jaxserve.kv.share import KVShare, Transport
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from jaxserve.config import ServeConfig
-from jaxserve.remote.process import EngineProcesses
-from jaxserve.remote.replicas import Replicas
+from jaxserve.fleet.processes import EngineProcesses
+from jaxserve.fleet.replicas import Replicas
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
-from jaxserve.remote import client as under_test
-from jaxserve.remote import connection
-from jaxserve.remote.address import Address
-from jaxserve.remote.client import RemoteEngine
-from jaxserve.remote.messages import GetStats
-from jaxserve.remote.server import EngineServer
+from jaxserve.fleet import remote_engine as under_test
+from jaxserve.fleet.engine_server import EngineServer
+from jaxserve.fleet.messages import GetStats
+from jaxserve.fleet.remote_engine import RemoteEngine
 from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
+from jaxserve.wire import connection
+from jaxserve.wire.address import Address
 from tests.support.server.live import at_rest
 from tests.support.server.told import Told
 from tests.support.timing import PATIENCE
@@ -202,7 +202,7 @@ def test_another_version_or_key_is_named(engine: Any, monkeypatch: pytest.Monkey
     server = EngineServer(engine, KEY)
     address = server.start(Address(host="127.0.0.1"))
     if wrong == "version":
-        monkeypatch.setattr("jaxserve.remote.server.__version__", "0.0.9")
+        monkeypatch.setattr("jaxserve.fleet.engine_server.__version__", "0.0.9")
     why = "it is jaxserve 0.0.9, this is" if wrong == "version" else "another key"
     with pytest.raises(InvalidValue, match=why):
         asyncio.run(RemoteEngine.connect(address, KEY if wrong == "version" else b"other"))

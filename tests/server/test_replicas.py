@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import InvalidValue
+from jaxserve.fleet.engine_server import EngineServer
+from jaxserve.fleet.remote_engine import RemoteEngine
+from jaxserve.fleet.replicas import Replicas
 from jaxserve.generation.vectors import vector_of
-from jaxserve.remote.client import RemoteEngine
-from jaxserve.remote.replicas import Replicas
-from jaxserve.remote.server import EngineServer
 from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import InvalidValue, JaxserveError
-from jaxserve.remote.address import Address, Place
-from jaxserve.remote.replicas import Replicas
-from jaxserve.remote.rolling import Rolling
+from jaxserve.fleet.replicas import Replicas
+from jaxserve.fleet.rolling import Rolling
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from jaxserve.server.admin import present_replicas, restart_replicas
 from jaxserve.server.failures import Refused
 from jaxserve.server.openai import RestartBody
+from jaxserve.wire.address import Address, Place
 from tests.support.server.fronts import KEY, Way, eventually, front
 from tests.support.server.live import at_rest
 from tests.support.server.told import Told
@@ -48,7 +48,7 @@ class Restarting(Way):
 @pytest.fixture
 def pair(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Restarting]]:
     """Two replicas, which are two ways to the session's engine."""
-    monkeypatch.setattr("jaxserve.remote.rolling.SETTLING", 0.1)  # there is one front
+    monkeypatch.setattr("jaxserve.fleet.rolling.SETTLING", 0.1)  # there is one front
     places = [Place(Address(path=str(tmp_path / f"socket{at}")), KEY, f"replica {at}") for at in range(2)]
     made = [Restarting(engine, place) for place in places]
     for one in made:
@@ -63,7 +63,7 @@ def pair(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let fronts find a replica that is back at once."""
-    monkeypatch.setattr("jaxserve.remote.replicas.RETRY", 0.01)
+    monkeypatch.setattr("jaxserve.fleet.replicas.RETRY", 0.01)
 
 
 def run(work: Work, pair: list[Restarting]) -> None:

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
-from jaxserve.remote.address import Address, Place
-from jaxserve.remote.board import Board, Scale, ScaleState
-from jaxserve.remote.engines import Engines
-from jaxserve.remote.replicas import Replicas
-from jaxserve.remote.rolling import Rolling
-from jaxserve.remote.scaler import ReplicaScaler
+from jaxserve.fleet.board import Board, Scale, ScaleState
+from jaxserve.fleet.replicas import Replicas
+from jaxserve.fleet.rolling import Rolling
+from jaxserve.fleet.scaler import ReplicaScaler
+from jaxserve.fleet.supervisor import Engines
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.scaling.changes import Standing
 from jaxserve.server.admin import present_replicas, scale_replicas
 from jaxserve.server.openai import ScaleBody
+from jaxserve.wire.address import Address, Place
 from tests.support.examples import examples
 from tests.support.server.fronts import KEY, Way, eventually, front
 from tests.support.server.live import at_rest
@@ -53,7 +53,7 @@ def test_no_request_is_lost_and_none_goes_where_none_is(
     ways: list[Way], monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, float]]
 ) -> None:
     """At each step a replica joins, or leaves with or without patience for its requests; one always stays."""
-    monkeypatch.setattr("jaxserve.remote.replicas.RETRY", 0.01)
+    monkeypatch.setattr("jaxserve.fleet.replicas.RETRY", 0.01)
     ways[0].start()
 
     async def work(replicas: Replicas) -> None:
@@ -94,7 +94,7 @@ def test_no_request_is_lost_and_none_goes_where_none_is(
 
 
 def test_the_scaler_starts_and_drains_by_hand_and_by_load(ways: list[Way], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxserve.remote.replicas.RETRY", 0.01)
+    monkeypatch.setattr("jaxserve.fleet.replicas.RETRY", 0.01)
     config = ServeConfig(replicas=1, max_replicas=MOST, downscale_delay=0.0, scaling="requests:target=1")
     engines = Engines(1)
     engines._keep(ways)

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener
-from typing import Any
 
 import jax
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.executor import JaxExecutor
-from jaxserve.engine.runtime.hosts import Address, Leading, accept, connect, follow
+from jaxserve.engine.runtime.hosts import Leading, follow
 from jaxserve.engine.startup.assemble import Built, Machine, assemble, build
 from jaxserve.errors import InvalidValue
+from jaxserve.wire.blocking import Listener, connect
 
 
 @dataclass(frozen=True)
 class Span:
     """The processes of an instance, and where they meet."""
 
-    meeting: Address  # of jax.distributed, on the leader's host
-    leader: Address  # where the leader accepts followers
+    meeting: tuple[str, int]  # address of jax.distributed, on the leader's host
+    leader: tuple[str, int]  # where the leader accepts followers
     key: bytes
     processes: int
     devices: int  # of each process
@@ -57,19 +55,15 @@ def join(span: Span, rank: int) -> None:
 def lead(config: ServeConfig, span: Span, listener: Listener) -> tuple[Machine, Leading]:
     """Build an instance over all processes of `span`, and return it with what tells the followers to end."""
     join(span, 0)
-    made: list[Leading] = []
+    leading: list[Leading] = []
 
     def mirrored(built: Built) -> Built:
         (plain,) = built.executors
-        made.append(Leading(plain.state, _accepted(listener, span.processes - 1)))
-        return built._replace(executors=[JaxExecutor(plain.name, made[0], plain.depth)])
+        leading.append(Leading(plain.state, [listener.accept() for _ in range(span.processes - 1)]))
+        listener.close()
+        return built._replace(executors=[JaxExecutor(plain.name, leading[0], plain.depth)])
 
-    return assemble(config, through=mirrored), made[0]
-
-
-def _accepted(listener: Listener, followers: int) -> Sequence[Connection[Any, Any]]:
-    with listener:
-        return accept(listener, followers)
+    return assemble(config, through=mirrored), leading[0]
 
 
 def serve_follower(config: ServeConfig, span: Span, rank: int) -> None:

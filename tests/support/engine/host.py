@@ -11,20 +11,21 @@ import random
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxserve.engine.runtime.executor import JaxExecutor
-from jaxserve.engine.runtime.hosts import Leading, accept, connect, follow
+from jaxserve.engine.runtime.host_messages import Segment, encode
+from jaxserve.engine.runtime.hosts import Leading, follow
 from jaxserve.generation.vectors import pooling_params
 from jaxserve.sched.api.errors import StepFailed
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult
 from jaxserve.sched.api.pooling import POOLINGS
 from jaxserve.settings.speculative import Speculative
+from jaxserve.wire.blocking import BlockingConnection, Listener, connect
 from tests.support.engine.mixed import Action, Mixed, jobs_of
 from tests.support.engine.steps import GREEDY, PAGE, Job, executors, run
 
@@ -118,7 +119,7 @@ async def failing(executor: JaxExecutor) -> None:
     executor.rebuild()
 
 
-def mislead(executor: JaxExecutor, follower: Connection[Any, Any]) -> dict[str, Any]:
+def mislead(executor: JaxExecutor, follower: BlockingConnection) -> dict[str, Any]:
     """Tell a follower to dispatch a segment that is not the next."""
 
     async def scenario() -> str:
@@ -126,8 +127,8 @@ def mislead(executor: JaxExecutor, follower: Connection[Any, Any]) -> dict[str, 
         step = executor.submit(StepPlan(1, (Job(PROMPTS[3]).span(20),), preemptible=True))
         executor.preempt(step)
         await step
-        follower.send(("segment", 1, 3, None))
-        assert follower.poll(60)
+        follower.send(encode(Segment(1, 3, None)))
+        assert follower.ready(60)
         try:
             await executor.submit(StepPlan(2, (), preemptible=True, resume=1))
         except StepFailed as error:
@@ -168,10 +169,10 @@ def main(case: Case) -> None:
         jax.distributed.initialize(f"127.0.0.1:{case.meeting}", case.processes, case.rank)
         follow(built(case).state, connect(address, KEY))
         return
-    with Listener(address, authkey=KEY) as listener:  # before the other processes have met it
-        jax.distributed.initialize(f"127.0.0.1:{case.meeting}", case.processes, case.rank)
-        plain = built(case)
-        followers = accept(listener, case.processes - 1)
+    listener = Listener(address[0], KEY, address[1])  # before the other processes have met it
+    jax.distributed.initialize(f"127.0.0.1:{case.meeting}", case.processes, case.rank)
+    plain = built(case)
+    followers = [listener.accept() for _ in range(case.processes - 1)]
     leading = Leading(plain.state, followers)
     executor = JaxExecutor("leader", leading, plain.depth)
     if case.what == WRONG:

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from jaxserve.remote.address import Address, Place
-from jaxserve.remote.client import RemoteEngine
-from jaxserve.remote.replicas import Replicas
-from jaxserve.remote.server import EngineServer
+from jaxserve.fleet.engine_server import EngineServer
+from jaxserve.fleet.remote_engine import RemoteEngine
+from jaxserve.fleet.replicas import Replicas
+from jaxserve.wire.address import Address, Place
 from tests.support.timing import PATIENCE
 
 KEY = b"key"

@@ -1,0 +1,381 @@
+"""The engine's end of connections: fronts submit requests, and get each step's tokens in one message.
+
+Everything runs on the engine's own event loop. No other thread competes for the interpreter with
+the scheduler, and the tokens of a step leave in one write, right after the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+
+from jaxserve.engine.engine import Engine
+from jaxserve.fleet.messages import (
+    Answer,
+    Cancel,
+    EndSession,
+    Failure,
+    Follow,
+    FromEngine,
+    FromFront,
+    GetStats,
+    Hello,
+    Outputs,
+    Prefetch,
+    Profile,
+    Refused,
+    Repeat,
+    Report,
+    ResetPrefixCache,
+    Restart,
+    SetRoles,
+    State,
+    Stay,
+    Submit,
+    decode_from_front,
+)
+from jaxserve.fleet.reports import Feed, InstanceReport
+from jaxserve.kv.exchange import KVExchange
+from jaxserve.kv.share import KVShare
+from jaxserve.outputs import RequestMetrics
+from jaxserve.sched.api.errors import JaxserveError, Unavailable
+from jaxserve.sched.api.new_request import NewRequest
+from jaxserve.sched.api.plan import Delta
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.scaling.base import Arrivals
+from jaxserve.version import __version__
+from jaxserve.wire.address import Address
+from jaxserve.wire.connection import Connection
+from jaxserve.wire.message import encode
+
+log = logging.getLogger(__name__)
+
+SHARING = 1.0  # seconds between two States
+REPORTING = 0.05  # least seconds between two Reports: a front counts what it sent since the last one itself
+LEAVING = "this replica takes no more requests"
+POLL = 0.02  # seconds between two looks at the requests of an engine that starts again
+
+
+class EngineServer:
+    """Serves an engine to fronts. Writer: the engine's thread."""
+
+    def __init__(self, engine: Engine, key: bytes, share: KVShare | None = None) -> None:
+        """share: how this process exchanges KV with others; None: it does not."""
+        self.engine = engine
+        self.exchange = None if share is None else KVExchange(engine, share)
+        self.address: Address  # set by `start`
+        self._key = key
+        self._fronts = set[_Front]()
+        self._feeds = [Feed(index, one) for index, one in enumerate(engine.schedulers)]
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self._listening: asyncio.Server | None = None
+        self._retiring: asyncio.Task[None] | None = None  # at the request of a front
+        self._arrivals = Arrivals()
+        self.on_retired: Callable[[], None] = lambda: None  # called once the process may end and start again
+
+    def start(self, address: Address) -> Address:
+        """Listen, and return the address with its port. Called from another thread. Raises InvalidValue."""
+        if self.exchange is not None:
+            self.exchange.start(address)
+        self.address = self.engine.run(lambda: self._start(address))
+        return self.address
+
+    async def _start(self, address: Address) -> Address:
+        self._listening, bound = await address.listen(self._accept)
+        self._tasks = asyncio.ensure_future(self._share()), asyncio.ensure_future(self._report())
+        return bound
+
+    def close(self) -> None:
+        """Stop to listen, and disconnect the fronts. Called from another thread."""
+
+        async def closed() -> None:
+            if self._listening is not None:
+                self._listening.close()
+            for task in (*self._tasks, self._retiring):
+                if task is not None:
+                    task.cancel()
+            for front in tuple(self._fronts):
+                front.connection.close()
+            await asyncio.sleep(0)  # lets the cancelled tasks end
+
+        if self.exchange is not None:
+            self.exchange.close()
+        self.engine.run(closed)
+
+    def _accept(self) -> Connection:
+        front = _Front(self)
+        front.connection = Connection(
+            self._key, "engine", opened=front.opened, received=front.received, lost=front.lost
+        )
+        return front.connection
+
+    def state(self, call: int | None = None) -> State:
+        """Return the State of now. Called on the engine's thread."""
+        self.engine.measure()
+        stats = self.engine.stats()
+        if self.exchange is not None:
+            stats = self.exchange.described(stats)
+        ailment = LEAVING if self.retiring else self.engine.ailment
+        return State(stats, ailment, call, self.retiring, self._arrivals.at(self.engine.now))
+
+    @property
+    def retiring(self) -> bool:
+        """Whether no more requests are taken, because the engine starts again."""
+        return self._retiring is not None
+
+    def retire(self, patience: float) -> None:
+        """Finish running requests, up to `patience` seconds, and then call `on_retired`.
+
+        Fronts send no more requests once they see the next State; what is left at the end of the process
+        continues elsewhere.
+        """
+        if self._retiring is None:
+            self._retiring = asyncio.ensure_future(self._retire(patience))
+            self._tell_all()
+
+    def stay(self) -> None:
+        """Take requests again after `retire`, unless that has come to its end."""
+        if self._retiring is not None and not self._retiring.done():
+            self._retiring.cancel()
+            self._retiring = None
+            self._tell_all()
+
+    def arrived(self, request: NewRequest) -> None:
+        """Count a request, unless it continues here."""
+        if request.progress is None:
+            self._arrivals.count(len(request.prompt), request.slo.ttft, self.engine.now)
+
+    async def _retire(self, patience: float) -> None:
+        end = asyncio.get_running_loop().time() + patience
+        while any(front.busy for front in self._fronts) and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(POLL)
+        self.on_retired()
+
+    def hello(self) -> Hello:
+        """Return the first message to a front."""
+        engine, exchange = self.engine, self.exchange
+        info = engine.info if exchange is None else exchange.presented(engine.info)
+        kv = "" if exchange is None else str(exchange.address)
+        limits = tuple(one.limits for one in engine.schedulers)
+        reports = self._whole_reports(cache=False)
+        return Hello(__version__, info, engine.queue_bound, self.state(), limits, reports, kv)
+
+    def set_roles(self, roles: Mapping[int, Role]) -> bool:
+        """Set the roles of instances, or of this replica if it shares KV. Called from another thread."""
+        if self.exchange is None:
+            return bool(self.engine.set_roles(roles))
+        self.exchange.set_roles(roles)
+        return True
+
+    def report(self, mark: int) -> Report:
+        """Return the first Report to a front that follows, and begin to collect events for it."""
+        for feed in self._feeds:
+            feed.follow(True)
+        return Report(mark, self._whole_reports(cache=True))
+
+    def _whole_reports(self, *, cache: bool) -> tuple[InstanceReport, ...]:
+        return tuple(feed.whole(self.engine.now, cache=cache) for feed in self._feeds)
+
+    def join(self, front: _Front) -> None:
+        self._fronts.add(front)
+
+    def leave(self, front: _Front) -> None:
+        self._fronts.discard(front)
+        if not any(one.follows for one in self._fronts):
+            for feed in self._feeds:
+                feed.follow(False)
+
+    async def _share(self) -> None:
+        while True:
+            await asyncio.sleep(SHARING)
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Send a State to all fronts."""
+        if self._fronts:
+            state = encode(self.state())
+            for front in tuple(self._fronts):
+                front.connection.send(state)
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORTING)
+            followers = [front for front in self._fronts if front.follows]
+            if followers:
+                now = self.engine.now
+                news = [one for feed in self._feeds if (one := feed.news(now)) is not None]
+                encoded = tuple(msgspec.Raw(encode(one)) for one in news)  # once for all fronts
+                for front in followers:
+                    front.report(encoded)
+
+
+class _Front:
+    """One connected front. Writer: the engine's thread."""
+
+    connection: Connection
+
+    def __init__(self, server: EngineServer) -> None:
+        self._server = server
+        self._engine = server.engine
+        self._loop = asyncio.get_running_loop()
+        self._compiling = set[int]()  # requests of this front whose structured outputs are being compiled
+        self._running: dict[int, int] = {}  # requests of this front: its id -> the engine's
+        self._deltas: list[Delta] = []  # to send
+        self._ended: dict[int, RequestMetrics] = {}  # likewise
+        self._flushing = False
+        self._last: NewRequest | None = None  # the last one that came whole
+        self._calls = set[asyncio.Task[None]]()
+        self.follows = False
+        self._mark = self._reported = -1  # the last request that has entered the engine, and that a Report said so of
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests run, or outputs are still to be sent."""
+        return bool(self._running or self._deltas or self._compiling)
+
+    def opened(self, connection: Connection) -> None:
+        self._send(self._server.hello())
+        self._server.join(self)
+
+    def lost(self, why: str) -> None:
+        """Cancel what the front had submitted: its clients are gone with it."""
+        log.info("a front has left: %s", why)
+        self._server.leave(self)
+        for id in self._running.values():
+            self._engine.cancel(id)
+        self._running.clear()
+        self._compiling.clear()
+
+    def received(self, frame: bytes) -> None:
+        try:
+            message = self._whole(decode_from_front(frame))
+        except ValueError as error:
+            self.connection.close(f"a message that cannot be decoded: {error}")
+            return
+        match message:
+            case Submit() if message.request.params.structured_outputs is not None:
+                self._compile(message)
+            case Submit():
+                self._submit(message)
+            case Cancel():
+                self._cancel(message)
+            case GetStats():
+                self._send(self._server.state(message.call))
+            case Prefetch():
+                if self._server.exchange is not None:
+                    self._server.exchange.prefetch(message.prompt, message.salt, message.kv_from)
+            case SetRoles():
+                self._call(message.call, lambda: self._server.set_roles(message.roles))
+            case ResetPrefixCache():
+                self._call(message.call, self._engine.reset_prefix_cache)
+            case EndSession():
+                self._call(message.call, lambda: self._engine.end_session(message.session))
+            case Profile():
+                self._call(message.call, lambda: self._engine.profile(message.on))
+            case Follow():
+                self.follows = True
+                self._send(self._server.report(self._mark))
+            case Restart():
+                self._server.retire(message.patience)
+            case Stay():
+                self._server.stay()
+
+    def _whole(self, message: FromFront) -> FromFront:
+        """Complete a Repeat. Raises ValueError if there is nothing that it could repeat."""
+        if isinstance(message, Repeat):
+            if self._last is None:
+                raise ValueError("a Repeat before a Submit")
+            return Submit(message.id, message.request(self._last))
+        if isinstance(message, Submit):
+            self._last = message.request
+        return message
+
+    def _cancel(self, message: Cancel) -> None:
+        id = self._running.get(message.id)
+        if id is not None:
+            self._engine.cancel(id, message.reason)
+        elif message.id in self._compiling:
+            self._compiling.discard(message.id)
+            self._told(message.id, Delta(-1, finish_reason=message.reason))
+
+    def report(self, instances: Sequence[msgspec.Raw]) -> None:
+        """Send encoded reports of the instances, if there are any or a request has entered since the last ones."""
+        if instances or self._mark != self._reported:
+            self._reported = self._mark
+            self._send(Report(self._mark, cast(Any, instances)))
+
+    def _entered(self, id: int) -> None:
+        self._mark = id
+
+    def _send(self, message: FromEngine) -> None:
+        self.connection.send(encode(message))
+
+    def _compile(self, message: Submit) -> None:
+        """Submit a request once its structured outputs are compiled, without keeping the engine's thread waiting."""
+        wanted = message.request.params.structured_outputs
+        assert wanted is not None
+        compiling = self._engine.machine.compiler.compile(wanted)
+        if compiling.done():
+            self._submit(message)
+            return
+        self._compiling.add(message.id)
+
+        def submitted() -> None:
+            if message.id in self._compiling:  # otherwise the front has cancelled it, or is gone
+                self._compiling.discard(message.id)
+                self._submit(message)
+
+        compiling.add_done_callback(lambda _: self._later(submitted))
+
+    def _later(self, call: Callable[[], None]) -> None:
+        """Call from another thread, on the engine's."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(call)
+
+    def _submit(self, message: Submit) -> None:
+        self._server.arrived(message.request)
+        try:
+            if self._server.retiring:
+                raise Unavailable(LEAVING)
+            id = self._engine.submit(message.request, partial(self._told, message.id))
+        except JaxserveError as error:
+            self._send(Refused(message.id, Failure.of(error)))
+        else:
+            self._running[message.id] = id
+        self._loop.call_soon(self._entered, message.id)  # after the request has entered the engine
+
+    def _told(self, id: int, delta: Delta) -> None:
+        """Keep a delta until the step has told all of its requests."""
+        if delta.finish_reason is not None:
+            self._running.pop(id, None)
+            times = self._engine.record(delta.request)
+            if times is not None:
+                self._ended[id] = times
+        self._deltas.append(delta._replace(request=id))
+        if not self._flushing and not self._loop.is_closed():  # closed: the process ends, which fronts notice
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        deltas, self._deltas = self._deltas, []
+        ended, self._ended = self._ended, {}
+        self._send(Outputs(tuple(deltas), ended))
+
+    def _call(self, number: int, work: Callable[[], bool]) -> None:
+        """Run `work`, which waits for the engine's thread, in another one."""
+        task = asyncio.ensure_future(self._answer(number, work))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _answer(self, number: int, work: Callable[[], bool]) -> None:
+        try:
+            self._send(Answer(number, await asyncio.to_thread(work)))
+        except JaxserveError as error:
+            self._send(Answer(number, failure=Failure.of(error)))

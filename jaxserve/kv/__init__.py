@@ -1,0 +1,1 @@
+"""KV pages that engine processes give to each other."""
