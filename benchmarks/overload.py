@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxserve.report.table import print_table
 from jaxserve.sched import policies
-from jaxserve.sched.api.new_request import STANDARD
+from jaxserve.sched.api.new_request import STANDARD, NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepResult
 from jaxserve.sched.api.policy import Decision, Limits, Policy, Role, View
@@ -69,7 +69,9 @@ class Overload:
         prompt, output = (int(self._random.integers(n // 2, n * 3 // 2)) for n in (PROMPT, OUTPUT))
         tier, slo = (STANDARD, SLO()) if self._objectives else (BEST_EFFORT, NO_SLO)
         params = SamplingParams(max_tokens=output, ignore_eos=True)
-        self.scheduler.add(Request(self.count, range(prompt), params, slo, self.now, seed=self.count, tier=tier))
+        self.scheduler.add(
+            Request(self.count, NewRequest(range(prompt), params, slo, tier=tier), self.now, seed=self.count)
+        )
         self.count += 1
 
     def step(self) -> tuple[float, float]:

@@ -27,6 +27,7 @@ import numpy as np
 from jaxserve.report.table import print_table
 from jaxserve.sched import policies, routing
 from jaxserve.sched.api.instance_view import ReadOnlyView
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.plan import StepPlan, StepResult
@@ -122,7 +123,7 @@ class Steady:
         output = int(self.random.integers(self.answer // 2, self.answer * 3 // 2)) + 1
         slo = SLO(ttft=float(self.random.uniform(0.5, 8)), tpot=float(self.random.uniform(0.02, 0.1)))
         params = SamplingParams(max_tokens=output, ignore_eos=True)
-        self.scheduler.add(Request(self.count, range(prompt), params, slo, self.now, seed=self.count))
+        self.scheduler.add(Request(self.count, NewRequest(range(prompt), params, slo), self.now, seed=self.count))
         self.count += 1
 
     def step(self) -> float | None:
@@ -226,7 +227,9 @@ class Full:
         slo = SLO(ttft=float(self.random.choice([0.5, 1, 2, 8])), tpot=float(self.random.choice([0.025, 0.05, 0.1])))
         self.count += 1
         arrival = float(self.random.uniform(0.0, 0.2))
-        return Request(self.count, range(prompt), SamplingParams(max_tokens=1000), slo, arrival, seed=self.count)
+        return Request(
+            self.count, NewRequest(range(prompt), SamplingParams(max_tokens=1000), slo), arrival, seed=self.count
+        )
 
     @staticmethod
     def decodes(request: Request, one: Scheduler) -> None:

@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 from . import policies
 from .api.errors import InvalidValue
 from .api.log import Log
+from .api.new_request import NewRequest
 from .api.params import SamplingParams
 from .api.perf import Load, PerfModel
 from .api.plan import StepPlan, StepResult, Suspended
@@ -28,7 +29,7 @@ from .api.slo import SLO
 from .api.thinking import ThinkingEnd
 from .instance.scheduler import Scheduler
 
-VERSION = 6  # of the records; a journal of another version is refused
+VERSION = 7  # of the records; a journal of another version is refused
 REHEARSAL = "rehearsal"  # key of the requests that an engine runs before it is ready
 
 
@@ -117,22 +118,24 @@ def result_of(record: Mapping[str, Any]) -> StepResult:
 def _request(request: Request) -> dict[str, Any]:
     return {
         "id": request.id,
-        "key": request.key,
         "prompt_length": request.prompt_length,
-        "params": asdict(request.params),
-        "slo": asdict(request.slo),
+        "asked": _fields(request.asked),
         "arrival": request.arrival,
         "seed": request.seed,
-        "priority": request.priority,
-        "tier": request.tier,
+        "tier": request.tier,  # it may have been demoted
         "class_": request.class_,
-        "session": request.session,
         "eos": sorted(request.eos),
         "thinking": request.thinking and [request.thinking.markers, request.thinking.seen],
         "limit": request.limit,
         # what another engine has done for it; `thinking` is from after that
         "resumed": [request.output, request.token_times, request.budget, request.scored] if request.output else None,
     }
+
+
+def _fields(asked: NewRequest) -> dict[str, Any]:
+    """Return what was asked, without tokens of the prompt."""
+    described = asked.described()
+    return described | {"params": asdict(asked.params), "slo": asdict(asked.slo)}
 
 
 def _plan(plan: StepPlan) -> list[Any]:
@@ -291,19 +294,20 @@ class _Replayer:
         return request
 
     def _made(self, fields: dict[str, Any]) -> Request:
-        made = dict(fields)
-        params, slo, thinking = made.pop("params"), made.pop("slo"), made.pop("thinking")
-        resumed = made.pop("resumed")
+        asked, thinking, resumed = dict(fields["asked"]), fields["thinking"], fields["resumed"]
+        asked["params"] = SamplingParams(**{name: _tupled(value) for name, value in asked["params"].items()})
+        asked["slo"] = SLO(**{name: _tupled(value) for name, value in asked["slo"].items()})
         request = Request(
-            made.pop("id"),
-            range(made.pop("prompt_length")),
-            SamplingParams(**{name: _tupled(value) for name, value in params.items()}),
-            SLO(**{name: _tupled(value) for name, value in slo.items()}),
-            made.pop("arrival"),
-            eos=frozenset(made.pop("eos")),
+            fields["id"],
+            NewRequest(range(fields["prompt_length"]), **asked),
+            fields["arrival"],
+            seed=fields["seed"],
+            eos=frozenset(fields["eos"]),
             thinking=thinking and ThinkingEnd(*thinking),
-            **made,
+            limit=fields["limit"],
+            class_=fields["class_"],
         )
+        request.tier = fields["tier"]
         if resumed is not None:
             request.output, request.token_times, request.budget, request.scored = resumed
             request.first_token_at = request.token_times[0]

@@ -37,7 +37,7 @@ from decision_workloads import WORKLOADS, Job, Setting  # noqa: E402
 from jaxserve.report.progress import bar  # noqa: E402
 from jaxserve.sched import admission, policies, routing  # noqa: E402
 from jaxserve.sched.api.errors import InvalidValue  # noqa: E402
-from jaxserve.sched.api.new_request import STANDARD  # noqa: E402
+from jaxserve.sched.api.new_request import STANDARD, NewRequest  # noqa: E402
 from jaxserve.sched.api.params import SamplingParams  # noqa: E402
 from jaxserve.sched.api.policy import Limits, Role  # noqa: E402
 from jaxserve.sched.api.preemption import stopping  # noqa: E402
@@ -239,13 +239,9 @@ class Run:
         slo = SLO(job.ttft, job.tpot, job.tbt, ((THINKING, 2 * job.tpot),) if job.thinking else ())
         request = Request(
             id,
-            prompt,
-            SamplingParams(max_tokens=None),
-            slo,
+            NewRequest(prompt, SamplingParams(max_tokens=None), slo, priority=job.priority, tier=self._tier(job)),
             self._loop.now,
             seed=id,
-            priority=job.priority,
-            tier=self._tier(job),
             eos=frozenset([EOS]),
             thinking=ThinkingEnd(((END_THINKING,),)) if job.thinking else None,
         )

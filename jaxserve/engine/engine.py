@@ -168,9 +168,9 @@ class Engine:
         if params.structured_outputs is not None:
             self.compiler.check(params.structured_outputs)
         id, now = next(self._ids), self._machine.now()
-        request = Request.of(
-            new,
+        request = Request(
             id,
+            new,
             now - new.waited,
             seed=self._seed_of(params, id),
             eos=self.info.eos,
@@ -317,7 +317,9 @@ class Engine:
     def prefetch(self, prompt: Sequence[int], salt: bytes, kv_from: str, source: KVSource, patience: float) -> None:
         """Fetch the KV of a prompt into the prefix cache of the instance for prompts with the most room."""
         whole = (*prompt, 0)  # a request looks up the pages before its last token, and its first token comes
-        request = Request(next(self._ids), whole, REHEARSED, NO_SLO, self._machine.now(), salt=salt, kv_from=kv_from)
+        request = Request(
+            next(self._ids), NewRequest(whole, REHEARSED, NO_SLO, salt=salt, kv_from=kv_from), self._machine.now()
+        )
         cores = [core for core in self._cluster.cores if core.scheduler.role is not Role.DECODE]
         core = max(cores, key=lambda core: (not core.scheduler.hung, core.scheduler.blocks.available))
         self._cluster.prefix_fetch.ahead(request, core, source, patience)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any, TypeVar
@@ -143,10 +143,10 @@ class RemoteEngine:
         """Whether requests wait for the engine to read those before them."""
         return self._connection.crowded
 
-    def prefetch(self, prompt: tuple[int, ...], salt: bytes, kv_from: str) -> None:
+    def prefetch(self, prompt: Sequence[int], salt: bytes, kv_from: str) -> None:
         """Let the engine fetch the KV of a prompt while the engine at `kv_from` computes it."""
         if self._gone is None and not self.crowded:
-            self._send(Prefetch(prompt, salt, kv_from))
+            self._send(Prefetch(tuple(prompt), salt, kv_from))
 
     def check_outputs(self, prompts: int, n: int, instances: int | None = None) -> None:
         """Raise InvalidValue if the queue can never hold `n` outputs of each of `prompts` prompts.

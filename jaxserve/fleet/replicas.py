@@ -66,7 +66,7 @@ class _Ask:
     refusal: JaxserveError | None = None
 
     def __post_init__(self) -> None:
-        self.routed = Request.of(self.request, self.id, self.arrival)
+        self.routed = Request(self.id, self.request, self.arrival)
         self.routed.output = self.output
 
     def progress(self, now: float) -> Progress | None:

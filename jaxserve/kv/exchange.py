@@ -133,7 +133,7 @@ class KVExchange:
 
     # requests, on the engine's loop
 
-    def prefetch(self, prompt: tuple[int, ...], salt: bytes, kv_from: str) -> None:
+    def prefetch(self, prompt: Sequence[int], salt: bytes, kv_from: str) -> None:
         """Fetch the pages of a prompt while the engine at `kv_from` computes them."""
         self._engine.prefetch(prompt, salt, kv_from, self._ahead, PATIENCE)
 

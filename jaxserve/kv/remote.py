@@ -51,11 +51,12 @@ class RemoteKV:
 
     def find(self, request: Request, digests: Sequence[bytes]) -> int:
         """Return how many leading pages to expect at the address that the request names: all, unless it says less."""
-        if not digests or self._closed or not request.kv_from or self._aside.get(request.kv_from, 0.0) > self._now():
+        holder, tokens = request.asked.kv_from, request.asked.kv_tokens
+        if not digests or self._closed or not holder or self._aside.get(holder, 0.0) > self._now():
             return 0
-        if not request.kv_tokens:
+        if not tokens:
             return len(digests)
-        there = request.kv_tokens // self._place.layout.page_size
+        there = tokens // self._place.layout.page_size
         return max(0, min(len(digests), there - request.digests.index(digests[0])))
 
     def seconds(self, pages: int) -> float:
@@ -67,7 +68,7 @@ class RemoteKV:
         with self._lock:
             if self._closed:
                 return None
-            work = self._fetch(request.kv_from, digests[start:], wait)
+            work = self._fetch(request.asked.kv_from, digests[start:], wait)
             fetching = asyncio.run_coroutine_threadsafe(work, self._loop)
         return await asyncio.wrap_future(fetching)
 

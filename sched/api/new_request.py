@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from .params import SamplingParams
 from .slo import SLO
@@ -27,7 +28,7 @@ class NewRequest:
     The first fields are what was asked. Those from `waited` on are what has happened to it on its way, by a router.
     """
 
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]  # a list is kept as a tuple
     params: SamplingParams  # of one output
     slo: SLO
     priority: int = 0  # lower is earlier
@@ -46,4 +47,12 @@ class NewRequest:
     kv_tokens: int = 0  # of its first tokens only; 0: of all
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt", tuple(self.prompt))  # a list from `LLM`; a tuple stays the same one
+        if isinstance(self.prompt, list):
+            object.__setattr__(self, "prompt", tuple(self.prompt))
+
+    def described(self) -> dict[str, Any]:
+        """Return all fields but those that hold tokens of users, and the way here: what a journal records."""
+        return {name: getattr(self, name) for name in _RECORDED}
+
+
+_RECORDED = [one.name for one in fields(NewRequest) if one.name not in ("prompt", "salt", "waited", "progress")]

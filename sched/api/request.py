@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from math import inf
-from typing import Any, Protocol
+from typing import Protocol
 
 from .acceptance import Drafts
 from .errors import InvalidValue
-from .new_request import STANDARD, NewRequest, Progress
-from .params import SamplingParams
+from .new_request import NewRequest, Progress
 from .pooling import Pooled
 from .slo import ANSWER, SLO, THINKING, deadline
 from .thinking import ThinkingEnd
@@ -79,6 +77,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "asked",
         "budget",
         "cached",
         "class_",
@@ -96,9 +95,6 @@ class Request:
         "hit",
         "id",
         "inflight",
-        "key",
-        "kv_from",
-        "kv_tokens",
         "limit",
         "on_device",
         "output",
@@ -110,12 +106,10 @@ class Request:
         "prompt",
         "prompt_length",
         "row",
-        "salt",
         "scheduled_at",
         "scored",
         "seed",
         "sent_pages",
-        "session",
         "slo",
         "slot",
         "stage",
@@ -133,49 +127,34 @@ class Request:
     def __init__(
         self,
         id: int,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        slo: SLO,
+        asked: NewRequest,
         arrival: float,
         *,
         seed: int = 0,
-        priority: int = 0,
-        tier: str = STANDARD,
         eos: frozenset[int] = frozenset(),
         thinking: ThinkingEnd | None = None,
         limit: int | None = None,
-        key: str = "",
-        salt: bytes = b"",
-        session: str = "",
         class_: str = "",
-        kv_from: str = "",
-        kv_tokens: int = 0,
     ) -> None:
         """Create a waiting request.
 
         `thinking` detects the end of thinking in the output; None if the output starts with the
-        answer. `session`: requests of the same name are turns of one session, whose pages stay in the
-        prefix cache between them; "": of none. `class_` is the label of the request in metrics, which
-        stays the same if its tier changes. `kv_from`: the address of another process that has the KV of
-        its prompt, or of its first `kv_tokens` tokens if that is not 0.
+        answer. `class_` is the label of the request in metrics, which stays the same if its tier changes.
         """
+        params, slo = asked.params, asked.slo
         self.id = id
-        self.key = key or f"req-{id}"
-        self.prompt = prompt
-        self.prompt_length = len(prompt)
+        self.asked = asked
+        self.prompt = asked.prompt
+        self.prompt_length = len(asked.prompt)
         self.params = params
         self.slo = slo
         self.arrival = arrival
         self.seed = seed
-        self.priority = priority
-        self.tier = tier
+        self.priority = asked.priority
+        self.tier = asked.tier
         self.class_ = class_
         self.eos = eos
         self.stops = frozenset(params.stop_token_ids) if params.ignore_eos else eos.union(params.stop_token_ids)
-        self.salt = salt
-        self.session = session
-        self.kv_from = kv_from
-        self.kv_tokens = kv_tokens
         self.limit = params.max_tokens or (1 << 30) if limit is None else limit  # most tokens to generate
         self.thinking = thinking if slo.stages else None  # None once thinking has ended
         self.stage = ANSWER if self.thinking is None else THINKING
@@ -211,30 +190,16 @@ class Request:
         self.finish_reason: str | None = None
         self.error: str | None = None
 
-    @classmethod
-    def of(cls, new: NewRequest, id: int, arrival: float, **more: Any) -> Request:
-        """Create a waiting request from what was asked. more: see above."""
-        return cls(
-            id,
-            new.prompt,
-            new.params,
-            new.slo,
-            arrival,
-            priority=new.priority,
-            tier=new.tier,
-            key=new.key,
-            salt=new.salt,
-            session=new.session,
-            kv_from=new.kv_from,
-            kv_tokens=new.kv_tokens,
-            **more,
-        )
-
     def __repr__(self) -> str:
         return (
             f"Request({self.id}, {self.state.value}, prompt={self.prompt_length}, computed={self.computed}, "
             f"output={len(self.output)}+{self.pending}, pages={len(self.pages)})"
         )
+
+    @property
+    def key(self) -> str:
+        """Its name in logs and journals."""
+        return self.asked.key or f"req-{self.id}"
 
     @property
     def known(self) -> int:

@@ -26,7 +26,7 @@ def next_digest(request: Request, page_size: int) -> bytes:
     """Add the digest of the next full page of known tokens to `request.digests`, and return it."""
     known = request.digests
     start = len(known) * page_size
-    known.append(chain(known[-1] if known else request.salt, request.tokens(start, start + page_size)))
+    known.append(chain(known[-1] if known else request.asked.salt, request.tokens(start, start + page_size)))
     return known[-1]
 
 

@@ -118,9 +118,9 @@ class KVManager:
 
     def pin(self, request: Request) -> None:
         """Keep the cached pages of a request in the cache for the next turn of its session, if it has one."""
-        if request.session and request.last_token_at is not None and self.blocks.prefix_caching:
+        if request.asked.session and request.last_token_at is not None and self.blocks.prefix_caching:
             digests = self.digests(request, request.prompt_length + len(request.output))
-            self.pins.pin(request.session, digests[: self.blocks.match(digests)], request.last_token_at)
+            self.pins.pin(request.asked.session, digests[: self.blocks.match(digests)], request.last_token_at)
 
     def forget_cached(self) -> None:
         """Clear the cached prefixes that no request holds, and all pins."""

@@ -12,6 +12,7 @@ from .. import policies, routing
 from ..admission.base import Admission
 from ..api.errors import InvalidValue
 from ..api.log import Log, no_log
+from ..api.new_request import NewRequest
 from ..api.params import SamplingParams
 from ..api.policy import Decision, Limits, Policy, Role, View
 from ..api.preemption import stopping
@@ -347,16 +348,13 @@ class _Simulation:
         arrival = self._arrivals[id]
         request = Request(
             id,
-            arrival.prompt(id),
-            _PARAMS,
-            arrival.slo,
+            NewRequest(
+                arrival.prompt(id), _PARAMS, arrival.slo, key=arrival.key, session=arrival.session, tier=arrival.tier
+            ),
             time,
             eos=_EOS,
             thinking=ThinkingEnd(((END_THINKING,),)) if arrival.thinking_tokens else None,
-            key=arrival.key,
-            session=arrival.session,
             seed=id,
-            tier=arrival.tier,
         )
         self.requests.append(request)
         if self._recorder is not None:

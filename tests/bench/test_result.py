@@ -14,6 +14,7 @@ from jaxserve.bench.load import NONE, Call, Objective
 from jaxserve.bench.plots import distribution, share_at
 from jaxserve.bench.result import Goals
 from jaxserve.errors import InvalidValue
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
@@ -94,7 +95,7 @@ def test_attainment_by_prompt_length_shows_sacrificed_requests() -> None:
 @pytest.mark.parametrize("seen", [GOOD, LATE, SLOW, ONE])
 def test_the_simulator_measures_the_same(seen: Outcome) -> None:
     slo = SLO(ttft=0.5, tpot=0.05)
-    request = Request(0, seen.call.prompt, SamplingParams(), slo, seen.start)
+    request = Request(0, NewRequest(seen.call.prompt, SamplingParams(), slo), seen.start)
     request.finish_reason = "length"
     request.token_times = [seen.start + at for at in itertools.accumulate([seen.ttft, *seen.itls])]
     simulated, here = measure(request), result.measured(0, seen, GOALS.kept(seen))

@@ -15,6 +15,7 @@ from jaxserve.engine.runtime import kv_events
 from jaxserve.engine.runtime.kv_events import END, KVEventFeed, number
 from jaxserve.errors import InvalidValue
 from jaxserve.fleet.supervisor import own_settings
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import NO_SLO
@@ -38,7 +39,7 @@ class Instance:
 
     def store(self, id: int, tokens: list[int]) -> Request:
         """Compute a prompt: its full pages enter the cache."""
-        request = Request(id, tokens, SamplingParams(), NO_SLO, 0.0)
+        request = Request(id, NewRequest(tokens, SamplingParams(), NO_SLO), 0.0)
         digests = [next_digest(request, SIZE) for _ in range(len(tokens) // SIZE)]
         known = self.blocks.match(digests)
         pages = self.blocks.take(digests[:known], len(digests) - known)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from jaxserve.kv.remote import RemoteKV
 from jaxserve.kv.server import KVServer
 from jaxserve.kv.share import Transport
 from jaxserve.sched.api.errors import Unavailable
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
@@ -39,9 +41,7 @@ BOTH = pytest.mark.parametrize("transport", ["host", "direct"])
 
 
 def asked(address: str) -> Request:
-    request = Request(0, (1, 2, 3), SamplingParams(), SLO(), 0.0)
-    request.kv_from = address
-    return request
+    return Request(0, NewRequest((1, 2, 3), SamplingParams(), SLO(), kv_from=address), 0.0)
 
 
 class Room(Closing):
@@ -204,7 +204,7 @@ async def test_a_source_expects_the_pages_that_the_request_names(room: Room) -> 
     await room.serve()
     remote, room.request.digests = room.remote("host"), list(DIGESTS)
     for tokens, start, expected in ((0, 3, PAGES - 3), (40, 0, 10), (43, 4, 6), (40, 10, 0), (40, 20, 0)):
-        room.request.kv_tokens = tokens
+        room.request.asked = replace(room.request.asked, kv_tokens=tokens)
         assert remote.find(room.request, DIGESTS[start:]) == expected
     assert remote.find(room.request, []) == 0
 

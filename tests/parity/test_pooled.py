@@ -12,6 +12,7 @@ import pytest
 
 from jaxserve.cli.replay import perf_of
 from jaxserve.generation.vectors import pooling_params, vector_of
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.pooling import POOLINGS
 from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.cluster.cluster import Cluster
@@ -78,7 +79,9 @@ def test_a_prompt_that_loses_its_kv_halfway_gives_the_same_vector(pooling: str) 
         begun = [one.computed for one in cluster.cores[0].scheduler if 64 <= one.computed <= 128]
         if begun and not sent:
             sent.extend(begun)
-            urgent = Request(1, tuple(range(10, 250)), GREEDY, engine.slo, engine.executors[0].now(), limit=2)
+            urgent = Request(
+                1, NewRequest(tuple(range(10, 250)), GREEDY, engine.slo), engine.executors[0].now(), limit=2
+            )
             cluster.submit(urgent, lambda delta: None)
 
     served, _ = engine.run([ask], "unified", disturb=press)

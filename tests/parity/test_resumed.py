@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.sched.api.errors import InvalidValue
-from jaxserve.sched.api.new_request import Progress
+from jaxserve.sched.api.new_request import NewRequest, Progress
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import ANSWER, THINKING, Request
 from jaxserve.sched.api.slo import SLO
@@ -33,7 +33,7 @@ def test_continuing_elsewhere_does_not_change_the_tokens(mesh: str, pages: int, 
 def made(stages: tuple[tuple[str, float], ...] = (), **params: object) -> Request:
     thinking = ThinkingEnd(((9,),)) if stages else None
     slo = SLO(1.0, 0.1, stages=stages)
-    return Request(0, (1, 2, 3), SamplingParams(**params), slo, 90.0, eos=frozenset({7}), thinking=thinking)  # type: ignore[arg-type]
+    return Request(0, NewRequest((1, 2, 3), SamplingParams(**params), slo), 90.0, eos=frozenset({7}), thinking=thinking)  # type: ignore[arg-type]
 
 
 def test_tokens_of_before_count_for_deadlines_and_limits() -> None:

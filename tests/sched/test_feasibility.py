@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request, State
@@ -76,7 +77,7 @@ def test_kept_jobs_stay_while_they_alone_are_on_time(jobs: list[tuple[int, int, 
 
 
 def row(id: int, due: float, tpot: float, tier: str = "standard") -> Request:
-    one = Request(id, range(1000), SamplingParams(max_tokens=1000), SLO(tpot=tpot), 0.0, tier=tier)
+    one = Request(id, NewRequest(range(1000), SamplingParams(max_tokens=1000), SLO(tpot=tpot), tier=tier), 0.0)
     one.state, one.computed, one.output = State.RUNNING, 1000, [1]
     one.first_token_at, one.token_times, one.budget = 0.0, [0.0], due
     return one

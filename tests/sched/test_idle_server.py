@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.admission.dp import ByDP
 from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Load, PerfModel
 from jaxserve.sched.api.policy import Limits, Role, View
@@ -81,7 +82,7 @@ def feasible(perf: PerfModel, prompt: int, times: float, slack: float, chunk: in
 
 
 def waiting(prompt: int, slo: SLO) -> Request:
-    return Request(0, range(prompt), SamplingParams(max_tokens=None), slo, 0.0)
+    return Request(0, NewRequest(range(prompt), SamplingParams(max_tokens=None), slo), 0.0)
 
 
 def view(prompts: list[Request], perf: PerfModel, within: Limits, role: Role = Role.MIXED, now: float = 0.0) -> View:

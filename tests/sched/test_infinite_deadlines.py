@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.errors import InvalidValue
-from jaxserve.sched.api.new_request import STANDARD
+from jaxserve.sched.api.new_request import STANDARD, NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import BEST_EFFORT, Request, State
@@ -31,7 +31,7 @@ STAGES = [
 def granted(slo: SLO, output: int, pending: int) -> Request:
     """Return a request with `output` tokens and `pending` more sampled by steps in flight."""
     thinking = ThinkingEnd(((END_THINKING,),)) if slo.stages else None
-    one = Request(0, range(4), SamplingParams(max_tokens=50), slo, 0.0, thinking=thinking)
+    one = Request(0, NewRequest(range(4), SamplingParams(max_tokens=50), slo), 0.0, thinking=thinking)
     one.state = State.RUNNING
     for _ in range(output):
         one.pending += 1

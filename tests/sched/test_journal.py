@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from copy import deepcopy
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,9 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.new_request import NewRequest, Progress
+from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan
-from jaxserve.sched.api.policy import Role
-from jaxserve.sched.journal import replay
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.request import BEST_EFFORT, Request
+from jaxserve.sched.api.slo import SLO, THINKING
+from jaxserve.sched.journal import Journal, replay
 from tests.support.examples import examples
 from tests.support.sched.complete import JOB, ROLES
 from tests.support.sched.harness import Job
@@ -22,6 +28,7 @@ from tests.support.sched.roles import ROLE_CHANGES
 from tests.support.sched.sources import BEHAVIORS, Source
 from tests.support.sched.tiers import TIERS
 
+LIMITS = Limits(4, 64, 32, 4)
 FEATURES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "steps fail": st.fixed_dictionaries({"fail": st.sampled_from([4, 7])}),
     "role changes": st.fixed_dictionaries(
@@ -102,6 +109,29 @@ def test_a_changed_plan_shows_as_a_difference() -> None:
 def test_no_prompt_is_journaled() -> None:
     text = recorded([Job([424242] * 12, 3)], "1x1", "distserve")
     assert "424242" not in text
+
+
+def test_what_was_asked_is_journaled_whole() -> None:
+    """A new field of NewRequest needs no line in the journal."""
+    asked = NewRequest(
+        (5,) * 9, SamplingParams(max_tokens=2, stop=["x"]), SLO(1.0, 0.5, stages=((THINKING, 0.1),)), priority=3,
+        tier="gold", key="mine", salt=b"s", session="a session", waited=1.0, progress=Progress((7,), 0.2, 0.1),
+        handed_over=True, kv_from="unix:/there", kv_tokens=8,
+    )  # fmt: skip
+    plain = NewRequest((), SamplingParams(), SLO())
+    secret = ("prompt", "salt", "waited", "progress")
+    assert all(getattr(asked, one.name) != getattr(plain, one.name) for one in fields(NewRequest)), (
+        "set the new field too"
+    )
+    header, *_ = recorded([Job(range(9), 4)], "1x1", "kairos").splitlines()
+    file = io.StringIO()
+    log = Journal(file).instance("mixed0", policy="fcfs", limits=LIMITS, role=Role.MIXED, prefix_caching=True, perf={})
+    request = Request(4, asked, 2.0, seed=8)
+    request.tier = BEST_EFFORT
+    log("add", request=request)
+    seen = replay([header, file.getvalue().splitlines()[1]], perf).requests[4]
+    assert (seen.key, seen.tier, seen.seed, seen.arrival, seen.prompt_length) == ("mine", BEST_EFFORT, 8, 2.0, 9)
+    assert replace(seen.asked, **{name: getattr(asked, name) for name in secret}) == asked
 
 
 def test_a_malformed_line_is_named() -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import policies
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Decision, Limits, Role, View, in_order
 from jaxserve.sched.api.request import BEST_EFFORT, Request
@@ -153,7 +154,7 @@ def test_the_watch_detects_an_idle_instance_and_access_beyond_the_protocol(monke
     with pytest.raises(AssertionError, match=r"idle at .*wants none of"):
         serve("lazy", ("1", "least_work", "none"), jobs, {}, seal=False)
     table = RequestQueue()
-    table.add(Request(0, range(5), SamplingParams(max_tokens=3), SLO(), 0.0))
+    table.add(Request(0, NewRequest(range(5), SamplingParams(max_tokens=3), SLO()), 0.0))
     view = View(0.0, 0.0, Role.MIXED, table, RequestQueue(), Limits(pages=9), 9, 256, 0, GeneralModel(COEFFICIENTS))
     seen = sealed(view)
     assert seen.prefill[0].remaining == seen.prefill.remaining[0] == 5

@@ -26,7 +26,7 @@ LONG = 600_000  # ms: longer than any test
 def done(slo: SLO, times: list[float], reason: str = "length", thinks: int = 0) -> Request:
     """Return a request of class `a` that arrived at 0, with its first `thinks` tokens thinking."""
     end = ThinkingEnd([(7,)]) if thinks else None
-    made = Request(0, [1], SamplingParams(), slo, 0.0, thinking=end, class_="a")
+    made = Request(0, NewRequest([1], SamplingParams(), slo), 0.0, thinking=end, class_="a")
     for number, at in enumerate(times, 1):
         made.pending = 1
         made.budget += made.tpot  # of the next token

@@ -175,7 +175,7 @@ def test_replicas_fetch_prefixes_that_others_have(serve: Any, whole: list[Told],
         first = int(made.computed()[1] > begin[1])
         prompt, params = asked(6)
         longer = [*prompt, *range(8, 48)]
-        like = Request(0, longer, params, SLO(), 0.0)
+        like = Request(0, NewRequest(longer, params, SLO()), 0.0)
         await eventually(lambda: made.replicas._front.longer_hit(like, 1 - first) is not None)
         made.replicas.drain(first)
         before, told = made.engines[1 - first].stats(), Told()

@@ -24,6 +24,7 @@ from jaxserve.engine.runtime.gc_control import (
     uncollected,
     watched_loop,
 )
+from jaxserve.sched.api.new_request import STANDARD, NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
@@ -225,8 +226,8 @@ def test_collection_is_retried_after_one_slow_collection(tended):
     assert looks > 10 and cycle() is None and tended.collections == {"slack": 1}
 
 
-def request(slo: SLO, **more: Any) -> Request:
-    return Request(1, (5,), SamplingParams(), slo, 10.0, **more)
+def request(slo: SLO, tier: str = STANDARD) -> Request:
+    return Request(1, NewRequest((5,), SamplingParams(), slo, tier=tier), 10.0)
 
 
 def test_slack_is_the_least_of_the_running_requests():

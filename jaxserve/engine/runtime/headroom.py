@@ -11,6 +11,7 @@ import numpy as np
 from jaxserve.engine.runtime.gc_control import least_slack
 from jaxserve.sched.admission.prefill_budget import Promised
 from jaxserve.sched.api.metric import GAUGE, gauge, row
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
@@ -56,7 +57,7 @@ def headroom(
     view = one.view(now, start)
     promised = Promised(view)
     budget = {name: promised.budget(now + slo.ttft, REFERENCE) for name, slo in classes.items() if slo.ttft < inf}
-    prompt = Request(-1, (0,) * REFERENCE, SamplingParams(), default, now, salt=SALT)
+    prompt = Request(-1, NewRequest((0,) * REFERENCE, SamplingParams(), default, salt=SALT), now)
     queue = float(np.add.reduce(remaining_work(view, view.prefill))) if len(view.prefill) else 0.0
     predicted = predictions.predict(prompt, one.role, waits(prompt, one, now))
     return Headroom(budget, least_slack([(start, one)]), queue, predicted)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import admission
-from jaxserve.sched.api.new_request import STANDARD
+from jaxserve.sched.api.new_request import STANDARD, NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import BEST_EFFORT, Request
@@ -31,7 +31,7 @@ def instance(role: Role = Role.MIXED, *, pages: int = 6000, caching: bool = Fals
 
 
 def request(id: int, tokens: int, ttft: float, tpot: float = 0.05, tier: str = STANDARD) -> Request:
-    return Request(id, range(tokens), SamplingParams(), SLO(ttft, tpot), 0.0, tier=tier)
+    return Request(id, NewRequest(range(tokens), SamplingParams(), SLO(ttft, tpot), tier=tier), 0.0)
 
 
 def most(name: str, one: Scheduler, ttft: float, now: float = 0.0) -> int:

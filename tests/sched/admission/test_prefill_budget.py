@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched import admission
 from jaxserve.sched.admission.prefill_budget import line, prefill_budget
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Load, PerfModel
 from jaxserve.sched.api.policy import Limits, Role, View
@@ -33,11 +34,11 @@ PERF = GeneralModel(EXACT, correct=False)
 
 
 def waiting(id: int, tokens: int, due: float, tier: str = "standard") -> Request:
-    return Request(id, range(tokens), SamplingParams(), PROMISED, due - PROMISED.ttft, tier=tier)
+    return Request(id, NewRequest(range(tokens), SamplingParams(), PROMISED, tier=tier), due - PROMISED.ttft)
 
 
 def decoding(id: int, context: int, due: float, tier: str = "standard") -> Request:
-    one = Request(id, range(context), SamplingParams(max_tokens=1000), PROMISED, 0.0, tier=tier)
+    one = Request(id, NewRequest(range(context), SamplingParams(max_tokens=1000), PROMISED, tier=tier), 0.0)
     one.state, one.computed, one.output = State.RUNNING, context, [1]
     one.first_token_at, one.token_times, one.budget = 0.0, [0.0], due
     return one
@@ -154,7 +155,7 @@ def test_waiting_requests_count_four_times() -> None:
 
 def test_among_equal_budgets_a_cached_prefix_decides() -> None:
     one, other = (Scheduler(Sarathi(), PERF, Limits(8192, 256, 6000, 16)) for _ in range(2))
-    held = Request(0, range(160), SamplingParams(max_tokens=1), PROMISED, 0.0)
+    held = Request(0, NewRequest(range(160), SamplingParams(max_tokens=1), PROMISED), 0.0)
     pages = other.blocks.take((), 10)
     assert pages is not None
     for page, digest in zip(pages, other._kv.digests(held, 160), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.preemption import Boundary
 from jaxserve.sched.api.request import Request
@@ -16,7 +17,7 @@ EOS = 2
 
 def request(**params: object) -> Request:
     made = SamplingParams(**{"max_tokens": 8, **params})  # type: ignore[arg-type]
-    return Request(0, range(10), made, SLO(ttft=1.0, tpot=0.1), 5.0, eos=frozenset([EOS]))
+    return Request(0, NewRequest(range(10), made, SLO(ttft=1.0, tpot=0.1)), 5.0, eos=frozenset([EOS]))
 
 
 def reasons(one: Request, token: int, count: int) -> list[str | None]:
@@ -93,7 +94,7 @@ def test_the_envelope_holds_until_the_first_token_is_out() -> None:
 
 
 def staged(slo: SLO) -> Request:
-    return Request(1, [1, 2, 3], SamplingParams(), slo, 0.0, thinking=ThinkingEnd([(THINK_END,)]))
+    return Request(1, NewRequest([1, 2, 3], SamplingParams(), slo), 0.0, thinking=ThinkingEnd([(THINK_END,)]))
 
 
 def sampled(one: Request) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import ANSWER, SLO
@@ -62,7 +63,7 @@ def test_without_an_end_marker_a_model_does_not_think() -> None:
 
 
 def made(prompt: list[int], slo: SLO) -> Request:
-    return Request(0, prompt, SamplingParams(max_tokens=20), slo, 0.0, thinking=HARMONY.after(prompt))
+    return Request(0, NewRequest(prompt, SamplingParams(max_tokens=20), slo), 0.0, thinking=HARMONY.after(prompt))
 
 
 def test_without_stages_no_marker_is_searched_for() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import UNAVAILABLE, StepPlan
 from jaxserve.sched.api.policy import Role
@@ -137,7 +138,7 @@ def test_pages_that_come_after_their_prompt_was_computed_are_counted(behavior: s
 
     def begin(cluster: Cluster) -> None:
         seen.append(cluster)
-        like = Request(1000, job.prompt, job.params, job.slo, 0.0)
+        like = Request(1000, NewRequest(job.prompt, job.params, job.slo), 0.0)
         clock.loop().at(0.0, 0, cluster.prefix_fetch.ahead, like, cluster.cores[0], source, 5.0)
 
     outcome = simulate([job], watch=begin)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import BEST_EFFORT, Request
@@ -23,7 +24,7 @@ TINY = Latency("tiny", kv_bytes_per_token=1000, kv_tokens=4000, page_size=4, coe
 
 
 def request(first: float | None, tier: str = "standard") -> Request:
-    made = Request(3, range(5), SamplingParams(max_tokens=4), SLO(), 10.0, tier=tier)
+    made = Request(3, NewRequest(range(5), SamplingParams(max_tokens=4), SLO(), tier=tier), 10.0)
     made.first_token_at = first
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import NO_SLO
@@ -14,7 +15,7 @@ PROMPT = tuple(range(64))
 
 
 def request(id: int, salt: bytes) -> Request:
-    return Request(id, PROMPT, SamplingParams(), NO_SLO, 0.0, salt=salt)
+    return Request(id, NewRequest(PROMPT, SamplingParams(), NO_SLO, salt=salt), 0.0)
 
 
 @pytest.mark.parametrize("salt", [b"", b"red" * 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.sched import policies
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan, StepResult
 from jaxserve.sched.api.policy import Limits, Role
@@ -21,7 +22,7 @@ PROMPT = list(range(100, 114))  # three full pages and two tokens
 
 
 def request(id: int, prompt: list[int] = PROMPT, salt: bytes = b"", **params: object) -> Request:
-    return Request(id, prompt, SamplingParams(max_tokens=8, **params), SLO(), 0.0, salt=salt)  # type: ignore[arg-type]
+    return Request(id, NewRequest(prompt, SamplingParams(max_tokens=8, **params), SLO(), salt=salt), 0.0)  # type: ignore[arg-type]
 
 
 def memory() -> KVManager:

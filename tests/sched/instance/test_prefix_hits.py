@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Request
@@ -27,7 +28,7 @@ PROMPTS = st.lists(
 
 
 def request(id: int, prompt: list[int], arrival: float = 0.0) -> Request:
-    return Request(id, prompt, SamplingParams(max_tokens=4), SLO(), arrival)
+    return Request(id, NewRequest(prompt, SamplingParams(max_tokens=4), SLO()), arrival)
 
 
 class Hits(RuleBasedStateMachine):

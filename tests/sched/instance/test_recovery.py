@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve.sched import policies
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan, StepResult
 from jaxserve.sched.api.policy import Limits, Role
@@ -22,7 +23,7 @@ PROMPT = list(range(100, 114))
 
 
 def request(id: int, prompt: list[int] | None = None) -> Request:
-    return Request(id, prompt or [id] * 6, SamplingParams(max_tokens=8), SLO(), float(id))
+    return Request(id, NewRequest(prompt or [id] * 6, SamplingParams(max_tokens=8), SLO()), float(id))
 
 
 def scheduler() -> Scheduler:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import NO_SLO
@@ -35,7 +36,7 @@ def made(share: float = SHARE, timeout: float = TIMEOUT) -> KVManager:
 
 def begin(kv: KVManager, start: int, tokens: int, session: str = "") -> Request | None:
     """Admit a request, and compute its prompt and one token of output."""
-    request = Request(start, range(start, start + tokens), SamplingParams(), NO_SLO, 0.0, session=session)
+    request = Request(start, NewRequest(range(start, start + tokens), SamplingParams(), NO_SLO, session=session), 0.0)
     if not kv.admit(request, 0):
         return None
     kv.register(request, 0, tokens)
@@ -92,7 +93,7 @@ class Pins(RuleBasedStateMachine):
         if request is not None:
             self.now += passed
             end(self.kv, request, self.now)
-            assert self.kv.pins.pages_of(request.session) <= request.prompt_length // SIZE + 1
+            assert self.kv.pins.pages_of(request.asked.session) <= request.prompt_length // SIZE + 1
 
     @rule(passed=st.floats(0, 12))
     def expire(self, passed: float) -> None:

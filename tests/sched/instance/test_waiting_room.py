@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxserve.sched import policies
-from jaxserve.sched.api.new_request import STANDARD
+from jaxserve.sched.api.new_request import STANDARD, NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Decision, Grant, Limits, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request
@@ -23,7 +23,9 @@ from tests.support.sched.laws import Watch
 def request(id: int, tier: str = BEST_EFFORT, priority: int = 0, arrival: float | None = None) -> Request:
     at = id * 1e-3 if arrival is None else arrival
     slo = NO_SLO if tier == BEST_EFFORT else SLO()
-    return Request(id, range(16), SamplingParams(max_tokens=4), slo, at, tier=tier, priority=priority, seed=id)
+    return Request(
+        id, NewRequest(range(16), SamplingParams(max_tokens=4), slo, tier=tier, priority=priority), at, seed=id
+    )
 
 
 def scheduler(policy: Any = "unified", rows: int = 4) -> Scheduler:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.sched import policies
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request
@@ -151,7 +152,7 @@ def test_a_slot_not_held_by_a_running_decode_is_not_assumed_free() -> None:
 
 
 def test_requests_without_objectives_are_served() -> None:
-    requests = [Request(id, range(100), SamplingParams(), NO_SLO, 0.0) for id in range(2)]
+    requests = [Request(id, NewRequest(range(100), SamplingParams(), NO_SLO), 0.0) for id in range(2)]
     for name in NAMES:
         assert step(name, view(requests, []))
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxserve.sched import routing
 from jaxserve.sched.admission.dp import ByDP
 from jaxserve.sched.admission.none import AdmitAll
+from jaxserve.sched.api.new_request import STANDARD, NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Array
 from jaxserve.sched.api.policy import Limits, Role
@@ -203,7 +204,9 @@ def test_ten_new_beside_two_hundred_running_cost_little() -> None:
 
 def request(id: int, tokens: int, ttft: float, tpot: float = 1.0, **more: object) -> Request:
     slo = SLO(ttft=ttft, tpot=tpot, stages=more.pop("stages", ()))  # type: ignore[arg-type]
-    return Request(id, range(1000 * id, 1000 * id + tokens), SamplingParams(max_tokens=None), slo, 0.0, **more)  # type: ignore[arg-type]
+    prompt = range(1000 * id, 1000 * id + tokens)
+    asked_for = NewRequest(prompt, SamplingParams(max_tokens=None), slo, tier=str(more.pop("tier", STANDARD)))
+    return Request(id, asked_for, 0.0, **more)  # type: ignore[arg-type]
 
 
 def scheduler(role: Role = Role.MIXED, coefficients: Coefficients = TOKEN) -> Scheduler:

@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from jaxserve.sched.api.new_request import STANDARD
+from jaxserve.sched.api.new_request import STANDARD, NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Decision, Limits, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request, State
@@ -48,7 +48,7 @@ def view(requests: list[Request], now: float = 0.0, **more: object) -> View:
 
 def waiting(id: int, prompt: int, ttft: float, tpot: float = 0.05, tier: str = STANDARD, at: float = 0.0) -> Request:
     slo = SLO(ttft=ttft, tpot=tpot)
-    return Request(id, range(prompt), SamplingParams(max_tokens=None), slo, at, tier=tier)
+    return Request(id, NewRequest(range(prompt), SamplingParams(max_tokens=None), slo, tier=tier), at)
 
 
 def decoding(

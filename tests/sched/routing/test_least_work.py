@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched import routing
 from jaxserve.sched.api.errors import StepFailed
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import KVBuffer
 from jaxserve.sched.api.policy import Limits, Role
@@ -36,7 +37,7 @@ def instance(role: Role = Role.PREFILL) -> Scheduler:
 
 
 def request(id: int, tokens: int, start: int = 0) -> Request:
-    return Request(id, range(start, start + tokens), SamplingParams(), SLO(), 0.0)
+    return Request(id, NewRequest(range(start, start + tokens), SamplingParams(), SLO()), 0.0)
 
 
 def order(one: Request, *instances: Scheduler) -> list[int]:

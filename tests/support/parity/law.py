@@ -33,7 +33,7 @@ from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched import policies, routing
 from jaxserve.sched.api.log import Log, no_log
-from jaxserve.sched.api.new_request import STANDARD, Progress
+from jaxserve.sched.api.new_request import STANDARD, NewRequest, Progress
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import GIVEN_UP, Begin, Delta, StepPlan
 from jaxserve.sched.api.policy import Limits, Policy, Role
@@ -215,8 +215,8 @@ class Setup:
         for id, ask in enumerate(asks):
             await asyncio.sleep(ask.after)
             request = Request(
-                id, ask.prompt, ask.params, self.slo, self.executors[0].now(), seed=ask.params.seed or 0,
-                tier=ask.tier, eos=frozenset(self.spec.eos),
+                id, NewRequest(ask.prompt, ask.params, self.slo, tier=ask.tier), self.executors[0].now(),
+                seed=ask.params.seed or 0, eos=frozenset(self.spec.eos),
                 limit=min(ask.params.max_tokens or LENGTH, LENGTH - len(ask.prompt)),
             )  # fmt: skip
             if ask.progress is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Limits, Role, View
 from jaxserve.sched.api.request import Request, State
@@ -16,13 +17,15 @@ STEEP = GeneralModel(Coefficients(0.010, 1e-4, 1e-3, 0.0, 1e-5, 1e-5), correct=F
 
 
 def prompt(id: int, tokens: int, due: float = 8.0, tier: str = "standard", runs: bool = False) -> Request:
-    one = Request(id, range(tokens), SamplingParams(), SLO(ttft=8.0), due - 8.0, tier=tier)
+    one = Request(id, NewRequest(range(tokens), SamplingParams(), SLO(ttft=8.0), tier=tier), due - 8.0)
     one.state = State.RUNNING if runs else State.WAITING
     return one
 
 
 def decoding(id: int, due: float, context: int = 100, tier: str = "standard", first: float = 0.0) -> Request:
-    one = Request(id, range(context), SamplingParams(max_tokens=1000), SLO(ttft=1.0, tpot=0.05), 0.0, tier=tier)
+    one = Request(
+        id, NewRequest(range(context), SamplingParams(max_tokens=1000), SLO(ttft=1.0, tpot=0.05), tier=tier), 0.0
+    )
     one.state, one.computed, one.output = State.RUNNING, context, [1]
     one.first_token_at, one.token_times, one.budget = first, [first], due - first
     return one

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan, StepResult
 from jaxserve.sched.api.policy import Limits, Role
@@ -25,7 +26,7 @@ def instance(role: Role, pages: int = 6000, rows: int = 256) -> Scheduler:
 
 def request(id: int, tokens: int, ttft: float = 8.0, tier: str = "standard", tpot: float = 0.05) -> Request:
     slo = SLO(inf, inf) if tier == BEST_EFFORT else SLO(ttft, tpot)
-    return Request(id, range(100_000 * id, 100_000 * id + tokens), SamplingParams(), slo, 0.0, tier=tier)
+    return Request(id, NewRequest(range(100_000 * id, 100_000 * id + tokens), SamplingParams(), slo, tier=tier), 0.0)
 
 
 def fleet(instances: Sequence[Scheduler], transfer: float = 0.0) -> Fleet:

@@ -12,7 +12,7 @@ from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.errors import InvalidValue, Unavailable
 from jaxserve.sched.api.kv_source import KVSource
 from jaxserve.sched.api.log import Log, no_log
-from jaxserve.sched.api.new_request import STANDARD
+from jaxserve.sched.api.new_request import STANDARD, NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta, KVBuffer, StepPlan, StepResult
 from jaxserve.sched.api.policy import Limits, Policy, Role
@@ -155,10 +155,8 @@ async def _simulate(jobs: Sequence[Job], shape: SimSetup) -> Outcome:
     deltas: dict[int, list[Delta]] = {index: [] for index in range(len(jobs))}
 
     def arrive(id: int, job: Job) -> None:
-        request = Request(
-            id, job.prompt, job.params, job.slo, loop.now, tier=job.tier, eos=frozenset([EOS]), seed=id,
-            session=job.session,
-        )  # fmt: skip
+        asked = NewRequest(job.prompt, job.params, job.slo, tier=job.tier, session=job.session)
+        request = Request(id, asked, loop.now, eos=frozenset([EOS]), seed=id)
         try:
             cluster.submit(request, deltas[id].append)
         except Unavailable as error:

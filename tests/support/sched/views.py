@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Limits, Policy, Role, View
 from jaxserve.sched.api.request import Request, State
@@ -22,11 +23,11 @@ PERF = GeneralModel(
 
 
 def prompt(id: int, length: int, arrival: float = 0.0, slo: SLO | None = None, tier: str = "standard") -> Request:
-    return Request(id, range(length), SamplingParams(), slo or SLO(ttft=8.0), arrival, tier=tier)
+    return Request(id, NewRequest(range(length), SamplingParams(), slo or SLO(ttft=8.0), tier=tier), arrival)
 
 
 def decoding(id: int, context: int, due: float, last: float = 0.0) -> Request:
-    one = Request(id, range(context - 1), SamplingParams(max_tokens=1000), SLO(tpot=0.05), 0.0)
+    one = Request(id, NewRequest(range(context - 1), SamplingParams(max_tokens=1000), SLO(tpot=0.05)), 0.0)
     one.state, one.computed, one.output = State.RUNNING, context - 1, [1]
     one.first_token_at, one.token_times, one.budget = 0.0, [last], due
     return one

@@ -68,7 +68,7 @@ class Double:
             id = next(self._ids)
             self._running.add(id)
             self._left[id] = threading.Event()
-        request = Request.of(new, id, time.monotonic() - new.waited, limit=1)
+        request = Request(id, new, time.monotonic() - new.waited, limit=1)
         self.submitted.append(request)
         threading.Thread(target=self._run, args=(request, on_delta), daemon=True).start()
         return id
