@@ -139,15 +139,15 @@ async def pause(replicas: Replicas, length: int, draw: random.Random) -> float:
 
 async def pauses(args: argparse.Namespace, engines: EngineProcesses, transport: str) -> list[dict[str, Any]]:
     replicas, draw, rows = await Replicas.connect(engines.places), random.Random(args.seed), list[dict[str, Any]]()
-    address = replicas._engines[0].kv
+    address = replicas.engines[0].kv
     for length in args.lengths:
         for name, where in ((transport, address), ("computed", NOWHERE)):
-            replicas._engines[0].kv = where  # as the front tells the decode replica
+            replicas.engines[0].kv = where  # as the front tells the decode replica
             await pause(replicas, length, draw)
             found = sorted([await pause(replicas, length, draw) for _ in range(args.requests)])
             rows.append({"prompt": length, "kv": name, "p50_ms": 1e3 * median(found), "max_ms": 1e3 * found[-1]})
     await replicas.refresh()
-    taker = replicas._engines[1].stats()
+    taker = replicas.engines[1].stats()
     if not taker.kv_fetched_pages:
         raise SystemExit("no page was fetched")
     replicas.close()

@@ -7,7 +7,8 @@ import fcntl
 from contextlib import AbstractContextManager, nullcontext
 
 from jaxserve.fleet.board import Board
-from jaxserve.fleet.replicas import RETRY, Replicas
+from jaxserve.fleet.members import RETRY
+from jaxserve.fleet.replicas import Replicas
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError
 
 CLAIM = "restart"  # a file that is locked while a front restarts replicas; the lock ends with its process
@@ -29,8 +30,8 @@ class Rolling:
 
     @property
     def standing(self) -> list[tuple[str, str | None, int]]:
-        """See `Replicas.standing`."""
-        return self._replicas.standing()
+        """See `Members.standing`."""
+        return self._replicas.members.standing()
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -76,7 +77,7 @@ class Rolling:
     async def _run(self, count: int, patience: float, claim: AbstractContextManager[object]) -> None:
         with claim:
             for replica in self.numbers:
-                await self._replicas.renew(replica, patience)
+                await self._replicas.members.renew(replica, patience)
                 self.restarted += 1
                 await asyncio.sleep(SETTLING)
 

@@ -108,7 +108,7 @@ class ReplicaScaler:
             self._fixed = asked.replicas
         # A replica that takes long to start is worth keeping for as long.
         self._target.hold = max(self._config.downscale_delay, self._startup)
-        fleet = replicas.fleet(now)
+        fleet = replicas.members.fleet(now)
         arriving = Arriving.total([one.arriving for one in replicas.engines.values() if not one.lost])
         if fleet.instances:
             needed = self._scaler.needed(fleet, arriving) / self._each

@@ -61,7 +61,7 @@ class Service:
         self.metrics.register(StageCollector(self.stage, config.names[0], config.metrics_prefix))
         self.rolling = Rolling(engine) if isinstance(engine, Replicas) else None
         if isinstance(engine, Replicas):
-            engine.on_changed = lambda: self.stage.resize(*self._sizes())
+            engine.members.on_changed = lambda: self.stage.resize(*self._sizes())
         self.tracing = Tracing.of(config)
         self.draining = False
         self.ending = asyncio.Event()  # set when a shutdown aborts the running requests

@@ -64,13 +64,13 @@ def test_tokens_pages_and_a_killed_peer(engines: Any, whole: list[int]) -> None:
             assert stats.kv_given_pages >= stats.kv_fetched_pages
             for side in (1, 0):
                 told, continued = await asked(replicas, 4), list[None]()
-                replicas.on_continued = lambda continued=continued: continued.append(None)
+                replicas.dispatcher.on_continued = lambda continued=continued: continued.append(None)
                 os.kill(engines.replicas[side]._pids[0], signal.SIGKILL)
                 (late,) = await asked(replicas, 1)
                 await asyncio.gather(*(one.ended.wait() for one in [*told, late]))
                 assert all(one.tokens == whole for one in [*told, late])
                 assert bool(continued) or side == 0  # those of the decode replica, where the streams were
-                while not all(ailment is None for _, ailment, _ in replicas.standing()):
+                while not all(ailment is None for _, ailment, _ in replicas.members.standing()):
                     await asyncio.sleep(0.05)
         finally:
             replicas.close()

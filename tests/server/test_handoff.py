@@ -176,13 +176,13 @@ def test_replicas_fetch_prefixes_that_others_have(serve: Any, whole: list[Told],
         prompt, params = asked(6)
         longer = [*prompt, *range(8, 48)]
         like = Request(0, NewRequest(longer, params, SLO()), 0.0)
-        await eventually(lambda: made.replicas._front.longer_hit(like, 1 - first) is not None)
-        made.replicas.drain(first)
+        await eventually(lambda: made.replicas.members.front.longer_hit(like, 1 - first) is not None)
+        made.replicas.members.drain(first)
         before, told = made.engines[1 - first].stats(), Told()
         made.replicas.submit(NewRequest(longer, params, SLO()), told)
         await told.ended.wait()
         await made.replicas.refresh()
-        giver, taker = (made.replicas._engines[at].stats() for at in (first, 1 - first))
+        giver, taker = (made.replicas.engines[at].stats() for at in (first, 1 - first))
         pages = len(prompt) // PAGE
         assert taker.kv_fetched_pages == giver.kv_given_pages == pages and taker.kv_fetch_fallbacks == 0
         assert taker.prefix_fetch_pages - before.prefix_fetch_pages == pages
@@ -216,7 +216,7 @@ def test_a_wrong_checksum_is_computed_again(serve: Any, whole: list[Told], monke
     async def work(made: Replicated) -> None:
         same(await made.answers(), whole)
         await made.replicas.refresh()
-        taker = made.replicas._engines[1].stats()
+        taker = made.replicas.engines[1].stats()
         assert taker.kv_fetched_pages == 0 and taker.kv_fetch_fallbacks > 0
 
     serve(work, "host")
@@ -266,7 +266,7 @@ def test_cancelled_requests_end_once(serve: Any) -> None:
         id = made.replicas.submit(NewRequest(*asked(2), SLO()), stopping)
         await told.ended.wait()
         assert told.deltas[-1].finish_reason == "stop" and len(told.tokens) == 1
-        assert not made.replicas._asks
+        assert not made.replicas.dispatcher.requests
 
     serve(work)
 

@@ -83,20 +83,20 @@ def test_plain_replicas_fetch_from_each_other(transport: Any) -> None:
 async def fetching(engines: EngineProcesses) -> None:
     replicas = await Replicas.connect(engines.places)
     for number in range(5):  # the first fetches may come too late, because they connect
-        replicas._draining = {1}
+        replicas.members.draining = {1}
         calm = await answers(replicas, bytes([number]))
         await asyncio.sleep(0.2)  # reports of the caches
-        replicas._draining = {0}
+        replicas.members.draining = {0}
         told = await answers(replicas, bytes([number]))
         assert [one.tokens for one in told] == [one.tokens for one in calm]
     await replicas.refresh()
     giver, taker = (one.stats() for one in replicas.engines.values())
     assert 0 < taker.kv_fetched_pages <= giver.kv_given_pages and taker.kv_fetch_fallbacks == 0
     assert taker.prefix_fetch_pages + taker.prefix_fetch_unused <= taker.kv_fetched_pages
-    replicas._draining = {1}
+    replicas.members.draining = {1}
     await answers(replicas, b"killed")
     await asyncio.sleep(0.2)
-    replicas._draining = {0}
+    replicas.members.draining = {0}
     told = await answers(replicas, b"killed", kill=engines.replicas[0].pid, moment=0.01)
     assert [one.tokens for one in told] == [one.tokens for one in calm]
     replicas.close()

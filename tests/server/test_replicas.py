@@ -65,7 +65,7 @@ def test_a_lost_engine_changes_no_token(several: Any) -> None:
         calm = await all_of(replicas, asked(8))
         await asyncio.gather(*(one.ended.wait() for one in calm))
         told, continued = await all_of(replicas, asked(8)), list[None]()
-        replicas.on_continued = lambda: continued.append(None)
+        replicas.dispatcher.on_continued = lambda: continued.append(None)
         for server in servers[:2]:
             await asyncio.to_thread(server.close)  # every front loses its connection
             await asyncio.sleep(0.02)
@@ -92,7 +92,7 @@ def test_a_lost_engine_changes_no_vector(several: Any) -> None:
         calm = submitted(replicas)
         await asyncio.gather(*(one.ended.wait() for one in calm))
         told, continued = submitted(replicas), list[None]()
-        replicas.on_continued = lambda: continued.append(None)
+        replicas.dispatcher.on_continued = lambda: continued.append(None)
         await asyncio.to_thread(servers[0].close)
         await asyncio.gather(*(one.ended.wait() for one in told))
         for one, whole in zip(told, calm, strict=True):
@@ -122,11 +122,11 @@ def test_without_any_engine_requests_end_with_an_error(several: Any) -> None:
 def test_a_request_that_was_cancelled_does_not_continue(several: Any) -> None:
     async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
         one, continued = Told(), list[None]()
-        replicas.on_continued = lambda: continued.append(None)
+        replicas.dispatcher.on_continued = lambda: continued.append(None)
         id = replicas.submit(NewRequest(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), SLO()), one)
         await one.begun.wait()
         replicas.cancel(id, "stop")
-        replicas._asks[id].engine._connection.close("killed")
+        replicas.dispatcher.requests[id].engine._connection.close("killed")
         await one.ended.wait()
         assert one.deltas[-1].finish_reason == "stop" and not continued
 
@@ -138,10 +138,11 @@ def test_requests_are_spread_and_a_draining_replica_gets_none(several: Any) -> N
         params = [SamplingParams(max_tokens=4, ignore_eos=True)] * 6
         told = [Told() for _ in params]
         ids = [replicas.submit(NewRequest(PROMPT, how, SLO()), one) for one, how in zip(told, params, strict=True)]
-        assert Counter(replicas._asks[id].engine for id in ids) == dict.fromkeys(replicas.engines.values(), 2)
-        replicas.drain(1)
+        sent = replicas.dispatcher.requests
+        assert Counter(sent[id].engine for id in ids) == dict.fromkeys(replicas.engines.values(), 2)
+        replicas.members.drain(1)
         more = [replicas.submit(NewRequest(PROMPT, params[0], SLO()), Told()) for _ in range(4)]
-        assert {replicas._asks[id].engine for id in more} == {replicas._engines[0], replicas._engines[2]}
+        assert {sent[id].engine for id in more} == {replicas.engines[0], replicas.engines[2]}
         await asyncio.gather(*(one.ended.wait() for one in told))
 
     several(work)
@@ -152,7 +153,7 @@ def test_roles_totals_and_caches(several: Any) -> None:
         assert len(replicas.info.instances) == len(replicas.roles) == 6
         assert [one.name for one in replicas.info.instances][::2] == [f"{at}/{'prefill-0'}" for at in range(3)]
         await replicas.refresh()
-        one = replicas._engines[0].stats()
+        one = replicas.engines[0].stats()
         assert replicas.stats().counters.steps == 3 * one.counters.steps
         assert replicas.stats().finished == {reason: 3 * count for reason, count in one.finished.items()}
         with pytest.raises(InvalidValue, match="instance=6 must be 0 to 5"):
@@ -180,9 +181,9 @@ def test_random_losses_change_no_token(several: Any, seed: int) -> None:
         for _ in range(4):
             await asyncio.sleep(draw.random() * 0.05)
             at = draw.randrange(3)
-            replicas._engines[at]._connection.close("killed")
+            replicas.engines[at]._connection.close("killed")
             await asyncio.sleep(0)
-            replicas.join(at, await RemoteEngine.connect(addresses[at], KEY))
+            replicas.members.join(at, await RemoteEngine.connect(addresses[at], KEY))
         told = await running
         await asyncio.gather(*(one.ended.wait() for one in told))
         assert [one.tokens for one in told] == [one.tokens for one in calm]

@@ -63,7 +63,7 @@ def pair(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let fronts find a replica that is back at once."""
-    monkeypatch.setattr("jaxserve.fleet.replicas.RETRY", 0.01)
+    monkeypatch.setattr("jaxserve.fleet.members.RETRY", 0.01)
 
 
 def run(work: Work, pair: list[Restarting]) -> None:
@@ -76,7 +76,7 @@ async def streams(replicas: Replicas, rolling: Rolling) -> list[Told]:
     while rolling.running or not told:
         told.append(Told())
         replicas.submit(NewRequest(list(range(20, 50)), PARAMS, SLO()), told[-1])
-        assert sum(ailment is None for _, ailment, _ in replicas.standing()) >= 1, "both replicas are out"
+        assert sum(ailment is None for _, ailment, _ in replicas.members.standing()) >= 1, "both replicas are out"
         await asyncio.sleep(0.02)
     await asyncio.gather(*(one.ended.wait() for one in told))
     return told
@@ -88,7 +88,7 @@ def test_no_request_is_lost_and_no_token_changes(pair: list[Restarting], patienc
 
     async def work(replicas: Replicas) -> None:
         calm, continued, rolling = Told(), list[None](), Rolling(replicas)
-        replicas.on_continued = lambda: continued.append(None)
+        replicas.dispatcher.on_continued = lambda: continued.append(None)
         replicas.submit(NewRequest(list(range(20, 50)), PARAMS, SLO()), calm)
         await calm.ended.wait()
         rolling.start(patience)
@@ -97,7 +97,7 @@ def test_no_request_is_lost_and_no_token_changes(pair: list[Restarting], patienc
         assert {one.deltas[-1].finish_reason for one in told} == {"length"}
         assert [one.restarts for one in pair] == [1, 1] and rolling.restarted == 2
         assert bool(continued) <= (not patience)
-        assert all(ailment is None for _, ailment, _ in replicas.standing())
+        assert all(ailment is None for _, ailment, _ in replicas.members.standing())
 
     run(work, pair)
 

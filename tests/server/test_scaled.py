@@ -53,7 +53,7 @@ def test_no_request_is_lost_and_none_goes_where_none_is(
     ways: list[Way], monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, float]]
 ) -> None:
     """At each step a replica joins, or leaves with or without patience for its requests; one always stays."""
-    monkeypatch.setattr("jaxserve.fleet.replicas.RETRY", 0.01)
+    monkeypatch.setattr("jaxserve.fleet.members.RETRY", 0.01)
     ways[0].start()
 
     async def work(replicas: Replicas) -> None:
@@ -63,7 +63,7 @@ def test_no_request_is_lost_and_none_goes_where_none_is(
             while not over.is_set():
                 told.append(Told())
                 id = replicas.submit(NewRequest(list(range(20, 50)), PARAMS, SLO()), told[-1])
-                sent = replicas._asks[id].engine
+                sent = replicas.dispatcher.requests[id].engine
                 assert sent in replicas.engines.values() and not sent.leaving and not sent.lost
                 await asyncio.sleep(0.02)
 
@@ -94,7 +94,7 @@ def test_no_request_is_lost_and_none_goes_where_none_is(
 
 
 def test_the_scaler_starts_and_drains_by_hand_and_by_load(ways: list[Way], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxserve.fleet.replicas.RETRY", 0.01)
+    monkeypatch.setattr("jaxserve.fleet.members.RETRY", 0.01)
     config = ServeConfig(replicas=1, max_replicas=MOST, downscale_delay=0.0, scaling="requests:target=1")
     engines = Engines(1)
     engines._keep(ways)
