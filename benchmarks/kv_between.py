@@ -43,13 +43,13 @@ def place(layers: int) -> Any:
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from jaxserve.kv.client import Place
+    from jaxserve.kv.client import Destination
     from jaxserve.kv.layout import Layout
 
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("tp",)), PartitionSpec(None, None, None, None, "tp"))
     array = jax.device_put(np.ones((layers, 2, 1, TOKENS, HEADS, DIM), np.float32), sharding)
     layout = Layout("", "benchmark", None, "", "", "float32", TOKENS, ((tuple(array.shape), "float32"),))
-    return Place(layout, "1", (array,), SIZES)
+    return Destination(layout, "1", (array,), SIZES)
 
 
 def give(path: str, layers: int) -> None:
@@ -84,16 +84,16 @@ def give(path: str, layers: int) -> None:
 
 async def take(path: str, transport: Any, pages: int, layers: int) -> dict[str, float]:
     """Fetch all pages, and then single ones."""
-    from jaxserve.kv.client import Giving
+    from jaxserve.kv.client import KVClient
     from jaxserve.kv.direct import Direct
 
     where = place(layers)
-    giving = await Giving.connect(Address(path=path), KEY, where, Direct(), transport)
+    client = await KVClient.connect(Address(path=path), KEY, where, Direct(), transport)
 
     async def fetch(count: int) -> float:
         began, left = time.perf_counter(), count
         while left:
-            kv_buffer = await giving.pages([b"page"] * left)
+            kv_buffer = await client.pages([b"page"] * left)
             assert kv_buffer is not None
             left -= kv_buffer.pages
         return time.perf_counter() - began
@@ -101,7 +101,7 @@ async def take(path: str, transport: Any, pages: int, layers: int) -> dict[str, 
     await fetch(21)  # every size once
     seconds = median([await fetch(pages) for _ in range(3)])
     alone = median([await fetch(1) for _ in range(20)])
-    giving.close()
+    client.close()
     return {"mb_per_s": pages * where.arrays[0].nbytes / seconds / 1e6, "one_page_ms": 1e3 * alone}
 
 
@@ -147,8 +147,8 @@ async def pauses(args: argparse.Namespace, engines: EngineProcesses, transport: 
             found = sorted([await pause(replicas, length, draw) for _ in range(args.requests)])
             rows.append({"prompt": length, "kv": name, "p50_ms": 1e3 * median(found), "max_ms": 1e3 * found[-1]})
     await replicas.refresh()
-    taker = replicas.engines[1].stats()
-    if not taker.kv_fetched_pages:
+    client = replicas.engines[1].stats()
+    if not client.kv_fetched_pages:
         raise SystemExit("no page was fetched")
     replicas.close()
     return rows

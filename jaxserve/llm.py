@@ -362,7 +362,7 @@ class LLM(_Base):
         return bool(self.engine.reset_prefix_cache())
 
     def end_session(self, session_id: str) -> bool:
-        """Let the pages go that a session keeps between turns; return whether it kept any."""
+        """Release the pages that a session keeps between turns; return whether it kept any."""
         return bool(self.engine.end_session(session_of("", session_id, {})))
 
     def get_metrics(self) -> list[Metric]:
@@ -399,7 +399,7 @@ class AsyncLLM(_Base):
         return bool(await asyncio.to_thread(self.engine.reset_prefix_cache))
 
     async def end_session(self, session_id: str) -> bool:
-        """Let the pages go that a session keeps between turns; return whether it kept any."""
+        """Release the pages that a session keeps between turns; return whether it kept any."""
         return bool(await asyncio.to_thread(self.engine.end_session, session_of("", session_id, {})))
 
     async def stream(

@@ -541,7 +541,7 @@ class Engine:
         return asyncio.run_coroutine_threadsafe(self._cluster.reset_prefix_cache(), self._loop).result()
 
     def end_session(self, session: str) -> bool:
-        """Let the pages go that a session keeps between turns; return whether it kept any. Raises JaxserveError."""
+        """Release the pages that a session keeps between turns; return whether it kept any. Raises JaxserveError."""
 
         async def ended() -> bool:
             return self._cluster.end_session(session)

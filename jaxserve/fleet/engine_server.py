@@ -302,7 +302,7 @@ class _Front:
             self._engine.cancel(id, message.reason)
         elif message.id in self._compiling:
             self._compiling.discard(message.id)
-            self._told(message.id, Delta(-1, finish_reason=message.reason))
+            self._deliver(message.id, Delta(-1, finish_reason=message.reason))
 
     def report(self, instances: Sequence[msgspec.Raw]) -> None:
         """Send encoded reports of the instances, if there are any or a request has entered since the last ones."""
@@ -343,14 +343,14 @@ class _Front:
         try:
             if self._server.retiring:
                 raise Unavailable(LEAVING)
-            id = self._engine.submit(message.request, partial(self._told, message.id))
+            id = self._engine.submit(message.request, partial(self._deliver, message.id))
         except JaxserveError as error:
             self._send(Refused(message.id, Failure.of(error)))
         else:
             self._running[message.id] = id
         self._loop.call_soon(self._entered, message.id)  # after the request has entered the engine
 
-    def _told(self, id: int, delta: Delta) -> None:
+    def _deliver(self, id: int, delta: Delta) -> None:
         """Keep a delta until the step has told all of its requests."""
         if delta.finish_reason is not None:
             self._running.pop(id, None)

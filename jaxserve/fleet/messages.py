@@ -101,7 +101,7 @@ class ResetPrefixCache(Message, frozen=True):
 
 
 class EndSession(Message, frozen=True):
-    """Ask to let the pages of a session go."""
+    """Ask to release the pages of a session."""
 
     call: int
     session: str
@@ -117,14 +117,14 @@ class Profile(Message, frozen=True):
 class Restart(Message, frozen=True):
     """Ask an engine to take no more requests, to finish those that it has, and to end.
 
-    The process that keeps it starts it again, unless it has become one too many.
+    Its supervisor starts it again if that many replicas are still wanted.
     """
 
     patience: float  # seconds to finish
 
 
 class Stay(Message, frozen=True):
-    """Ask an engine that finishes its requests after a Restart to take requests again. Too late, it ends anyway."""
+    """Ask an engine to take requests again after a Restart. If it has finished its requests, it ends anyway."""
 
 
 # from the engine

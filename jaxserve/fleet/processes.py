@@ -141,9 +141,9 @@ class LocalReplica:
 
     def start(self, closing: Closing) -> None:
         self.progress = StartProgress()
-        self.launch().wait(self._told)
+        self.launch().wait(self._keep_progress)
 
-    def _told(self, progress: StartProgress) -> None:
+    def _keep_progress(self, progress: StartProgress) -> None:
         self.progress = progress
 
     def ended(self, closing: Closing) -> str | None:

@@ -229,7 +229,7 @@ class RemoteEngine:
         return bool(asked.result())
 
     def end_session(self, session: str) -> bool:
-        """Let the pages of a session go, as `Engine.end_session`; called from another thread."""
+        """Release the pages of a session, as `Engine.end_session`; called from another thread."""
         asked = asyncio.run_coroutine_threadsafe(self._call(EndSession, session), self._loop)
         return bool(asked.result())
 
@@ -283,14 +283,14 @@ class RemoteEngine:
             return
         match message:
             case Outputs():
-                self._told(message)
+                self._outputs(message)
             case Report():
                 self.on_report(updates, message.mark)
             case State():
                 self._see(message)
             case Refused():
                 _remember(self._refusals, message.id, message.failure.error())
-                self._tell(Delta(message.id, finish_reason="rejected", error=message.failure.message))
+                self._deliver(Delta(message.id, finish_reason="rejected", error=message.failure.message))
             case Answer():
                 self._answered(message)
             case Hello():
@@ -337,13 +337,13 @@ class RemoteEngine:
         else:
             waiting.set_result(message.value)
 
-    def _told(self, outputs: Outputs) -> None:
+    def _outputs(self, outputs: Outputs) -> None:
         for id, times in outputs.ended.items():
             _remember(self._over, id, times)
         for delta in outputs.deltas:
-            self._tell(delta)
+            self._deliver(delta)
 
-    def _tell(self, delta: Delta) -> None:
+    def _deliver(self, delta: Delta) -> None:
         ended = delta.finish_reason is not None
         listener = self._listeners.pop(delta.request, None) if ended else self._listeners.get(delta.request)
         if listener is not None:
@@ -359,7 +359,7 @@ class RemoteEngine:
                 answer.set_exception(gone)
         self.on_lost(why)
         for id in list(self._listeners):
-            self._tell(Delta(id, finish_reason=UNAVAILABLE, error=str(gone)))
+            self._deliver(Delta(id, finish_reason=UNAVAILABLE, error=str(gone)))
 
 
 def _remember(ended: OrderedDict[int, T], request: int, what: T) -> None:

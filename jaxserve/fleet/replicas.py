@@ -176,7 +176,7 @@ class Replicas:
         return all(emptied)
 
     def end_session(self, session: str) -> bool:
-        """Let the pages of a session go in all engines; return whether one kept any."""
+        """Release the pages of a session in all engines; return whether one kept any."""
         kept = False
         for engine in tuple(self.engines.values()):
             with suppress(Unavailable):  # what is lost keeps nothing

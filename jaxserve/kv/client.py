@@ -20,17 +20,17 @@ from jaxserve.engine.programs.checksum import checksums
 from jaxserve.kv.direct import Direct
 from jaxserve.kv.layout import Layout
 from jaxserve.kv.messages import (
-    Await,
+    AwaitPage,
+    CompareLayouts,
     Done,
-    FromTaker,
-    Greet,
-    Greeting,
+    FromClient,
+    GetPages,
+    LayoutReply,
     Offer,
-    Parcel,
-    Part,
-    There,
-    Want,
-    decode_from_giver,
+    PagesHeader,
+    PagesPart,
+    PageStatus,
+    decode_from_server,
 )
 from jaxserve.kv.share import Transport
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
@@ -49,7 +49,7 @@ class WrongKV(JaxserveError):
     """KV that is not what the other process gave."""
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Where pieces of KV arrive: like `arrays`, which are one piece, with another number of pages."""
 
     layout: Layout
@@ -73,24 +73,24 @@ class Place(NamedTuple):
 
 
 class _Answer:
-    """An answer that is arriving. Writer: its Giving."""
+    """An answer that is arriving. Writer: its KVClient."""
 
     def __init__(self) -> None:
         self.heard = asyncio.Event()  # set with every message
         self.complete = False
-        self.what: There | Parcel | Offer | None = None
+        self.what: PageStatus | PagesHeader | Offer | None = None
         self.content: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.filled = 0  # bytes
 
 
-class Giving:
-    """A connection to a process that gives pages. Everything here runs on one loop."""
+class KVClient:
+    """A connection to a KVServer of another process. Everything here runs on one loop."""
 
-    def __init__(self, place: Place, direct: Direct | None, transport: Transport) -> None:
+    def __init__(self, destination: Destination, direct: Direct | None, transport: Transport) -> None:
         """Use `connect` instead."""
         self.direct = False  # whether pages come from device to device
         self.gone: str | None = None  # why the connection is lost
-        self._place, self._puller, self._transport = place, direct, transport
+        self._destination, self._puller, self._transport = destination, direct, transport
         self._from = ""  # address for pulls
         self._calls = itertools.count()
         self._answers: dict[int, _Answer] = {}
@@ -99,16 +99,16 @@ class Giving:
 
     @classmethod
     async def connect(
-        cls, address: Address, key: bytes, place: Place, direct: Direct | None, transport: Transport
-    ) -> Giving:
+        cls, address: Address, key: bytes, destination: Destination, direct: Direct | None, transport: Transport
+    ) -> KVClient:
         """Connect, and compare layouts. Raises InvalidValue that names the first difference."""
-        made = cls(place, direct, transport)
+        made = cls(destination, direct, transport)
 
         def connection() -> Connection:
             made._connection = Connection(
                 key,
                 "front",
-                opened=lambda _: made._send(Greet(place.layout.digest)),
+                opened=lambda _: made._send(CompareLayouts(destination.layout.digest)),
                 received=made._received,
                 lost=made._lost,
             )
@@ -135,9 +135,9 @@ class Giving:
     async def there(self, digest: bytes, seconds: float) -> bool:
         """Wait until a page is there, and return whether it is within `seconds`. Raises Unavailable as `pages`."""
         with self._asking() as (call, answer):
-            self._send(Await(call, digest, seconds))
+            self._send(AwaitPage(call, digest, seconds))
             await self._arrival(answer, seconds)
-            return isinstance(answer.what, There) and answer.what.there
+            return isinstance(answer.what, PageStatus) and answer.what.there
 
     async def pages(self, digests: Sequence[bytes]) -> KVBuffer | None:
         """Return the first of these pages, as many as come in one answer; None if the first is not there.
@@ -145,13 +145,13 @@ class Giving:
         Raises WrongKV if the content is not what was given, and Unavailable if the other process is lost or silent.
         """
         with self._asking() as (call, answer):
-            self._send(Want(call, tuple(digests), self.direct))
+            self._send(GetPages(call, tuple(digests), self.direct))
             await self._arrival(answer)
             match answer.what:
                 case Offer() as offer:
                     return await self._pulled(offer)
-                case Parcel(pages=pages) as parcel if pages:
-                    return await asyncio.to_thread(_unpacked, parcel, answer.content, self._place)
+                case PagesHeader() as header if header.pages:
+                    return await asyncio.to_thread(_unpacked, header, answer.content, self._destination)
             return None
 
     @contextmanager
@@ -178,7 +178,7 @@ class Giving:
 
     async def _pulled(self, offer: Offer) -> KVBuffer:
         assert self._puller is not None
-        shapes = self._place.shapes(self._place.size(offer.size))
+        shapes = self._destination.shapes(self._destination.size(offer.size))
         try:
             piece = await asyncio.to_thread(self._puller.pull, self._from, offer.uuid, shapes, PULL)
         except RuntimeError as error:
@@ -190,28 +190,28 @@ class Giving:
 
     # messages
 
-    def _send(self, message: FromTaker) -> None:
+    def _send(self, message: FromClient) -> None:
         self._connection.send(encode(message))
 
     def _received(self, frame: bytes) -> None:
         try:
-            message = decode_from_giver(frame)
+            message = decode_from_server(frame)
         except ValueError as error:
             self._connection.close(f"a message that cannot be decoded: {error}")
             return
-        if isinstance(message, Greeting):
+        if isinstance(message, LayoutReply):
             self._greet(message)
             return
         answer = self._answers.get(message.call)
         if answer is None:
             return  # no longer wanted
         match message:
-            case Parcel():
+            case PagesHeader():
                 answer.what, answer.content = message, np.empty(min(sum(message.sizes), self._most()), np.uint8)
                 answer.complete = not len(answer.content)
-            case There() | Offer():
+            case PageStatus() | Offer():
                 answer.what, answer.complete = message, True
-            case Part():
+            case PagesPart():
                 part = np.frombuffer(message.content, np.uint8)[: len(answer.content) - answer.filled]
                 answer.content[answer.filled : answer.filled + len(part)] = part
                 answer.filled += len(part)
@@ -220,12 +220,14 @@ class Giving:
 
     def _most(self) -> int:
         """Return the bytes of the largest piece."""
-        return sum(prod(one.shape) * one.dtype.itemsize for one in self._place.shapes(self._place.sizes[-1]))
+        return sum(
+            prod(one.shape) * one.dtype.itemsize for one in self._destination.shapes(self._destination.sizes[-1])
+        )
 
-    def _greet(self, message: Greeting) -> None:
+    def _greet(self, message: LayoutReply) -> None:
         if self._greeted.done():
             return
-        why = self._place.layout.difference(message.layout)
+        why = self._destination.layout.difference(message.layout)
         apart = self._apart(message)
         if why is None and self._transport == "direct" and apart is not None:
             why = f"kv_transfer='direct' is not possible: {apart}"
@@ -236,12 +238,12 @@ class Giving:
         self._from = message.direct or ""
         self._greeted.set_result(None)
 
-    def _apart(self, message: Greeting) -> str | None:
+    def _apart(self, message: LayoutReply) -> str | None:
         """Return why pages cannot come from device to device; None if they can."""
         if message.direct is None or self._puller is None:
             return f"jax's transfer server does not run {'there' if message.direct is None else 'here'}"
-        if message.shards != self._place.shards:
-            return f"shards are {message.shards} there and {self._place.shards} here"
+        if message.shards != self._destination.shards:
+            return f"shards are {message.shards} there and {self._destination.shards} here"
         return None
 
     def _lost(self, why: str) -> None:
@@ -252,21 +254,21 @@ class Giving:
             answer.heard.set()
 
 
-def _unpacked(parcel: Parcel, content: npt.NDArray[np.uint8], place: Place) -> KVBuffer:
-    """Return the piece of a parcel on the devices. Raises WrongKV if a length or a checksum is wrong."""
-    size, at, piece = place.size(parcel.pages), 0, []
-    shapes = place.shapes(size)
-    lengths = [prod(one.shape) // size * parcel.pages * one.dtype.itemsize for one in shapes]
-    if list(parcel.sizes) != lengths:
-        raise WrongKV(f"{parcel.pages} KV pages have {list(parcel.sizes)} bytes, and {lengths} were expected")
-    for one, length, given in zip(shapes, lengths, parcel.sums, strict=True):
+def _unpacked(header: PagesHeader, content: npt.NDArray[np.uint8], destination: Destination) -> KVBuffer:
+    """Return the piece of an answer on the devices. Raises WrongKV if a length or a checksum is wrong."""
+    size, at, piece = destination.size(header.pages), 0, []
+    shapes = destination.shapes(size)
+    lengths = [prod(one.shape) // size * header.pages * one.dtype.itemsize for one in shapes]
+    if list(header.sizes) != lengths:
+        raise WrongKV(f"{header.pages} KV pages have {list(header.sizes)} bytes, and {lengths} were expected")
+    for one, length, given in zip(shapes, lengths, header.sums, strict=True):
         mine = content[at : at + length]
         at += length
         found = zlib.crc32(mine.data)
         if found != given:
-            raise WrongKV(f"{parcel.pages} KV pages have CRC-32 {found:#x}, and were given with {given:#x}")
+            raise WrongKV(f"{header.pages} KV pages have CRC-32 {found:#x}, and were given with {given:#x}")
         array = np.zeros(one.shape, one.dtype)
-        array[:, :, : parcel.pages] = mine.view(one.dtype).reshape(*one.shape[:2], parcel.pages, *one.shape[3:])
+        array[:, :, : header.pages] = mine.view(one.dtype).reshape(*one.shape[:2], header.pages, *one.shape[3:])
         piece.append(jax.device_put(array, one.sharding))
     jax.block_until_ready(piece)
-    return KVBuffer(parcel.pages, ((parcel.pages, tuple(piece)),))
+    return KVBuffer(header.pages, ((header.pages, tuple(piece)),))

@@ -20,7 +20,7 @@ from jaxserve.engine.programs.checksum import checksums
 from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.engine.runtime.kv_pages import Export
 from jaxserve.errors import InvalidValue
-from jaxserve.kv.client import Place
+from jaxserve.kv.client import Destination
 from jaxserve.kv.direct import Direct, direct_host
 from jaxserve.kv.layout import layout_of, shards_of
 from jaxserve.kv.remote import RemoteKV
@@ -65,10 +65,10 @@ class KVExchange:
         executor = machine.executors[0]
         direct = self._direct(engine)
         page = executor.state.kv_buffer(1)
-        place = Place(
+        destination = Destination(
             layout_of(machine), shards_of(machine), page, piece_sizes(executor.state.programs.limits.row_pages)
         )
-        self._remote = RemoteKV(self._loop, share.key, place, direct, share.transport)
+        self._remote = RemoteKV(self._loop, share.key, destination, direct, share.transport)
         self._ahead = _Ahead(self._remote)
         self._thread.start()
 
@@ -79,7 +79,9 @@ class KVExchange:
 
         async def listening() -> Address:
             size = sum(one.nbytes for one in page)
-            self._server = KVServer(_EnginePages(self._engine), place.layout, place.shards, size, share.key, direct)
+            self._server = KVServer(
+                _EnginePages(self._engine), destination.layout, destination.shards, size, share.key, direct
+            )
             beside = Address(path=f"{engine.path}-kv") if engine.path else engine._replace(port=0)
             beside.vacate()
             return await self._server.start(beside)

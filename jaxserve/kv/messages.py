@@ -1,7 +1,7 @@
 """The messages between two engine processes, of which one takes KV pages from the other.
 
 The content of pages travels beside them: as
-`Part`s of a few hundred KiB on the same connection, or from device to device.
+`PagesPart`s of a few hundred KiB on the same connection, or from device to device.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from jaxserve.wire.message import Message
 # from the process that takes pages
 
 
-class Greet(Message, frozen=True):
+class CompareLayouts(Message, frozen=True):
     """The first message: compare the layouts."""
 
     digest: bytes
 
 
-class Await(Message, frozen=True):
+class AwaitPage(Message, frozen=True):
     """Ask to be told once a page is there, or after some seconds without it."""
 
     call: int
@@ -28,7 +28,7 @@ class Await(Message, frozen=True):
     seconds: float
 
 
-class Want(Message, frozen=True):
+class GetPages(Message, frozen=True):
     """Ask for the first of these pages that are there."""
 
     call: int
@@ -45,8 +45,8 @@ class Done(Message, frozen=True):
 # from the process that gives pages
 
 
-class Greeting(Message, frozen=True):
-    """The answer to Greet. direct: the address for pulls between devices, if this process can."""
+class LayoutReply(Message, frozen=True):
+    """The answer to CompareLayouts. direct: the address for pulls between devices, if this process can."""
 
     layout: Layout
     equal: bool
@@ -54,17 +54,17 @@ class Greeting(Message, frozen=True):
     direct: str | None
 
 
-class There(Message, frozen=True):
-    """The answer to Await: whether the page is there."""
+class PageStatus(Message, frozen=True):
+    """The answer to AwaitPage: whether the page is there."""
 
     call: int
     there: bool
 
 
-class Parcel(Message, frozen=True):
+class PagesHeader(Message, frozen=True):
     """The content of the first `pages` pages that were asked for; 0: none is there.
 
-    Arrays of `sizes` bytes follow in Parts, with a CRC-32 for each. All pages of an array are one
+    Arrays of `sizes` bytes follow in PagesParts, with a CRC-32 for each. All pages of an array are one
     contiguous block.
     """
 
@@ -74,8 +74,8 @@ class Parcel(Message, frozen=True):
     sums: tuple[int, ...] = ()
 
 
-class Part(Message, frozen=True):
-    """The next bytes of a Parcel."""
+class PagesPart(Message, frozen=True):
+    """The next bytes of the pages."""
 
     call: int
     content: bytes
@@ -94,8 +94,8 @@ class Offer(Message, frozen=True):
     sums: tuple[int, ...]
 
 
-FromTaker = Greet | Await | Want | Done
-FromGiver = Greeting | There | Parcel | Part | Offer
+FromClient = CompareLayouts | AwaitPage | GetPages | Done
+FromServer = LayoutReply | PageStatus | PagesHeader | PagesPart | Offer
 
-decode_from_taker = msgspec.msgpack.Decoder(FromTaker).decode
-decode_from_giver = msgspec.msgpack.Decoder(FromGiver).decode
+decode_from_client = msgspec.msgpack.Decoder(FromClient).decode
+decode_from_server = msgspec.msgpack.Decoder(FromServer).decode

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxserve.engine.memory.transfer import KVBuffer
-from jaxserve.kv.client import Giving, Place, WrongKV
+from jaxserve.kv.client import Destination, KVClient, WrongKV
 from jaxserve.kv.direct import Direct
 from jaxserve.kv.share import Transport
 from jaxserve.sched.api.errors import JaxserveError
@@ -30,7 +30,7 @@ class RemoteKV:
         self,
         loop: asyncio.AbstractEventLoop,
         key: bytes,
-        place: Place,
+        destination: Destination,
         direct: Direct | None,
         transport: Transport,
         now: Callable[[], float] = time.monotonic,
@@ -40,9 +40,9 @@ class RemoteKV:
         self.fetch_seconds = 0.0
         self.fallbacks = 0  # fetches that failed, after which the engine computes the tokens itself
         self._loop = loop
-        self._key, self._place, self._direct, self._transport = key, place, direct, transport
+        self._key, self._destination, self._direct, self._transport = key, destination, direct, transport
         self._now = now
-        self._givings: dict[str, asyncio.Task[Giving]] = {}
+        self._clients: dict[str, asyncio.Task[KVClient]] = {}
         self._aside: dict[str, float] = {}  # processes that failed, until when they are not asked
         self._each, self._page = 0.0, 0.0  # seconds of a fetch: for itself, and for each of its pages
         self._fetches = asyncio.Semaphore(FETCHES)
@@ -56,7 +56,7 @@ class RemoteKV:
             return 0
         if not tokens:
             return len(digests)
-        there = tokens // self._place.layout.page_size
+        there = tokens // self._destination.layout.page_size
         return max(0, min(len(digests), there - request.digests.index(digests[0])))
 
     def seconds(self, pages: int) -> float:
@@ -74,13 +74,13 @@ class RemoteKV:
 
     async def _fetch(self, address: str, digests: Sequence[bytes], wait: float) -> KVBuffer | None:
         try:
-            giving = await self._giving(address)
+            client = await self._client(address)
             kv_buffer = None
             # Pages that are not computed yet are waited for outside of `_fetches`: those that are must not queue.
-            if not wait or await giving.there(digests[0], wait):
+            if not wait or await client.there(digests[0], wait):
                 async with self._fetches:
                     began = self._now()
-                    kv_buffer = await giving.pages(digests)
+                    kv_buffer = await client.pages(digests)
         except JaxserveError as error:
             self.fallbacks += 1
             self._fail(address, error)
@@ -99,12 +99,12 @@ class RemoteKV:
         self._each = max(0.0, self._each + weight * error)
         self._page = max(0.0, self._page + weight * error / kv_buffer.pages)
 
-    async def _giving(self, address: str) -> Giving:
+    async def _client(self, address: str) -> KVClient:
         """Return the connection to a process; requests that need it at the same time share one."""
-        connecting = self._givings.get(address)
+        connecting = self._clients.get(address)
         if connecting is None or (connecting.done() and connecting.result().gone is not None):
-            made = Giving.connect(Address.parse(address), self._key, self._place, self._direct, self._transport)
-            connecting = self._givings[address] = asyncio.ensure_future(made)
+            made = KVClient.connect(Address.parse(address), self._key, self._destination, self._direct, self._transport)
+            connecting = self._clients[address] = asyncio.ensure_future(made)
         return await asyncio.shield(connecting)
 
     def _fail(self, address: str, error: JaxserveError) -> None:
@@ -112,7 +112,7 @@ class RemoteKV:
         level = logging.ERROR if isinstance(error, WrongKV) else logging.WARNING
         log.log(level, "KV pages of %s are computed here instead: %s", address, error)
         self._aside[address] = self._now() + ASIDE
-        connecting = self._givings.pop(address, None)
+        connecting = self._clients.pop(address, None)
         if connecting is not None and connecting.done() and connecting.exception() is None:
             connecting.result().close()
 
@@ -120,7 +120,7 @@ class RemoteKV:
         """Disconnect, and fetch no more; runs on `loop`."""
         with self._lock:
             self._closed = True
-        for connecting in self._givings.values():
+        for connecting in self._clients.values():
             connecting.cancel()
             if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
                 connecting.result().close()

@@ -15,17 +15,17 @@ from jaxserve.engine.runtime.kv_pages import Export
 from jaxserve.kv.direct import Direct
 from jaxserve.kv.layout import Layout
 from jaxserve.kv.messages import (
-    Await,
+    AwaitPage,
+    CompareLayouts,
     Done,
-    FromGiver,
-    Greet,
-    Greeting,
+    FromServer,
+    GetPages,
+    LayoutReply,
     Offer,
-    Parcel,
-    Part,
-    There,
-    Want,
-    decode_from_taker,
+    PagesHeader,
+    PagesPart,
+    PageStatus,
+    decode_from_client,
 )
 from jaxserve.wire.address import Address
 from jaxserve.wire.connection import Connection
@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
-PARCEL = 32 << 20  # bytes of pages in an answer, but at least one page
-PART = 1 << 20  # bytes in a Part: encoding one holds the interpreter lock for a fraction of a millisecond
+MOST_BYTES = 32 << 20  # bytes of pages in an answer, but at least one page
+PART_BYTES = 1 << 20  # bytes in a PagesPart: encoding one holds the interpreter lock for a fraction of a millisecond
 COPIES = 4  # answers whose copies of pages may exist at a time
 WAIT = 60.0  # most seconds that an answer waits for a page
 OFFERED = 30.0  # seconds until an offer that is not pulled ends
 
 
-class Giver(Protocol):
+class PageSource(Protocol):
     """The pages of an engine."""
 
     async def arrive(self, digest: bytes, seconds: float) -> bool: ...  # wait for a page
@@ -53,17 +53,17 @@ class KVServer:
     """Gives pages to processes with the key and the same layout. Everything here runs on one loop."""
 
     def __init__(
-        self, giver: Giver, layout: Layout, shards: str, page_bytes: int, key: bytes, direct: Direct | None
+        self, source: PageSource, layout: Layout, shards: str, page_bytes: int, key: bytes, direct: Direct | None
     ) -> None:
-        self.giver = giver
+        self.source = source
         self.layout = layout
         self.shards = shards
         self.direct = direct
-        self.most = max(1, PARCEL // page_bytes)
+        self.most = max(1, MOST_BYTES // page_bytes)
         self.copies = asyncio.Semaphore(COPIES)
         self.pages = 0  # given
         self._key = key
-        self._takers = set[_Taker]()
+        self._clients = set[_Client]()
         self._listening: asyncio.Server | None = None
 
     async def start(self, address: Address) -> Address:
@@ -74,25 +74,25 @@ class KVServer:
     def close(self) -> None:
         if self._listening is not None:
             self._listening.close()
-        for taker in tuple(self._takers):
-            taker.connection.close()
+        for client in tuple(self._clients):
+            client.connection.close()
 
     def _accept(self) -> Connection:
-        taker = _Taker(self)
-        taker.connection = Connection(
+        client = _Client(self)
+        client.connection = Connection(
             self._key,
             "engine",
-            opened=lambda connection: self._takers.add(taker),
-            received=taker.received,
-            lost=taker.lost,
+            opened=lambda connection: self._clients.add(client),
+            received=client.received,
+            lost=client.lost,
         )
-        return taker.connection
+        return client.connection
 
-    def leave(self, taker: _Taker) -> None:
-        self._takers.discard(taker)
+    def leave(self, client: _Client) -> None:
+        self._clients.discard(client)
 
 
-class _Taker:
+class _Client:
     """A process that takes pages. Writer: the loop of its KVServer."""
 
     connection: Connection
@@ -105,18 +105,18 @@ class _Taker:
 
     def received(self, frame: bytes) -> None:
         try:
-            message = decode_from_taker(frame)
+            message = decode_from_client(frame)
         except ValueError as error:
             self.connection.close(f"a message that cannot be decoded: {error}")
             return
         match message:
-            case Greet():
+            case CompareLayouts():
                 self._greet(message)
-            case Await() | Want() if self._equal:
+            case AwaitPage() | GetPages() if self._equal:
                 task = asyncio.ensure_future(self._answer(message))
                 self._calls[message.call] = task
                 task.add_done_callback(lambda done: self._calls.pop(message.call, None))
-            case Await() | Want():
+            case AwaitPage() | GetPages():
                 self.connection.close("pages are wanted, but the layouts differ")
             case Done():
                 self._done(message.call)
@@ -126,14 +126,14 @@ class _Taker:
         for task in tuple(self._calls.values()):
             task.cancel()
 
-    def _send(self, message: FromGiver) -> None:
+    def _send(self, message: FromServer) -> None:
         self.connection.send(encode(message))
 
-    def _greet(self, message: Greet) -> None:
+    def _greet(self, message: CompareLayouts) -> None:
         server = self._server
         self._equal = message.digest == server.layout.digest
         direct = None if server.direct is None else server.direct.address
-        self._send(Greeting(server.layout, self._equal, server.shards, direct))
+        self._send(LayoutReply(server.layout, self._equal, server.shards, direct))
 
     def _done(self, call: int) -> None:
         taken = self._taken.get(call)
@@ -142,40 +142,42 @@ class _Taker:
         elif call in self._calls:
             self._calls[call].cancel()
 
-    async def _answer(self, message: Await | Want) -> None:
-        giver = self._server.giver
+    async def _answer(self, message: AwaitPage | GetPages) -> None:
+        source = self._server.source
         try:
-            if isinstance(message, Want):
+            if isinstance(message, GetPages):
                 await self._give(message)
             else:
-                self._send(There(message.call, await giver.arrive(message.digest, min(message.seconds, WAIT))))
+                self._send(PageStatus(message.call, await source.arrive(message.digest, min(message.seconds, WAIT))))
         except Exception:
             log.exception("giving KV pages failed")
-            self._send(Parcel(message.call, 0) if isinstance(message, Want) else There(message.call, False))
+            self._send(
+                PagesHeader(message.call, 0) if isinstance(message, GetPages) else PageStatus(message.call, False)
+            )
 
-    async def _give(self, want: Want) -> None:
+    async def _give(self, want: GetPages) -> None:
         server = self._server
         async with server.copies:
             direct = server.direct if want.direct else None
-            export = await server.giver.export(want.digests, server.most, direct is not None)
+            export = await server.source.export(want.digests, server.most, direct is not None)
             if export is None:
-                self._send(Parcel(want.call, 0))
+                self._send(PagesHeader(want.call, 0))
                 return
             server.pages += export.pages
             if direct is None:
-                await self._send_parcel(want, export)
+                await self._send_pages(want, export)
             else:
                 await self._offer(want, export, direct)
 
-    async def _send_parcel(self, want: Want, export: Export) -> None:
+    async def _send_pages(self, want: GetPages, export: Export) -> None:
         arrays, sums = await asyncio.to_thread(_packed, export)
-        self._send(Parcel(want.call, export.pages, tuple(map(len, arrays)), sums))
+        self._send(PagesHeader(want.call, export.pages, tuple(map(len, arrays)), sums))
         for array in arrays:
-            for at in range(0, len(array), PART):
-                self._send(Part(want.call, array[at : at + PART].tobytes()))
+            for at in range(0, len(array), PART_BYTES):
+                self._send(PagesPart(want.call, array[at : at + PART_BYTES].tobytes()))
                 await self.connection.drained()
 
-    async def _offer(self, want: Want, export: Export, direct: Direct) -> None:
+    async def _offer(self, want: GetPages, export: Export, direct: Direct) -> None:
         """Offer a piece, and keep it until it has been pulled: jax does not keep deleted arrays."""
         sums = await asyncio.to_thread(lambda: [int(x) for one in export.sums for x in np.asarray(one)])
         taken = self._taken[want.call] = asyncio.Event()

@@ -18,7 +18,7 @@ def add_sessions(app: FastAPI, service: Service) -> None:
 
     @app.delete("/v1/sessions/{session_id:path}")
     async def end(session_id: str, request: Request) -> dict[str, Any]:
-        """Let the pages go that a session of this client keeps between turns. 404 if it keeps none."""
+        """Release the pages that a session of this client keeps between turns. 404 if it keeps none."""
         name = session_of(request.state.client, session_id, {})
         if not await asyncio.to_thread(service.engine.end_session, name):
             raise Refused(404, f"session_id={short(session_id)} keeps no pages", "session_id", code="not_found")

@@ -124,7 +124,7 @@ class Cluster:
         await self._empty.wait()
 
     def end_session(self, session: str) -> bool:
-        """Let the pages go that a session keeps between turns; return whether it kept any."""
+        """Release the pages that a session keeps between turns; return whether it kept any."""
         return sum(one.end_session(session) for one in self._schedulers) > 0
 
     async def reset_prefix_cache(self) -> bool:

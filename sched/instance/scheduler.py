@@ -272,7 +272,7 @@ class Scheduler:
         self._queues.refresh_hits()
 
     def end_session(self, session: str) -> bool:
-        """Let the pages go that a session keeps between turns; return whether it kept any."""
+        """Release the pages that a session keeps between turns; return whether it kept any."""
         self._log("end_session", session=session)
         return self._kv.pins.end(session)
 

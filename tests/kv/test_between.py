@@ -22,7 +22,7 @@ from jaxserve.engine.programs.checksum import checksum, checksums
 from jaxserve.errors import InvalidValue
 from jaxserve.kv import client as kv_client
 from jaxserve.kv import server as kv_server
-from jaxserve.kv.client import Giving, Place, WrongKV
+from jaxserve.kv.client import Destination, KVClient, WrongKV
 from jaxserve.kv.direct import Direct, direct_host
 from jaxserve.kv.remote import RemoteKV
 from jaxserve.kv.server import KVServer
@@ -59,8 +59,8 @@ class Room(Closing):
         self.server = serve(self.given, 2, self.direct, **more)
         await self.server.start(self.address)
 
-    async def connect(self, transport: Transport, place: Place | None = None) -> Giving:
-        return await Giving.connect(self.address, KEY, place or self.place, self.direct, transport)
+    async def connect(self, transport: Transport, place: Destination | None = None) -> KVClient:
+        return await KVClient.connect(self.address, KEY, place or self.place, self.direct, transport)
 
     def remote(self, transport: Transport) -> RemoteKV:
         self._remotes.append(RemoteKV(asyncio.get_running_loop(), KEY, self.place, self.direct, transport))
@@ -96,11 +96,11 @@ def room(request: pytest.FixtureRequest, tmp_path: Path, direct: Direct) -> Room
 @in_loop
 async def test_pages_arrive_as_they_were_given(room: Room, transport: Transport) -> None:
     await room.serve()
-    giving, at = await room.connect(transport), 0
-    assert giving.direct == (transport == "direct")
+    client, at = await room.connect(transport), 0
+    assert client.direct == (transport == "direct")
     while at < PAGES:
-        at = room.check(await giving.pages(DIGESTS[at:]), at)
-    assert await giving.pages([b"unknown"]) is None
+        at = room.check(await client.pages(DIGESTS[at:]), at)
+    assert await client.pages([b"unknown"]) is None
 
 
 @BOTH
@@ -108,21 +108,21 @@ async def test_pages_arrive_as_they_were_given(room: Room, transport: Transport)
 async def test_pages_arrive_once_they_are_computed(room: Room, transport: Transport) -> None:
     room.given.there = 3
     await room.serve()
-    giving, at = await room.connect(transport), 0
+    client, at = await room.connect(transport), 0
     while at < 20:
-        waiting = asyncio.ensure_future(giving.there(DIGESTS[at], 5.0))
+        waiting = asyncio.ensure_future(client.there(DIGESTS[at], 5.0))
         if at >= room.given.there:
             await asyncio.sleep(0.01)
             assert not waiting.done()
             room.given.there += 7
         assert await waiting
-        at = room.check(await giving.pages(DIGESTS[at:20]), at)
-    assert not await giving.there(DIGESTS[30], 0.01)
+        at = room.check(await client.pages(DIGESTS[at:20]), at)
+    assert not await client.there(DIGESTS[30], 0.01)
 
 
 @in_loop
 async def test_an_answer_has_few_bytes(room: Room) -> None:
-    await room.serve(page_bytes=kv_server.PARCEL // 3)
+    await room.serve(page_bytes=kv_server.MOST_BYTES // 3)
     assert room.check(await (await room.connect("host")).pages(DIGESTS), 0) == 3
 
 
@@ -145,9 +145,9 @@ async def test_another_layout_is_named(room: Room, field: str) -> None:
 async def test_other_shards_come_through_the_host(room: Room) -> None:
     await room.serve()
     room.place = place(1, room.kv)
-    giving = await room.connect("auto")
-    assert not giving.direct
-    room.check(await giving.pages(DIGESTS), 0)
+    client = await room.connect("auto")
+    assert not client.direct
+    room.check(await client.pages(DIGESTS), 0)
     with pytest.raises(InvalidValue, match="'direct' is not possible: shards are 2 shards there and 1 shards here"):
         await room.connect("direct")
 
@@ -234,26 +234,26 @@ async def test_a_source_survives_the_loss_of_the_other_end(room: Room) -> None:
 async def test_a_cancelled_fetch_leaves_nothing(room: Room) -> None:
     room.given.there = 0
     await room.serve()
-    giving = await room.connect("host")
-    waiting = asyncio.ensure_future(giving.there(DIGESTS[0], 30.0))
+    client = await room.connect("host")
+    waiting = asyncio.ensure_future(client.there(DIGESTS[0], 30.0))
     await asyncio.sleep(0.02)
-    (taker,) = room.server._takers
-    assert len(taker._calls) == 1
+    (served,) = room.server._clients
+    assert len(served._calls) == 1
     waiting.cancel()
     await asyncio.sleep(0.05)
-    assert not taker._calls and not giving._answers
+    assert not served._calls and not client._answers
 
 
 @in_loop
 async def test_silence_ends_a_fetch(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_client, "SILENT", 0.05)
     await room.serve()
-    giving = await room.connect("host")
-    (taker,) = room.server._takers
-    transport: Any = taker.connection._transport
+    client = await room.connect("host")
+    (served,) = room.server._clients
+    transport: Any = served.connection._transport
     transport.pause_reading()
     with pytest.raises(Unavailable, match=r"no KV came for 0\.05 s"):
-        await giving.pages(DIGESTS)
+        await client.pages(DIGESTS)
 
 
 @in_loop
@@ -261,14 +261,14 @@ async def test_an_offer_that_is_not_pulled_ends(room: Room, monkeypatch: pytest.
     """So that a process that stops amid a pull holds no memory here."""
     monkeypatch.setattr(kv_server, "OFFERED", 0.05)
     await room.serve()
-    giving = await room.connect("direct")
+    client = await room.connect("direct")
     never = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(giving, "_pulled", lambda offer: never)
-    waiting = asyncio.ensure_future(giving.pages(DIGESTS))
-    (taker,) = room.server._takers
-    while not taker._taken:
+    monkeypatch.setattr(client, "_pulled", lambda offer: never)
+    waiting = asyncio.ensure_future(client.pages(DIGESTS))
+    (served,) = room.server._clients
+    while not served._taken:
         await asyncio.sleep(0.001)
-    while taker._taken or taker._calls:
+    while served._taken or served._calls:
         await asyncio.sleep(0.001)
     waiting.cancel()
 

@@ -1,4 +1,4 @@
-"""Pages of KV without an engine, on a mesh of emulated devices, and a process that gives them."""
+"""PagesHeader of KV without an engine, on a mesh of emulated devices, and a process that gives them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine.programs.checksum import checksums
 from jaxserve.engine.runtime.kv_pages import Export
-from jaxserve.kv.client import Place
+from jaxserve.kv.client import Destination
 from jaxserve.kv.direct import Direct
 from jaxserve.kv.layout import Layout
 from jaxserve.kv.server import KVServer
@@ -44,14 +44,14 @@ def sharding(tp: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, None, None, None, "tp"))
 
 
-def place(tp: int, kv: Any, layout: Layout = LAYOUT) -> Place:
+def place(tp: int, kv: Any, layout: Layout = LAYOUT) -> Destination:
     """Return where pages of `kv` arrive, on `tp` devices."""
     array = jax.device_put(np.zeros_like(kv[:, :, :1]), sharding(tp))
-    return Place(layout, f"{tp} shards", (array,), SIZES)
+    return Destination(layout, f"{tp} shards", (array,), SIZES)
 
 
 class Given:
-    """A Giver with the first `there` pages of `kv`."""
+    """A PageSource with the first `there` pages of `kv`."""
 
     def __init__(self, kv: Any, tp: int, there: int = PAGES) -> None:
         self.kv, self.there = kv, there
