@@ -28,7 +28,7 @@ class NewRequest:
     The first fields are what was asked. Those from `waited` on are what has happened to it on its way, by a router.
     """
 
-    prompt: Sequence[int]  # a list is kept as a tuple
+    prompt: Sequence[int]  # kept as a tuple; a simulation's may be a range, which no wire carries
     params: SamplingParams  # of one output
     slo: SLO
     priority: int = 0  # lower is earlier
@@ -47,7 +47,7 @@ class NewRequest:
     kv_tokens: int = 0  # of its first tokens only; 0: of all
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompt, list):
+        if not isinstance(self.prompt, tuple | range):
             object.__setattr__(self, "prompt", tuple(self.prompt))
 
     def described(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def connected(engines: Any, work: Any) -> None:
 
 async def calm(replicas: Any) -> list[int]:
     told = Told()
-    replicas.submit(NewRequest(range(20, 50), PARAMS, SLO()), told)
+    replicas.submit(NewRequest(tuple(range(20, 50)), PARAMS, SLO()), told)
     await told.ended.wait()
     assert len(told.tokens) == 120
     return told.tokens
@@ -69,7 +69,7 @@ def test_a_killed_engine_changes_no_token(engines: Any) -> None:
         told, continued = [Told() for _ in range(8)], list[None]()
         replicas.dispatcher.on_continued = lambda: continued.append(None)
         for one in told:
-            replicas.submit(NewRequest(range(20, 50), PARAMS, SLO()), one)
+            replicas.submit(NewRequest(tuple(range(20, 50)), PARAMS, SLO()), one)
         await asyncio.gather(*(one.begun.wait() for one in told))
         os.kill(engines.replicas[0]._pids[0], signal.SIGKILL)
         await asyncio.gather(*(one.ended.wait() for one in told))
@@ -90,7 +90,7 @@ def test_replicas_start_again_without_a_lost_request(engines: Any) -> None:
         rolling.start(30.0)
         while rolling.running:
             told.append(Told())
-            replicas.submit(NewRequest(range(20, 50), PARAMS, SLO()), told[-1])
+            replicas.submit(NewRequest(tuple(range(20, 50)), PARAMS, SLO()), told[-1])
             await asyncio.sleep(0.2)
         await asyncio.gather(*(one.ended.wait() for one in told))
         assert all(one.tokens == whole for one in told) and len(told) > 5

@@ -45,7 +45,7 @@ def test_engines_start_and_stop(cluster: Any, small: dict[str, Any], monkeypatch
         told = list[Told]()
         while not patience() or len(told) < 8:
             told.append(Told())
-            replicas.submit(NewRequest(range(20, 50), PARAMS, SLO()), told[-1])
+            replicas.submit(NewRequest(tuple(range(20, 50)), PARAMS, SLO()), told[-1])
             await asyncio.sleep(0.1)
         await asyncio.gather(*(one.ended.wait() for one in told))
         assert len({tuple(one.tokens) for one in told}) == 1 and len(told[0].tokens) == 60

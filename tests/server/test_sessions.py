@@ -33,8 +33,8 @@ def test_every_turn_of_a_session_has_its_own_stages(plain):
         for more, headers in (({}, named), ({"session_id": "tool loop"}, {"x-session-id": "another"}), ({}, {})):
             assert plain.http.post("/v1/completions", json={**body, **more}, headers=headers).status_code == 200
     made = plain.engine.submitted
-    assert [one.session == session_of("", "tool loop", {}) for one in made] == [True, True, False] * 2
-    assert [one.session for one in made[2::3]] == ["", ""]
+    assert [one.asked.session == session_of("", "tool loop", {}) for one in made] == [True, True, False] * 2
+    assert [one.asked.session for one in made[2::3]] == ["", ""]
     for one, tpot in zip(made[::3], (0.2, 0.05), strict=True):
         assert (one.slo.tpot_of("thinking"), one.slo.tpot_of("answer")) == pytest.approx((tpot, 2 * tpot))
 
