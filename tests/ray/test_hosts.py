@@ -64,7 +64,7 @@ def test_a_mesh_over_two_nodes_serves_and_comes_back(two_nodes: Any, small: dict
 
     async def tokens(replicas: Replicas) -> list[int]:
         told = Told()
-        replicas.submit(NewRequest(range(20, 60), params, SLO()), told)
+        replicas.submit(NewRequest(tuple(range(20, 60)), params, SLO()), told)
         await told.ended.wait()
         return told.tokens
 
