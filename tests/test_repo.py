@@ -136,40 +136,53 @@ def test_the_readme_requests_the_served_model(repo: Path) -> None:
     assert asked == {ServeConfig().names[0]}
 
 
-def test_what_contributing_says_adds_a_policy_a_router_and_a_metric(repo: Path, tmp_path: Path) -> None:
+def test_what_contributing_says_adds_what_it_says(repo: Path, tmp_path: Path) -> None:
     for name in ("jaxserve", "sched", "configs"):
-        ignore = shutil.ignore_patterns("__pycache__", "engine", "models", "server", "*.safetensors")
+        ignore = shutil.ignore_patterns("__pycache__", "engine", "models", "*.safetensors")
         shutil.copytree(repo / name, tmp_path / name, symlinks=True, ignore=ignore)
     page = (repo / "CONTRIBUTING.md").read_text(encoding="utf-8")
     page = re.sub(r"(?m)^   (?! )", "", page[: page.index("## Work on it")])
-    policy, router = blocks(page, "python")
-    registry, routers, metric = blocks(page, "text")
-    simulate, serve, checks, routed = blocks(page, "bash")
+    policy, half, router = blocks(page, "python")
+    registry, halves, routers, metric, field, handed, held = blocks(page, "text")
+    simulate, serve, checks, decoded, routed = blocks(page, "bash")
     assert serve.startswith("python -m jaxserve.run ") and checks.startswith("scripts/test ")
+
+    def insert(file: str, before: str, line: str) -> None:
+        path = tmp_path / file
+        text = path.read_text()
+        assert text.count(before) == 1, (file, before)
+        path.write_text(text.replace(before, f"{line}{before}"))
+
     for folder, file, text, line, before, command, shows in (
-        ("policies", "longest.py", policy, registry, "PREFILL = {\n", simulate, "longest"),
-        ("routing", "shortest_queue.py", router, routers, "ROUTERS = {\n", routed, "distserve"),
+        ("policies", "longest.py", policy, registry, '    "sedf":', simulate, "longest"),
+        ("policies", "oldest.py", half, halves, '    "kairos": "kairos.decode', decoded, "decode=oldest"),
+        ("routing", "shortest_queue.py", router, routers, '    "unified":', routed, "distserve"),
     ):
-        place = tmp_path / "sched" / folder
-        (place / file).write_text(text)
-        table = (place / "__init__.py").read_text()
-        assert before in table
-        (place / "__init__.py").write_text(table.replace(before, f"{before}    {line}", 1))
+        (tmp_path / "sched" / folder / file).write_text(text)
+        insert(f"sched/{folder}/__init__.py", before, f"    {line}")
         words = command.replace("--num-requests 200", "--num-requests 20").split()
         assert words[:2] == ["jaxserve", "simulate"]
         arguments = [*words[1:], "--out", str(tmp_path / "out")]
         code = f"from jaxserve.cli.main import main; raise SystemExit(main({arguments!r}))"
         assert shows in python(code, cwd=tmp_path, path=tmp_path)
-    stats = tmp_path / "sched" / "instance" / "stats.py"
-    text, before = stats.read_text(), "    generated_tokens: int = 0\n"
-    assert before in text
-    stats.write_text(text.replace(before, f"    {metric}{before}"))
+    insert("sched/instance/stats.py", "    generated_tokens: int = 0\n", f"    {metric}")
+    insert("jaxserve/server/openai.py", "    request_id: str | None = None\n\n\nclass Drawn", field)
+    insert("jaxserve/server/service.py", "            )\n            jobs.append(Submission(", handed)
+    insert("sched/api/new_request.py", "    waited: float = 0.0", held)
+    compile((tmp_path / "jaxserve/server/service.py").read_text(), "service.py", "exec")
     code = """
 from jaxserve.sched.api.metric import metrics_of
+from jaxserve.sched.api.new_request import NewRequest
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.stats import Counters
+from jaxserve.server.openai import CompletionBody, parse
 print(sum(one.name == "prompt_chunks" for one in metrics_of(Counters)), Counters.total([Counters(), Counters()]))
+label = parse(b'{"prompt": "x", "label": "mine"}', CompletionBody).label
+print(NewRequest((), SamplingParams(), SLO(), label=label).described()["label"])
 """
-    assert "1 Counters(" in (said := python(code, cwd=tmp_path, path=tmp_path)) and "prompt_chunks=0" in said
+    said = python(code, cwd=tmp_path, path=tmp_path)
+    assert "1 Counters(" in said and "prompt_chunks=0" in said and said.split()[-1] == "mine"
 
 
 def test_the_license_is_the_complete_apache_2(repo: Path) -> None:
@@ -228,7 +241,7 @@ def test_the_nightly_script_names_what_is_there(repo: Path) -> None:
     folders = {file.relative_to(repo).parts[1] for file in marked if file.parent != repo / "tests"}
     assert folders and folders <= {place.removeprefix("tests/") for place in places}
     for given in re.findall(
-        r'(?m)^(?:step [\w.-]+ |(?:base|product|support|remote|computes|planted|kernels)\+?=)"([^"]*)"', text
+        r'(?m)^(?:step [\w.-]+ |(?:base|product|support|processes|computes|planted|kernels)\+?=)"([^"]*)"', text
     ):
         for read in re.sub(r"\$\w+|\+compiled", "", given).split():
             assert (repo / read).exists(), f"a step reads {read}, which does not exist"

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -298,6 +299,10 @@ def _readable(error: ValidationError) -> InvalidValue:
 _TYPES = ("str", "int", "float", "bool")  # pydantic adds the union's member to the path
 
 
+_APART = {"max_tokens", "logprobs", "structured_outputs"}  # they differ between chat and text completions
+_ALIKE = [one.name for one in fields(SamplingParams) if one.name in Sampled.model_fields and one.name not in _APART]
+
+
 def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
     """Return the sampling parameters of a request. Raises InvalidValue that names the field."""
     if body.best_of is not None and body.best_of > (body.n or 1):
@@ -305,29 +310,8 @@ def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
             f"best_of={short(body.best_of)} above n={short(body.n or 1)} is not supported: use n", "best_of"
         )
     check_names(body)
-    given: dict[str, Any] = {
-        "n": body.n,
-        "min_tokens": body.min_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "min_p": body.min_p,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "repetition_penalty": body.repetition_penalty,
-        "seed": body.seed,
-        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        "stop_token_ids": tuple(body.stop_token_ids or ()),
-        "ignore_eos": body.ignore_eos,
-        "prompt_logprobs": body.prompt_logprobs,
-        "logit_bias": _logit_bias(body.logit_bias or {}, vocab_size),
-        "allowed_token_ids": None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-        "bad_words": tuple(body.bad_words or ()),
-        "truncate_prompt_tokens": body.truncate_prompt_tokens,
-        "logits_processors": body.logits_processors,
-        "include_stop_str_in_output": body.include_stop_str_in_output,
-        "skip_special_tokens": body.skip_special_tokens,
-    }
+    given: dict[str, Any] = {name: getattr(body, name) for name in _ALIKE}
+    given["logit_bias"] = _logit_bias(body.logit_bias or {}, vocab_size)
     given = {name: value for name, value in given.items() if value is not None}
     if isinstance(body, ChatBody):
         given |= _of_chat(body)

@@ -129,14 +129,17 @@ class Service:
         for number, (text, tokens) in enumerate(prompts):
             check_length(len(tokens), params, self.engine.info.max_model_len)
             key = name if len(prompts) == 1 else f"{name}-{number}"
-            jobs.append(
-                Submission(
-                    NewRequest(tuple(tokens), params, goals.slo, goals.priority, goals.tier, key, salt, session),
-                    text,
-                    goals.pace,
-                    stops,
-                )
+            request = NewRequest(
+                tuple(tokens),
+                params,
+                goals.slo,
+                priority=goals.priority,
+                tier=goals.tier,
+                key=key,
+                salt=salt,
+                session=session,
             )
+            jobs.append(Submission(request, text, goals.pace, stops))
         return Answer(
             name,
             body.model or self.config.names[0],
