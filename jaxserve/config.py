@@ -15,8 +15,8 @@ from jaxserve.errors import InvalidValue, short
 from jaxserve.sched import admission, policies, routing, scaling
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.pooling import POOLINGS
-from jaxserve.sched.api.preemption import DEPTH, Boundary
-from jaxserve.sched.api.slo import ANSWER, SLO, THINKING
+from jaxserve.sched.api.preemption import Boundary
+from jaxserve.sched.api.slo import SLO, THINKING
 from jaxserve.sched.perf import KINDS
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.settings import speculative
@@ -37,7 +37,6 @@ RANGES: tuple[tuple[str, float, float | None], ...] = (
     ("max_num_batched_tokens", 1, None),
     ("max_num_queued_reqs", 1, None),
     ("queue_timeout", 0, None),
-    ("preempt_depth", 1, None),
     ("block_size", 1, None),
     ("kv_cache_memory", 1, None),
     ("kv_host_memory", 0, None),
@@ -52,7 +51,6 @@ RANGES: tuple[tuple[str, float, float | None], ...] = (
     ("max_replicas", 1, None),
     ("downscale_delay", 0, None),
     ("gpu_memory_utilization", 0.01, 1),
-    ("session_cache_share", 0, 1),
     ("session_timeout", 0, None),
 )
 
@@ -67,7 +65,6 @@ CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("products_backend", ("auto", "mosaic_gpu", "xla")),
     ("sampling_backend", ("auto", "mosaic_gpu", "xla")),
     ("mlp_backend", ("auto", "mosaic_gpu", "xla")),
-    ("first_token", ("prefill", "decode")),
     ("pooling_type", POOLINGS),
     ("kv_transfer", (None, "auto", "direct", "host")),
     ("log_level", ("debug", "info", "warning", "error")),
@@ -176,10 +173,6 @@ class ServeConfig(OperationSettings):
         "auto", "devices", "Kernels of gate, up and SwiGLU of dense feed-forwards. mosaic_gpu: one launch in steps of "
         "8 to 2048 tokens. auto: xla, as no GPU has compared them.",
     )  # fmt: skip
-    command_buffer_update: str | None = flag(
-        None, "devices", "How XLA updates the addresses in CUDA graphs: ALWAYS_UPDATE, SKIP_TEMP or SKIP_PROFILED with "
-        "jax 0.11. Modes that skip updates need --kv-cache-memory. Default: XLA's.", metavar="MODE",
-    )  # fmt: skip
 
     # scheduling
     policy: str = flag(
@@ -227,11 +220,7 @@ class ServeConfig(OperationSettings):
         metavar="TIME|auto",
     )  # fmt: skip
     thinking_tpot_slo: float | None = flag(
-        None, "scheduling", "TPOT objective of thinking tokens. Default: --tpot-slo.",
-        metavar="TIME",
-    )  # fmt: skip
-    answer_tpot_slo: float | None = flag(
-        None, "scheduling", "TPOT objective of answer tokens. Default: --tpot-slo.", metavar="TIME"
+        None, "scheduling", "TPOT objective of thinking tokens. Default: --tpot-slo.", metavar="TIME"
     )
     slo_tiers: str | None = flag(
         None, "scheduling", "YAML file of the tiers that requests select with service_tier. Default: interactive, "
@@ -257,14 +246,6 @@ class ServeConfig(OperationSettings):
         "layer", "scheduling", "Points at which a running prefill can be preempted for more urgent work: op (attention "
         "and feed-forward of a layer), layer, layers:K, or chunk (only at its end).", metavar="WHERE",
     )  # fmt: skip
-    preempt_depth: int = flag(
-        DEPTH, "scheduling", "Segments of a prefill dispatched ahead of the devices: more segments keep devices busy, "
-        "fewer let urgent work start sooner.", metavar="N",
-    )  # fmt: skip
-    first_token: Literal["prefill", "decode"] = flag(
-        "prefill", "scheduling", "Instance that sends the first token: the prefill instance at once, or the decode "
-        "instance after the KV transfer.",
-    )  # fmt: skip
 
     # memory
     block_size: int | None = flag(
@@ -282,10 +263,6 @@ class ServeConfig(OperationSettings):
         "memory, whichever is smaller.", metavar="SIZE",
     )  # fmt: skip
     enable_prefix_caching: bool = flag(True, "memory", "Reuse the KV of earlier requests for equal prefixes.")
-    session_cache_share: float = flag(
-        0.25, "memory", "Most of the KV pages, as a share, that sessions (session_id) keep in the prefix cache between "
-        "two turns. 0: none.", metavar="SHARE",
-    )  # fmt: skip
     session_timeout: float = flag(
         60.0, "memory", "Longest time for which a session keeps its KV pages after a turn.", metavar="TIME",
     )  # fmt: skip
@@ -483,13 +460,13 @@ class ServeConfig(OperationSettings):
     @property
     def slo(self) -> SLO:
         """The default SLO. `auto` counts as no objective here: see `promising`."""
-        stages = ((THINKING, self.thinking_tpot_slo), (ANSWER, self.answer_tpot_slo))
-        for stage, tpot in stages:
-            if tpot is not None and not tpot > 0:
-                name = f"{stage}_tpot_slo"
-                raise InvalidValue(f"{name}={tpot!r} must be a positive time, as in 50ms", name)
+        thinking = self.thinking_tpot_slo
+        if thinking is not None and not thinking > 0:
+            raise InvalidValue(
+                f"thinking_tpot_slo={thinking!r} must be a positive time, as in 50ms", "thinking_tpot_slo"
+            )
         ttft, tpot = (inf if one == AUTO else one for one in (self.ttft_slo, self.tpot_slo))
-        return SLO(ttft, tpot, None, tuple((s, tpot) for s, tpot in stages if tpot is not None))
+        return SLO(ttft, tpot, None, () if thinking is None else ((THINKING, thinking),))
 
     def promising(self, slo: SLO) -> ServeConfig:
         """Return a copy with `auto` objectives replaced by those of `slo`."""

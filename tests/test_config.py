@@ -132,7 +132,6 @@ def test_mesh_and_roles():
         ({"admission": "slo"}, "admission"),
         ({"preempt_boundary": "half"}, "preempt_boundary"),
         ({"preempt_boundary": "layers:0"}, "preempt_boundary"),
-        ({"preempt_depth": 0}, "preempt_depth"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype"),
         ({"routing": "deflect:never"}, "routing"),
         ({"replica_routing": "deflect:never"}, "replica_routing"),
@@ -150,8 +149,8 @@ def test_mesh_and_roles():
         ({"ttft_slo": "never"}, None),
         ({"ttft_slo": 0}, "ttft"),
         ({"thinking_tpot_slo": 0}, "thinking_tpot_slo"),
-        ({"answer_tpot_slo": "-5ms"}, "answer_tpot_slo"),
-        ({"answer_tpot_slo": "soon"}, "answer_tpot_slo"),
+        ({"thinking_tpot_slo": "-5ms"}, "thinking_tpot_slo"),
+        ({"thinking_tpot_slo": "soon"}, "thinking_tpot_slo"),
         ({"max_num_seqs": "many"}, None),
     ],
 )
@@ -183,8 +182,8 @@ def test_tiers(tmp_path):
 
 
 def test_stages_in_flags_and_tiers(tmp_path):
-    plain = ServeConfig.load(tpot_slo="50ms", thinking_tpot_slo="20ms", answer_tpot_slo="60ms")
-    assert dict(plain.slo.stages) == {"thinking": 0.02, "answer": 0.06} and plain.slo.tpot == 0.05
+    plain = ServeConfig.load(tpot_slo="50ms", thinking_tpot_slo="20ms")
+    assert dict(plain.slo.stages) == {"thinking": 0.02} and plain.slo.tpot == 0.05
     assert plain.tier("standard")[1] == plain.slo
     assert plain.tier("interactive")[1].stages == (), "its own TPOT applies to every stage"
     path = tmp_path / "tiers.yaml"
@@ -193,8 +192,8 @@ def test_stages_in_flags_and_tiers(tmp_path):
         "  quick: {ttft: 1s, stages: {thinking: {tpot: 10ms}}}\n"
         "  agent: {tpot: 30ms, tbt: 90ms, stages: {answer: {tpot: 40ms}}}\n"
     )
-    config = ServeConfig.load(slo_tiers=str(path), ttft_slo="8s", thinking_tpot_slo="20ms", answer_tpot_slo="60ms")
-    assert dict(config.tier("quick")[1].stages) == {"thinking": 0.01, "answer": 0.06}
+    config = ServeConfig.load(slo_tiers=str(path), ttft_slo="8s", thinking_tpot_slo="20ms")
+    assert dict(config.tier("quick")[1].stages) == {"thinking": 0.01}
     assert config.tier("agent")[1] == SLO(8.0, 0.03, 0.09, (("answer", 0.04),))
 
 

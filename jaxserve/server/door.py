@@ -1,7 +1,7 @@
 """The ASGI application of a server from the moment its port opens: state at once, requests once the engine is ready.
 
 Until then probes say how far the start is, `/v1/models` answers, and other requests wait with the same
-bounds, keys and limits that hold later, or get 503 (`--no-queue-at-start`). Then the service's application
+bounds, keys and limits that hold later. Then the service's application
 takes their place. Imports neither jax nor transformers.
 """
 
@@ -199,8 +199,6 @@ class Door:
 
     async def _wait(self, waiting: _Waiting, receive: Receive, client: str) -> None:
         """Keep a request until the door opens. Raises Refused or QueueFull."""
-        if not self._config.queue_at_start:
-            raise self._starting()
         self._check(client)
         self._waiting[client] += 1
         seconds = self._config.queue_timeout or None

@@ -106,13 +106,6 @@ class HttpSettings:
         "deepseek_r1, deepseek_v3, qwen3, minimax_m2, mistral or gpt_oss.", metavar="NAME",
     )  # fmt: skip
     max_body_size: Bytes = flag(8 << 20, "server", "Largest request body; larger ones get 413.", metavar="SIZE")
-    max_header_size: Bytes = flag(
-        64 << 10, "server", "Largest request line and headers; larger ones get 431.", metavar="SIZE"
-    )
-    header_timeout: float = flag(
-        10.0, "server", "Longest time to receive the headers of a request; then 408.", metavar="TIME"
-    )
-    body_timeout: float = flag(60.0, "server", "The same for the body.", metavar="TIME")
     keep_alive_timeout: float = flag(
         75.0, "server", "Time for which a connection stays open after an answer: longer than a proxy keeps it (nginx: "
         "60 s), or the proxy may send a request as it closes.", metavar="TIME",
@@ -120,10 +113,6 @@ class HttpSettings:
     max_connections: int = flag(
         4096, "server", "Concurrent connections; further ones get 503. Fewer if the process may open fewer files.",
         metavar="N",
-    )  # fmt: skip
-    queue_at_start: bool = flag(
-        True, "server", "Let requests that arrive before the model is ready wait for it, within --queue-timeout and "
-        "--max-num-queued-reqs. With --no-queue-at-start they get 503 with Retry-After.",
     )  # fmt: skip
     drain_timeout: float = flag(
         30.0, "server", "Time for running requests to finish after SIGTERM; new ones get 503.", metavar="TIME"
@@ -136,7 +125,6 @@ class HttpSettings:
         64 << 20, "server", "Memory for responses of /v1/responses that clients may continue or retrieve; the ones "
         "used longest ago leave first. 0: none. None with several fronts (--api-server-count).", metavar="SIZE",
     )  # fmt: skip
-    response_store_ttl: float = flag(3600.0, "server", "How long they are kept.", metavar="TIME")
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "server", "Log level.")
     disable_log_stats: bool = flag(False, "server", "Do not log statistics every 10 s.")
     journal: str | None = flag(
@@ -147,14 +135,10 @@ class HttpSettings:
         """Raise InvalidValue for invalid settings of the server."""
         for name, low in (
             ("max_body_size", 1),
-            ("max_header_size", 1024),
-            ("header_timeout", 0.1),
-            ("body_timeout", 0.1),
             ("keep_alive_timeout", 0),
             ("max_connections", 1),
             ("drain_timeout", 0),
             ("response_store_size", 0),
-            ("response_store_ttl", 0),
         ):
             if getattr(self, name) < low:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} must be at least {low}", name)
