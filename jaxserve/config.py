@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.sched import admission, policies, routing, scaling
@@ -17,7 +17,6 @@ from jaxserve.sched.api.pooling import PoolingType
 from jaxserve.sched.api.preemption import Boundary
 from jaxserve.sched.api.slo import SLO, THINKING
 from jaxserve.sched.perf import KINDS
-from jaxserve.sched.sim.latency import Latency
 from jaxserve.settings import speculative
 from jaxserve.settings.fields import flag
 from jaxserve.settings.operations import OperationSettings
@@ -39,6 +38,9 @@ from jaxserve.yamlio import (
     parse_yaml,
     seconds,
 )
+
+if TYPE_CHECKING:
+    from jaxserve.sched.sim.latency import Latency
 
 __all__ = ["ServeConfig", "load_yaml", "parse_mesh", "parse_yaml", "preset"]
 
@@ -439,6 +441,8 @@ class ServeConfig(OperationSettings):
                 raise InvalidValue(f"perf={self.perf!r} is unknown: {nearest(self.perf, known)}", "perf")
         elif not path.is_file():
             raise InvalidValue(f"perf={self.perf!r} does not exist: `jaxserve profile --out FILE` writes one", "perf")
+        from jaxserve.sched.sim.latency import Latency  # imports the simulator, which --help must not wait for
+
         return load_yaml(path, Latency)
 
     def rows(self, platform: str) -> int:

@@ -176,8 +176,10 @@ def convert(value: Any, hint: Any) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is Any or (value is None and _optional(hint)):
         return value
-    if parse is not None and (number or isinstance(value, str)):
-        return parse(value)
+    if parse is not None:
+        if number or isinstance(value, str):
+            return parse(value)
+        raise InvalidValue(f"{value!r} must be a number, or a string with a unit")
     if allowed:
         if value in allowed:
             return value
