@@ -71,8 +71,8 @@ def parse_mesh(text: str) -> tuple[int, int]:
 class ServeConfig(OperationSettings):
     """Settings of a server or of an `LLM`, with vLLM's names for settings that vLLM has.
 
-    Each field is a flag (`max_model_len` is `--max-model-len`) and a key of a `--config` file. Raises
-    InvalidValue naming the field, its value and what is allowed.
+    Each field is a flag (`max_model_len` is `--max-model-len`) and a key of a `--config` file. Its type says
+    what is allowed, for all three. Raises InvalidValue naming the field, its value and what is allowed.
     """
 
     # model
