@@ -154,18 +154,17 @@ class ServeConfig(OperationSettings):
         "prefill=fcfs,decode=continuous.", metavar="NAME",
     )  # fmt: skip
     routing: str = flag(
-        "auto", "scheduling", "Router of requests to instances: least_work (fewest prompt tokens left, after prefix "
-        "cache hits), round_robin, deflect, prefill_budget, next_replica, unified. auto: the policy's default.",
-        metavar="NAME",
+        "auto", "scheduling", f"Router of requests to instances: {', '.join(routing.ROUTERS)}. auto: the policy's "
+        "default.", metavar="NAME",
     )  # fmt: skip
     admission: str = flag(
-        "none", "scheduling", "Admission control: none (admit everything), pab, dp. Requests that cannot be on time "
-        "become best effort, or with :refuse get 429.", metavar="NAME",
+        "none", "scheduling", f"Admission control: {', '.join(admission.ADMISSIONS)}. Requests that cannot be on time "
+        "become best effort, or with :refuse get 429; none admits everything.", metavar="NAME",
     )  # fmt: skip
     perf: str = flag(
-        "learned", "scheduling", "Step-time model: learned (the general form, fitted at start and updated after every "
-        "step), general, exact, table, table:ewma, linear, roofline, roofline:published, poly, or a latency preset: a "
-        "file written by `jaxserve profile` or `jaxserve fit`, or a name in configs/latency.", metavar="NAME|FILE",
+        "learned", "scheduling", f"Step-time model: {', '.join(KINDS)}, or a latency preset: a file written by "
+        "`jaxserve profile` or `jaxserve fit`, or a name in configs/latency. learned: the general form, fitted at "
+        "start and updated after every step.", metavar="NAME|FILE",
     )  # fmt: skip
     programs: str | None = flag(
         None, "scheduling", "Folder of executables that `jaxserve compile` wrote, on this machine or another; "

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from jaxserve.errors import InvalidValue
-from jaxserve.tools.families import Parsers
+from jaxserve.tools.families import REASONING_PARSERS, TOOL_PARSERS, Parsers
 from jaxserve.yamlio import Bytes, Count, Range, Room, Seconds, check_fields
 
 
@@ -96,12 +96,11 @@ class HttpSettings:
     chat_template: str | None = flag(None, "server", "Jinja file of a chat template that replaces the model's.")
     tool_call_parser: str = flag(
         "auto", "server", "How calls are read from the text of a model that chooses them: auto (by the chat template), "
-        "none, hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek_v3, minimax_m2 or gpt_oss.",
-        metavar="NAME",
+        f"none, {', '.join(TOOL_PARSERS)}.", metavar="NAME",
     )  # fmt: skip
     reasoning_parser: str = flag(
         "auto", "server", "How thinking is told from the answer: auto (by the model's chat template), none, "
-        "deepseek_r1, deepseek_v3, qwen3, minimax_m2, mistral or gpt_oss.", metavar="NAME",
+        f"{', '.join(REASONING_PARSERS)}.", metavar="NAME",
     )  # fmt: skip
     max_body_size: Room = flag(8 << 20, "server", "Largest request body; larger ones get 413.")
     keep_alive_timeout: Seconds = flag(
