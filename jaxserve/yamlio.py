@@ -248,7 +248,7 @@ class _Reader:
         if origin is tuple:
             return self.sequence(node, args[0], name)
         if origin is Mapping:
-            found = self.items(node, name, lambda key: convert(self.plain.construct_object(key), args[0]))
+            found = self.items(node, name, lambda key: self.value(key, args[0], name))
             return {key: self.value(child, args[1], f"{name}.{key}".lstrip(".")) for key, (_, child) in found.items()}
         try:
             return convert(self.plain.construct_object(node, deep=True), hint)
