@@ -3,77 +3,49 @@
 from __future__ import annotations
 
 import re
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.sched import admission, policies, routing, scaling
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.pooling import POOLINGS
-from jaxserve.sched.api.preemption import DEPTH, Boundary
-from jaxserve.sched.api.slo import ANSWER, SLO, THINKING
+from jaxserve.sched.api.pooling import PoolingType
+from jaxserve.sched.api.preemption import Boundary
+from jaxserve.sched.api.slo import SLO, THINKING
 from jaxserve.sched.perf import KINDS
-from jaxserve.sched.sim.latency import Latency
 from jaxserve.settings import speculative
-from jaxserve.settings.fields import Bytes, flag
+from jaxserve.settings.fields import flag
 from jaxserve.settings.operations import OperationSettings
 from jaxserve.settings.other_engines import argument_hint
 from jaxserve.settings.speculative import Speculative
 from jaxserve.settings.tiers import AUTO, DEFAULT, PLAIN, Classes, Objective, ResolvedTier, Tier, load_tiers, resolve
-from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml
+from jaxserve.yamlio import (
+    Bytes,
+    Count,
+    Positive,
+    Range,
+    Room,
+    Seconds,
+    convert,
+    hints_of,
+    load_fields,
+    load_yaml,
+    nearest,
+    parse_yaml,
+    seconds,
+)
+
+if TYPE_CHECKING:
+    from jaxserve.sched.sim.latency import Latency
 
 __all__ = ["ServeConfig", "load_yaml", "parse_mesh", "parse_yaml", "preset"]
 
 
-# (name, least, most); None: no upper limit.
-RANGES: tuple[tuple[str, float, float | None], ...] = (
-    ("max_model_len", 2, None),
-    ("max_num_seqs", 1, None),
-    ("max_num_batched_tokens", 1, None),
-    ("max_num_queued_reqs", 1, None),
-    ("queue_timeout", 0, None),
-    ("preempt_depth", 1, None),
-    ("block_size", 1, None),
-    ("kv_cache_memory", 1, None),
-    ("kv_host_memory", 0, None),
-    ("kv_disk_size", 0, None),
-    ("profile_time", 0.01, None),
-    ("port", 0, 65535),
-    ("api_server_count", 0, 64),
-    ("replicas", 1, None),
-    ("prefill_replicas", 1, None),
-    ("decode_replicas", 1, None),
-    ("min_replicas", 1, None),
-    ("max_replicas", 1, None),
-    ("downscale_delay", 0, None),
-    ("gpu_memory_utilization", 0.01, 1),
-    ("session_cache_share", 0, 1),
-    ("session_timeout", 0, None),
-)
-
-CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    ("dtype", ("auto", "float32", "bfloat16")),
-    ("load_format", ("auto", "safetensors", "orbax", "dummy")),
-    ("mode", ("auto", "disaggregated", "colocated")),
-    ("warmup", ("early", "full")),
-    ("attention_backend", ("auto", "mosaic_gpu", "tpu", "xla")),
-    ("cascade_attention", ("auto", "on", "off")),
-    ("experts_backend", ("auto", "mosaic_gpu", "xla")),
-    ("products_backend", ("auto", "mosaic_gpu", "xla")),
-    ("sampling_backend", ("auto", "mosaic_gpu", "xla")),
-    ("mlp_backend", ("auto", "mosaic_gpu", "xla")),
-    ("first_token", ("prefill", "decode")),
-    ("pooling_type", POOLINGS),
-    ("kv_transfer", (None, "auto", "direct", "host")),
-    ("log_level", ("debug", "info", "warning", "error")),
-    ("quantization", (None, "int8", "fp8", "fp8_per_block")),
-    ("kv_cache_dtype", ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "int8")),
-)
+Kernels = Literal["auto", "mosaic_gpu", "xla"]
 
 
 def preset(kind: str, name: str) -> Path:
@@ -99,8 +71,8 @@ def parse_mesh(text: str) -> tuple[int, int]:
 class ServeConfig(OperationSettings):
     """Settings of a server or of an `LLM`, with vLLM's names for settings that vLLM has.
 
-    Each field is a flag (`max_model_len` is `--max-model-len`) and a key of a `--config` file. Raises
-    InvalidValue naming the field, its value and what is allowed.
+    Each field is a flag (`max_model_len` is `--max-model-len`) and a key of a `--config` file. Its type says
+    what is allowed, for all three. Raises InvalidValue naming the field, its value and what is allowed.
     """
 
     # model
@@ -121,11 +93,11 @@ class ServeConfig(OperationSettings):
         "auto", "model", "Format of the weights: safetensors, or orbax as written by `jaxserve convert`; auto: detect. "
         "dummy: random weights, to measure speed without a download.",
     )  # fmt: skip
-    max_model_len: int | None = flag(
+    max_model_len: Annotated[int, Range(2)] | None = flag(
         None, "model", "Longest prompt plus output, in tokens. Default: the model's own limit."
     )
     seed: int = flag(0, "model", "Seed of dummy weights and of requests without a seed.")
-    pooling_type: Literal["last", "mean"] = flag(
+    pooling_type: PoolingType = flag(
         "last", "model", "How /v1/embeddings, /pooling and /v1/score make one vector of a text: the hidden state of "
         "its last token, or the mean over all. Requests can override it with pooling_type.",
     )  # fmt: skip
@@ -145,9 +117,7 @@ class ServeConfig(OperationSettings):
         "prefill and half decode. Default: one instance on all local accelerators; 1x1 on CPU. On CPU missing "
         "devices are emulated.", metavar="RxT",
     )  # fmt: skip
-    prefill: int | None = flag(
-        None, "devices", "Number of instances that prefill; the others decode. Default: half.", metavar="N"
-    )
+    prefill: int | None = flag(None, "devices", "Number of instances that prefill; the others decode. Default: half.")
     mode: Literal["auto", "disaggregated", "colocated"] = flag(
         "auto", "devices", "colocated: every instance prefills and decodes. disaggregated: each instance does "
         "one of the two. auto: disaggregated with two or more instances.",
@@ -163,22 +133,18 @@ class ServeConfig(OperationSettings):
         "differ between runs where two are nearly equally likely. auto: where the attention kernels can (xla, and "
         "mosaic_gpu without MLA).",
     )  # fmt: skip
-    experts_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
+    experts_backend: Kernels = flag(
         "auto", "devices", "Kernels of the mixture of experts; chosen like --attention-backend."
     )
-    products_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
+    products_backend: Kernels = flag(
         "auto", "devices", "Kernels of matmuls with other 8-bit weights; chosen like --attention-backend."
     )
-    sampling_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
+    sampling_backend: Kernels = flag(
         "auto", "devices", "Kernels that find thresholds of top-k, top-p and min-p; chosen like --attention-backend."
     )
-    mlp_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
+    mlp_backend: Kernels = flag(
         "auto", "devices", "Kernels of gate, up and SwiGLU of dense feed-forwards. mosaic_gpu: one launch in steps of "
         "8 to 2048 tokens. auto: xla, as no GPU has compared them.",
-    )  # fmt: skip
-    command_buffer_update: str | None = flag(
-        None, "devices", "How XLA updates the addresses in CUDA graphs: ALWAYS_UPDATE, SKIP_TEMP or SKIP_PROFILED with "
-        "jax 0.11. Modes that skip updates need --kv-cache-memory. Default: XLA's.", metavar="MODE",
     )  # fmt: skip
 
     # scheduling
@@ -188,18 +154,17 @@ class ServeConfig(OperationSettings):
         "prefill=fcfs,decode=continuous.", metavar="NAME",
     )  # fmt: skip
     routing: str = flag(
-        "auto", "scheduling", "Router of requests to instances: least_work (fewest prompt tokens left, after prefix "
-        "cache hits), round_robin, deflect, prefill_budget, next_replica, unified. auto: the policy's default.",
-        metavar="NAME",
+        "auto", "scheduling", f"Router of requests to instances: {', '.join(routing.ROUTERS)}. auto: the policy's "
+        "default.", metavar="NAME",
     )  # fmt: skip
     admission: str = flag(
-        "none", "scheduling", "Admission control: none (admit everything), pab, dp. Requests that cannot be on time "
-        "become best effort, or with :refuse get 429.", metavar="NAME",
+        "none", "scheduling", f"Admission control: {', '.join(admission.ADMISSIONS)}. Requests that cannot be on time "
+        "become best effort, or with :refuse get 429; none admits everything.", metavar="NAME",
     )  # fmt: skip
     perf: str = flag(
-        "learned", "scheduling", "Step-time model: learned (the general form, fitted at start and updated after every "
-        "step), general, exact, table, table:ewma, linear, roofline, roofline:published, poly, or a latency preset: a "
-        "file written by `jaxserve profile` or `jaxserve fit`, or a name in configs/latency.", metavar="NAME|FILE",
+        "learned", "scheduling", f"Step-time model: {', '.join(KINDS)}, or a latency preset: a file written by "
+        "`jaxserve profile` or `jaxserve fit`, or a name in configs/latency. learned: the general form, fitted at "
+        "start and updated after every step.", metavar="NAME|FILE",
     )  # fmt: skip
     programs: str | None = flag(
         None, "scheduling", "Folder of executables that `jaxserve compile` wrote, on this machine or another; "
@@ -213,97 +178,77 @@ class ServeConfig(OperationSettings):
         "early", "scheduling", "early: answer once a few programs can compute any request, and make the others "
         "meanwhile. full: make all first, as engines do that draft or keep KV outside of the devices.",
     )  # fmt: skip
-    profile_time: float | None = flag(
+    profile_time: Annotated[float, seconds, Range(0.01)] | None = flag(
         None, "scheduling", "Longest time to measure steps at the first start; later starts use the profile stored "
-        "beside the compiled programs. Default: 0.8s with an early warm-up, else 5s on accelerators, 10s on CPU.",
-        metavar="TIME",
+        "beside the compiled programs. Default: 0.8s with an early warm-up, else 5s on accelerators, 10s on CPU."
     )  # fmt: skip
     ttft_slo: Objective = flag(
         AUTO, "scheduling", "Default TTFT objective of requests that set none, as in 8s or 500ms. auto: 4 prefills of "
-        "the longest prompt, as measured at start; no objective in the Python API.", metavar="TIME|auto",
+        "the longest prompt, as measured at start; no objective in the Python API."
     )  # fmt: skip
     tpot_slo: Objective = flag(
-        AUTO, "scheduling", "Default objective of the mean time per token after the first. auto: 2 full decode steps.",
-        metavar="TIME|auto",
+        AUTO, "scheduling", "Default objective of the mean time per token after the first. auto: 2 full decode steps."
     )  # fmt: skip
-    thinking_tpot_slo: float | None = flag(
-        None, "scheduling", "TPOT objective of thinking tokens. Default: --tpot-slo.",
-        metavar="TIME",
-    )  # fmt: skip
-    answer_tpot_slo: float | None = flag(
-        None, "scheduling", "TPOT objective of answer tokens. Default: --tpot-slo.", metavar="TIME"
+    thinking_tpot_slo: Positive | None = flag(
+        None, "scheduling", "TPOT objective of thinking tokens. Default: --tpot-slo."
     )
     slo_tiers: str | None = flag(
         None, "scheduling", "YAML file of the tiers that requests select with service_tier. Default: interactive, "
         "priority, agent, batch (configs/slo/tiers.yaml).", metavar="FILE",
     )  # fmt: skip
-    max_num_seqs: int | None = flag(
+    max_num_seqs: Count | None = flag(
         None,
         "scheduling",
         "Most running requests on an instance. Default: 256 on accelerators, 64 on CPU.",
     )
-    max_num_batched_tokens: int | None = flag(
+    max_num_batched_tokens: Count | None = flag(
         None, "scheduling", "Most new tokens in a step. Default: 8192 on accelerators, 512 on CPU."
     )
-    max_num_queued_reqs: int | None = flag(
+    max_num_queued_reqs: Count | None = flag(
         None, "scheduling", "Requests that may wait, for each instance that takes prompts; further ones get 503 with "
         "Retry-After. Default: 16 x --max-num-seqs.",
     )  # fmt: skip
-    queue_timeout: float = flag(
-        600.0, "scheduling", "Longest wait of a request before it starts; then 503. 0: no limit, as in LLM(...).",
-        metavar="TIME",
+    queue_timeout: Seconds = flag(
+        600.0, "scheduling", "Longest wait of a request before it starts; then 503. 0: no limit, as in LLM(...)."
     )  # fmt: skip
     preempt_boundary: str = flag(
         "layer", "scheduling", "Points at which a running prefill can be preempted for more urgent work: op (attention "
         "and feed-forward of a layer), layer, layers:K, or chunk (only at its end).", metavar="WHERE",
     )  # fmt: skip
-    preempt_depth: int = flag(
-        DEPTH, "scheduling", "Segments of a prefill dispatched ahead of the devices: more segments keep devices busy, "
-        "fewer let urgent work start sooner.", metavar="N",
-    )  # fmt: skip
-    first_token: Literal["prefill", "decode"] = flag(
-        "prefill", "scheduling", "Instance that sends the first token: the prefill instance at once, or the decode "
-        "instance after the KV transfer.",
-    )  # fmt: skip
 
     # memory
-    block_size: int | None = flag(
+    block_size: Count | None = flag(
         None, "memory", "Tokens per page of the KV cache. Default: 64 on accelerators, 16 on CPU."
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "int8"] = flag(
         "auto", "memory", "Data type of the KV cache. auto: as --dtype. fp8 (e4m3) and int8 hold twice the tokens of "
         "bfloat16 in the same memory.",
     )  # fmt: skip
-    gpu_memory_utilization: float = flag(
+    gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = flag(
         0.9, "memory", "Share of each accelerator's memory for weights, KV cache and temporaries."
     )
-    kv_cache_memory: Bytes | None = flag(
+    kv_cache_memory: Room | None = flag(
         None, "memory", "Bytes of all KV caches together, as in 2GiB. Default on CPU: 2 GiB or a quarter of free "
-        "memory, whichever is smaller.", metavar="SIZE",
+        "memory, whichever is smaller."
     )  # fmt: skip
     enable_prefix_caching: bool = flag(True, "memory", "Reuse the KV of earlier requests for equal prefixes.")
-    session_cache_share: float = flag(
-        0.25, "memory", "Most of the KV pages, as a share, that sessions (session_id) keep in the prefix cache between "
-        "two turns. 0: none.", metavar="SHARE",
-    )  # fmt: skip
-    session_timeout: float = flag(
-        60.0, "memory", "Longest time for which a session keeps its KV pages after a turn.", metavar="TIME",
+    session_timeout: Seconds = flag(
+        60.0, "memory", "Longest time for which a session keeps its KV pages after a turn."
     )  # fmt: skip
     kv_host_memory: Bytes = flag(
         0, "memory", "Host memory for KV that the prefix caches evict, as in 64GiB, shared by the instances of an "
-        "engine. 0: none.", metavar="SIZE",
+        "engine. 0: none."
     )  # fmt: skip
     kv_disk: str | None = flag(
         None, "memory", "Folder for KV that does not fit into --kv-host-memory, with --kv-disk-size. An engine of the "
         "same model finds it again after a restart.", metavar="PATH",
     )  # fmt: skip
-    kv_disk_size: Bytes = flag(0, "memory", "Most bytes in --kv-disk, as in 1TiB, per engine.", metavar="SIZE")
+    kv_disk_size: Bytes = flag(0, "memory", "Most bytes in --kv-disk, as in 1TiB, per engine.")
 
     def __post_init__(self) -> None:
-        self._check_ranges()
         self.check_http()
         self.check_operations()
-        self._check_supported()
+        self._check_steps()
         self._check_names()
         self._check_mesh()
         self._check_tiers()
@@ -325,20 +270,9 @@ class ServeConfig(OperationSettings):
             if getattr(self, name) and not self.enable_prefix_caching:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} needs enable_prefix_caching", name)
 
-    def _check_ranges(self) -> None:
-        for name, low, high in RANGES:
-            value = getattr(self, name)
-            if value is not None and (value < low or (high is not None and value > high)):
-                allowed = f"at least {low}" if high is None else f"{low} to {high}"
-                raise InvalidValue(f"{name}={value!r} must be {allowed}", name)
+    def _check_steps(self) -> None:
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise InvalidValue(f"block_size={self.block_size} must be a power of two", "block_size")
-
-    def _check_supported(self) -> None:
-        for name, allowed in CHOICES:
-            if getattr(self, name) not in allowed:
-                words = ", ".join(word for word in allowed if word is not None)
-                raise InvalidValue(f"{name}={getattr(self, name)!r} must be one of {words}", name)
         Boundary.parse(self.preempt_boundary)
 
     def _check_names(self) -> None:
@@ -483,13 +417,9 @@ class ServeConfig(OperationSettings):
     @property
     def slo(self) -> SLO:
         """The default SLO. `auto` counts as no objective here: see `promising`."""
-        stages = ((THINKING, self.thinking_tpot_slo), (ANSWER, self.answer_tpot_slo))
-        for stage, tpot in stages:
-            if tpot is not None and not tpot > 0:
-                name = f"{stage}_tpot_slo"
-                raise InvalidValue(f"{name}={tpot!r} must be a positive time, as in 50ms", name)
+        thinking = self.thinking_tpot_slo
         ttft, tpot = (inf if one == AUTO else one for one in (self.ttft_slo, self.tpot_slo))
-        return SLO(ttft, tpot, None, tuple((s, tpot) for s, tpot in stages if tpot is not None))
+        return SLO(ttft, tpot, None, () if thinking is None else ((THINKING, thinking),))
 
     def promising(self, slo: SLO) -> ServeConfig:
         """Return a copy with `auto` objectives replaced by those of `slo`."""
@@ -510,6 +440,8 @@ class ServeConfig(OperationSettings):
                 raise InvalidValue(f"perf={self.perf!r} is unknown: {nearest(self.perf, known)}", "perf")
         elif not path.is_file():
             raise InvalidValue(f"perf={self.perf!r} does not exist: `jaxserve profile --out FILE` writes one", "perf")
+        from jaxserve.sched.sim.latency import Latency  # imports the simulator, which --help must not wait for
+
         return load_yaml(path, Latency)
 
     def rows(self, platform: str) -> int:
@@ -551,7 +483,7 @@ class ServeConfig(OperationSettings):
     @classmethod
     def load(cls, path: str | Path | None = None, **given: Any) -> ServeConfig:
         """Load settings from a YAML file, overridden by `given`; values may be strings: `ttft_slo="8s"`."""
-        hints = typing.get_type_hints(cls, include_extras=True)
+        hints = hints_of(cls)
         for name, value in given.items():
             if name not in hints:
                 raise InvalidValue(f"unknown setting {name!r}; {argument_hint(name) or nearest(name, hints)}", name)

@@ -1,16 +1,20 @@
-"""Strict conversion of YAML to dataclasses: errors name file, line, value and what is allowed."""
+"""Typed values from text and YAML: errors name file, line, value and what is allowed.
+
+A type says what is allowed: a `Literal` its choices, `Annotated[int, Range(1)]` its range, and a function in
+`Annotated[int, size]` how it is parsed. Converting parses and checks choices; `check_fields` checks both.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import enum
 import re
-import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 import yaml
 
@@ -21,6 +25,36 @@ T = TypeVar("T")
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _NUMBER = r"\s*([+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*"
+_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+_NULL = "tag:yaml.org,2002:null"
+_UNIONS = (Union, UnionType)
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The least and the largest value of a number, in the annotation of its type. None: no upper limit."""
+
+    least: float
+    most: float | None = None
+
+    def allows(self, value: float) -> bool:
+        return self.least <= value and (self.most is None or value <= self.most)
+
+    def __str__(self) -> str:
+        return f"at least {self.least}" if self.most is None else f"{self.least} to {self.most}"
+
+
+class AboveZero(Range):
+    """The range of a time that cannot be zero."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def allows(self, value: float) -> bool:
+        return value > 0
+
+    def __str__(self) -> str:
+        return "a positive time, as in 50ms"
 
 
 def seconds(text: str | float) -> float:
@@ -36,15 +70,22 @@ def seconds(text: str | float) -> float:
     return float(number) * _SECONDS[unit or "s"]
 
 
-def size(text: str | int) -> int:
+def size(text: str | float) -> int:
     """Parse bytes: a number, or a string with a unit: `512MiB`, `2GiB`, `1.5G`."""
     if isinstance(text, int):
         return text
-    match = re.fullmatch(_NUMBER + r"([kmgt]i?)?b?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(_NUMBER + r"([kmgt]i?)?b?\s*", str(text), re.IGNORECASE)
     if match is None:
         raise InvalidValue(f"{text!r} must be a number of bytes, or have a unit as in 512MiB, 2GiB or 1.5G")
     number, unit = match.groups()
     return int(float(number) * _BYTES[(unit or "").lower()])
+
+
+Count = Annotated[int, Range(1)]
+Bytes = Annotated[int, size, Range(0)]
+Room = Annotated[int, size, Range(1)]  # bytes without which nothing works
+Seconds = Annotated[float, seconds, Range(0)]
+Positive = Annotated[float, seconds, AboveZero()]  # seconds
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
@@ -60,8 +101,8 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
 def load_yaml(path: str | Path, cls: type[T]) -> T:
     """Read a YAML file as the dataclass `cls`.
 
-    Keys are field names (`-` and `_` are equal). Field types may be int, float, bool, str, Path, None,
-    Literal, Enum, dataclasses, tuples, lists, mappings, and unions of these. A float may have a unit
+    Keys are field names (`-` and `_` are equal). Field types may be int, float, bool, str, None,
+    Literal, dataclasses, tuples of one type, mappings, and unions of these. A float may have a unit
     of time (`8s` is 8.0, `50ms` is 0.05). Unknown keys, wrong types and repeated keys are errors.
 
     Raises InvalidValue with file and line, also for errors from `__post_init__`, and
@@ -86,9 +127,78 @@ def load_fields(path: str | Path, cls: type[Any]) -> dict[str, Any]:
     return {} if node is None else _Reader(str(path)).fields(node, cls, "")
 
 
+def hints_of(cls: Any) -> dict[str, Any]:
+    """Return the types of the fields of a class, with their annotations."""
+    return _hints(cls)
+
+
+_hints = cache(partial(typing.get_type_hints, include_extras=True))
+
+
+def parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return a type without None and annotations, and its annotations."""
+    if typing.get_origin(hint) in _UNIONS:
+        options = [option for option in typing.get_args(hint) if option is not NoneType]
+        hint = options[0] if len(options) == 1 else hint
+    return (hint.__origin__, hint.__metadata__) if typing.get_origin(hint) is Annotated else (hint, ())
+
+
+def choices(hint: Any) -> tuple[Any, ...]:
+    """Return the choices of a Literal or an optional Literal; () for other types."""
+    kind, _ = parts(hint)
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+
+
+def parser_of(hint: Any) -> Callable[[Any], Any] | None:
+    """Return the function that parses a type, if it is annotated with one."""
+    return next(filter(callable, parts(hint)[1]), None)
+
+
+def check_fields(settings: Any, param: str | None = None) -> None:
+    """Check the fields of a dataclass against the choices and ranges of their types.
+
+    Raises InvalidValue about `param`, the setting that they are part of; None: about the field.
+    """
+    for name, hint in hints_of(type(settings)).items():
+        value, allowed = getattr(settings, name), choices(hint)
+        if value is None and _optional(hint):
+            continue
+        if allowed and value not in allowed:
+            raise InvalidValue(f"{name}={value!r} must be one of {', '.join(map(str, allowed))}", param or name)
+        for bounds in parts(hint)[1]:
+            if isinstance(bounds, Range) and not bounds.allows(value):
+                raise InvalidValue(f"{name}={value!r} must be {bounds}", param or name)
+
+
 def convert(value: Any, hint: Any) -> Any:
     """Convert a plain value, or the string of a flag, to type `hint`. Raises InvalidValue."""
-    return _convert_scalar(value, hint)
+    kind, parse, allowed = parts(hint)[0], parser_of(hint), choices(hint)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is Any or (value is None and _optional(hint)):
+        return value
+    if parse is not None:
+        if number or isinstance(value, str):
+            return parse(value)
+        raise InvalidValue(f"{value!r} must be a number, or a string with a unit")
+    if allowed:
+        if value in allowed:
+            return value
+        raise InvalidValue(f"{value!r} must be one of {', '.join(map(repr, allowed))}")
+    if kind is float and (number or isinstance(value, str)):
+        return seconds(value)
+    if kind is int and isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value):
+        return int(value)
+    if type(value) is kind:
+        return value
+    raise InvalidValue(f"{value!r} must be {_EXPECTED.get(kind, _name(kind))}")
+
+
+def _optional(hint: Any) -> bool:
+    return NoneType in typing.get_args(hint)
+
+
+def _name(hint: Any) -> str:
+    return getattr(hint, "__name__", str(hint))
 
 
 def _compose(text: str, source: str) -> yaml.Node | None:
@@ -127,126 +237,60 @@ class _Reader:
 
     def value(self, node: yaml.Node, hint: Any, name: str) -> Any:
         """Convert `node` to `hint`; `name` is its dotted path in the file."""
-        if dataclasses.is_dataclass(hint):
-            return _build(hint, self.fields(node, hint, name), self.at(node))
-        origin, args = typing.get_origin(hint), typing.get_args(hint)
-        if origin is typing.Annotated and not callable(args[1]):
-            return self.value(node, args[0], name)
-        if origin in (Union, types.UnionType):
+        if node.tag == _NULL and _optional(hint):
+            return None
+        kind, _ = parts(hint)
+        if dataclasses.is_dataclass(kind):
+            return _build(kind, self.fields(node, kind, name), self.at(node))
+        origin, args = typing.get_origin(kind), typing.get_args(kind)
+        if origin in _UNIONS and parser_of(hint) is None:
             return self.union(node, args, name)
-        if origin in (tuple, list, Sequence) or (origin is not None and _is(origin, Sequence)):
-            return self.sequence(node, origin, args, name)
-        if _is(origin or hint, Mapping):
-            return self.mapping(node, args or (str, Any), name)
-        plain = self.plain.construct_object(node, deep=True)
+        if origin is tuple:
+            return self.sequence(node, args[0], name)
+        if origin is Mapping:
+            found = self.items(node, name, lambda key: self.value(key, args[0], name))
+            return {key: self.value(child, args[1], f"{name}.{key}".lstrip(".")) for key, (_, child) in found.items()}
         try:
-            return _convert_scalar(plain, hint)
+            return convert(self.plain.construct_object(node, deep=True), hint)
         except InvalidValue as error:
             raise InvalidValue(f"{self.at(node)}: {name or 'value'}: {error}", name) from error
 
     def union(self, node: yaml.Node, options: tuple[Any, ...], name: str) -> Any:
-        if types.NoneType in options and isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
-            return None
-        problems: list[InvalidValue] = []
         for option in options:
-            if option is types.NoneType:
-                continue
             try:
                 return self.value(node, option, name)
-            except InvalidValue as error:
-                problems.append(error)
-        if len(problems) == 1:
-            raise problems[0]
+            except InvalidValue:
+                continue
         raise InvalidValue(f"{self.at(node)}: {name}: fits none of {', '.join(map(_name, options))}", name)
 
-    def sequence(self, node: yaml.Node, origin: Any, args: tuple[Any, ...], name: str) -> Any:
+    def sequence(self, node: yaml.Node, item: Any, name: str) -> tuple[Any, ...]:
         if not isinstance(node, yaml.SequenceNode):
             raise InvalidValue(f"{self.at(node)}: {name} must be a list", name)
-        if origin is tuple and args and args[-1] is not Ellipsis:
-            if len(args) != len(node.value):
-                raise InvalidValue(
-                    f"{self.at(node)}: {name} has {len(node.value)} entries and must have {len(args)}", name
-                )
-            return tuple(
-                self.value(child, hint, f"{name}[{i}]")
-                for i, (child, hint) in enumerate(zip(node.value, args, strict=True))
-            )
-        item = args[0] if args else Any
-        items = [self.value(child, item, f"{name}[{i}]") for i, child in enumerate(node.value)]
-        return items if origin is list else tuple(items)
-
-    def mapping(self, node: yaml.Node, args: tuple[Any, ...], name: str) -> dict[Any, Any]:
-        made: dict[Any, Any] = {}
-        for key, _, child in self.items(node, name):
-            made[_convert_scalar(key, args[0])] = self.value(child, args[1], f"{name}.{key}" if name else str(key))
-        return made
+        return tuple(self.value(child, item, f"{name}[{i}]") for i, child in enumerate(node.value))
 
     def fields(self, node: yaml.Node, cls: Any, name: str) -> dict[str, Any]:
-        hints = typing.get_type_hints(cls, include_extras=True)
+        hints, made = hints_of(cls), {}
         allowed = {f.name for f in dataclasses.fields(cls) if f.init}
-        made: dict[str, Any] = {}
-        for _, key_node, child in self.items(node, name):
-            key = str(key_node.value)  # as written: YAML reads `on` as a boolean
-            field = key.replace("-", "_")
+        # Keys as written: YAML reads `on` as a boolean.
+        for field, (key, child) in self.items(node, name, lambda key: str(key.value).replace("-", "_")).items():
             if field not in allowed:
                 inside = f" in {name}" if name else ""
-                raise InvalidValue(f"{self.at(key_node)}: unknown key {key!r}{inside}; {nearest(field, allowed)}", key)
-            if field in made:
-                raise InvalidValue(f"{self.at(key_node)}: key {key!r} is given twice", key)
-            made[field] = self.value(child, hints[field], f"{name}.{field}" if name else field)
+                unknown = f"unknown key {key.value!r}{inside}; {nearest(field, allowed)}"
+                raise InvalidValue(f"{self.at(key)}: {unknown}", str(key.value))
+            made[field] = self.value(child, hints[field], f"{name}.{field}".lstrip("."))
         return made
 
-    def items(self, node: yaml.Node, name: str) -> list[tuple[Any, yaml.Node, yaml.Node]]:
-        if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
-            return []
+    def items(
+        self, node: yaml.Node, name: str, named: Callable[[yaml.Node], str]
+    ) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+        """Return the nodes of keys and values by the names of the keys."""
+        if node.tag == _NULL:
+            return {}
         if not isinstance(node, yaml.MappingNode):
             raise InvalidValue(f"{self.at(node)}: {name or 'the file'} must be a mapping of keys to values", name)
-        made: dict[Any, tuple[Any, yaml.Node, yaml.Node]] = {}
-        for key_node, child in node.value:
-            key = self.plain.construct_object(key_node, deep=True)
-            if key in made:
-                raise InvalidValue(f"{self.at(key_node)}: key {key!r} is given twice", str(key))
-            made[key] = (key, key_node, child)
-        return list(made.values())
-
-
-def _is(kind: Any, base: type) -> bool:
-    return isinstance(kind, type) and issubclass(kind, base) and kind not in (str, bytes)
-
-
-def _name(hint: Any) -> str:
-    return "nothing" if hint is types.NoneType else getattr(hint, "__name__", str(hint))
-
-
-def _convert_scalar(value: Any, hint: Any) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin is typing.Annotated:
-        return args[1](value) if callable(args[1]) else _convert_scalar(value, args[0])
-    if origin is Literal:
-        if value in args:
-            return value
-        raise InvalidValue(f"{value!r} must be one of {', '.join(map(repr, args))}")
-    if origin in (Union, types.UnionType):
-        return None if value is None else _convert_scalar(value, next(a for a in args if a is not types.NoneType))
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        names = {member.value: member for member in hint}
-        if value in names:
-            return names[value]
-        raise InvalidValue(f"{value!r} must be one of {', '.join(map(repr, names))}")
-    if hint is bool and isinstance(value, bool):
-        return value
-    if hint is int and not isinstance(value, bool):
-        if isinstance(value, int):
-            return value
-        if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value):
-            return int(value)
-    if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        return seconds(value)
-    if hint is str and isinstance(value, str):
-        return value
-    if hint is Path and isinstance(value, str):
-        return Path(value)
-    expected = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
-    raise InvalidValue(f"{value!r} must be {expected.get(hint, _name(hint))}")
+        made: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key, child in node.value:
+            if named(key) in made:
+                raise InvalidValue(f"{self.at(key)}: key {key.value!r} is given twice", str(key.value))
+            made[named(key)] = key, child
+        return made

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import enum
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 
 from jaxserve.config import ServeConfig, load_yaml, parse_mesh, parse_yaml, preset
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.slo import NO_SLO, SLO
-from jaxserve.yamlio import seconds, size
-
-
-class Color(enum.Enum):
-    RED = "red"
+from jaxserve.yamlio import Bytes, Range, Seconds, check_fields, choices, hints_of, parts, seconds, size
 
 
 @dataclass(frozen=True)
@@ -33,12 +28,11 @@ class Whole:
     title: str
     slo: SLO = SLO()  # noqa: RUF009
     parts: tuple[Part, ...] = ()
-    pair: tuple[int, float] | None = None
+    pause: Seconds | None = None
+    room: Bytes | None = None
     kind: Literal["a", "b"] = "a"
     tiers: Mapping[str, SLO] | None = None
-    color: Color = Color.RED
-    either: int | str = 0
-    path: Path = Path()
+    either: float | Part = 0.0
     on: bool = False
 
 
@@ -48,11 +42,10 @@ def test_yaml_becomes_a_dataclass():
         title: x
         slo: {ttft: 2s, tpot: 30ms}
         parts: [{name: p, share: 1e-3}, {name: q}]
-        pair: [1, 250us]
+        pause: 250us
+        room: 1.5k
         tiers: {fast: {ttft: .5}, none: {}}
-        color: red
-        either: word
-        path: a/b
+        either: {name: r}
         on: true
         """,
         Whole,
@@ -61,10 +54,10 @@ def test_yaml_becomes_a_dataclass():
         "x",
         SLO(2.0, 0.03),
         (Part("p", 0.001), Part("q")),
-        (1, 0.00025),
+        0.00025,
+        1500,
         tiers={"fast": SLO(0.5), "none": SLO()},
-        either="word",
-        path=Path("a/b"),
+        either=Part("r"),
         on=True,
     )
     assert parse_yaml("{}", ServeConfig) == ServeConfig() == parse_yaml("", ServeConfig)
@@ -79,14 +72,17 @@ def test_yaml_becomes_a_dataclass():
         ("kind: a", "missing 'title'"),
         ("title: 3", "title: 3 must be a string"),
         ("title: x\nkind: c", "kind: 'c' must be one of 'a', 'b'"),
-        ("title: x\ncolor: blue", "'blue' must be one of 'red'"),
         ("title: x\non: 1", "on: 1 must be true or false"),
         ("title: x\nparts: p", "parts must be a list"),
-        ("title: x\npair: [1]", "pair has 1 entries and must have 2"),
-        ("title: x\npair: [1, soon]", r"pair\[1\]: 'soon' must be a number of seconds"),
-        ("title: x\neither: [1]", "either: fits none of int, str"),
+        ("title: x\npause: soon", "f.yaml:2: pause: 'soon' must be a number of seconds"),
+        ("title: x\npause: true", "f.yaml:2: pause: True must be a number, or a string with a unit"),
+        ("title: x\nroom: [1]", r"f.yaml:2: room: \[1\] must be a number, or"),
+        ("title: x\neither: [1]", "either: fits none of float, Part"),
         ("title: x\nslo: {ttft: -1}", "f.yaml:2: SLO ttft=-1.0 must be a positive"),
         ("title: x\ntiers: [a]", "must be a mapping"),
+        ("title: x\ntiers: {3: {}}", "f.yaml:2: tiers: 3 must be a string"),
+        ("title: x\ntiers:\n  a: {}\n  a: {}", "f.yaml:4: key 'a' is given twice"),
+        ("title: x\nno-title: y\non: true", r"f.yaml:2: unknown key 'no-title'"),
         ("[1]", "the file must be a mapping"),
         ("title: [", "f.yaml is not valid YAML"),
     ],
@@ -94,6 +90,58 @@ def test_yaml_becomes_a_dataclass():
 def test_errors_in_a_file_name_their_line(text, said):
     with pytest.raises(InvalidValue, match=said):
         parse_yaml(text, Whole, "f.yaml")
+
+
+@dataclass(frozen=True)
+class Bounded:
+    share: Annotated[float, Range(0, 1)] = 1.0
+    count: Annotated[int, Range(2)] | None = None
+    kind: Literal["a", "b"] = "a"
+    other: Literal["c"] | None = None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, None),
+        ({"share": 0, "count": 2, "kind": "b", "other": "c"}, None),
+        ({"share": 1.5}, "^share=1.5 must be 0 to 1$"),
+        ({"share": float("nan")}, "^share=nan must be 0 to 1$"),
+        ({"count": 1}, "^count=1 must be at least 2$"),
+        ({"kind": "c"}, "^kind='c' must be one of a, b$"),
+        ({"kind": None}, "^kind=None must be one of a, b$"),
+        ({"other": "a"}, "^other='a' must be one of c$"),
+    ],
+)
+def test_choices_and_ranges_are_those_of_the_types(given, said):
+    if said is None:
+        check_fields(Bounded(**given))
+        return
+    for param in (None, "whole"):
+        with pytest.raises(InvalidValue, match=said) as caught:
+            check_fields(Bounded(**given), param)
+        assert caught.value.param == (param or next(iter(given)))
+
+
+def beside(hint):
+    """Return values beside the choices and bounds of a type."""
+    bounds = [mark for mark in parts(hint)[1] if isinstance(mark, Range)]
+    ends = [end for one in bounds for end in (one.least - 1, one.most and one.most + 1) if end is not None]
+    return ["nothing", *ends] if choices(hint) else ends
+
+
+BESIDE = [(name, value) for name, hint in hints_of(ServeConfig).items() for value in beside(hint)]
+
+
+def test_choices_and_bounds_are_found():
+    assert {"dtype", "kv_transfer", "port", "max_model_len", "kv_disk_size", "thinking_tpot_slo"} <= {*dict(BESIDE)}
+
+
+@pytest.mark.parametrize(("name", "value"), BESIDE)
+def test_values_beside_choices_and_bounds_are_refused(name, value):
+    with pytest.raises(InvalidValue, match=f"^{name}=.* must be") as caught:
+        ServeConfig(**{name: value})
+    assert caught.value.param == name
 
 
 def test_units_are_parsed():
@@ -132,7 +180,6 @@ def test_mesh_and_roles():
         ({"admission": "slo"}, "admission"),
         ({"preempt_boundary": "half"}, "preempt_boundary"),
         ({"preempt_boundary": "layers:0"}, "preempt_boundary"),
-        ({"preempt_depth": 0}, "preempt_depth"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype"),
         ({"routing": "deflect:never"}, "routing"),
         ({"replica_routing": "deflect:never"}, "replica_routing"),
@@ -150,8 +197,8 @@ def test_mesh_and_roles():
         ({"ttft_slo": "never"}, None),
         ({"ttft_slo": 0}, "ttft"),
         ({"thinking_tpot_slo": 0}, "thinking_tpot_slo"),
-        ({"answer_tpot_slo": "-5ms"}, "answer_tpot_slo"),
-        ({"answer_tpot_slo": "soon"}, "answer_tpot_slo"),
+        ({"thinking_tpot_slo": "-5ms"}, "thinking_tpot_slo"),
+        ({"thinking_tpot_slo": "soon"}, "thinking_tpot_slo"),
         ({"max_num_seqs": "many"}, None),
     ],
 )
@@ -183,8 +230,8 @@ def test_tiers(tmp_path):
 
 
 def test_stages_in_flags_and_tiers(tmp_path):
-    plain = ServeConfig.load(tpot_slo="50ms", thinking_tpot_slo="20ms", answer_tpot_slo="60ms")
-    assert dict(plain.slo.stages) == {"thinking": 0.02, "answer": 0.06} and plain.slo.tpot == 0.05
+    plain = ServeConfig.load(tpot_slo="50ms", thinking_tpot_slo="20ms")
+    assert dict(plain.slo.stages) == {"thinking": 0.02} and plain.slo.tpot == 0.05
     assert plain.tier("standard")[1] == plain.slo
     assert plain.tier("interactive")[1].stages == (), "its own TPOT applies to every stage"
     path = tmp_path / "tiers.yaml"
@@ -193,8 +240,8 @@ def test_stages_in_flags_and_tiers(tmp_path):
         "  quick: {ttft: 1s, stages: {thinking: {tpot: 10ms}}}\n"
         "  agent: {tpot: 30ms, tbt: 90ms, stages: {answer: {tpot: 40ms}}}\n"
     )
-    config = ServeConfig.load(slo_tiers=str(path), ttft_slo="8s", thinking_tpot_slo="20ms", answer_tpot_slo="60ms")
-    assert dict(config.tier("quick")[1].stages) == {"thinking": 0.01, "answer": 0.06}
+    config = ServeConfig.load(slo_tiers=str(path), ttft_slo="8s", thinking_tpot_slo="20ms")
+    assert dict(config.tier("quick")[1].stages) == {"thinking": 0.01}
     assert config.tier("agent")[1] == SLO(8.0, 0.03, 0.09, (("answer", 0.04),))
 
 
@@ -259,7 +306,7 @@ def test_settings_import_no_jax():
         "import sys, jaxserve, jaxserve.config, jaxserve.cli.flags, jaxserve.cli.main\n"
         "jaxserve.SamplingParams, jaxserve.SLO, jaxserve.InvalidValue\n"
         "jaxserve.config.ServeConfig().tiers, jaxserve.config.ServeConfig().model_source\n"
-        "slow = {'jax', 'torch', 'transformers', 'fastapi', 'flax'} & set(sys.modules)\n"
+        "slow = {'jax', 'torch', 'transformers', 'fastapi', 'flax', 'jaxserve.sched.sim'} & set(sys.modules)\n"
         "assert not slow, slow"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,15 +6,16 @@ import argparse
 import dataclasses
 import difflib
 import sys
-import types
 import typing
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
 from jaxserve.settings.other_engines import flag_hint
-from jaxserve.yamlio import convert
+from jaxserve.settings.tiers import objective
+from jaxserve.yamlio import choices, convert, hints_of, parser_of, parts, seconds, size
 
 _GROUPS = {
     "model": "model",
@@ -24,6 +25,7 @@ _GROUPS = {
     "server": "HTTP server",
     "operations": "operations",
 }
+_METAVARS = {int: "N", float: "X", size: "SIZE", seconds: "TIME", objective: "TIME|auto"}
 
 
 class TeachingParser(argparse.ArgumentParser):
@@ -62,61 +64,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_setting(group: Any, name: str) -> None:
     """Add the flag of one field of ServeConfig."""
-    field = next(field for field in dataclasses.fields(ServeConfig) if field.name == name)
-    _add(group, field, typing.get_type_hints(ServeConfig, include_extras=True)[name])
+    field, hint = ServeConfig.__dataclass_fields__[name], hints_of(ServeConfig)[name]
+    text, default, kind = field.metadata["help"].replace("%", "%%"), field.default, parts(hint)[0]
+    if default is True or not (default is None or default is False or default == ()):
+        text += f" [{'on' if default is True else default}]"
+    more: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
+    if kind is bool:
+        more["action"] = argparse.BooleanOptionalAction
+    elif choices(hint):
+        more["choices"] = choices(hint)
+    else:
+        more["metavar"] = field.metadata.get("metavar") or _METAVARS.get(parser_of(hint) or kind, "TEXT")
+        more |= {"nargs": "+"} if typing.get_origin(kind) is tuple else {"type": partial(_converted, hint)}
+    group.add_argument("--" + name.replace("_", "-"), **more)
+
+
+def _converted(hint: Any, text: str) -> Any:
+    try:
+        return convert(text, hint)
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of ServeConfig that were given as flags."""
-    names = {field.name for field in dataclasses.fields(ServeConfig)}
+    names = hints_of(ServeConfig)
     return {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if k in names}
-
-
-def _add(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
-    text, default = field.metadata["help"].replace("%", "%%"), field.default
-    if default not in (None, ()) and not isinstance(default, bool):
-        text += f" [{default}]"
-    name = "--" + field.name.replace("_", "-")
-    more: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
-    if "metavar" in field.metadata:
-        more["metavar"] = field.metadata["metavar"]
-    if hint is bool:
-        if default:
-            text += " [on]"
-        group.add_argument(name, action=argparse.BooleanOptionalAction, **{**more, "help": text})
-    elif choices := _choices(hint):
-        group.add_argument(name, choices=choices, **more)
-    elif typing.get_origin(hint) is tuple:
-        group.add_argument(name, nargs="+", **more)
-    else:
-        more.setdefault("metavar", _metavar(hint))
-        group.add_argument(name, type=_parser(hint), **more)
-
-
-def _choices(hint: Any) -> tuple[Any, ...]:
-    """Return the choices of a Literal or an optional Literal; () for other types."""
-    inner = (
-        [a for a in typing.get_args(hint) if a is not types.NoneType]
-        if typing.get_origin(hint) is not Literal
-        else [hint]
-    )
-    return typing.get_args(inner[0]) if len(inner) == 1 and typing.get_origin(inner[0]) is Literal else ()
-
-
-def _metavar(hint: Any) -> str:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        hint = next(a for a in typing.get_args(hint) if a is not types.NoneType)
-    return {int: "N", float: "X"}.get(hint, "TEXT")
-
-
-def _parser(hint: Any) -> Any:
-    def parse(text: str) -> Any:
-        try:
-            return convert(text, hint)
-        except InvalidValue as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parse
 
 
 def config_of(args: argparse.Namespace) -> ServeConfig:

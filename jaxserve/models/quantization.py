@@ -45,13 +45,6 @@ FLAG: Mapping[str, Quantization] = {
 }
 
 
-def named(name: str) -> Quantization:
-    """Return the quantization that `--quantization NAME` selects. Raises InvalidValue."""
-    if name not in FLAG:
-        raise InvalidValue(f"quantization={name!r} must be one of {', '.join(FLAG)}", "quantization")
-    return FLAG[name]
-
-
 def chosen(stored: Quantization | None, name: str | None) -> Quantization | None:
     """Return the quantization to use, given the checkpoint's and that of `--quantization` (None: not given).
 
@@ -59,7 +52,7 @@ def chosen(stored: Quantization | None, name: str | None) -> Quantization | None
     """
     if name is None:
         return stored
-    how = named(name)
+    how = FLAG[name]
     if stored is not None and stored.dtype != how.dtype:
         raise InvalidValue(
             f"quantization={name!r}: the checkpoint is already quantized to {stored.dtype}; omit the option",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+from jaxserve.sched.api.pooling import PoolingType
 from jaxserve.server.openai import Scheduled
 
 
@@ -13,7 +14,7 @@ class Pooling(Scheduled):
     prefix: ClassVar[str]  # of the names of requests
     inputs: ClassVar[tuple[str, ...]]  # the fields with texts
     truncate_prompt_tokens: int | None = None  # keep only so many tokens at the end; -1: as many as fit
-    pooling_type: Literal["last", "mean"] | None = None  # None: --pooling-type
+    pooling_type: PoolingType | None = None  # None: --pooling-type
 
 
 class EmbeddingBody(Pooling):

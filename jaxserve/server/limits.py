@@ -4,38 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
+from typing import Annotated
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.server.failures import Refused
 from jaxserve.server.openai import Scheduled
 from jaxserve.settings.fields import HttpSettings
-from jaxserve.yamlio import load_yaml, nearest
+from jaxserve.yamlio import Count, Range, check_fields, load_yaml, nearest
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
     """The limits of one client. A request counts once per output: prompts times n."""
 
-    max_concurrency: int | None = None  # requests in the engine at a time; others wait. None: no limit
-    queue_share: float = 1.0  # share of the admission queue that the client's waiting requests may fill
-    tokens_per_second: float | None = None  # prompt plus output, on average; None: no limit
-    weight: float = 1.0  # share of the engine under overload, relative to other clients
+    max_concurrency: Count | None = None  # requests in the engine at a time; others wait. None: no limit
+    queue_share: Annotated[float, Range(0, 1)] = 1.0  # of the admission queue that its waiting requests may fill
+    tokens_per_second: Annotated[float, Range(0.001)] | None = None  # prompt plus output, on average; None: no limit
+    weight: Annotated[float, Range(0.001, 1000)] = 1.0  # share of the engine under overload, relative to other clients
     priority: bool = True  # whether the client may set `priority`
     tiers: tuple[str, ...] | None = None  # allowed values of `service_tier`; None: all
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("max_concurrency", 1, inf),
-            ("queue_share", 0, 1),
-            ("tokens_per_second", 0.001, inf),
-            ("weight", 0.001, 1000),
-        ):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                allowed = f"at least {low}" if high == inf else f"{low} to {high}"
-                raise InvalidValue(f"{name}={value!r} must be {allowed}", name)
+        check_fields(self)
 
     def check(self, body: Scheduled) -> None:
         """Raise Refused (403) if a body sets a field that this client may not set."""

@@ -11,7 +11,7 @@ import logging
 from array import array
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -24,19 +24,13 @@ logger = logging.getLogger("jaxserve.server")
 
 FILES = 128  # open files that are not connections
 FRAMING = 16  # bytes of chunk framing allowed per byte of the body, in addition to the header limit
+HEADER_SIZE = 64 << 10  # bytes of request line, headers and trailers
+HEADER_TIMEOUT = 10.0  # seconds to receive the headers of a request
+BODY_TIMEOUT = 60.0  # seconds to receive its body
 
 
-class Limits(NamedTuple):
-    """The limits of a connection; times in seconds, sizes in bytes."""
-
-    header_size: int
-    header_timeout: float
-    body_timeout: float
-    connections: int
-
-
-def limits_of(settings: HttpSettings) -> Limits:
-    """Return the limits of a server, after raising the process's limit of open files if connections need more."""
+def most_connections(settings: HttpSettings) -> int:
+    """Return how many connections a server takes, after raising the process's limit of open files if they need it."""
     most = settings.max_connections
     try:
         import resource
@@ -51,12 +45,12 @@ def limits_of(settings: HttpSettings) -> Limits:
             logger.warning("max_connections is %d: this process may open only %d files (ulimit -n)", most, soft)
     except (ImportError, ValueError, OSError):  # on Windows, or in a sandbox
         logger.debug("the limit of open files cannot be read or raised", exc_info=True)
-    return Limits(settings.max_header_size, settings.header_timeout, settings.body_timeout, most)
+    return most
 
 
-def protocol_of(limits: Limits) -> type[asyncio.Protocol]:
-    """Return the protocol factory that uvicorn calls for each connection."""
-    return cast(type[asyncio.Protocol], partial(BoundedProtocol, limits))
+def protocol_of(most: int) -> type[asyncio.Protocol]:
+    """Return the protocol factory that uvicorn calls for each connection; it refuses more than `most` of them."""
+    return cast(type[asyncio.Protocol], partial(BoundedProtocol, most))
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -66,11 +60,11 @@ class BoundedProtocol(HttpToolsProtocol):
     the next request. uvicorn's keep-alive timeout closes connections that are idle after a response.
     """
 
-    def __init__(self, limits: Limits, *given: Any, **named: Any) -> None:
+    def __init__(self, most: int, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.parser = _Parser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn, for pipelined requests
-        self._limits = limits
+        self._most = most
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: Refused | None = None
         self._begun = False  # a request has begun and its headers are incomplete
@@ -83,11 +77,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, Corked(transport, self.loop)))
-        if len(self.connections) > self._limits.connections:
-            text = f"{self._limits.connections} connections are open (--max-connections): try again later"
+        if len(self.connections) > self._most:
+            text = f"{self._most} connections are open (--max-connections): try again later"
             self._refuse(Refused(503, text, code="too_many_connections", retry_after=1.0))
         else:
-            self._arm(self._limits.header_timeout, self._late_headers)
+            self._arm(HEADER_TIMEOUT, self._late_headers)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -101,10 +95,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._bytes = self._bytes + len(data) if messages == self._messages else 0
-        if self._bytes - self._body > self._limits.header_size + FRAMING * self._body:
+        if self._bytes - self._body > HEADER_SIZE + FRAMING * self._body:
             self._refuse(self._too_large())
         elif self._timer is None and self._waits_for_headers:
-            self._arm(self._limits.header_timeout, self._late_headers)
+            self._arm(HEADER_TIMEOUT, self._late_headers)
 
     @property
     def _waits_for_headers(self) -> bool:
@@ -140,7 +134,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 raise ValueError
             return  # the parser begins again
         self._begun = False
-        self._arm(self._limits.body_timeout, self._late_body)
+        self._arm(BODY_TIMEOUT, self._late_body)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -157,13 +151,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _count(self, size: int) -> None:
         self._fields += size
-        if self._fields > self._limits.header_size:
+        if self._fields > HEADER_SIZE:
             self._refusal = self._too_large()
             raise ValueError  # stops the parser, which calls `send_400_response`
 
     def _too_large(self) -> Refused:
-        text = f"the headers are larger than {self._limits.header_size} bytes (--max-header-size)"
-        return Refused(431, text, code="headers_too_large")
+        return Refused(431, f"the headers are larger than {HEADER_SIZE} bytes", code="headers_too_large")
 
     # refusals
 
@@ -175,12 +168,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._begun and self.cycle is not None:
             self.transport.close()  # a kept-alive connection that sent only blank lines
         else:
-            seconds = self._limits.header_timeout
-            self._refuse(Refused(408, f"no complete headers within {seconds:g} s (--header-timeout)", code="timeout"))
+            self._refuse(Refused(408, f"no complete headers within {HEADER_TIMEOUT:g} s", code="timeout"))
 
     def _late_body(self) -> None:
-        seconds = self._limits.body_timeout
-        self._refuse(Refused(408, f"no complete body within {seconds:g} s (--body-timeout)", code="timeout"))
+        self._refuse(Refused(408, f"no complete body within {BODY_TIMEOUT:g} s", code="timeout"))
 
     def _refuse(self, refused: Refused) -> None:
         """Send an error unless a response has begun, and close the connection.

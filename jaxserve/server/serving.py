@@ -24,7 +24,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.report.table import print_table
 from jaxserve.server.app import create_app
 from jaxserve.server.door import Door
-from jaxserve.server.protocol import limits_of, protocol_of
+from jaxserve.server.protocol import most_connections, protocol_of
 from jaxserve.server.service import Service
 from jaxserve.server.signals import Signals
 from jaxserve.server.start_times import StartTime, expectation
@@ -150,7 +150,7 @@ class Interrupted(Exception):
 def _server(app: Any, config: ServeConfig) -> Server:
     made = uvicorn.Config(
         app,
-        http=protocol_of(limits_of(config)),
+        http=protocol_of(most_connections(config)),
         log_level=config.log_level,
         log_config=None,
         access_log=config.log_level == "debug",

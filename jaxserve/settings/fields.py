@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from jaxserve.errors import InvalidValue
-from jaxserve.tools.families import Parsers
-from jaxserve.yamlio import size
-
-Bytes = Annotated[int, size]
+from jaxserve.tools.families import REASONING_PARSERS, TOOL_PARSERS, Parsers
+from jaxserve.yamlio import Bytes, Count, Range, Room, Seconds, check_fields
 
 
 def flag(default: Any, group: str, text: str, **more: Any) -> Any:
@@ -28,32 +26,32 @@ class HttpSettings:
     host: str = flag(
         "127.0.0.1", "server", "Address to listen on; 0.0.0.0 lets other machines connect (then set --api-key)."
     )
-    port: int = flag(8000, "server", "Port to listen on; 0 picks a free one.")
-    api_server_count: int = flag(
+    port: Annotated[int, Range(0, 65535)] = flag(8000, "server", "Port to listen on; 0 picks a free one.")
+    api_server_count: Annotated[int, Range(0, 64)] = flag(
         1, "server", "Processes for HTTP, tokenizing and detokenizing, beside the engine's own. 0: one process for "
-        "all.", metavar="N",
+        "all."
     )  # fmt: skip
-    replicas: int = flag(
+    replicas: Count = flag(
         1, "server", "Engines of the whole --mesh, each in a process of its own. A request whose engine is lost "
-        "continues on another one with the same tokens.", metavar="N",
+        "continues on another one with the same tokens."
     )  # fmt: skip
-    max_replicas: int | None = flag(
+    max_replicas: Count | None = flag(
         None, "server", "Most engines: more start with the load, and fewer run without it. --replicas is their number "
-        "at the start. Default: their number stays.", metavar="N",
+        "at the start. Default: their number stays."
     )  # fmt: skip
-    min_replicas: int | None = flag(None, "server", "Fewest engines with --max-replicas. Default: 1.", metavar="N")
+    min_replicas: Count | None = flag(None, "server", "Fewest engines with --max-replicas. Default: 1.")
     scaling: str = flag(
         "budget", "server", "Rule for the number of engines with --max-replicas: budget (prefill admission budgets and "
         "slack) or requests (unfinished requests per engine); with options, as in budget:target=0.5.", metavar="NAME",
     )  # fmt: skip
-    downscale_delay: float = flag(
-        120.0, "server", "Time for which fewer engines must have been enough before one stops.", metavar="TIME"
+    downscale_delay: Seconds = flag(
+        120.0, "server", "Time for which fewer engines must have been enough before one stops."
     )
-    prefill_replicas: int | None = flag(
+    prefill_replicas: Count | None = flag(
         None, "server", "Engines that compute prompts and the first token, instead of --replicas; needs "
         "--decode-replicas.", metavar="P",
     )  # fmt: skip
-    decode_replicas: int | None = flag(
+    decode_replicas: Count | None = flag(
         None, "server", "Engines that take the KV of the prompt from a prefill replica and continue there.",
         metavar="D",
     )  # fmt: skip
@@ -98,35 +96,26 @@ class HttpSettings:
     chat_template: str | None = flag(None, "server", "Jinja file of a chat template that replaces the model's.")
     tool_call_parser: str = flag(
         "auto", "server", "How calls are read from the text of a model that chooses them: auto (by the chat template), "
-        "none, hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek_v3, minimax_m2 or gpt_oss.",
-        metavar="NAME",
+        f"none, {', '.join(TOOL_PARSERS)}.", metavar="NAME",
     )  # fmt: skip
     reasoning_parser: str = flag(
         "auto", "server", "How thinking is told from the answer: auto (by the model's chat template), none, "
-        "deepseek_r1, deepseek_v3, qwen3, minimax_m2, mistral or gpt_oss.", metavar="NAME",
+        f"{', '.join(REASONING_PARSERS)}.", metavar="NAME",
     )  # fmt: skip
-    max_body_size: Bytes = flag(8 << 20, "server", "Largest request body; larger ones get 413.", metavar="SIZE")
-    max_header_size: Bytes = flag(
-        64 << 10, "server", "Largest request line and headers; larger ones get 431.", metavar="SIZE"
-    )
-    header_timeout: float = flag(
-        10.0, "server", "Longest time to receive the headers of a request; then 408.", metavar="TIME"
-    )
-    body_timeout: float = flag(60.0, "server", "The same for the body.", metavar="TIME")
-    keep_alive_timeout: float = flag(
+    max_body_size: Room = flag(8 << 20, "server", "Largest request body; larger ones get 413.")
+    keep_alive_timeout: Seconds = flag(
         75.0, "server", "Time for which a connection stays open after an answer: longer than a proxy keeps it (nginx: "
-        "60 s), or the proxy may send a request as it closes.", metavar="TIME",
+        "60 s), or the proxy may send a request as it closes."
     )  # fmt: skip
-    max_connections: int = flag(
-        4096, "server", "Concurrent connections; further ones get 503. Fewer if the process may open fewer files.",
-        metavar="N",
+    max_connections: Count = flag(
+        4096, "server", "Concurrent connections; further ones get 503. Fewer if the process may open fewer files."
     )  # fmt: skip
     queue_at_start: bool = flag(
         True, "server", "Let requests that arrive before the model is ready wait for it, within --queue-timeout and "
-        "--max-num-queued-reqs. With --no-queue-at-start they get 503 with Retry-After.",
+        "--max-num-queued-reqs. With --no-queue-at-start they get 503 with Retry-After."
     )  # fmt: skip
-    drain_timeout: float = flag(
-        30.0, "server", "Time for running requests to finish after SIGTERM; new ones get 503.", metavar="TIME"
+    drain_timeout: Seconds = flag(
+        30.0, "server", "Time for running requests to finish after SIGTERM; new ones get 503."
     )
     pace_tokens: bool = flag(
         False, "server", "Send tokens that were computed early only when their objective asks for them (first token "
@@ -134,9 +123,8 @@ class HttpSettings:
     )  # fmt: skip
     response_store_size: Bytes = flag(
         64 << 20, "server", "Memory for responses of /v1/responses that clients may continue or retrieve; the ones "
-        "used longest ago leave first. 0: none. None with several fronts (--api-server-count).", metavar="SIZE",
+        "used longest ago leave first. 0: none. None with several fronts (--api-server-count)."
     )  # fmt: skip
-    response_store_ttl: float = flag(3600.0, "server", "How long they are kept.", metavar="TIME")
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "server", "Log level.")
     disable_log_stats: bool = flag(False, "server", "Do not log statistics every 10 s.")
     journal: str | None = flag(
@@ -145,19 +133,7 @@ class HttpSettings:
 
     def check_http(self) -> None:
         """Raise InvalidValue for invalid settings of the server."""
-        for name, low in (
-            ("max_body_size", 1),
-            ("max_header_size", 1024),
-            ("header_timeout", 0.1),
-            ("body_timeout", 0.1),
-            ("keep_alive_timeout", 0),
-            ("max_connections", 1),
-            ("drain_timeout", 0),
-            ("response_store_size", 0),
-            ("response_store_ttl", 0),
-        ):
-            if getattr(self, name) < low:
-                raise InvalidValue(f"{name}={getattr(self, name)!r} must be at least {low}", name)
+        check_fields(self)
         Parsers.of(self.tool_call_parser, self.reasoning_parser, template="")  # raises for an unknown name
         for name in ("api_key", "admin_key"):
             for key in getattr(self, name):

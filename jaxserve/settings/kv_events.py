@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxserve.errors import InvalidValue
-from jaxserve.yamlio import parse_yaml
+from jaxserve.yamlio import Count, Range, check_fields, parse_yaml
 
 NAME = "kv_events_config"
 _ENDPOINT = re.compile(r"(tcp://[^/]+:(?P<port>\d{1,5})|ipc://.+|inproc://.+)")
@@ -28,11 +28,11 @@ class KVEvents:
     publisher: Literal["null", "zmq"] | None = None
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
+    buffer_steps: Count = 10_000
+    hwm: Count = 100_000
+    max_queue_size: Count = 100_000
     topic: str = ""
-    first_rank: int = 0
+    first_rank: Annotated[int, Range(0)] = 0
 
     def __post_init__(self) -> None:
         for name in ("endpoint", "replay_endpoint"):
@@ -40,9 +40,7 @@ class KVEvents:
             match = given if given is None else _ENDPOINT.fullmatch(given)
             if given is not None and (match is None or int(match["port"] or 0) > 65535):
                 raise InvalidValue(f"{name}={given!r} must be tcp://HOST:PORT, tcp://*:PORT or ipc://PATH", NAME)
-        for name, least in (("buffer_steps", 1), ("hwm", 1), ("max_queue_size", 1), ("first_rank", 0)):
-            if getattr(self, name) < least:
-                raise InvalidValue(f"{name}={getattr(self, name)} must be at least {least}", NAME)
+        check_fields(self, NAME)
 
     @property
     def published(self) -> bool:

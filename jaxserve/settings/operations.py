@@ -37,7 +37,7 @@ class OperationSettings(HttpSettings):
     )
     ssl_cert_reqs: int = flag(
         0, "operations", "Whether clients must present a certificate: 0 no, 1 only a valid one if any, 2 yes. 1 and 2 "
-        "need --ssl-ca-certs.", metavar="N",
+        "need --ssl-ca-certs."
     )  # fmt: skip
     allowed_origins: tuple[str, ...] = flag(
         (), "operations", "Origins of web pages that may call this server (CORS), as in https://chat.example.com; * "

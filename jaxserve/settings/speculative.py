@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxserve.errors import InvalidValue
-from jaxserve.yamlio import parse_yaml
+from jaxserve.yamlio import Range, check_fields, parse_yaml
 
 MOST = 15  # drafted tokens: decode attention kernels take 16 tokens per row
 NAME = "speculative_config"
@@ -27,7 +27,7 @@ class Speculative:
     """
 
     method: Literal["ngram", "draft_model"]
-    num_speculative_tokens: int
+    num_speculative_tokens: Annotated[int, Range(1, MOST)]
     model: str | None = None  # the draft model
     revision: str | None = None  # of the draft model, on the Hub
     prompt_lookup_max: int | None = None
@@ -36,8 +36,7 @@ class Speculative:
     adaptive: bool = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_speculative_tokens <= MOST:
-            raise InvalidValue(f"num_speculative_tokens={self.num_speculative_tokens} must be 1 to {MOST}", NAME)
+        check_fields(self, NAME)
         if (self.model is None) != (self.method == "ngram"):
             wanted = "needs a model: a folder or a name on the Hub" if self.model is None else "takes no model"
             raise InvalidValue(f"method={self.method!r} {wanted}; model={self.model!r}", NAME)

@@ -11,7 +11,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.api.slo import ANSWER, NO_SLO, SLO, THINKING
-from jaxserve.yamlio import load_yaml, seconds
+from jaxserve.yamlio import Positive, check_fields, load_yaml, seconds
 
 AUTO: Literal["auto"] = "auto"
 
@@ -37,10 +37,10 @@ DEFAULT, CUSTOM = "default", "custom"  # classes of requests without a tier: the
 class StageGoal:
     """The objective of a stage, in seconds per token."""
 
-    tpot: float
+    tpot: Positive
 
     def __post_init__(self) -> None:
-        _check_positive(tpot=self.tpot)
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,15 @@ class StageGoals:
 class Tier:
     """A service class that requests select with `service_tier`. None: the server's own SLO. Seconds."""
 
-    ttft: float | None = None
-    tpot: float | None = None
-    tbt: float | None = None
+    ttft: Positive | None = None
+    tpot: Positive | None = None
+    tbt: Positive | None = None
     stages: StageGoals = StageGoals()
     priority: int = 0
     best_effort: bool = False  # no deadlines; may lose its KV, but no tokens
 
     def __post_init__(self) -> None:
-        _check_positive(ttft=self.ttft, tpot=self.tpot, tbt=self.tbt)
+        check_fields(self)
         if self.best_effort and ((self.ttft, self.tpot, self.tbt) != (None, None, None) or self.stages.pairs):
             raise InvalidValue("a tier with best_effort: true has no objectives: leave the times out", "best_effort")
 
@@ -136,9 +136,3 @@ class Classes:
         if tier in self._named or tier == BEST_EFFORT:
             return tier
         return DEFAULT if tier == STANDARD and slo in self._default else CUSTOM
-
-
-def _check_positive(**times: float | None) -> None:
-    for name, value in times.items():
-        if value is not None and not value > 0:
-            raise InvalidValue(f"{name}={value!r} must be a positive time, as in 50ms", name)

@@ -35,8 +35,7 @@ class NewRequest:
     tier: str = STANDARD
     key: str = ""  # its name in logs and journals
     salt: bytes = b""  # the prefix cache only matches pages of requests with the same salt
-    # Its pages stay in the prefix cache for the next request of the same name, within --session-cache-share and
-    # --session-timeout; "": of no session.
+    # Its pages stay in the prefix cache for the next request of the same name, within --session-timeout; "": none.
     session: str = ""
     waited: float = 0.0  # seconds since its arrival
     # What another engine has done for it: only further tokens are delivered, and they are those that the other engine

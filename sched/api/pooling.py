@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-LAST, MEAN = "last", "mean"
-POOLINGS = (LAST, MEAN)
+PoolingType = Literal["last", "mean"]
+POOLINGS = LAST, MEAN = get_args(PoolingType)
 
 Sum = npt.NDArray[np.float32]  # of hidden states [E]
 

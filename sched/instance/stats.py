@@ -66,7 +66,7 @@ class Counters:
     prefix_hits: int = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
     pins_expired: int = counter("session_pins_expired", "Sessions whose pages were kept for --session-timeout.")
     pins_displaced: int = counter(
-        "session_pins_displaced", "Sessions whose pages gave way to those of more recent ones (--session-cache-share)."
+        "session_pins_displaced", "Sessions whose pages gave way to those of more recent ones."
     )
     pins_evicted: int = counter("session_pinned_pages_evicted", "Pages of sessions that running requests needed.")
     predicted_seconds: float = summary("predicted_step_seconds", "Predicted step times.", of="steps")

@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 
 from jaxserve.engine.memory import kv
 from jaxserve.engine.startup import environment
-from jaxserve.engine.startup.environment import LOADING, SHARES, UPDATE, prepare, reserved_share, variables
-from jaxserve.errors import InvalidValue
+from jaxserve.engine.startup.environment import LOADING, SHARES, prepare, reserved_share, variables
 from tests.support.examples import examples
 
-NAMES = (*SHARES, LOADING, "XLA_FLAGS")
+NAMES = (*SHARES, LOADING)
 # A process that stops where the engine prepares its environment, and tells what jax has done by then.
 PROBE = """
 import os, sys
@@ -52,7 +51,7 @@ def run(code: str, repo: Path, **set_here: str) -> str:
 
 @pytest.mark.parametrize("name", ["LLM", "serve", pytest.param("profile", marks=pytest.mark.full)])
 def test_the_environment_is_prepared_before_jax_starts(name: str, repo: Path) -> None:
-    assert "prepared False 0.5 None" in run(PROBE + START[name], repo)
+    assert "prepared False 0.5" in run(PROBE + START[name], repo)
 
 
 def test_the_module_needs_no_jax_and_jax_reads_what_it_sets(repo: Path) -> None:
@@ -71,25 +70,20 @@ print(json.dumps([light, os.environ["CUDA_MODULE_LOADING"], xla_client.generate_
 
 
 @settings(max_examples=examples(60))
-@given(
-    st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["0.5", f"{UPDATE}=X", ""])), st.floats(0.01, 1.0),
-    st.sampled_from([None, "ALWAYS_UPDATE"]), st.integers(0, 8),
-)  # fmt: skip
-def test_what_a_user_has_set_is_kept(given_here: dict[str, str], share: float, update: str | None, gpus: int) -> None:
-    found = variables(share, update, given_here, gpus)
-    for name, value in given_here.items():
-        if name in found:
-            assert name == "XLA_FLAGS" and found[name].startswith(value) and UPDATE not in value
+@given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["0.5", ""])), st.floats(0.01, 1.0), st.integers(0, 8))
+def test_what_a_user_has_set_is_kept(given_here: dict[str, str], share: float, gpus: int) -> None:
+    found = variables(share, given_here, gpus)
+    assert not {*given_here} & {*found}
     assert not ({*given_here} & {*SHARES} and {*found} & {*SHARES})
     assert (found.get(LOADING) == "EAGER") == (gpus > 1 and LOADING not in given_here)
     after = {**given_here, **found}
-    assert variables(share, update, after, gpus) == {}  # a second engine of the process sets nothing
+    assert variables(share, after, gpus) == {}  # a second engine of the process sets nothing
 
 
 @settings(max_examples=examples(60))
 @given(st.floats(0.01, 1.0))
 def test_jax_reserves_what_the_engine_uses_and_a_little_more(utilization: float) -> None:
-    share = reserved_share(variables(utilization, None, {}, 1))
+    share = reserved_share(variables(utilization, {}, 1))
     assert utilization - 1e-4 <= share <= max(utilization, min(utilization + 0.05, 0.95)) + 1e-4
 
 
@@ -119,15 +113,6 @@ def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia12", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert environment.gpus_here(tmp_path) == 3
-
-
-def test_an_update_mode_reaches_xla_and_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "started", lambda: None)
-    here = {"XLA_FLAGS": "--xla_dump_max_hlo_modules=3"}
-    prepare(0.9, "ALWAYS_UPDATE", environment=here, gpus=1)
-    assert here["XLA_FLAGS"] == f"--xla_dump_max_hlo_modules=3 {UPDATE}=ALWAYS_UPDATE"
-    with pytest.raises(InvalidValue, match="'SOMETIMES' is unknown to this XLA"):
-        prepare(0.9, "SOMETIMES", environment={}, gpus=1)
 
 
 def pool(utilization: float, reserved: float, limit: int, weights: int = 16, temporaries: int = 2) -> int:

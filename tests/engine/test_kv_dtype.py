@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from jaxserve.engine.startup.build import random_init
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
+from jaxserve.yamlio import choices, hints_of
 from pallas_kernels.attention.api import attention
 from pallas_kernels.layout import Ragged
 from tests.support.engine.perplexity import demo, perplexity, unquantized
@@ -46,8 +46,7 @@ LATENT = registry.spec_from_config(
 
 
 def test_the_flag_and_the_engine_accept_the_same_names() -> None:
-    (hint,) = (h for name, h in typing.get_type_hints(ServeConfig).items() if name == "kv_cache_dtype")
-    assert typing.get_args(hint) == ("auto", *kv.STORED)
+    assert choices(hints_of(ServeConfig)["kv_cache_dtype"]) == ("auto", *kv.STORED)
     with pytest.raises(InvalidValue, match=r"kv_cache_dtype='fp4' must be one of auto, bfloat16, .*, int8"):
         ServeConfig(kv_cache_dtype="fp4")  # type: ignore[arg-type]
 
@@ -116,7 +115,7 @@ def measured(spec: ModelSpec, tp: int) -> tuple[Any, Any]:
     return found, jax.device_get(pools)
 
 
-def _without_scales(layer: dict[str, typing.Any]) -> dict[str, typing.Any]:
+def _without_scales(layer: dict[str, Any]) -> dict[str, Any]:
     kept = {name: leaf for name, leaf in layer["attention"].items() if not name.endswith("_scale")}
     return {**layer, "attention": kept}
 

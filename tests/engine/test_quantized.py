@@ -21,6 +21,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
 from jaxserve.models.published import published_spec
 from jaxserve.models.quantization import FLAG
+from jaxserve.yamlio import choices, hints_of
 from pallas_kernels.ops.grouped_matmul.api import resolve_experts
 from tests.support.engine.perplexity import demo, perplexity, unquantized
 from tests.support.engine.steps import Job, alone, executors
@@ -53,6 +54,7 @@ def test_a_converted_folder_is_served_like_its_source(tiny: Path, tmp_path: Path
 
 
 def test_the_flag_is_checked_at_startup() -> None:
+    assert choices(hints_of(ServeConfig)["quantization"]) == (*FLAG,)
     assert ServeConfig(quantization="fp8").quantization == "fp8"
     with pytest.raises(InvalidValue, match="quantization='awq' must be one of int8, fp8, fp8_per_block"):
         ServeConfig(quantization="awq")  # type: ignore[arg-type]

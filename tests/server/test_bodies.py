@@ -90,7 +90,7 @@ def test_objectives():
 
 
 def test_stages_of_a_request_replace_those_of_the_server():
-    config = ServeConfig(ttft_slo=8.0, tpot_slo=0.05, thinking_tpot_slo=0.02, answer_tpot_slo=0.06)
+    config = ServeConfig(ttft_slo=8.0, tpot_slo=0.05, thinking_tpot_slo=0.02)
     assert objectives_of(completion(), {}, config).slo == config.slo
     own = objectives_of(completion(stage_slo={"answer": {"tpot_slo_ms": 40}}), {}, config).slo
     assert dict(own.stages) == {"thinking": 0.02, "answer": 0.04} and own.tpot == 0.05

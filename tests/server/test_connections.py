@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from jaxserve.config import ServeConfig
-from jaxserve.server.protocol import FILES, limits_of
+from jaxserve.server import protocol
+from jaxserve.server.protocol import FILES, most_connections
 from jaxserve.server.serving import _server
 from tests.support.server.live import connect
 from tests.support.timing import in_time, once_in_time, until
 
 GOOD = {"prompt": "x", "max_tokens": 2}
-QUICK = {"header_timeout": 0.4, "body_timeout": 0.6, "api_key": ("sesame",)}
+QUICK = {"HEADER_TIMEOUT": 0.4, "BODY_TIMEOUT": 0.6}
+KEYS = {"api_key": ("sesame",)}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 
@@ -69,7 +71,7 @@ ENDLESS = (
 
 
 def test_headers_are_bounded(fake):
-    live = fake(config={**QUICK, "header_timeout": 30.0, "body_timeout": 30.0})
+    live = fake(config=KEYS)
     for first, part in ENDLESS:
         status, body, count = sent(live, endless(first, part))
         assert count < 4 << 20, "the kernel's buffers may take some bytes"
@@ -77,17 +79,19 @@ def test_headers_are_bounded(fake):
         assert live.http.get("/health").status_code == 200
 
 
-def test_refusals_of_large_headers_name_the_limit(fake):
-    live = fake(config={"max_header_size": "2k"})
+def test_refusals_of_large_headers_name_the_limit(fake, monkeypatch):
+    monkeypatch.setattr(protocol, "HEADER_SIZE", 2000)
+    live = fake()
     status, body, _ = sent(live, [HEAD + b"a: " + b"b" * 2100 + b"\r\n\r\n"])
-    assert status == 431 and "2000 bytes (--max-header-size)" in json.loads(body)["error"]["message"]
+    assert status == 431 and "2000 bytes" in json.loads(body)["error"]["message"]
     assert live.http.get("/health", headers={"a": "b" * 1500}).status_code == 200
     status, body, _ = sent(live, [b"nonsense\r\n\r\n"])
     assert status == 400 and json.loads(body)["error"]["code"] == "invalid_http"
 
 
-def test_small_chunks_do_not_count_as_headers(fake):
-    live = fake(config={"max_header_size": "2k"})
+def test_small_chunks_do_not_count_as_headers(fake, monkeypatch):
+    monkeypatch.setattr(protocol, "HEADER_SIZE", 2000)
+    live = fake()
     body = json.dumps({**GOOD, "user": "x" * 4000}).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     status, answer, _ = sent(live, [HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n", chunks])
@@ -106,8 +110,10 @@ SLOW = (
 
 
 @once_in_time
-def test_slow_clients_are_disconnected(fake):
-    live = fake(config=QUICK)
+def test_slow_clients_are_disconnected(fake, monkeypatch):
+    for name, seconds in QUICK.items():
+        monkeypatch.setattr(protocol, name, seconds)
+    live = fake(config=KEYS)
     begin = time.monotonic()
     with ThreadPoolExecutor(len(SLOW)) as clients:
         told = list(clients.map(lambda one: sent(live, one[0], pause=0.05)[0], SLOW))
@@ -115,8 +121,10 @@ def test_slow_clients_are_disconnected(fake):
     in_time(time.monotonic() - begin < 2.5)
 
 
-def test_a_slow_answer_has_no_deadline(fake):
-    live = fake(delay=0.15, config={**QUICK, "api_key": ()})
+def test_a_slow_answer_has_no_deadline(fake, monkeypatch):
+    for name, seconds in QUICK.items():
+        monkeypatch.setattr(protocol, name, seconds)
+    live = fake(delay=0.15)
     answer = live.http.post("/v1/completions", json={**GOOD, "prompt": [5], "max_tokens": 6})
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 6
 
@@ -139,14 +147,14 @@ def test_connections_stay_below_the_limit_of_open_files(caplog):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (500, before[1]))
-        assert limits_of(ServeConfig.load(max_connections=600)).connections == 600
+        assert most_connections(ServeConfig.load(max_connections=600)) == 600
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 600 + FILES
         assert not caplog.records
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     wanted = before[1] if before[1] > 0 else 1 << 40
     if before[1] > 0:
-        assert limits_of(ServeConfig.load(max_connections=wanted)).connections == before[1] - FILES
+        assert most_connections(ServeConfig.load(max_connections=wanted)) == before[1] - FILES
         assert "ulimit -n" in caplog.text
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

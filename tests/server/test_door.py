@@ -21,6 +21,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.report.start import CONNECTING, LAUNCHING, LOADING, MEASURING, WARMING, StartProgress, slowest
 from jaxserve.server import door as doors
+from jaxserve.server import protocol
 from jaxserve.server.door import Door, ServerStart
 from jaxserve.server.keys import Keys
 from jaxserve.server.service import Service
@@ -177,14 +178,16 @@ def test_a_connection_goes_on_with_the_service(starts: Made) -> None:
     assert sorted(prompts) == [20, 21, 22] and prompts.index(20) < prompts.index(21)
 
 
-def test_a_body_need_not_be_complete_again_within_the_timeout(starts: Made) -> None:
-    one = starts(body_timeout="100ms", header_timeout="100ms")
+def test_a_body_need_not_be_complete_again_within_the_timeout(starts: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEADER_TIMEOUT", 0.1)
+    monkeypatch.setattr(protocol, "BODY_TIMEOUT", 0.1)
+    one = starts()
     asked = starts.ask(one, body())
     waiting(one, 1)
     time.sleep(0.3)
     starts.open(one)
     assert asked.result().status_code == 200
-    with connect(starts(body_timeout="100ms").url, request(body())[:-5]) as late:
+    with connect(starts().url, request(body())[:-5]) as late:
         assert late.recv(65536).startswith(b"HTTP/1.1 408")
 
 

@@ -68,7 +68,7 @@ def test_thinking_ends_at_its_marker(live, monkeypatch, requests, size):
 
 def test_stages_of_the_server_config_apply_offline(live, tokenizer, monkeypatch, requests):
     served(live, monkeypatch, (9,))
-    config = ServeConfig.load(thinking_tpot_slo="2s", answer_tpot_slo="9s")
+    config = ServeConfig.load(thinking_tpot_slo="2s", tpot_slo="9s")
     llm = LLM(config=config, engine=live.engine, tokenizer_object=tokenizer)
     llm.generate([[TURN, OPEN, 40], [OPEN, 9, 40]], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
     made = {one.prompt: one for one in requests}

@@ -32,6 +32,7 @@ from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.log import Log, no_log
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.preemption import DEPTH
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.sched.cluster.cluster import Cluster, Instance
@@ -58,7 +59,6 @@ SCHEDULING = frozenset(
         "admission",
         "prefill",
         "mode",
-        "first_token",
         "enable_prefix_caching",
         "kv_host_memory",
         "kv_disk",
@@ -132,7 +132,6 @@ class Machine:
             instances,
             places,
             admits,
-            first_token=config.first_token,
             finished=finished,
             patience=self.patience,
             sources=self.tiers.tiers,
@@ -187,10 +186,9 @@ class Machine:
         return {
             "routing": policies.routing(self.config.policy, self.config.routing),
             "admission": self.config.admission,
-            "first_token": self.config.first_token,
             "boundary": self.config.preempt_boundary if self.limits.preemptible else "chunk",
             "segments": self.executors[0].pieces,
-            "depth": self.config.preempt_depth,
+            "depth": DEPTH,
             "cascade": self.limits.cascade,
         }
 
@@ -310,7 +308,7 @@ def build(
     """Load and compile. early: see `assemble`. Raises JaxserveError with the remedy."""
     found, path = find_model(config.model_source, config.revision, config.load_format)
     spec = found.quantized_as(config.quantization)
-    environment.prepare(config.gpu_memory_utilization, config.command_buffer_update)
+    environment.prepare(config.gpu_memory_utilization)
     mesh = plan_of(config)
     sub_meshes(mesh, share_devices=config.share_devices)  # before jax starts, so that devices can be emulated
     platform = jax.default_backend()
@@ -337,7 +335,6 @@ def build(
         mlp_backend=config.mlp_backend,
         cascade_attention=config.cascade_attention,
         preempt_boundary=config.preempt_boundary,
-        preempt_depth=config.preempt_depth,
         ladder=ladder,
         shipped=None if config.programs is None else Shipped(Path(config.programs), config.digest or ""),
         speculative=config.speculative,
@@ -359,7 +356,6 @@ def build(
         history=drafted > 0,
         stairs=profile.buckets_of(executors[0]).mixed,
         cascade=executors[0].state.programs.limits.cascade,
-        session_share=config.session_cache_share,
         session_timeout=config.session_timeout,
     )
     return Built(built, path, executors, limits, length, made)

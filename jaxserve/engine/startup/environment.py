@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-
-from jaxserve.errors import InvalidValue
 
 log = logging.getLogger(__name__)
 
@@ -21,29 +18,19 @@ DEFAULT_SHARE = 0.75  # of a GPU's memory, which jax reserves if neither is set
 MOST = 0.95  # share of a GPU's memory to reserve at most, unless --gpu-memory-utilization is above it
 SPARE = 0.05  # share beyond --gpu-memory-utilization: transfers of KV, autotuning, fragmentation
 LOADING = "CUDA_MODULE_LOADING"
-FLAGS = "XLA_FLAGS"
-UPDATE = "--xla_gpu_command_buffer_update_mode"
 
 
 def prepare(
     utilization: float,
-    update: str | None = None,
     *,
     environment: MutableMapping[str, str] = os.environ,
     gpus: int | None = None,
 ) -> None:
     """Set what `variables` returns, or log what is lost because jax has started already.
 
-    utilization, update: --gpu-memory-utilization and --command-buffer-update. gpus: their number; None: see
-    `gpus_here`. Raises InvalidValue if the installed XLA does not know `update`.
+    utilization: --gpu-memory-utilization. gpus: their number; None: see `gpus_here`.
     """
-    lost = variables(utilization, update, environment, gpus_here() if gpus is None else gpus)
-    if FLAGS in lost and not known(f"{UPDATE}={update}"):
-        raise InvalidValue(
-            f"command_buffer_update={update!r} is unknown to this XLA: jax 0.11 has ALWAYS_UPDATE, SKIP_TEMP and "
-            "SKIP_PROFILED, jax 0.10 has ALWAYS_UPDATE, NEVER_UPDATE and CAPTURE_CMD_NEVER_UPDATE",
-            "command_buffer_update",
-        )
+    lost = variables(utilization, environment, gpus_here() if gpus is None else gpus)
     if not lost:
         return
     platform = started()
@@ -58,7 +45,7 @@ def prepare(
         )
 
 
-def variables(utilization: float, update: str | None, environment: Mapping[str, str], gpus: int) -> dict[str, str]:
+def variables(utilization: float, environment: Mapping[str, str], gpus: int) -> dict[str, str]:
     """Return the variables to set: those of the engine that the environment does not have.
 
     Libraries of several GPUs are loaded at start, because a GPU that loads a kernel waits for its running kernels,
@@ -69,9 +56,6 @@ def variables(utilization: float, update: str | None, environment: Mapping[str, 
         found[SHARES[0]] = f"{min(utilization + SPARE, max(utilization, MOST)):.4g}"
     if gpus > 1 and LOADING not in environment:
         found[LOADING] = "EAGER"
-    flags = environment.get(FLAGS, "")
-    if update is not None and UPDATE not in flags:
-        found[FLAGS] = f"{flags} {UPDATE}={update}".strip()
     return found
 
 
@@ -96,16 +80,8 @@ def started() -> str | None:
     return jax.default_backend() if backend_started() else None
 
 
-def known(flags: str) -> bool:
-    """Return whether XLA knows these flags and their values. It ends a process at others, so a child tries."""
-    child = {**os.environ, FLAGS: flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", "import jax; jax.devices()"]
-    return subprocess.run(command, env=child, capture_output=True, check=False).returncode == 0
-
-
 def _loss(name: str, environment: Mapping[str, str]) -> str:
     return {
         SHARES[0]: f"weights and KV cache have {reserved_share(environment):.0%} of the GPU's memory",
         LOADING: "kernels are loaded at their first launch, which can block collectives of several GPUs",
-        FLAGS: "CUDA graphs are updated as XLA does by default",
     }[name]

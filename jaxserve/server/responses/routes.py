@@ -25,7 +25,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
     """Add the routes to an application."""
     config = service.config
     # Several fronts have a store each, and would find a response only by chance.
-    store = Store(config.response_store_size if config.api_server_count <= 1 else 0, config.response_store_ttl)
+    store = Store(config.response_store_size if config.api_server_count <= 1 else 0)
     app.state.responses = store
 
     @app.post("/v1/responses", openapi_extra=body_schema(ResponsesBody))

@@ -14,6 +14,7 @@ from jaxserve.errors import short
 from jaxserve.server.failures import Refused
 
 MAX_STORED = 10_000  # responses
+TTL = 3600.0  # seconds that a response is kept after it was made
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ class Stored:
 class Store:
     """The responses of a server. Those used longest ago leave first. Writer: the server's event loop."""
 
-    def __init__(self, size: int, ttl: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """size: most bytes; 0 stores nothing. ttl: seconds that a response is kept after it was made."""
+    def __init__(self, size: int, ttl: float = TTL, clock: Callable[[], float] = time.monotonic) -> None:
+        """size: most bytes; 0 stores nothing. ttl: see `TTL`."""
         self._most = size
         self._ttl = ttl
         self._clock = clock
