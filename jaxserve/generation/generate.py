@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-from jaxserve.errors import InvalidValue, JaxserveError, short
+from jaxserve.errors import ContextOverflow, JaxserveError
 from jaxserve.generation.detokenize import TextStream
 from jaxserve.generation.stops import Automaton
 from jaxserve.outputs import RequestMetrics
@@ -84,15 +84,12 @@ class GenerationFailed(JaxserveError):
         self.reason = reason
 
 
-def check_length(length: int, params: SamplingParams, limit: int) -> None:
-    """Raise InvalidValue, naming the lengths, if prompt and output exceed the context."""
-    check_prompt_length(length, limit)
-    if params.max_tokens is not None and length + params.max_tokens > limit:
-        raise InvalidValue(
-            f"max_tokens={short(params.max_tokens)} after a prompt of {length} tokens is more than the context of "
-            f"{limit} tokens: at most {limit - length} are left",
-            "max_tokens",
-        )
+def check_length(length: int, params: SamplingParams, limit: int, param: str = "prompt") -> None:
+    """Raise InvalidValue if a prompt is empty, or prompt and output exceed the context. param: of the prompt."""
+    output = params.max_tokens or 1
+    if length and length + output > limit:
+        raise ContextOverflow(limit, length, output, param)
+    check_prompt_length(length, limit, param)
 
 
 class Choice:

@@ -127,7 +127,7 @@ class Service:
         salt, session = self.keys.salt(client, body.cache_salt), session_of(client, body.session_id, headers)
         jobs = []
         for number, (text, tokens) in enumerate(prompts):
-            check_length(len(tokens), params, self.engine.info.max_model_len)
+            check_length(len(tokens), params, self.engine.info.max_model_len, "messages" if chat else "prompt")
             key = name if len(prompts) == 1 else f"{name}-{number}"
             request = NewRequest(
                 tuple(tokens),

@@ -25,7 +25,8 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
             if match := re.match(rf"(?:{chat})(?![^.\[])", field):
                 new = match.expand(own) + field[match.end() :]
                 message = re.sub(rf"(?<![\w.]){re.escape(field)}(?!\w)", lambda _, new=new: new, str(error))  # type: ignore[misc]
-                raise InvalidValue(message, new) from error
+                error.args, error.param = (message,), new  # in place: its class stays
+                break
         raise
 
 

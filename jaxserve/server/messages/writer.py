@@ -42,9 +42,10 @@ class Writer(Dialect):
 
     end = b""
 
-    def __init__(self, message: dict[str, Any]) -> None:
+    def __init__(self, message: dict[str, Any], request_id: str | None = None) -> None:
         """message: without content; changed here."""
         self.message = message
+        self._request_id = request_id
         self._kind: object = None  # of the block that is being written
         self._texts: list[str] = []  # of that block
 
@@ -54,7 +55,7 @@ class Writer(Dialect):
         return named_event(data)
 
     def failure(self, error: Exception) -> bytes:
-        return named_event(anthropic_body(refusal(error)))
+        return named_event(anthropic_body(refusal(error), self._request_id))
 
     # events
 
