@@ -10,7 +10,7 @@ from typing import Any
 from jaxserve.server.answers import Answer
 from jaxserve.server.failures import Refused, body_of, refusal
 from jaxserve.server.responses.request import ResponsesBody
-from jaxserve.server.sse import Dialect, named_event
+from jaxserve.server.sse import WAITING, Dialect, named_event
 
 Event = dict[str, Any]
 
@@ -80,14 +80,17 @@ class Writer(Dialect):
     def item(self, data: Mapping[str, Any]) -> bytes:
         return named_event(data)
 
+    def waits(self) -> bytes:
+        return b"".join(map(named_event, self.begin())) + WAITING
+
     def failure(self, error: Exception) -> bytes:
         return b"".join(map(named_event, self._failed(refusal(error))))
 
     # events
 
     def begin(self) -> list[Event]:
-        """Return the first events."""
-        return [self._whole("response.created"), self._whole("response.in_progress")]
+        """Return the first events, when called first; none later."""
+        return [] if self._sequence else [self._whole("response.created"), self._whole("response.in_progress")]
 
     def add(self, chunk: Mapping[str, Any]) -> list[Event]:
         """Add a chunk of a chat completion; return its events."""
