@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxserve.errors import ContextOverflow, JaxserveError
 from jaxserve.generation.detokenize import TextStream
-from jaxserve.generation.stops import Automaton
+from jaxserve.generation.stops import Automaton, Thinking
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
@@ -46,6 +46,7 @@ class Submission:
     text: str | None = None  # the original prompt, if it was text
     pace: bool = False  # one piece per token, for token pacing
     stops: Automaton | None = None  # of `params.stop`; None: built by `submit`
+    thinking: Thinking | None = None  # how the outputs think; None: all of their text is the answer
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -73,6 +74,7 @@ class Piece(NamedTuple):
     stop_reason: int | str | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None  # in the last piece
+    thought: int = 0  # how many tokens of the output so far are thinking
     pooled: bytes = b""  # in the last piece of a request with `pooling`: its vector, little-endian float32
 
 
@@ -100,9 +102,10 @@ class Choice:
         self.request = -1  # set by `submit`
         self.finished = False
         self.count = 0  # tokens of the output
+        self.thought = 0  # those that are thinking
         self._engine = engine
         self._params = job.params
-        self._stream = TextStream(tokenizer, job.params, job.stops, job.prompt)
+        self._stream = TextStream(tokenizer, job.params, job.stops, job.prompt, job.thinking)
         self._stop: str | None = None
 
     def feed(self, delta: Delta) -> Piece:
@@ -113,13 +116,20 @@ class Choice:
         final, text, used = delta.finish_reason is not None, "", 0
         if self._stop is None:
             gain = self._stream.add(delta.tokens, final=final, stop_token=delta.stop_token)
-            text, used = gain.text, gain.used
+            text, used, self.thought = gain.text, gain.used, gain.thought
             self.count += used
             if gain.stop is not None:
                 self._stop = gain.stop
                 if not final:
                     self._engine.cancel(self.request, "stop")
-        piece = Piece(self.index, text, delta.tokens[:used], delta.logprobs[:used], delta.prompt_logprobs)
+        piece = Piece(
+            self.index,
+            text,
+            delta.tokens[:used],
+            delta.logprobs[:used],
+            delta.prompt_logprobs,
+            thought=self.thought,
+        )
         return self._end(piece, delta) if final else piece
 
     def _end(self, piece: Piece, delta: Delta) -> Piece:

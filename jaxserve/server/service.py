@@ -18,7 +18,7 @@ from jaxserve.fleet.rolling import Rolling
 from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, check_length, merged, pieces
 from jaxserve.generation.session import session_of
-from jaxserve.generation.stops import Automaton
+from jaxserve.generation.stops import Automaton, thinking_of
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
@@ -139,7 +139,8 @@ class Service:
                 salt=salt,
                 session=session,
             )
-            jobs.append(Submission(request, text, goals.pace, stops))
+            thinking = thinking_of(self.parsers.tags, text or "") if chat else None
+            jobs.append(Submission(request, text, goals.pace, stops, thinking))
         return Answer(
             name,
             body.model or self.config.names[0],
