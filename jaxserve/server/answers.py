@@ -11,6 +11,7 @@ from jaxserve.generation.generate import Piece, Submission
 from jaxserve.outputs import RequestMetrics, logprob_dict
 from jaxserve.sched.api.plan import TokenLogprobs
 from jaxserve.server.message import Message
+from jaxserve.server.objectives import Ended, outcome
 from jaxserve.server.tracing import Trace
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.tools.events import Parser
@@ -64,6 +65,7 @@ class Answer:
     reader: Callable[[], Parser] | None = None  # makes the parser of an output; None: the text is the answer
     reasoning: bool = True  # show the thinking
     trace: Trace | None = None
+    objectives: bool = False  # the request has some of its own: its usage says what was kept
     created: int = field(default_factory=lambda: int(time.time()))
     outputs: list[list[Gathered]] = field(default_factory=list)
     _begun: set[int] = field(default_factory=set)  # submissions with a piece
@@ -105,7 +107,22 @@ class Answer:
         if self.chat:
             thought = sum(one.thought for outputs in self.outputs for one in outputs)
             made["completion_tokens_details"] = {"reasoning_tokens": thought}
+        if self.objectives and (found := outcome(self._ended)) is not None:
+            made["slo"] = found
         return made
+
+    @property
+    def _ended(self) -> list[tuple[Ended, RequestMetrics]]:
+        """The outputs that have ended."""
+        return [
+            (
+                Ended(at, times.arrival, len(job.prompt), job.request.slo, times.token_times, one.finish_reason),
+                times,
+            )
+            for at, (job, outputs) in enumerate(zip(self.jobs, self.outputs, strict=True))
+            for one in outputs
+            if (times := one.metrics) is not None
+        ]
 
     # whole
 

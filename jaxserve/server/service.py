@@ -156,6 +156,7 @@ class Service:
             reader=self._reader(tools, jobs[0].text or "") if isinstance(body, ChatBody) else None,
             reasoning=isinstance(body, ChatBody) and body.include_reasoning,
             trace=self.trace_of(headers, name),
+            objectives=goals.own,
         )
 
     def trace_of(self, headers: Mapping[str, str], name: str) -> Trace | None:

@@ -77,6 +77,8 @@ class Writer(Dialect):
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
             told = {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
             self.message["usage"] |= {**told, "output_tokens": usage["completion_tokens"]}
+            if "slo" in usage:
+                self.message["usage"]["slo"] = usage["slo"]
         made = []
         for choice in chunk["choices"]:
             delta = choice.get("delta") or {}

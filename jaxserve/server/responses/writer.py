@@ -234,4 +234,5 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": usage["total_tokens"],
+        **_some("slo", usage.get("slo")),
     }
