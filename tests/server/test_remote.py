@@ -190,6 +190,26 @@ def test_roles_and_the_prefix_cache(beside: Any) -> None:
     beside(work)
 
 
+def test_a_front_that_reads_slowly_loses_nothing(beside: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs wait for it: one request with many log-probabilities ends no other stream."""
+    monkeypatch.setattr(connection, "UNREAD", 1 << 18)
+
+    async def work(remote: RemoteEngine) -> None:
+        params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=20, prompt_logprobs=20)
+        told = [Told() for _ in range(32)]
+        for number, one in enumerate(told):
+            remote.submit(NewRequest([number + 20] * 200, params, SLO()), one)
+        await told[0].begun.wait()
+        transport: Any = remote._connection._transport
+        transport.pause_reading()
+        await asyncio.to_thread(at_rest, engine)
+        transport.resume_reading()
+        await asyncio.gather(*(one.ended.wait() for one in told))
+        assert {one.scores for one in told} == {(20, 199)} and not remote.lost
+
+    beside(work)
+
+
 def test_an_engine_that_hangs_is_lost(beside: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests end, or go on elsewhere, and `refresh` waits for it no longer than a moment."""
     monkeypatch.setattr(under_test, "TICK", 0.01)
