@@ -11,13 +11,13 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.models import manifest
-from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Tree, Turns, tree_of
+from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Stream, Tree, tree_of
 from jaxserve.models.narrow import narrowed
 from jaxserve.models.quantized import Quantized, multiplied_by
 from jaxserve.models.spec import Config, ModelSpec, architecture
@@ -120,14 +120,6 @@ def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
     return jax.tree.map(typed, tree_of(decoder(spec)), is_leaf=lambda x: isinstance(x, Info))
 
 
-class Stream(NamedTuple):
-    """The state of a step between layers."""
-
-    x: jax.Array  # [T, E]
-    turns: Turns  # see `Decoder.turns`
-    work: Any  # see `Attention.plan`
-
-
 def begin(spec: ModelSpec, weights: Tree, tokens: jax.Array, ragged: Ragged, *, attention: Attention) -> Stream:
     """Return the input of the first layer for tokens [T] int32. Needs no weights of layers."""
     model = decoder(spec)
@@ -149,13 +141,14 @@ def through(
     part: Part = Part.WHOLE,
 ) -> tuple[jax.Array, list[Pool]]:
     """Apply consecutive layers of the given kinds, or a part of each, and return x [T, E] and their pools."""
-    model, (x, turns, work), filled = decoder(spec), stream, []
+    model, filled = decoder(spec), []
     # Jitted, so that layers of a kind are traced once: kernels that are traced per layer are compiled per layer.
-    one = {kind: jax.jit(partial(model.layer, kind, part, kernel=attention)) for kind in set(kinds)}
+    layer = {kind: jax.jit(partial(model.layer, kind, part, kernel=attention)) for kind in set(kinds)}
     for kind, leaves, pool in zip(kinds, multiplied_by(list(layers), attention.products), pools, strict=True):
-        x, pool = one[kind](leaves, pool, x, turns, work)
+        x, pool = layer[kind](leaves, pool, stream)
+        stream = stream._replace(x=x)
         filled.append(pool)
-    return x, filled
+    return stream.x, filled
 
 
 def finish(spec: ModelSpec, weights: Tree, x: jax.Array) -> jax.Array:

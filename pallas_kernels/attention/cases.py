@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention import tpu
 from pallas_kernels.gate.cases import Case, shapes
 from pallas_kernels.layout import Ragged
-from pallas_kernels.ops.paged_attention.api import Attention, AttentionSpec
+from pallas_kernels.ops.paged_attention.api import Attention, AttentionInputs, AttentionSpec
 from pallas_kernels.ops.paged_attention.tpu.cases import DIM, MODELS, POOL, step_arguments
 from pallas_kernels.ops.paged_attention.tpu.config import shape_of
 
@@ -46,5 +46,6 @@ def in_place(model: str, page: int, tokens: int, rows: int, scratch: int) -> Cas
 def _write_and_run(
     q: jax.Array, k: jax.Array, v: jax.Array, k_pool: jax.Array, v_pool: jax.Array, *rest: jax.Array, layer: Attention
 ) -> tuple[jax.Array, ...]:
-    mixed, pool = layer(q, k, v, None, (k_pool, v_pool), layer.plan(Ragged.of(rest)), scale=DIM**-0.5)
+    inputs = AttentionInputs(q, k, v, None, scale=DIM**-0.5)
+    mixed, pool = layer(inputs, (k_pool, v_pool), layer.plan(Ragged.of(rest)))
     return mixed, *pool

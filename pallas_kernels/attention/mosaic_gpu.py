@@ -20,14 +20,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import tuned
 from pallas_kernels.attention.xla import XlaAttention, XlaWork
-from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.layout import Ragged
 from pallas_kernels.mosaic.support import unfit
-from pallas_kernels.norms import HeadNorms
 from pallas_kernels.ops.mla import api as mla
-from pallas_kernels.ops.paged_attention.api import Attention, AttentionSpec, Pool
+from pallas_kernels.ops.paged_attention.api import Attention, AttentionInputs, AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.cascade import merge
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
-from pallas_kernels.rope import Turn
 
 QUERIES = 16  # tokens of the longest row of a step without prompts
 PAGES = (16, 32, 64, 128, 256)
@@ -176,34 +174,22 @@ class MosaicAttention:
 
         return cascade.plan(ragged, _decode(self.spec, QUERIES)[0], page=self.spec.page, window=window)
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
-        turn: Turn | None,
-        pool: Pool,
-        work: GpuAttentionWork,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        scales: Scales | None = None,
-        qkv: jax.Array | None = None,
-        norms: HeadNorms | None = None,
-    ) -> tuple[jax.Array, Pool]:
-        from pallas_kernels.ops.kv_write.hopper import packed
+    def __call__(self, inputs: AttentionInputs, pool: Pool, work: GpuAttentionWork) -> tuple[jax.Array, Pool]:
+        from pallas_kernels.ops.kv_write.hopper import packed, rope_and_write
         from pallas_kernels.ops.paged_attention.hopper.decode import paged_decode
 
-        assert v is not None, "MlaAttention handles latents"
+        qkv, norms, interpret = inputs.qkv, inputs.norms, self._interpret
         if qkv is None:  # all of the norms are applied
-            qkv, norms = packed(q, k, v), None
-        q, k_pool, v_pool = self._write(qkv, turn, pool, work.ragged, scales, norms)
-        rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "scales": scales}
+            assert inputs.v is not None, "MlaAttention handles latents"
+            qkv, norms = packed(inputs.q, inputs.k, inputs.v), None
+        k_pool, v_pool = pool
+        q, k_pool, v_pool = rope_and_write(
+            qkv, inputs.turn, k_pool, v_pool, work.ragged, scales=inputs.scales, norms=norms, interpret=interpret
+        )
         if work.xla is not None:
-            return self._xla.attend(q, (k_pool, v_pool), work.xla, sinks, **rest), (k_pool, v_pool)
-        at, rest["interpret"] = self.spec.windows.index(window), self._interpret
+            return self._xla.attend(q, (k_pool, v_pool), work.xla, inputs), (k_pool, v_pool)
+        at, sinks = self.spec.windows.index(inputs.window), inputs.sinks
+        rest: dict[str, Any] = {**inputs.options, "interpret": interpret}
         groups = work.groups[at] if work.groups else None
         ragged = work.ragged if groups is None else groups.cascade.rest
         config, _ = _decode(self.spec, self._queries)
@@ -223,18 +209,3 @@ class MosaicAttention:
             config, _ = _decode(self.spec, QUERIES)
             mixed, lse = merge(*attend_shared(q, k_pool, v_pool, groups, config=config, **rest), mixed, lse)
         return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)
-
-    def _write(
-        self,
-        qkv: jax.Array,
-        turn: Turn | None,
-        pool: Pool,
-        ragged: Ragged,
-        scales: Scales | None,
-        norms: HeadNorms | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        from pallas_kernels.ops.kv_write.hopper import rope_and_write
-
-        k_pool, v_pool = pool
-        rest: dict[str, Any] = {"scales": scales, "norms": norms, "interpret": self._interpret}
-        return rope_and_write(qkv, turn, k_pool, v_pool, ragged, **rest)

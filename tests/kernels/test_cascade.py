@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pallas_kernels.layout import Ragged, Scales, SharedPrefixes
 from pallas_kernels.ops.paged_attention import cascade
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
-from pallas_kernels.ops.paged_attention.xla import paged_attention
+from pallas_kernels.ops.paged_attention.xla import paged_attention_lse
 from tests.support.examples import examples
 from tests.support.kernels import reference
 from tests.support.kernels.ragged import make
@@ -99,7 +99,7 @@ def attend(q: Any, k: Any, v: Any, ragged: Ragged, *, window: int | None, decode
     size = cascade.queries(len(q), decode=decode)
     work = cascade.plan(ragged, queries=size, window=window)
     with jax.default_matmul_precision("highest"):
-        plain = paged_attention(q, k, v, ragged, return_lse=True, **options)
+        plain = paged_attention_lse(q, k, v, ragged, **options)
         return cascade.cascade_attention(q, k, v, work, **options), plain
 
 

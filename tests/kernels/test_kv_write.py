@@ -12,7 +12,6 @@ import pytest
 
 from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.kv_write.hopper import Config, candidates, heuristic, packed, rope_and_write
-from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
 from tests.support.examples import cases
 from tests.support.kernels import reference
 from tests.support.kernels.checks.kv_write import (
@@ -21,6 +20,7 @@ from tests.support.kernels.checks.kv_write import (
     SHAPES,
     check,
     right,
+    rope_and_write_xla,
     step,
 )
 from tests.support.kernels.interpreted import needs_interpreter

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import tpu
-from pallas_kernels.ops.paged_attention.api import AttentionSpec
+from pallas_kernels.ops.paged_attention.api import AttentionInputs, AttentionSpec
 from pallas_kernels.ops.paged_attention.tpu.lanes import Row, row_of
 from tests.support.kernels import reference
 from tests.support.kernels.ragged import deal, make
@@ -63,7 +63,8 @@ def test_a_layer_whose_heads_share_rows() -> None:
     row, layer = row_of(SPEC), tpu.make(SPEC, decode=False)
     assert not row.plain
     held = tuple(row.joined(pool.reshape(-1, 4, 64)).reshape(8, 16, 2, 128) for pool in pools)
-    mixed, after = jax.jit(lambda q, k, v: layer(q, k, v, None, held, layer.plan(ragged), scale=0.2))(q, k, v)
+    inputs = AttentionInputs(q, k, v, None, scale=0.2)
+    mixed, after = jax.jit(lambda inputs: layer(inputs, held, layer.plan(ragged)))(inputs)
     written = [reference.written(pool, new, ragged.write) for pool, new in zip(pools, (k, v), strict=True)]
     want, _ = reference.attention(q, *written, ragged, scale=0.2)
     assert reference.error(mixed, want) < 2e-6

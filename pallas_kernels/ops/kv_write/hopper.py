@@ -11,9 +11,9 @@ first would take a launch for each part.
 A block takes `tokens` tokens. Its 128 threads load whole rows of heads straight into registers, 16
 bytes each if the shape allows, rotate them and store them. Nothing is shared, so there is no shared
 memory, and several blocks per multiprocessor hide each other's latency. Padding tokens (`write` out
-of range) rotate their queries and write nothing. The numbers are those of `rope_and_write_xla`
-(xla.py): normed in float32, rounded to the dtype of k, rotated in float32, rounded again, then
-divided, clipped to the largest value and rounded. Both pools alias the results if they are donated.
+of range) rotate their queries and write nothing. The numbers are those of XLA (xla.py): normed in
+float32, rounded to the dtype of k, rotated in float32, rounded again, then divided, clipped to the
+largest value and rounded. Both pools alias the results if they are donated.
 
 Head dims other than 64, 128 and 256 and dtypes other than bfloat16 and float16 are refused.
 

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
-from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.norms import HeadNorms
+from pallas_kernels.layout import Ragged
 from pallas_kernels.ops.kv_write.xla import write_latent
-from pallas_kernels.ops.paged_attention.api import AttentionSpec, Pool
+from pallas_kernels.ops.paged_attention.api import AttentionInputs, AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
-from pallas_kernels.rope import Turn, rotate
+from pallas_kernels.rope import rotate
 
 MANY = 64  # query tokens of a row that may be a prompt: enough to fill the products
 
@@ -72,36 +71,22 @@ class MlaAttention:
         return ragged, works
 
     def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
-        turn: Turn | None,
-        pool: Pool,
-        work: tuple[Ragged, tuple[Any, ...]],
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        scales: Scales | None = None,
-        qkv: jax.Array | None = None,
-        norms: HeadNorms | None = None,
+        self, inputs: AttentionInputs, pool: Pool, work: tuple[Ragged, tuple[Any, ...]]
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.mosaic.interpret import interpreter
         from pallas_kernels.ops.mla.hopper import paged_mla
 
-        assert v is None and scales is None, "a latent has no separate values and no scales"
-        ragged, works = work
-        latents = write_latent(pool[0], rotate(k, turn), ragged.write)
+        assert inputs.v is None and inputs.scales is None, "a latent has no separate values and no scales"
+        (ragged, works), sinks = work, inputs.sinks
+        latents = write_latent(pool[0], rotate(inputs.k, inputs.turn), ragged.write)
         mixed, lse = paged_mla(
-            rotate(q, turn),
+            rotate(inputs.q, inputs.turn),
             latents,
-            works[self.spec.windows.index(window)],
+            works[self.spec.windows.index(inputs.window)],
             values=self.spec.latent,
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            scale=inputs.scale,
+            window=inputs.window,
+            softcap=inputs.softcap,
             config=_config(self.spec, self.decode)[0],
             interpret=interpreter() if self.spec.interpret else None,
         )
