@@ -27,6 +27,10 @@ class AttentionShape:
     cores: int = CORES
     values: int = 0  # R, columns of a latent that are its values; 0: values have their own pool
 
+    def __post_init__(self) -> None:
+        for name in ("dtype", "kv_dtype"):  # equal to specs of the same dtypes in another form
+            object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
+
     @property
     def group(self) -> int:
         return self.heads // self.kv_heads
@@ -34,11 +38,11 @@ class AttentionShape:
     @property
     def compute_dtype(self) -> Any:
         """The dtype of the products: float16 for 8-bit pools, as widening to it takes the fewest instructions."""
-        return jnp.float16 if self.quantized else self.dtype
+        return jnp.dtype(jnp.float16) if self.quantized else self.dtype
 
     @property
     def quantized(self) -> bool:
-        return bool(jnp.dtype(self.kv_dtype).itemsize == 1)
+        return bool(self.kv_dtype.itemsize == 1)
 
     def check_scales(self, scales: Any) -> None:
         """Raise ValueError if 8-bit pools come without scales, or others with them."""

@@ -205,25 +205,19 @@ def paged_mla(
     if work.decode.workers != config.workers or work.decode.row.shape[0] != config.workers + rows:
         raise ValueError(f"the work has {work.decode.workers} workers but {config.workers=}; plan with this config")
     shape = DecodeShape(
+        spec=spec,
         rows=config.rows(spec),
         group=config.group(spec),
         block=config.queries,
-        dim=dim,
-        page=page,
         tile=config.tile,
         stages=config.stages,
         consumers=CONSUMERS,
-        dtype=jnp.dtype(spec.compute_dtype),
-        outer_dtype=jnp.dtype(spec.dtype),
-        kv_dtype=jnp.dtype(pool.dtype),
         warps=config.warps,
         p_in_smem=True,
         scale=scale,
         window=window,
         softcap=softcap,
-        scaled=False,
         interpret=interpret,
-        latent=values,
     )
     return attend(
         shape, q, (pool,), work.slices, work.decode, None, kv_heads=config.blocks(spec), blocks=1, joint=consume
@@ -284,7 +278,7 @@ def _tile(shape: DecodeShape, s: dict[str, Any], me: Any, tile: Any, key: Any, p
     weight = jnp.exp2(score * unit - lax.broadcast_in_dim(top, score.shape, (0,)))
     fade = jnp.exp2(peak - top)
     turning = pl.ds(shape.values, shape.slot)
-    s["k"][mine, :, turning] = weight.astype(shape.dtype)
+    s["k"][mine, :, turning] = weight.astype(shape.spec.compute_dtype)
     plgpu.commit_smem()
     total = total * fade + jnp.sum(weight, axis=1)
     acc = acc * lax.broadcast_in_dim(fade, acc.shape, (0,))

@@ -15,6 +15,7 @@ from pallas_kernels.layout import ARRAYS, Ragged, Scales, SharedPrefixes
 from pallas_kernels.mosaic.fragments import ROWS
 from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.paged_attention.hopper import cascade, decode, prefill
+from pallas_kernels.ops.paged_attention.hopper.decode_block import Results
 
 # H, K and D of a shard of Llama 3, and whether every run of the gate compiles it.
 DECODE_MODELS = {"8b": ((32, 8, 128), True), "8b-tp4": ((8, 2, 128), False), "70b-tp4": ((16, 2, 128), False)}
@@ -66,12 +67,13 @@ def _decode_case(name: str, spec: AttentionShape, warps: bool, *, usual: bool = 
     stored = "" if spec.kv_dtype == spec.dtype else f" {jnp.dtype(spec.kv_dtype).name}"
     config = decode.heuristic(spec, warps=warps)
     shape = decode.shape_of(spec, config, spec.dim**-0.5, options.get("window"), options.get("softcap"), None)
+    merges = shape.results is Results.MERGED
     return Case(
         name=f"decode {name} {'mma' if warps else 'wgmma'} {jnp.dtype(spec.dtype).name}{stored}"
         f" page{spec.page} q{spec.queries}",
         program=partial(_decode_step, spec=spec, config=config, **options),
         arguments=_decode_arguments(spec),
-        needs=frozenset({"mma" if warps else "wgmma", "tma"} | ({"atom"} if shape.merged else set())),
+        needs=frozenset({"mma" if warps else "wgmma", "tma"} | ({"atom"} if merges else set())),
         least_jax=(0, 11) if warps and not spec.quantized else (0, 10),
         usual=usual,
     )

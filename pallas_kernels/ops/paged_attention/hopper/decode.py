@@ -30,7 +30,7 @@ from pallas_kernels.mosaic.fragments import ROWS, arranged, in_order
 from pallas_kernels.mosaic.interpret import Interpret
 from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed
 from pallas_kernels.ops.paged_attention.hopper.combine import LANES, Combine, Partials, fill, make
-from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, WIDE, DecodeShape, spills
+from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, WIDE, DecodeShape, Results, Split, spills
 from pallas_kernels.ops.paged_attention.hopper.decode_body import Consume, body
 from pallas_kernels.ops.paged_attention.plan import DecodeWork, plan_decode
 
@@ -198,25 +198,19 @@ def shape_of(
     spec: AttentionShape, config: Config, scale: float, window: int | None, softcap: float | None, interpret: Interpret
 ) -> DecodeShape:
     """Return the static parameters of the blocks that compute `spec`."""
-    rows, block = config.rows(spec), config.block(spec)
     return DecodeShape(
-        rows=rows,
+        spec=spec,
+        rows=config.rows(spec),
         group=spec.group,
-        block=block,
-        dim=spec.dim,
-        page=spec.page,
+        block=config.block(spec),
         tile=config.tile,
         stages=config.stages,
         consumers=config.consumers,
-        dtype=jnp.dtype(spec.compute_dtype),
-        outer_dtype=jnp.dtype(spec.dtype),
-        kv_dtype=jnp.dtype(spec.kv_dtype),
         warps=config.warps,
         p_in_smem=config.p_in_smem,
         scale=scale,
         window=window,
         softcap=softcap,
-        scaled=spec.quantized,
         interpret=interpret,
         merge=config.merge,
     )
@@ -239,8 +233,7 @@ def attend(
     Padding gives zeros and MASKED, other tokens of rows not in `work` arbitrary values and MASKED.
     `joint`: see `body`.
     """
-    made_by = _apart if shape.apart else _merged if shape.merged else _by_token
-    results = made_by(shape, q, ragged, work, kv_heads, blocks)
+    results = _RESULTS[shape.results](shape, q, ragged, work, kv_heads, blocks)
     run = compat.kernel(
         body(shape, joint),
         out=results.shapes,
@@ -255,12 +248,12 @@ def attend(
     made = run(results.q, *pools, *planned, *step, *results.merging, *(scales or ()))
     out, lse = results.combine(made)
     out = out.reshape(len(q), q.shape[1], shape.values)
-    if shape.parted:
+    if shape.split is Split.WARPS:
         out = in_order(out, shape.width)
     return out, _unpack(lse, ragged, work, shape)
 
 
-class _Results(NamedTuple):
+class _Arrays(NamedTuple):
     """The queries and results of a decode kernel in its layout."""
 
     q: jax.Array
@@ -271,7 +264,7 @@ class _Results(NamedTuple):
 
 def _by_token(
     shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int
-) -> _Results:
+) -> _Arrays:
     (tokens, heads, dim), parts, rows = q.shape, work.most_parts, len(ragged.starts)
     by_group = (kv_heads, shape.group, dim)
     sums = (kv_heads, blocks, shape.rows)
@@ -289,10 +282,10 @@ def _by_token(
         each = Combine(heads, shape.group, shape.block, dim, by_token=True, interpret=shape.interpret)
         return fill(each, partials, out.reshape(tokens, heads * dim), lse)
 
-    return _Results(q.reshape(tokens, *by_group), shapes, combine)
+    return _Arrays(q.reshape(tokens, *by_group), shapes, combine)
 
 
-def _merged(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int) -> _Results:
+def _merged(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int) -> _Arrays:
     (tokens, _, dim), parts, rows = q.shape, work.most_parts, len(ragged.starts)
     by_group, sums = (kv_heads, shape.group, dim), (kv_heads, blocks, shape.rows)
     shapes = (
@@ -305,10 +298,10 @@ def _merged(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, 
     # constant that the layers of another plan may share, and thus kernels that run at the same time.
     left = jnp.broadcast_to(work.splits[:, None, None, None] - 1, (rows, kv_heads, blocks, shape.consumers))
     merging = work.worker, work.splits, work.tokens, left
-    return _Results(q.reshape(tokens, *by_group), shapes, lambda made: (made[2], made[3]), merging)
+    return _Arrays(q.reshape(tokens, *by_group), shapes, lambda made: (made[2], made[3]), merging)
 
 
-def _apart(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int) -> _Results:
+def _packed(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int) -> _Arrays:
     parts = work.row.shape[0] * shape.partials
     shapes = (
         jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows, shape.values), jnp.float32),
@@ -321,17 +314,20 @@ def _apart(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, k
         each = Combine(q.shape[1], shape.group, shape.block, shape.values, by_token=False, interpret=shape.interpret)
         return make(each, partials, len(q), q.dtype)
 
-    return _Results(_pack(q, ragged, shape, kv_heads, blocks), shapes, combine)
+    return _Arrays(_pack(q, ragged, shape, kv_heads, blocks), shapes, combine)
+
+
+_RESULTS = {Results.PACKED: _packed, Results.BY_TOKEN: _by_token, Results.MERGED: _merged}
 
 
 def _pack(q: jax.Array, ragged: Ragged, shape: DecodeShape, kv_heads: int, blocks: int) -> jax.Array:
     """Gather q [T, H, D] by row for the products: [S, K, blocks, packed, D], query tokens major, G minor."""
     token = ragged.starts[:, None] + jnp.arange(blocks * shape.block)[None]
-    got = jnp.take(q, token, axis=0, mode="clip").astype(shape.dtype)  # [S, blocks * block, H, D]
-    split = got.reshape(-1, blocks, shape.block, kv_heads, shape.group, shape.dim)
-    split = split.transpose(0, 3, 1, 2, 4, 5).reshape(-1, kv_heads, blocks, shape.used, shape.dim)
+    got = jnp.take(q, token, axis=0, mode="clip").astype(shape.spec.compute_dtype)  # [S, blocks * block, H, D]
+    split = got.reshape(-1, blocks, shape.block, kv_heads, shape.group, shape.spec.dim)
+    split = split.transpose(0, 3, 1, 2, 4, 5).reshape(-1, kv_heads, blocks, shape.used, shape.spec.dim)
     padded = jnp.pad(split, ((0, 0), (0, 0), (0, 0), (0, shape.packed - shape.used), (0, 0)))
-    return arranged(padded) if shape.arranged else padded
+    return arranged(padded) if shape.latent and shape.split is Split.WARPS else padded
 
 
 def _unpack(lse: jax.Array, ragged: Ragged, work: DecodeWork, shape: DecodeShape) -> jax.Array:

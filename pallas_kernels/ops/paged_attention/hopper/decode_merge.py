@@ -85,7 +85,7 @@ def _merge(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
         mixed, peak, total = lax.fori_loop(0, lax.div(count + (ahead - 1), jnp.int32(ahead)), step, start)
         total = jnp.maximum(total, 1e-30)
         stage = refs.s["stage"].at[c]
-        stage[kept] = (mixed / wide(total)).astype(shape.outer_dtype)
+        stage[kept] = (mixed / wide(total)).astype(shape.spec.dtype)
         plgpu.commit_smem()
         copy_out(shape, refs, row, c, stage)
 
@@ -95,7 +95,7 @@ def _merge(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
 
         return carry
 
-    chunks = shape.dim // WIDE
+    chunks = shape.spec.dim // WIDE
     lax.fori_loop(0, lax.div(chunks - me + (shape.consumers - 1), jnp.int32(shape.consumers)), chunk, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -105,10 +105,10 @@ def blank(shape: DecodeShape, refs: Refs, me: Any) -> None:
     first = lax.axis_index("worker") * shape.consumers + me
     step, begin = lax.axis_size("worker") * shape.consumers, refs.tokens[0] + first
     heads = pl.ds(0, shape.group) if shape.group > 1 else 0
-    layout = spread((shape.group,) * (shape.group > 1), shape.dim)
+    layout = spread((shape.group,) * (shape.group > 1), shape.spec.dim)
 
     def clear(turn: Any, _: Any) -> Any:
-        zeros = jnp.zeros((shape.group, shape.dim) if shape.group > 1 else (shape.dim,), shape.outer_dtype)
+        zeros = jnp.zeros((shape.group, shape.spec.dim) if shape.group > 1 else (shape.spec.dim,), shape.spec.dtype)
         refs.out[begin + turn * step, lax.axis_index("head"), heads] = cast(zeros, layout, shape.interpret)
         return _
 

@@ -28,7 +28,7 @@ from pallas_kernels.layout import MASKED
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import is_interpreting
-from pallas_kernels.ops.paged_attention.hopper.decode_block import WIDE, DecodeShape, Refs
+from pallas_kernels.ops.paged_attention.hopper.decode_block import WIDE, DecodeShape, Refs, Results
 from pallas_kernels.ops.paged_attention.hopper.softmax import LOG2E
 
 PEAKS, TOTALS = range(2)  # rows of `told`
@@ -49,7 +49,7 @@ def fetch(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
 
         lax.fori_loop(0, shape.block, one, jnp.int32(0))
 
-    for c in range(shape.dim // WIDE):
+    for c in range(shape.spec.dim // WIDE):
         _if_mine(shape, me, c, partial(chunk, c))
 
 
@@ -77,12 +77,12 @@ def queries(shape: DecodeShape, refs: Refs, me: Any, row: Any, layout: Any) -> A
     plgpu.barrier_wait(s["q_full"].at[0])
 
     def chunk(c: int) -> jax.Array:
-        return load(shape, s["stage"].at[c + zero], layout, optimized=False).astype(shape.dtype)
+        return load(shape, s["stage"].at[c + zero], layout, optimized=False).astype(shape.spec.compute_dtype)
 
     def tile(c: int) -> None:
         s["q"][zero, :, pl.ds(c * WIDE, WIDE)] = chunk(c)
 
-    chunks = range(shape.dim // WIDE)
+    chunks = range(shape.spec.dim // WIDE)
     if shape.warps:
         loaded = [chunk(c) for c in chunks]
         plgpu.commit_smem()  # ordinary loads have read `stage`, and TMA writes the next item's queries to it
@@ -155,7 +155,7 @@ def _store(shape: DecodeShape, refs: Refs, item: Any, row: Any, c: int, whole: j
     @pl.when(part < 0)
     def _() -> None:
         stage = refs.s["stage"].at[c + _unknown(refs.starts[row])]
-        stage[...] = whole.astype(shape.outer_dtype)
+        stage[...] = whole.astype(shape.spec.dtype)
         plgpu.commit_smem()
         copy_out(shape, refs, row, c, stage)
 
@@ -163,7 +163,7 @@ def _store(shape: DecodeShape, refs: Refs, item: Any, row: Any, c: int, whole: j
     def _() -> None:
         added[...] = whole
         plgpu.commit_smem()
-        if shape.merged:
+        if shape.results is Results.MERGED:
             plgpu.copy_smem_to_gmem(added.at[pl.ds(0, shape.kept)], refs.mixed.at[part, head, block, c])
         else:
             _copy_tokens(shape, refs, row, c, added, lambda t: refs.mixed.at[part, t])
@@ -195,7 +195,7 @@ def weigh(
     """
     place, part = (lax.axis_index("head"), lax.axis_index("block")), refs.part[item]
     binary = top + jnp.log(jnp.maximum(total, 1e-30)) * LOG2E
-    mine, copy = ((True, part * shape.consumers + me)) if shape.merged else (me == 0, part)
+    mine, copy = ((True, part * shape.consumers + me)) if shape.results is Results.MERGED else (me == 0, part)
 
     @pl.when((me == 0) & (part < 0))
     def _() -> None:
