@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 # backends by platform, most preferred first; other platforms have xla only
@@ -24,6 +25,21 @@ class Here:
     cores: int = 132  # streaming multiprocessors of a GPU
     interpret: bool = False  # tests only: run the kernels of any platform with JAX's interpreters on a CPU
 
+    @cached_property
+    def interpreter(self) -> Any:
+        """The interpreter of Hopper kernels, if `interpret`; else None."""
+        from pallas_kernels.mosaic.interpret import interpreter
+
+        return interpreter() if self.interpret else None
+
+
+Supports = Callable[[Any], str | None]  # from a spec to None, or the reason why a backend cannot run it
+
+
+def anywhere(spec: Here) -> str | None:
+    """Return None: XLA runs everything."""
+    return None
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -37,12 +53,11 @@ class Choice:
         return self.backend + (" (interpreted)" if self.spec.interpret and self.backend != "xla" else "")
 
 
-def resolve(spec: Here, name: str, backends: Mapping[str, Any], what: str) -> Choice:
+def resolve(spec: Here, name: str, backends: Mapping[str, Supports], what: str) -> Choice:
     """Return the backend called `name`, or for "auto" the platform's first one that supports `spec`.
 
-    `backends` maps the names of the backends of the operation `what` to modules or classes with a
-    `supports` function. Raises Unsupported, with the reason and the alternatives, if the named
-    backend or, for "auto", every backend refuses.
+    `backends` are those of the operation `what`, by name. Raises Unsupported, with the reason and the
+    alternatives, if the named backend or, for "auto", every backend refuses.
     """
     if name != "auto":
         return _named(spec, name, backends, what)
@@ -50,18 +65,18 @@ def resolve(spec: Here, name: str, backends: Mapping[str, Any], what: str) -> Ch
     for candidate in ORDER.get(spec.platform, ("xla",)):
         if candidate not in backends:
             continue
-        reason = backends[candidate].supports(spec)
+        reason = backends[candidate](spec)
         if reason is None:
             return Choice(candidate, spec, tuple(refusals))
         refusals.append((candidate, reason))
-    raise Unsupported(f"no {what} backend can run here: " + "; ".join(f"{one}: {why}" for one, why in refusals))
+    raise Unsupported(f"no {what} backend can run here: " + "; ".join(f"{backend}: {why}" for backend, why in refusals))
 
 
-def _named(spec: Here, name: str, backends: Mapping[str, Any], what: str) -> Choice:
+def _named(spec: Here, name: str, backends: Mapping[str, Supports], what: str) -> Choice:
     if name not in backends:
         raise Unsupported(f"{what} backend {name!r} is unknown; allowed: auto, {', '.join(backends)}")
-    reason = backends[name].supports(spec)
+    reason = backends[name](spec)
     if reason is not None:
-        able = [other for other, backend in backends.items() if backend.supports(spec) is None]
+        able = [other for other, supports in backends.items() if supports(spec) is None]
         raise Unsupported(f"{what} backend {name!r} cannot run here: {reason}; allowed: auto, {', '.join(able)}")
     return Choice(name, spec)

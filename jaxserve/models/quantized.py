@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
@@ -92,14 +91,12 @@ def _by_kernel(x: jax.Array, weight: Quantized) -> jax.Array | None:
     if weight.by is None or x.ndim != 2 or weight.axis != 0:
         return None
     (inputs, *outputs), scales = weight.shape, weight.scale.shape[0]
-    if not weight.by.takes(len(x), inputs, prod(outputs), scales):
-        return None
     out = weight.by(x, weight.values.reshape(inputs, -1), weight.scale.reshape(scales, -1))
-    return out.reshape(len(x), *outputs)
+    return None if out is None else out.reshape(len(x), *outputs)
 
 
-def multiplied_by(tree: Any, products: QuantizedMatmul) -> Any:
-    """Return the tree with `products` as the kernel of its quantized weights.
+def multiplied_by(tree: Any, products: QuantizedMatmul | None) -> Any:
+    """Return the tree with `products` as the kernel of its quantized weights; None: XLA.
 
     Call it within a jitted program, not on the arrays that the engine holds.
     """

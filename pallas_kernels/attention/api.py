@@ -23,7 +23,7 @@ from pallas_kernels.ops.gated_matmul.api import GatedMatmul
 from pallas_kernels.ops.grouped_matmul.api import Experts, XlaExperts
 from pallas_kernels.ops.paged_attention.api import Attention as Local
 from pallas_kernels.ops.paged_attention.api import AttentionInputs, AttentionSpec, Backend, Pool
-from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul, XlaQuantizedMatmul
+from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul
 
 __all__ = [
     "Attention",
@@ -44,7 +44,7 @@ BACKENDS: Mapping[str, Backend] = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": 
 
 def resolve(spec: AttentionSpec, name: str = "auto") -> Choice:
     """Resolve the attention backend for `spec`; see `choice.resolve`."""
-    return choose(spec, name, BACKENDS, "attention")
+    return choose(spec, name, {backend: module.supports for backend, module in BACKENDS.items()}, "attention")
 
 
 def pool_row(choice: Choice | None, head_dim: int) -> tuple[int, int]:
@@ -81,8 +81,8 @@ class Attention(Local, Protocol):
         """Return the expert products of a shard."""
 
     @property
-    def products(self) -> QuantizedMatmul:
-        """Return the products with 8-bit weights."""
+    def products(self) -> QuantizedMatmul | None:
+        """Return the products with 8-bit weights; None: XLA's."""
 
     @property
     def mlp(self) -> GatedMatmul | None:
@@ -107,7 +107,7 @@ def attention(
     """
     local = xla.make(None, decode) if choice is None else BACKENDS[choice.backend].make(choice.spec, decode, few)
     pages = P(None, "tp") if heads_first(choice) else P(None, None, "tp")
-    return _Sharded(local, mesh, pages, experts or XlaExperts(), products or XlaQuantizedMatmul(), mlp)
+    return _Sharded(local, mesh, pages, experts or XlaExperts(), products, mlp)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class _Sharded:
     mesh: Mesh | AbstractMesh | None
     pages: P  # partition of a pool's arrays
     experts: Experts
-    products: QuantizedMatmul
+    products: QuantizedMatmul | None
     mlp: GatedMatmul | None
 
     def plan(self, ragged: Ragged) -> Any:

@@ -133,12 +133,6 @@ class MosaicAttention:
     few: bool = False
 
     @property
-    def _interpret(self) -> Any:
-        from pallas_kernels.mosaic.interpret import interpreter
-
-        return interpreter() if self.spec.interpret else None
-
-    @property
     def _by_xla(self) -> bool:
         return self._prefills and _left_to_xla(self.spec)
 
@@ -178,7 +172,7 @@ class MosaicAttention:
         from pallas_kernels.ops.kv_write.hopper import packed, rope_and_write
         from pallas_kernels.ops.paged_attention.hopper.decode import paged_decode
 
-        qkv, norms, interpret = inputs.qkv, inputs.norms, self._interpret
+        qkv, norms, interpret = inputs.qkv, inputs.norms, self.spec.interpreter
         if qkv is None:  # all of the norms are applied
             assert inputs.v is not None, "MlaAttention handles latents"
             qkv, norms = packed(inputs.q, inputs.k, inputs.v), None

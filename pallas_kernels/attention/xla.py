@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 
+from pallas_kernels.choice import anywhere
 from pallas_kernels.layout import Ragged
 from pallas_kernels.ops.kv_write.xla import write_kv, write_latent
 from pallas_kernels.ops.paged_attention import cascade
@@ -15,10 +16,7 @@ from pallas_kernels.ops.paged_attention.sinks import with_sinks
 from pallas_kernels.ops.paged_attention.xla import Options, paged_attention, paged_attention_lse
 from pallas_kernels.rope import rotate
 
-
-def supports(spec: AttentionSpec) -> str | None:
-    """Return None: XLA runs everywhere."""
-    return None
+supports = anywhere
 
 
 def heads_first(spec: AttentionSpec) -> bool:

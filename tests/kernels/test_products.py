@@ -15,10 +15,10 @@ from pallas_kernels.choice import Unsupported
 from pallas_kernels.ops.quantized_matmul.api import (
     MatmulSpec,
     MosaicQuantizedMatmul,
-    XlaQuantizedMatmul,
     products,
     resolve_quantized_matmul,
 )
+from pallas_kernels.ops.quantized_matmul.hopper import QuantizedSpec, supports
 from tests.support.kernels.interpreted import needs_interpreter
 from tests.support.kernels.reference import error
 
@@ -32,10 +32,9 @@ class Told:
     most: int
     shapes: list[Any] = field(default_factory=list, compare=False)
 
-    def takes(self, tokens: int, inputs: int, outputs: int, scales: int) -> bool:
-        return tokens <= self.most
-
-    def __call__(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array | None:
+        if len(x) > self.most:
+            return None
         self.shapes.append((x.shape, values.shape, scale.shape))
         return einsum("ti,io->to", x, Quantized(values, scale, 0))
 
@@ -60,14 +59,19 @@ def test_scales_of_blocks_are_the_kernels_and_others_are_left_to_xla() -> None:
         with pytest.raises(Unsupported, match=r"'mosaic_gpu' cannot run here: .*; allowed: auto, xla"):
             resolve_quantized_matmul(replace(H200, **changes), "mosaic_gpu")  # type: ignore[arg-type]
     assert isinstance(products(resolve_quantized_matmul(H200)), MosaicQuantizedMatmul)
-    assert isinstance(products(None), XlaQuantizedMatmul)
+    assert products(None) is products(resolve_quantized_matmul(H200, "xla")) is None
 
 
 def test_few_tokens_of_whole_strips_are_taken() -> None:
-    one = products(resolve_quantized_matmul(H200))
-    assert one.takes(1, 4096, 6144, 32) and one.takes(256, 14336, 4096, 112)
-    assert not one.takes(257, 4096, 6144, 32) and not one.takes(8, 4096, 6100, 32) and not one.takes(8, 96, 128, 3)
-    assert not XlaQuantizedMatmul().takes(1, 4096, 6144, 32)
+    def takes(tokens: int, inputs: int, outputs: int, scales: int) -> bool:
+        return supports(QuantizedSpec(tokens, inputs, outputs, scales, jnp.bfloat16, jnp.float8_e4m3fn)) is None
+
+    assert takes(1, 4096, 6144, 32) and takes(256, 14336, 4096, 112)
+    for refused in ((257, 4096, 6144, 32), (8, 4096, 6100, 32), (8, 96, 128, 3)):
+        assert not takes(*refused)
+    kernel, (tokens, inputs, outputs, scales) = products(resolve_quantized_matmul(H200)), (257, 256, 128, 2)
+    values, scale = jnp.zeros((inputs, outputs), jnp.float8_e4m3fn), jnp.ones((scales, outputs))
+    assert kernel is not None and kernel(jnp.zeros((tokens, inputs), jnp.bfloat16), values, scale) is None
 
 
 def test_a_weight_goes_to_the_backend_that_takes_it_with_its_outputs_together() -> None:

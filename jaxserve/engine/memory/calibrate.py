@@ -35,7 +35,7 @@ from pallas_kernels.ops.gated_matmul.api import GatedMatmul
 from pallas_kernels.ops.grouped_matmul.api import Experts, XlaExperts
 from pallas_kernels.ops.kv_write.xla import LARGEST
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
-from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul, XlaQuantizedMatmul
+from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul
 from pallas_kernels.rope import rotate
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Observer:
 
     mesh: Mesh
     experts: Experts = field(default_factory=XlaExperts)
-    products: QuantizedMatmul = field(default_factory=XlaQuantizedMatmul)
+    products: QuantizedMatmul | None = None
     mlp: GatedMatmul | None = None
 
     def plan(self, ragged: Ragged) -> Ragged:

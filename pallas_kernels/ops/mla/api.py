@@ -73,7 +73,6 @@ class MlaAttention:
     def __call__(
         self, inputs: AttentionInputs, pool: Pool, work: tuple[Ragged, tuple[Any, ...]]
     ) -> tuple[jax.Array, Pool]:
-        from pallas_kernels.mosaic.interpret import interpreter
         from pallas_kernels.ops.mla.hopper import paged_mla
 
         assert inputs.v is None and inputs.scales is None, "a latent has no separate values and no scales"
@@ -88,6 +87,6 @@ class MlaAttention:
             window=inputs.window,
             softcap=inputs.softcap,
             config=_config(self.spec, self.decode)[0],
-            interpret=interpreter() if self.spec.interpret else None,
+            interpret=self.spec.interpreter,
         )
         return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (latents,)

@@ -76,6 +76,15 @@ class GroupedSpec:
         return self.stored is not None
 
 
+def spec_of(
+    pairs: int, x: jax.Array, weight: jax.Array, scale: jax.Array | None, gated: bool, cores: int = CORES
+) -> GroupedSpec:
+    """Describe the product of x [R, I] and weight [X, I, O], of 8 bits if it has a scale [X, n, O]."""
+    stored, scales = (None, 1) if scale is None else (weight.dtype, scale.shape[1])
+    experts, _, outputs = weight.shape
+    return GroupedSpec(pairs, experts, x.shape[1], outputs, x.dtype, stored, scales, cores, gated)
+
+
 @dataclass(frozen=True)
 class Config:
     """The tile sizes and form that one shape is computed with."""
@@ -221,9 +230,7 @@ def grouped_matmul(
     """
     (rows, width), (experts, _, outputs) = x.shape, weight.shape
     out_dtype = jnp.dtype(out_dtype or x.dtype)
-    spec = GroupedSpec(rows, experts, width, outputs, x.dtype, gated=gate is not None)
-    if scale is not None:
-        spec = replace(spec, stored=weight.dtype, scales=scale.shape[1])
+    spec = spec_of(rows, x, weight, scale, gate is not None)
     config.validate(spec)
     fits = weight.dtype == x.dtype if scale is None else scale.shape == (experts, spec.scales, outputs)
     if not fits or weight.shape[1] != width or rows != len(work.source):
