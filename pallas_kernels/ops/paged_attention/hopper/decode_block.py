@@ -20,6 +20,7 @@ from jax import lax
 from pallas_kernels.mosaic import compat, fragments
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret, cast, fence
+from pallas_kernels.mosaic.memory import tiled
 from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.paged_attention.hopper.softmax import HIDDEN, capped
 
@@ -180,7 +181,7 @@ class DecodeShape:
         memory, barriers = self._packed_queries() if self.results is Results.PACKED else self._tokens()
         for side in sides:
             most = fragments.KEY_SWIZZLE if self.split is Split.WARPS and side == "k" else 128
-            memory[side] = _tiled(ring, self.spec.kv_dtype, most)
+            memory[side] = tiled(ring, self.spec.kv_dtype, most)
             barriers[f"{side}_full"] = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
             barriers[f"{side}_free"] = plgpu.Barrier(
                 num_arrivals=self.consumers if self.whole else 1, num_barriers=self.stages
@@ -192,14 +193,14 @@ class DecodeShape:
             memory["told"] = plgpu.SMEM((self.consumers, self.rows), jnp.float32)
             barriers["met"] = plgpu.Barrier(num_arrivals=self.consumers, num_barriers=2)
         elif self.warps or self.p_in_smem:
-            memory["p"] = _tiled((self.consumers, self.rows, self.tile), self.spec.compute_dtype)
+            memory["p"] = tiled((self.consumers, self.rows, self.tile), self.spec.compute_dtype)
         if self.spec.quantized and self.split is not Split.WARPS:
-            memory["wide"] = _tiled((self.consumers, self.tile, self.spec.dim), self.spec.compute_dtype)
+            memory["wide"] = tiled((self.consumers, self.tile, self.spec.dim), self.spec.compute_dtype)
         return memory | barriers
 
     def _packed_queries(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the memory and barriers of queries that the producer copies."""
-        return {"q": _tiled((self.queues, self.rows, self.spec.dim), self.spec.compute_dtype)}, {
+        return {"q": tiled((self.queues, self.rows, self.spec.dim), self.spec.compute_dtype)}, {
             "q_full": plgpu.Barrier(num_arrivals=1, num_barriers=self.queues),
             "q_free": plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.queues),
         }
@@ -211,19 +212,11 @@ class DecodeShape:
         memory["added"] = plgpu.SMEM((chunks if self.consumers > 1 else 1, self.rows, WIDE), jnp.float32)
         memory["told"] = plgpu.SMEM((self.consumers, 2, lanes), jnp.float32)
         if not self.warps:
-            memory["q"] = _tiled((1, self.rows, self.spec.dim), self.spec.compute_dtype)
+            memory["q"] = tiled((1, self.rows, self.spec.dim), self.spec.compute_dtype)
         return memory, {
             "q_full": plgpu.Barrier(num_arrivals=self.block * chunks, num_barriers=1),
             "met": plgpu.Barrier(num_arrivals=self.consumers, num_barriers=2),
         }
-
-
-def _tiled(shape: tuple[int, ...], dtype: Any, most: int = 128) -> Any:
-    """Return swizzled shared memory for TMA and tensor cores: tiles of 8 rows of up to `most` bytes."""
-    row = shape[-1] * jnp.dtype(dtype).itemsize
-    swizzle = next(size for size in (128, 64) if size <= most and row % size == 0)
-    transforms = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 class Refs(NamedTuple):

@@ -49,7 +49,7 @@ def body(shape: PrefillShape) -> Callable[..., None]:
     """Return the kernel over the grid GRID and the threads ROLE."""
 
     def run(*arrays: Any, **scratch: Any) -> None:
-        scales = () if shape.quantized else (None, None)
+        scales = () if shape.spec.quantized else (None, None)
         _block(shape, Refs(*arrays[:6], *scales, *arrays[6:], **scratch))
 
     return run
@@ -69,15 +69,15 @@ def _block(shape: PrefillShape, refs: Refs) -> None:
     @pl.when(role < WARPGROUPS)
     def _compute() -> None:
         if not is_interpreting(shape.interpret):
-            plgpu.set_max_registers(208 if shape.quantized else 232, action="increase")
+            plgpu.set_max_registers(208 if shape.spec.quantized else 232, action="increase")
         lax.fori_loop(0, rounds(), lambda turn, step: _consume(shape, refs, item(turn), role, step), jnp.int32(0))
-        if shape.ahead:
+        if shape.config.ahead:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(role == WARPGROUPS)
     def _copy() -> None:
         if not is_interpreting(shape.interpret):
-            plgpu.set_max_registers(88 if shape.quantized else 40, action="decrease")
+            plgpu.set_max_registers(88 if shape.spec.quantized else 40, action="decrease")
         steps = lax.fori_loop(0, rounds(), lambda turn, step: produce(shape, refs, item(turn), step), jnp.int32(0))
         if is_interpreting(shape.interpret):
             drain(shape, refs, steps)
@@ -88,17 +88,17 @@ def _consume(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, step:
     # before the loop over items, and held in registers that the loop over keys lacks if heads are wide.
     here = role + jnp.minimum(item.row, 0) if shape.halves > 1 else role
     pl.when(item.tokens > 0)(partial(_queries, shape, refs, item, here))
-    if shape.ping_pong:
+    if shape.config.ping_pong:
         pl.when(role == 1)(partial(_hand_over, refs))
-    raw = shape.scale * (refs.k_scale[item.kv_head(shape)] if shape.quantized else 1.0)
-    ahead = item.part(shape, role).offset - item.start * shape.keys
+    raw = shape.scale * (refs.k_scale[item.kv_head(shape)] if shape.spec.quantized else 1.0)
+    ahead = item.part(shape, role).offset - item.start * shape.config.keys
 
     def loop(first: jax.Array, last: jax.Array, mask: bool, state: State, more: bool = True) -> State:
         tile = partial(_tile, shape, refs, item, role, step, raw, ahead if mask else None, more)
         end: State = lax.fori_loop(first, last, tile, state)
         return end
 
-    if shape.overlap:
+    if shape.config.overlap:
         before = jnp.maximum(item.steps - 1, 0)  # tiles with another one after them
         state = lax.fori_loop(0, jnp.minimum(item.steps, 1), partial(_first, shape, refs, role, step), _begin(shape))
         state = loop(jnp.int32(0), jnp.minimum(item.masked, before), True, state)
@@ -108,7 +108,7 @@ def _consume(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, step:
     else:
         state = loop(jnp.int32(0), item.masked, True, _begin(shape))
         state = loop(item.masked, item.steps, False, state)
-    if shape.ping_pong:
+    if shape.config.ping_pong:
         pl.when(role == 0)(partial(_hand_over, refs))
 
     @pl.when(item.tokens > 0)
@@ -120,15 +120,15 @@ def _consume(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, step:
 
 def _queries(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array) -> None:
     """Load the item's queries into `q_s`: from `stage` if they are copied ahead, else from global memory."""
-    for begin in range(0, shape.dim, shape.columns):
-        if not shape.ahead:
+    for begin in range(0, shape.spec.dim, shape.columns):
+        if not shape.config.ahead:
             fetch_queries(shape, refs, item, role, begin)
         plgpu.barrier_wait(refs.q_full.at[role])
         for c in range(0, shape.columns, WIDE):
             loaded = compat.load(refs.stage.at[role, c // WIDE], layout=_layout(), optimized=False)
-            refs.q_s[role, :, pl.ds(begin + c, WIDE)] = loaded.astype(shape.dtype)
+            refs.q_s[role, :, pl.ds(begin + c, WIDE)] = loaded.astype(shape.spec.compute_dtype)
         plgpu.commit_smem()
-        if shape.ahead:
+        if shape.config.ahead:
             plgpu.barrier_arrive(refs.q_free.at[role])
 
 
@@ -146,9 +146,9 @@ def _begin(shape: PrefillShape) -> State:
     row = partial(cast, layout=_layout(reduced=True), interpret=shape.interpret)
     mixed = cast(jnp.zeros((ROWS, shape.columns), jnp.float32), _layout(), shape.interpret)
     start = mixed, row(jnp.full((ROWS,), MASKED, jnp.float32)), row(jnp.zeros((ROWS,), jnp.float32))
-    if not shape.overlap:
+    if not shape.config.overlap:
         return start
-    return *start, cast(jnp.zeros((ROWS, shape.keys), jnp.float32), _layout(), shape.interpret)
+    return *start, cast(jnp.zeros((ROWS, shape.config.keys), jnp.float32), _layout(), shape.interpret)
 
 
 def _rows(x: jax.Array, columns: int) -> jax.Array:
@@ -170,14 +170,14 @@ def _tile(
     """Attend to the j-th tile of keys; `raw` turns products into scores.
 
     If the tile needs a mask, `ahead` is the first row's position relative to tile `start`, else
-    None. With `shape.overlap`, `state` ends with the products of this tile, and those of the next
+    None. With `shape.config.overlap`, `state` ends with the products of this tile, and those of the next
     one, if there are `more`, are computed during the softmax of this one.
     """
-    slot = lax.rem(step + j, jnp.int32(shape.stages))
+    slot = lax.rem(step + j, jnp.int32(shape.config.stages))
     attend = partial(_attend, shape, refs, item, role, slot, raw, ahead, j)
     # The other warpgroup may continue as soon as the product is issued.
-    issued: Callable[[], None] = partial(_hand_over, refs) if shape.ping_pong else lambda: None
-    if not shape.overlap:
+    issued: Callable[[], None] = partial(_hand_over, refs) if shape.config.ping_pong else lambda: None
+    if not shape.config.overlap:
         score, _ = _scores(shape, refs, role, slot, issued)
         return attend(score, state)
     *mixture, score = state
@@ -188,7 +188,7 @@ def _tile(
 
     if not more:
         return *current(), score
-    following = lax.rem(step + j + 1, jnp.int32(shape.stages))
+    following = lax.rem(step + j + 1, jnp.int32(shape.config.stages))
     after, mixture = _scores(shape, refs, role, following, current)
     return *mixture, after
 
@@ -212,25 +212,25 @@ def _attend(
         score = capped(score, raw, shape.softcap)
     if ahead is not None:
         # Without a window only the tail is masked, and with `overlap` also the last tile, wherever it is.
-        there = j if shape.window is None and not shape.overlap else item.key_tile(j)
-        score = _mask(shape, score, ahead - there * shape.keys)
+        there = j if shape.window is None and not shape.config.overlap else item.key_tile(j)
+        score = _mask(shape, score, ahead - there * shape.config.keys)
     higher = jnp.maximum(peak, jnp.max(score, axis=1) * factor)
     fade = jnp.exp2(peak - higher)
-    weight = jnp.exp2(score * factor - _rows(higher, shape.keys))
+    weight = jnp.exp2(score * factor - _rows(higher, shape.config.keys))
     mixed, total = mixed * _rows(fade, shape.columns), total * fade + jnp.sum(weight, axis=1)
-    narrow = weight.astype(shape.dtype)
-    if shape.p_in_smem:
+    narrow = weight.astype(shape.spec.compute_dtype)
+    if shape.config.p_in_smem:
         refs.p_s[role] = narrow
         plgpu.commit_smem()
-    elif shape.ping_pong:
+    elif shape.config.ping_pong:
         mixed, total, higher, narrow = lax.optimization_barrier((mixed, total, higher, narrow))
 
-    if shape.ping_pong:
+    if shape.config.ping_pong:
         plgpu.barrier_arrive(refs.turn)
     plgpu.barrier_wait(refs.v_full.at[slot])
-    if shape.ping_pong:
+    if shape.config.ping_pong:
         plgpu.barrier_wait(refs.turn)
-    left = refs.p_s.at[role] if shape.p_in_smem else narrow
+    left = refs.p_s.at[role] if shape.config.p_in_smem else narrow
     mixed = wgmma(left, refs.v_s.at[slot], mixed, interpret=shape.interpret)
     fence(shape.interpret)
     plgpu.barrier_arrive(refs.v_free.at[slot])
@@ -250,17 +250,19 @@ def _scores(
 
 def _first(shape: PrefillShape, refs: Refs, role: jax.Array, step: jax.Array, j: jax.Array, state: State) -> State:
     """Compute the products of the first tile, which no softmax can hide."""
-    score, _ = _scores(shape, refs, role, lax.rem(step + j, jnp.int32(shape.stages)), lambda: ())
+    score, _ = _scores(shape, refs, role, lax.rem(step + j, jnp.int32(shape.config.stages)), lambda: ())
     return *state[:-1], score
 
 
 def _mask(shape: PrefillShape, score: jax.Array, ahead: jax.Array) -> jax.Array:
     """Mask keys that a row may not attend to; `ahead`: the first row's position minus the first key's."""
-    row, column = _iota(shape, (ROWS,), 0), _iota(shape, (ROWS, shape.keys), 1)
-    last = ahead + (row if shape.heads == 1 else row & (shape.span - 1))  # the last key that a row sees, as a column
+    row, column = _iota(shape, (ROWS,), 0), _iota(shape, (ROWS, shape.config.keys), 1)
+    last = ahead + (
+        row if shape.config.heads == 1 else row & (shape.span - 1)
+    )  # the last key that a row sees, as a column
     # A thread's columns are 8 i + 0, 1 plus its offset. Split this way, the compiler turns 8 i and 0, 1 into constants
     # and a few sums. Whole column numbers would take a register each, beside the loop's, and spill.
-    eighth, past = column & ~7, _rows(last, shape.keys) - (column & 7)
+    eighth, past = column & ~7, _rows(last, shape.config.keys) - (column & 7)
     score = jnp.where(eighth <= past, score, HIDDEN)
     return score if shape.window is None else jnp.where(eighth > past - shape.window, score, HIDDEN)
 
@@ -272,11 +274,11 @@ def _iota(shape: PrefillShape, size: tuple[int, ...], axis: int) -> jax.Array:
 def _finish(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, state: State) -> None:
     mixed, peak, total = state
     total = jnp.maximum(total, 1e-30)  # rows that are not stored have none
-    share = (refs.v_scale[item.kv_head(shape)] if shape.quantized else 1.0) / total
-    mixed = (mixed * _rows(share, shape.columns)).astype(shape.outer_dtype)
-    if shape.ahead:  # the results of the item before have left
+    share = (refs.v_scale[item.kv_head(shape)] if shape.spec.quantized else 1.0) / total
+    mixed = (mixed * _rows(share, shape.columns)).astype(shape.spec.dtype)
+    if shape.config.ahead:  # the results of the item before have left
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    stored = refs.stored if shape.ahead else refs.stage
+    stored = refs.stored if shape.config.ahead else refs.stage
     for c in range(0, shape.columns, WIDE):
         stored[role, c // WIDE] = mixed[:, c : c + WIDE]
     plgpu.commit_smem()
@@ -303,14 +305,14 @@ def _store(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, stored:
 
         @pl.when((part.left & size) != 0)
         def _copy(size: int = size, done: jax.Array = done) -> None:
-            for h, c in product(range(shape.heads), range(0, shape.columns, WIDE)):
+            for h, c in product(range(shape.config.heads), range(0, shape.columns, WIDE)):
                 plgpu.copy_smem_to_gmem(
                     stored.at[role, c // WIDE, pl.ds(h * shape.span + part.back + done, size)],
                     refs.out.at[
-                        pl.ds(part.begin + done, size), item.head_block * shape.heads + h, pl.ds(first + c, WIDE)
+                        pl.ds(part.begin + done, size), item.head_block * shape.config.heads + h, pl.ds(first + c, WIDE)
                     ],
                 )
 
         done, size = done + (part.left & size), size // 2
-    if not shape.ahead:
+    if not shape.config.ahead:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
