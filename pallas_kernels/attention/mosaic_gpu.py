@@ -60,7 +60,7 @@ def make(spec: AttentionSpec | None, decode: bool, few: bool = False) -> Attenti
 
 def tuning_specs(spec: AttentionSpec) -> list[tuple[str, Any]]:
     """Return the (op, AttentionShape) of every tuned config that the attention of `spec` looks up."""
-    return [(op, _shape(spec, queries)) for op, several in LOOKED_UP.items() for queries in several]
+    return [(op, spec.shape(queries)) for op, several in LOOKED_UP.items() for queries in several]
 
 
 def _refused(spec: AttentionSpec) -> str | None:
@@ -71,31 +71,12 @@ def _refused(spec: AttentionSpec) -> str | None:
         return mla.refused(spec)
     try:
         for queries in LOOKED_UP["decode"]:
-            decode, wanted = _decode(spec, queries)
-            decode.validate(wanted)
+            _decode(spec, queries).validate(spec.shape(queries))
         if not _left_to_xla(spec):
-            prefill, wanted = _prefill(spec)
-            prefill.validate(wanted)
+            _prefill(spec).validate(spec.shape(1))
     except ValueError as reason:
         return str(reason)
     return None
-
-
-def _shape(spec: AttentionSpec, queries: int) -> Any:
-    from pallas_kernels.mosaic.spec import AttentionShape as Wanted
-
-    # The number of rows is unknown until the step, so configs must not depend on it.
-    return Wanted(
-        rows=1,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        dim=spec.head_dim,
-        page=spec.page,
-        queries=queries,
-        dtype=jnp.dtype(spec.dtype),
-        kv_dtype=jnp.dtype(spec.stored),
-        cores=spec.cores,
-    )
 
 
 def _left_to_xla(spec: AttentionSpec) -> bool:
@@ -103,25 +84,21 @@ def _left_to_xla(spec: AttentionSpec) -> bool:
     return spec.head_dim > 128 and jnp.dtype(spec.stored).itemsize == 1
 
 
-def _config(op: str, module: ModuleType, spec: AttentionSpec, queries: int) -> tuple[Any, Any]:
-    """Return the measured config or, without one, the heuristic config, and the spec it is chosen for."""
+def _config(op: str, kernel: ModuleType, spec: AttentionSpec, queries: int) -> Any:
     assert queries in LOOKED_UP[op], f"{queries=} of {op} must be in tuning_specs"
-    wanted = _shape(spec, queries)
-    measured = None if spec.interpret else tuned.best(op, wanted, spec.device, module.Config)
-    return measured or module.heuristic(wanted), wanted
+    return tuned.chosen(op, kernel, spec.shape(queries), spec)
 
 
-def _decode(spec: AttentionSpec, queries: int) -> tuple[Any, Any]:
+def _decode(spec: AttentionSpec, queries: int) -> Any:
     from pallas_kernels.ops.paged_attention.hopper import decode
 
     return _config("decode", decode, spec, queries)
 
 
-def _prefill(spec: AttentionSpec) -> tuple[Any, Any]:
+def _prefill(spec: AttentionSpec) -> Any:
     from pallas_kernels.ops.paged_attention.hopper import prefill
 
-    config, wanted = _config("prefill", prefill, spec, *LOOKED_UP["prefill"])
-    return replace(config, above=1), wanted
+    return replace(_config("prefill", prefill, spec, *LOOKED_UP["prefill"]), above=1)
 
 
 @dataclass(frozen=True)
@@ -160,13 +137,13 @@ class MosaicAttention:
         def each(config: Any) -> tuple[Any, ...]:
             return tuple(config.plan(step, page=page, window=one) for step, one in zip(steps, windows, strict=True))
 
-        prefill = each(_prefill(self.spec)[0]) if self._prefills else ()
-        return GpuAttentionWork(ragged, each(_decode(self.spec, self._queries)[0]), prefill, groups=groups)
+        prefill = each(_prefill(self.spec)) if self._prefills else ()
+        return GpuAttentionWork(ragged, each(_decode(self.spec, self._queries)), prefill, groups=groups)
 
     def _groups(self, ragged: Ragged, window: int | None) -> Any:
         from pallas_kernels.ops.paged_attention.hopper import cascade
 
-        return cascade.plan(ragged, _decode(self.spec, QUERIES)[0], page=self.spec.page, window=window)
+        return cascade.plan(ragged, _decode(self.spec, QUERIES), page=self.spec.page, window=window)
 
     def __call__(self, inputs: AttentionInputs, pool: Pool, work: GpuAttentionWork) -> tuple[jax.Array, Pool]:
         from pallas_kernels.ops.kv_write.hopper import packed, rope_and_write
@@ -186,13 +163,13 @@ class MosaicAttention:
         rest: dict[str, Any] = {**inputs.options, "interpret": interpret}
         groups = work.groups[at] if work.groups else None
         ragged = work.ragged if groups is None else groups.cascade.rest
-        config, _ = _decode(self.spec, self._queries)
+        config = _decode(self.spec, self._queries)
         # Every row is in one of the plans, so what decode leaves out is overwritten.
         mixed, lse = paged_decode(q, k_pool, v_pool, ragged, work.decode[at], config=config, clean=False, **rest)
         if self._prefills:
             from pallas_kernels.ops.paged_attention.hopper.prefill import paged_prefill
 
-            config, _ = _prefill(self.spec)
+            config = _prefill(self.spec)
             longer = paged_prefill(q, k_pool, v_pool, ragged, work.prefill[at], config=config, clean=False, **rest)
             mine = work.prefill[at].place >= 0
             mixed = jnp.where(mine[:, None, None], longer[0], mixed)
@@ -200,6 +177,6 @@ class MosaicAttention:
         if groups is not None:
             from pallas_kernels.ops.paged_attention.hopper.cascade import attend_shared
 
-            config, _ = _decode(self.spec, QUERIES)
+            config = _decode(self.spec, QUERIES)
             mixed, lse = merge(*attend_shared(q, k_pool, v_pool, groups, config=config, **rest), mixed, lse)
         return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)

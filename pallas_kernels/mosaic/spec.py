@@ -52,6 +52,28 @@ class AttentionShape:
             )
 
 
+def check_dtype(spec: Any) -> None:
+    """Raise ValueError if the dtype of activations is not one of the products'."""
+    if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
+
+
+def check_smem(config: Any, size: int, spec: Any = None) -> None:
+    """Raise ValueError if a block needs more than its shared memory."""
+    if size > SMEM:
+        wanted = "" if spec is None else f" for {spec}"
+        raise ValueError(f"{config} needs {size} bytes of shared memory{wanted}; the limit is {SMEM}")
+
+
+def check_attention(spec: AttentionShape) -> None:
+    """Raise ValueError for pages or dtypes that no attention kernel takes."""
+    if spec.page % 8 or not 8 <= spec.page <= 256:
+        raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
+    check_dtype(spec)
+    if not spec.quantized and spec.kv_dtype != spec.dtype:
+        raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
+
+
 S = TypeVar("S", contravariant=True)
 
 

@@ -38,7 +38,7 @@ from jax import lax
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.interpret import Interpret, cast
-from pallas_kernels.mosaic.spec import AttentionShape
+from pallas_kernels.mosaic.spec import AttentionShape, check_dtype
 from pallas_kernels.mosaic.spread import spread
 from pallas_kernels.norms import HeadNorms
 from pallas_kernels.ops.kv_write.xla import LARGEST
@@ -58,8 +58,7 @@ class Config:
             raise ValueError(f"{self.tokens=} must be 1 to 16")
         if spec.dim not in (64, 128, 256):
             raise ValueError(f"{spec.dim=} must be 64, 128 or 256")
-        if jnp.dtype(spec.dtype) not in (jnp.bfloat16, jnp.float16):
-            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
+        check_dtype(spec)
         if spec.quantized and jnp.dtype(spec.kv_dtype).name not in LARGEST:
             raise ValueError(f"{spec.kv_dtype=} must be one of {', '.join(LARGEST)}, or the dtype of the keys")
 

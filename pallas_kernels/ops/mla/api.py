@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import tuned
 from pallas_kernels.layout import Ragged
+from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.kv_write.xla import write_latent
 from pallas_kernels.ops.paged_attention.api import AttentionInputs, AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
@@ -26,33 +26,20 @@ def refused(spec: AttentionSpec) -> str | None:
     """Return None, or the reason why the kernel cannot run `spec`, in steps of single tokens or in others."""
     try:
         for decode in (True, False):
-            config, wanted = _config(spec, decode)
-            config.validate(wanted)
+            _config(spec, decode).validate(_shape(spec, decode))
     except ValueError as reason:
         return str(reason)
     return None
 
 
-def _config(spec: AttentionSpec, decode: bool) -> tuple[Any, Any]:
-    """Return the measured config or, without one, the heuristic config, and the spec it is chosen for."""
-    from pallas_kernels.mosaic.spec import AttentionShape as Wanted
+def _shape(spec: AttentionSpec, decode: bool) -> AttentionShape:
+    return spec.shape(1 if decode else MANY)
+
+
+def _config(spec: AttentionSpec, decode: bool) -> Any:
     from pallas_kernels.ops.mla import hopper
 
-    # The number of rows is unknown until the step, so configs must not depend on it.
-    wanted = Wanted(
-        rows=1,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        dim=spec.head_dim,
-        page=spec.page,
-        queries=1 if decode else MANY,
-        dtype=jnp.dtype(spec.dtype),
-        kv_dtype=jnp.dtype(spec.stored),
-        cores=spec.cores,
-        values=spec.latent,
-    )
-    measured = None if spec.interpret else tuned.best("mla", wanted, spec.device, hopper.Config)
-    return measured or hopper.heuristic(wanted), wanted
+    return tuned.chosen("mla", hopper, _shape(spec, decode), spec)
 
 
 @dataclass(frozen=True)
@@ -64,7 +51,7 @@ class MlaAttention:
 
     def plan(self, ragged: Ragged) -> tuple[Ragged, tuple[Any, ...]]:
         """Plan the step once per distinct window; layers with the same window share a plan."""
-        config, _ = _config(self.spec, self.decode)
+        config = _config(self.spec, self.decode)
         works = tuple(
             config.plan(ragged, page=self.spec.page, window=window, short=self.decode) for window in self.spec.windows
         )
@@ -86,7 +73,7 @@ class MlaAttention:
             scale=inputs.scale,
             window=inputs.window,
             softcap=inputs.softcap,
-            config=_config(self.spec, self.decode)[0],
+            config=_config(self.spec, self.decode),
             interpret=self.spec.interpreter,
         )
         return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (latents,)

@@ -44,7 +44,7 @@ from pallas_kernels.layout import MASKED, Ragged
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret, cast, wgmma, wgmmas
-from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed
+from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed, check_attention, check_smem
 from pallas_kernels.ops.mla.plan import sliced
 from pallas_kernels.ops.paged_attention.hopper.decode import attend
 from pallas_kernels.ops.paged_attention.hopper.decode_block import (
@@ -97,8 +97,7 @@ class Config:
             )
         if spec.values % 128 or not spec.values or spec.dim != spec.values + TURNING:
             raise ValueError(f"{spec.values=} must be a multiple of 128, and {spec.dim=} must be {TURNING} more")
-        if spec.page % 8 or not 8 <= spec.page <= 256:
-            raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
+        check_attention(spec)
         if spec.quantized and not self.warps:
             raise ValueError(f"{self.warps=} must be True for {spec.kv_dtype=}, which needs warp-level products")
         tiles = (64, 128) if spec.quantized else (32, 64, 128) if self.warps else (JOINT,)
@@ -110,12 +109,7 @@ class Config:
             raise ValueError(f"{self.queries=} times {self.group(spec)} heads must be 1 to {self.rows(spec)} rows")
         if self.warps and not (compat.HAS_MMA or spec.quantized):
             raise ValueError(f"{self.warps=} needs jax 0.11 or later; this is {jax.__version__}")
-        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
-        if not spec.quantized and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
-            raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
-        if (size := self.smem_bytes(spec)) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
+        check_smem(self, self.smem_bytes(spec), spec)
 
     def blocks(self, spec: AttentionShape) -> int:
         """Return the number of blocks that the query heads are split over."""

@@ -13,6 +13,7 @@ import jax
 
 from pallas_kernels.choice import Here
 from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.norms import HeadNorms
 from pallas_kernels.rope import Turn
 
@@ -38,6 +39,14 @@ class AttentionSpec(Here):
     def stored(self) -> str:
         """The dtype of pools."""
         return self.kv_dtype or self.dtype
+
+    def shape(self, queries: int) -> AttentionShape:
+        """Return what the configs of Hopper kernels are chosen for, for rows of up to `queries` tokens.
+
+        The number of rows is unknown until the step, so configs must not depend on it.
+        """
+        sizes = 1, self.heads, self.kv_heads, self.head_dim, self.page, queries
+        return AttentionShape(*sizes, self.dtype, self.stored, self.cores, self.latent)
 
 
 class ScoreOptions(TypedDict):

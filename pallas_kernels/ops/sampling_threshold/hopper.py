@@ -25,7 +25,7 @@ from jax import lax
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret
-from pallas_kernels.mosaic.spec import SMEM
+from pallas_kernels.mosaic.spec import check_smem
 from pallas_kernels.ops.sampling_threshold.search import DEPTH, NOTHING, Found, Options, Seen, insert, search
 
 WARPGROUP = 128
@@ -49,8 +49,7 @@ class Config:
             raise ValueError(f"{vocab=} must be at least {self.tile=}")
         if self.stages < 1:
             raise ValueError(f"{self.stages=} must be positive")
-        if (size := self.smem_bytes()) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory; the limit is {SMEM}")
+        check_smem(self, self.smem_bytes())
 
     def smem_bytes(self) -> int:
         """Return the shared memory of a block, including barriers and the scratch of reductions."""

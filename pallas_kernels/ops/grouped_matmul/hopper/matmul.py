@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.interpret import Interpret
 from pallas_kernels.mosaic.quantized_tile import COLUMNS, CONSUMERS, QUANTIZED, Tile, held
-from pallas_kernels.mosaic.spec import CORES, SMEM, allowed, refusal
+from pallas_kernels.mosaic.spec import CORES, SMEM, allowed, check_dtype, check_smem, refusal
 from pallas_kernels.ops.grouped_matmul.hopper.body import (
     ALIGN,
     DEPTH,
@@ -100,8 +100,7 @@ class Config:
 
     def validate(self, spec: GroupedSpec) -> None:
         """Raise ValueError, naming the value, if this config cannot compute the spec."""
-        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
+        check_dtype(spec)
         if self.consumers not in (1, 2) or min(self.stages, self.blocks) < 1:
             raise ValueError(f"{self.consumers=} must be 1 or 2, {self.stages=} and {self.blocks=} positive")
         if spec.quantized:
@@ -119,8 +118,7 @@ class Config:
             raise ValueError(
                 f"with a gate, {self.columns=} must be 128, or 256 if not swapped, and {self.consumers=} must be 2"
             )
-        if (size := self.smem_bytes(spec)) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory; the limit is {SMEM}")
+        check_smem(self, self.smem_bytes(spec))
 
     def _validate_whole(self, spec: GroupedSpec) -> None:
         if spec.width % DEPTH or spec.outputs % WIDE:

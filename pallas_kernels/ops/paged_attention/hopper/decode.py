@@ -28,7 +28,7 @@ from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.fragments import ROWS, arranged, in_order
 from pallas_kernels.mosaic.interpret import Interpret
-from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed
+from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed, check_attention, check_smem
 from pallas_kernels.ops.paged_attention.hopper.combine import LANES, Combine, Partials, fill, make
 from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, WIDE, DecodeShape, Results, Split, spills
 from pallas_kernels.ops.paged_attention.hopper.decode_body import Consume, body
@@ -62,8 +62,7 @@ class Config:
             raise ValueError(f"{spec.heads=} must be a multiple of {spec.kv_heads=}, at most {WGMMA_ROWS} times it")
         if spec.dim not in (64, 128, 256):
             raise ValueError(f"{spec.dim=} must be 64, 128 or 256")
-        if spec.page % 8 or not 8 <= spec.page <= 256:
-            raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
+        check_attention(spec)
         if self.tile % 64 or (self.tile % spec.page and spec.page % self.tile):
             raise ValueError(f"{self.tile=} must be a multiple of 64, and a multiple or a divisor of {spec.page=}")
         if self.stages % self.consumers or self.stages < self.consumers:
@@ -82,12 +81,7 @@ class Config:
             raise ValueError(
                 f"{self.warps=} with {spec.kv_dtype=} needs at most {ROWS} rows, not {self.block(spec)} * {spec.group}"
             )
-        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
-        if not spec.quantized and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
-            raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
-        if (size := self.smem_bytes(spec)) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
+        check_smem(self, self.smem_bytes(spec), spec)
 
     def block(self, spec: AttentionShape) -> int:
         """Return the query tokens that one block takes."""

@@ -24,7 +24,7 @@ from pallas_kernels.layout import Ragged
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret
 from pallas_kernels.mosaic.memory import tiled
-from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape
+from pallas_kernels.mosaic.spec import CORES, AttentionShape, check_attention, check_smem
 from pallas_kernels.mosaic.widen import widened
 from pallas_kernels.ops.paged_attention.plan import PrefillWork, plan_prefill
 
@@ -75,18 +75,12 @@ class Config:
             raise ValueError(f"{spec.kv_dtype=} with {spec.dim=}: only one tile of keys fits, and that config spills")
         if self.ahead and spec.dim > MOST:
             raise ValueError(f"{self.ahead=} with {spec.dim=}: queries take two copies to the same memory")
-        if spec.page % 8 or not 8 <= spec.page <= 256:
-            raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
+        check_attention(spec)
         if self.keys not in (64, 128) or (self.keys % spec.page and spec.page % self.keys):
             raise ValueError(f"{self.keys=} must be 64 or 128, and a multiple or a divisor of {spec.page=}")
         if min(self.stages, self.blocks) < 1 or self.above < 0:
             raise ValueError(f"{self.stages=} and {self.blocks=} must be positive, {self.above=} not negative")
-        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
-        if not spec.quantized and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
-            raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
-        if (size := self.smem_bytes(spec)) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
+        check_smem(self, self.smem_bytes(spec), spec)
 
     def smem_bytes(self, spec: AttentionShape) -> int:
         """Return the shared memory of a block: queries, results, the ring, weights, barriers and alignment."""
