@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 # backends by platform, most preferred first; other platforms have xla only
@@ -24,13 +23,6 @@ class Here:
     capability: str = ""  # compute capability of a GPU, such as "9.0"
     cores: int = 132  # streaming multiprocessors of a GPU
     interpret: bool = False  # tests only: run the kernels of any platform with JAX's interpreters on a CPU
-
-    @cached_property
-    def interpreter(self) -> Any:
-        """The interpreter of Hopper kernels, if `interpret`; else None."""
-        from pallas_kernels.mosaic.interpret import interpreter
-
-        return interpreter() if self.interpret else None
 
 
 Supports = Callable[[Any], str | None]  # from a spec to None, or the reason why a backend cannot run it

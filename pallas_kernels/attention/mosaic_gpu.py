@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from pallas_kernels import tuned
 from pallas_kernels.attention.xla import XlaAttention, XlaWork
 from pallas_kernels.layout import Ragged
-from pallas_kernels.mosaic.support import unfit
+from pallas_kernels.mosaic.support import interpreter_of, unfit
 from pallas_kernels.ops.mla import api as mla
 from pallas_kernels.ops.paged_attention.api import Attention, AttentionInputs, AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.cascade import merge
@@ -149,7 +149,7 @@ class MosaicAttention:
         from pallas_kernels.ops.kv_write.hopper import packed, rope_and_write
         from pallas_kernels.ops.paged_attention.hopper.decode import paged_decode
 
-        qkv, norms, interpret = inputs.qkv, inputs.norms, self.spec.interpreter
+        qkv, norms, interpret = inputs.qkv, inputs.norms, interpreter_of(self.spec)
         if qkv is None:  # all of the norms are applied
             assert inputs.v is not None, "MlaAttention handles latents"
             qkv, norms = packed(inputs.q, inputs.k, inputs.v), None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from pallas_kernels import ptxas
@@ -18,6 +20,13 @@ def unfit(spec: Here) -> str | None:
         found = spec.capability or "unknown"
         return f"it needs Hopper (compute capability 9.0); {spec.device or 'this device'} has {found}"
     return None
+
+
+def interpreter_of(spec: Here) -> Any:
+    """Return the interpreter of Hopper kernels, if `spec` asks for it; else None."""
+    from pallas_kernels.mosaic.interpret import interpreter
+
+    return interpreter() if spec.interpret else None
 
 
 def _interpreter() -> str | None:

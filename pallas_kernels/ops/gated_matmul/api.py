@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.choice import Choice, Here, anywhere, resolve
+from pallas_kernels.mosaic.support import interpreter_of, unfit
 from pallas_kernels.ops.grouped_matmul.api import Gate
 
 CURVE = 1.5957691216057308  # 2 sqrt(2 / pi), of the approximation of GELU by tanh
@@ -72,7 +73,7 @@ class MosaicGatedMatmul:
 
         def local(x: jax.Array, weight: jax.Array) -> jax.Array:
             gate, flat = GATES[self.spec.activation], weight.reshape(inputs, 2 * results)
-            return hopper.gated_matmul(x, flat, gate=gate, config=config, interpret=self.spec.interpreter)
+            return hopper.gated_matmul(x, flat, gate=gate, config=config, interpret=interpreter_of(self.spec))
 
         if self.mesh is None or self.spec.shards == 1:
             return local(x, weight)
@@ -85,7 +86,6 @@ class MosaicGatedMatmul:
 
 def supports(spec: GatedSpec) -> str | None:
     """Return None, or the reason why the Hopper kernel cannot run `spec`."""
-    from pallas_kernels.mosaic.support import unfit
     from pallas_kernels.ops.gated_matmul import hopper
 
     if (reason := unfit(spec)) is not None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.choice import Choice, Here, anywhere, resolve
+from pallas_kernels.mosaic.support import interpreter_of, unfit
 from pallas_kernels.ops.grouped_matmul import xla
 from pallas_kernels.ops.grouped_matmul.plan import Groups, plan_experts
 
@@ -86,12 +87,11 @@ class MosaicExperts:
         gated = options.get("gate") is not None
         spec = matmul.spec_of(len(work.place), x, weight, options.get("scale"), gated, self.spec.cores)
         config = matmul.heuristic(spec)
-        return matmul.grouped_matmul(x, weight, work, **options, config=config, interpret=self.spec.interpreter)
+        return matmul.grouped_matmul(x, weight, work, **options, config=config, interpret=interpreter_of(self.spec))
 
 
 def supports(spec: ExpertsSpec) -> str | None:
     """Return None, or the reason why the Hopper kernel cannot run `spec`."""
-    from pallas_kernels.mosaic.support import unfit
     from pallas_kernels.ops.grouped_matmul.hopper import matmul
 
     if (reason := unfit(spec)) is not None:

@@ -14,6 +14,7 @@ import jax
 from pallas_kernels import tuned
 from pallas_kernels.layout import Ragged
 from pallas_kernels.mosaic.spec import AttentionShape
+from pallas_kernels.mosaic.support import interpreter_of
 from pallas_kernels.ops.kv_write.xla import write_latent
 from pallas_kernels.ops.paged_attention.api import AttentionInputs, AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
@@ -74,6 +75,6 @@ class MlaAttention:
             window=inputs.window,
             softcap=inputs.softcap,
             config=_config(self.spec, self.decode),
-            interpret=self.spec.interpreter,
+            interpret=interpreter_of(self.spec),
         )
         return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (latents,)

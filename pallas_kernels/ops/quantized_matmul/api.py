@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.choice import Choice, Here, anywhere, resolve
+from pallas_kernels.mosaic.support import interpreter_of, unfit
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,13 @@ class MosaicQuantizedMatmul:
         )
         if hopper.supports(spec) is not None:
             return None
-        return hopper.quantized_matmul(x, values, scale, config=hopper.heuristic(spec), interpret=self.spec.interpreter)
+        return hopper.quantized_matmul(
+            x, values, scale, config=hopper.heuristic(spec), interpret=interpreter_of(self.spec)
+        )
 
 
 def supports(spec: MatmulSpec) -> str | None:
     """Return None, or the reason why the Hopper kernel is not used for `spec`."""
-    from pallas_kernels.mosaic.support import unfit
 
     if (reason := unfit(spec)) is not None:
         return reason

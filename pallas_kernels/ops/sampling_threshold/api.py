@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.choice import Choice, Here, anywhere, resolve
+from pallas_kernels.mosaic.support import interpreter_of, unfit
 from pallas_kernels.ops.sampling_threshold import xla
 from pallas_kernels.ops.sampling_threshold.search import Found, Options
 
@@ -47,12 +48,11 @@ class MosaicThresholds:
         from pallas_kernels.ops.sampling_threshold import hopper
 
         config = hopper.heuristic(x.shape[1])
-        return hopper.thresholds(x, options, config=config, interpret=self.spec.interpreter)
+        return hopper.thresholds(x, options, config=config, interpret=interpreter_of(self.spec))
 
 
 def supports(spec: ThresholdSpec) -> str | None:
     """Return None, or the reason why the Hopper kernel cannot run `spec`."""
-    from pallas_kernels.mosaic.support import unfit
     from pallas_kernels.ops.sampling_threshold import hopper
 
     return unfit(spec) or hopper.supports(spec.vocab)
