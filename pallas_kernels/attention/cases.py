@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import tpu
-from pallas_kernels.gate.cases import Case, shapes
+from pallas_kernels.gate.cases import Case, shapes, step_shapes
 from pallas_kernels.layout import Ragged
 from pallas_kernels.ops.paged_attention.api import Attention, AttentionInputs, AttentionSpec
-from pallas_kernels.ops.paged_attention.tpu.cases import DIM, MODELS, POOL, step_arguments
+from pallas_kernels.ops.paged_attention.tpu.cases import CONTEXT, DIM, MODELS, POOL
 from pallas_kernels.ops.paged_attention.tpu.config import shape_of
 
 SMALL_HEADS, SMALL_DIM = {"gpt-oss": (64, 8), "qwen2.5-0.5b": (14, 2)}, 64  # two heads a row, and one padded head
@@ -36,7 +36,7 @@ def in_place(model: str, page: int, tokens: int, rows: int, scratch: int) -> Cas
         name=f"tpu layer {model} page{page} {'decode' if decode else 'mixed'}",
         program=partial(_write_and_run, layer=layer),
         arguments=shapes(
-            ((tokens, heads, dim), jnp.bfloat16), new, new, pool, pool, *step_arguments(tokens, rows, page)
+            ((tokens, heads, dim), jnp.bfloat16), new, new, pool, pool, *step_shapes(tokens, rows, CONTEXT // page)
         ),
         donate=(3, 4),
         scratch=scratch,

@@ -97,6 +97,11 @@ def shapes(*pairs: tuple[Sequence[int], Any]) -> tuple[jax.ShapeDtypeStruct, ...
     return tuple(jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in pairs)
 
 
+def step_shapes(tokens: int, rows: int, pages: int) -> list[tuple[tuple[int, ...], Any]]:
+    """Return the shapes and dtypes of the arrays of `Ragged`, with `pages` columns of the block tables."""
+    return [*[((tokens,), np.int32)] * 3, *[((rows,), np.int32)] * 3, ((rows, pages), np.int32)]
+
+
 def mesh_of(devices: Sequence[Any]) -> Mesh:
     """Make a mesh over the axis `tp`."""
     return Mesh(np.array(devices), ("tp",))

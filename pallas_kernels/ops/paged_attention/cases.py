@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gate.cases import Case, shapes
+from pallas_kernels.gate.cases import Case, shapes, step_shapes
 from pallas_kernels.layout import ARRAYS, Ragged, Scales, SharedPrefixes
 from pallas_kernels.mosaic.fragments import ROWS
 from pallas_kernels.mosaic.spec import AttentionShape
@@ -64,52 +64,45 @@ def _decode_both(name: str, spec: AttentionShape, *, usual: bool = True, **optio
 
 
 def _decode_case(name: str, spec: AttentionShape, warps: bool, *, usual: bool = True, **options: Any) -> Case:
-    stored = "" if spec.kv_dtype == spec.dtype else f" {jnp.dtype(spec.kv_dtype).name}"
     config = decode.heuristic(spec, warps=warps)
     shape = decode.shape_of(spec, config, spec.dim**-0.5, options.get("window"), options.get("softcap"), None)
     merges = shape.results is Results.MERGED
     return Case(
-        name=f"decode {name} {'mma' if warps else 'wgmma'} {jnp.dtype(spec.dtype).name}{stored}"
-        f" page{spec.page} q{spec.queries}",
-        program=partial(_decode_step, spec=spec, config=config, **options),
-        arguments=_decode_arguments(spec),
+        name=f"decode {name} {'mma' if warps else 'wgmma'} {_dtypes(spec)} page{spec.page} q{spec.queries}",
+        program=partial(_step, attend=decode.paged_decode, spec=spec, config=config, **options),
+        arguments=_arguments(spec, spec.rows * spec.queries),
         needs=frozenset({"mma" if warps else "wgmma", "tma"} | ({"atom"} if merges else set())),
         least_jax=(0, 11) if warps and not spec.quantized else (0, 10),
         usual=usual,
     )
 
 
-def _decode_arguments(spec: AttentionShape) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _dtypes(spec: AttentionShape) -> str:
+    return " ".join(dict.fromkeys((spec.dtype.name, spec.kv_dtype.name)))
+
+
+def _arguments(spec: AttentionShape, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Return q, the pools, the fields of `Ragged`, and scales; contexts of up to 32768 tokens, 4096 pages."""
-    tokens, pool = spec.rows * spec.queries, (4096, spec.page, spec.kv_heads, spec.dim)
-    rows = [((spec.rows,), jnp.int32)] * 3
+    pool = ((4096, spec.page, spec.kv_heads, spec.dim), spec.kv_dtype)
     scales = [((spec.kv_heads,), jnp.float32)] * 2 if spec.quantized else []
-    return shapes(
-        ((tokens, spec.heads, spec.dim), spec.dtype),
-        (pool, spec.kv_dtype),
-        (pool, spec.kv_dtype),
-        *[((tokens,), jnp.int32)] * 3,
-        *rows,
-        ((spec.rows, 32768 // spec.page), jnp.int32),
-        *scales,
-    )
+    step = step_shapes(tokens, spec.rows, 32768 // spec.page)
+    return shapes(((tokens, spec.heads, spec.dim), spec.dtype), pool, pool, *step, *scales)
 
 
-def _decode_step(
+def _step(
     q: jax.Array,
     k_pool: jax.Array,
     v_pool: jax.Array,
     *rest: jax.Array,
+    attend: Callable[..., tuple[jax.Array, jax.Array]],
     spec: AttentionShape,
-    config: decode.Config,
+    config: Any,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Plan and attend, as one layer of a step does."""
     ragged, scales = Ragged.of(rest[:ARRAYS]), Scales(*rest[ARRAYS:]) if spec.quantized else None
     work = config.plan(ragged, page=spec.page, window=options.get("window"))
-    return decode.paged_decode(
-        q, k_pool, v_pool, ragged, work, scale=spec.dim**-0.5, scales=scales, config=config, **options
-    )
+    return attend(q, k_pool, v_pool, ragged, work, scale=spec.dim**-0.5, scales=scales, config=config, **options)
 
 
 def shared_cases() -> Iterator[Case]:
@@ -129,10 +122,9 @@ def shared_cases() -> Iterator[Case]:
 def _shared_case(name: str, spec: AttentionShape, *, usual: bool = True, **options: Any) -> Case:
     config = decode.heuristic(spec)
     groups, rows = [((spec.rows // 4,), jnp.int32)] * 3, [((spec.rows,), jnp.int32)]
-    stored = "" if spec.kv_dtype == spec.dtype else f" {jnp.dtype(spec.kv_dtype).name}"
-    q, *rest = _decode_arguments(replace(spec, queries=1))
+    q, *rest = _arguments(spec, spec.rows)
     return Case(
-        name=f"shared prefixes {name} {jnp.dtype(spec.dtype).name}{stored} page{spec.page}",
+        name=f"shared prefixes {name} {_dtypes(spec)} page{spec.page}",
         program=partial(_shared_step, spec=spec, config=config, **options),
         arguments=(q, *rest[: 2 + ARRAYS], *shapes(*rows, *groups), *rest[2 + ARRAYS :]),
         needs=frozenset({"mma" if config.warps else "wgmma", "tma"}),
@@ -192,35 +184,11 @@ def prefill_cases() -> Iterator[Case]:
 def _prefill_case(
     name: str, spec: AttentionShape, tokens: int, config: prefill.Config | None = None, **options: Any
 ) -> Case:
-    stored = f" {jnp.dtype(spec.kv_dtype).name}" if spec.quantized else ""
-    scales = [((spec.kv_heads,), jnp.float32)] * 2 if spec.quantized else []
-    pool, row = (4096, spec.page, spec.kv_heads, spec.dim), ((spec.rows,), jnp.int32)
     return Case(
-        name=f"prefill {name} {jnp.dtype(spec.dtype).name}{stored} page{spec.page} t{tokens}",
-        program=partial(_prefill_step, spec=spec, config=config or prefill.heuristic(spec), **options),
-        arguments=shapes(
-            ((tokens, spec.heads, spec.dim), spec.dtype),
-            (pool, spec.kv_dtype),
-            (pool, spec.kv_dtype),
-            *[((tokens,), jnp.int32)] * 3,
-            *[row] * 3,
-            ((spec.rows, 32768 // spec.page), jnp.int32),
-            *scales,
+        name=f"prefill {name} {_dtypes(spec)} page{spec.page} t{tokens}",
+        program=partial(
+            _step, attend=prefill.paged_prefill, spec=spec, config=config or prefill.heuristic(spec), **options
         ),
+        arguments=_arguments(spec, tokens),
         needs=frozenset({"wgmma", "tma"}),
     )
-
-
-def _prefill_step(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *rest: jax.Array,
-    spec: AttentionShape,
-    config: prefill.Config,
-    **options: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Plan and attend, as one layer of a step does."""
-    step, scales = Ragged.of(rest[:ARRAYS]), Scales(*rest[ARRAYS:]) if spec.quantized else None
-    work = config.plan(step, page=spec.page, window=options.get("window"))
-    return prefill.paged_prefill(q, k, v, step, work, scale=spec.dim**-0.5, scales=scales, config=config, **options)

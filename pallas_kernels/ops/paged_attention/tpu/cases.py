@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gate.cases import Case, shapes
+from pallas_kernels.gate.cases import Case, shapes, step_shapes
 from pallas_kernels.layout import ARRAYS, Ragged, Scales
 from pallas_kernels.ops.paged_attention.tpu import decode, prefill
 from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape
@@ -57,7 +57,7 @@ class Layer:
         return shapes(
             ((self.tokens, shape.heads, DIM), jnp.bfloat16),
             *[(pool, self.stored)] * 2,
-            *step_arguments(self.tokens, self.rows, self.page),
+            *step_shapes(self.tokens, self.rows, CONTEXT // self.page),
             *scales,
         )
 
@@ -102,11 +102,6 @@ def _prefill_case(model: str, page: int, stored: str = "bfloat16", usual: bool =
     layer = Layer("prefill", model, page, 2048, 16, stored, usual=usual)
     config = prefill.heuristic(layer.shape)
     return layer.case(config, partial(plan_prefill, queries=config.queries, above=16))
-
-
-def step_arguments(tokens: int, rows: int, page: int) -> list[tuple[tuple[int, ...], Any]]:
-    """Return the shapes of the fields of `Ragged`."""
-    return [*[((tokens,), jnp.int32)] * 3, *[((rows,), jnp.int32)] * 3, ((rows, CONTEXT // page), jnp.int32)]
 
 
 def _run(
