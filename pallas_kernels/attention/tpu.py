@@ -62,10 +62,10 @@ class TpuAttention:
     decode: bool
 
     def _configs(self) -> tuple[Any, Any]:
-        from pallas_kernels.ops.paged_attention.tpu import config, decode, prefill
+        from pallas_kernels.ops.paged_attention.tpu.config import decode_config, prefill_config, shape_of
 
-        shape = config.shape_of(self.spec, self.spec.stored)
-        return decode.heuristic(shape, 1 if self.decode else QUERIES), prefill.heuristic(shape)
+        shape = shape_of(self.spec)
+        return decode_config(shape, 1 if self.decode else QUERIES), prefill_config(shape)
 
     def plan(self, ragged: Ragged) -> TpuAttentionWork:
         from pallas_kernels.ops.paged_attention.tpu.plan import plan_decode, plan_prefill

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ops.paged_attention.api import AttentionSpec
-from pallas_kernels.ops.paged_attention.tpu import config, decode
+from pallas_kernels.ops.paged_attention.tpu import config
 from pallas_kernels.ops.paged_attention.tpu import kernel as body
-from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape
+from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape, decode_config
 from pallas_kernels.ops.paged_attention.tpu.plan import plan_decode
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.tpu import POOL, Options, check, races_found, run, step
@@ -121,8 +121,8 @@ def test_the_plan_places_every_token_of_its_rows_once() -> None:
 
 def test_a_config_that_does_not_fit_says_so() -> None:
     shape = TpuShape(32, 8, 128, 64)
-    assert decode.heuristic(shape).mixed and not decode.heuristic(shape, 16).mixed
-    decode.heuristic(shape, 16).validate(shape)
+    assert decode_config(shape).mixed and not decode_config(shape, 16).mixed
+    decode_config(shape, 16).validate(shape)
     with pytest.raises(ValueError, match=r"needs \d+ bytes of VMEM"):
         Config(512, 4096).validate(shape)
     with pytest.raises(ValueError, match=r"self\.queries=0 and self\.keys=256 must be at least 1"):

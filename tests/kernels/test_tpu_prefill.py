@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.ops.paged_attention.tpu import prefill
-from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape
+from pallas_kernels.ops.paged_attention.tpu.config import LEAST, Config, TpuShape, prefill_config
 from pallas_kernels.ops.paged_attention.tpu.plan import most_items, plan_prefill
 from tests.support.examples import examples
 from tests.support.kernels.ragged import deal, make
@@ -93,6 +92,6 @@ def test_every_token_of_its_rows_is_in_one_item(rows: list[tuple[int, int]], cut
 
 def test_items_get_smaller_where_vector_memory_is_short() -> None:
     small, large = TpuShape(32, 8, 128, 64), TpuShape(128, 16, 256, 64)
-    assert prefill.heuristic(small).queries > prefill.heuristic(large).queries >= prefill.LEAST
+    assert prefill_config(small).queries > prefill_config(large).queries >= LEAST
     for shape in (small, large):
-        prefill.heuristic(shape).validate(shape)
+        prefill_config(shape).validate(shape)

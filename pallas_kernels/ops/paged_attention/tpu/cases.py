@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gate.cases import Case, shapes, step_shapes
 from pallas_kernels.layout import ARRAYS, Ragged, Scales
-from pallas_kernels.ops.paged_attention.tpu import decode, prefill
-from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape
+from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape, decode_config, prefill_config
 from pallas_kernels.ops.paged_attention.tpu.kernel import paged_attention
 from pallas_kernels.ops.paged_attention.tpu.plan import WorkItems, plan_decode, plan_prefill
 
@@ -76,13 +75,13 @@ def decode_cases() -> list[Case]:
     for stored in ("int8", "float8_e4m3fn"):
         found += [_decode_case("8b", 64, 1, stored), _decode_case("8b", 64, 16, stored, usual=False)]
     layer = Layer("decode", "8b", 64, 64, 64, note=" q1 window softcap")
-    found.append(layer.case(decode.heuristic(layer.shape), partial(plan_decode, queries=1), window=4096, softcap=50.0))
+    found.append(layer.case(decode_config(layer.shape), partial(plan_decode, queries=1), window=4096, softcap=50.0))
     return found
 
 
 def _decode_case(model: str, page: int, queries: int = 1, stored: str = "bfloat16", usual: bool = True) -> Case:
     layer = Layer("decode", model, page, 64 * queries, 64, stored, f" q{queries}", usual)
-    return layer.case(decode.heuristic(layer.shape, queries), partial(plan_decode, queries=queries))
+    return layer.case(decode_config(layer.shape, queries), partial(plan_decode, queries=queries))
 
 
 def prefill_cases() -> list[Case]:
@@ -92,7 +91,7 @@ def prefill_cases() -> list[Case]:
         found += [_prefill_case(model, page, usual=page != 64) for page in (16, 64, 256)]
     found += [_prefill_case("8b", 64, "int8"), _prefill_case("8b", 64, "float8_e4m3fn", usual=False)]
     layer = Layer("prefill", "8b", 64, 2048, 16, note=" window softcap", usual=False)
-    config = prefill.heuristic(layer.shape)
+    config = prefill_config(layer.shape)
     plan = partial(plan_prefill, queries=config.queries, above=16)
     found.append(layer.case(config, plan, window=4096, softcap=50.0))
     return found
@@ -100,7 +99,7 @@ def prefill_cases() -> list[Case]:
 
 def _prefill_case(model: str, page: int, stored: str = "bfloat16", usual: bool = True) -> Case:
     layer = Layer("prefill", model, page, 2048, 16, stored, usual=usual)
-    config = prefill.heuristic(layer.shape)
+    config = prefill_config(layer.shape)
     return layer.case(config, partial(plan_prefill, queries=config.queries, above=16))
 
 
