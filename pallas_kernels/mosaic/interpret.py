@@ -91,6 +91,11 @@ def fence(interpret: Interpret) -> None:
         plgpu.commit_smem()
 
 
+def filled(value: float, shape: tuple[int, ...], layout: Any, interpret: Interpret) -> jax.Array:
+    """Return a float32 array of one value in registers of `layout`."""
+    return cast(jnp.full(shape, value, jnp.float32), layout, interpret)
+
+
 def wgmma(
     a: Any, b: Any, acc: jax.Array | None = None, *, transposed: bool = False, interpret: Interpret = None
 ) -> jax.Array:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +44,7 @@ from jax import lax
 from pallas_kernels.layout import MASKED, Ragged
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
-from pallas_kernels.mosaic.interpret import Interpret, cast, wgmma, wgmmas
+from pallas_kernels.mosaic.interpret import Interpret, filled, wgmma, wgmmas
 from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed, check_attention, check_smem
 from pallas_kernels.ops.mla.plan import sliced
 from pallas_kernels.ops.paged_attention.hopper.decode import attend
@@ -249,11 +250,7 @@ def consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
 
 
 def _begin(shape: DecodeShape) -> State:
-    layout = shape.layout("ACC")
-
-    def full(value: float, dims: tuple[int, ...], layout: Any) -> jax.Array:
-        return cast(jnp.full(dims, value, jnp.float32), layout, shape.interpret)
-
+    layout, full = shape.layout("ACC"), partial(filled, interpret=shape.interpret)
     row = layout.reduce(1)
     return full(0.0, (shape.rows, shape.width), layout), full(MASKED, (shape.rows,), row), full(0.0, (shape.rows,), row)
 

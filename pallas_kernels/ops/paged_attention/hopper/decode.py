@@ -227,10 +227,11 @@ def attend(
     Padding gives zeros and MASKED, other tokens of rows not in `work` arbitrary values and MASKED.
     `joint`: see `body`.
     """
-    results = _RESULTS[shape.results](shape, q, ragged, work, kv_heads, blocks)
+    arrays_of = _packed if shape.results is Results.PACKED else _by_token
+    arrays = arrays_of(shape, q, ragged, work, kv_heads, blocks)
     run = compat.kernel(
         body(shape, joint),
-        out=results.shapes,
+        out=arrays.shapes,
         scratch=shape.scratch(),
         # Heads are the last, fastest axis, so blocks that read adjacent bytes of the same pages run side by side.
         grid=(("worker", work.workers), ("block", blocks), ("head", kv_heads)),
@@ -239,8 +240,8 @@ def attend(
     )
     planned = work.table, work.row, work.first, work.tiles, work.cuts, work.part
     step = ragged.starts, ragged.lengths, ragged.contexts
-    made = run(results.q, *pools, *planned, *step, *results.merging, *(scales or ()))
-    out, lse = results.combine(made)
+    results = run(arrays.q, *pools, *planned, *step, *arrays.merging, *(scales or ()))
+    out, lse = arrays.combine(results)
     out = out.reshape(len(q), q.shape[1], shape.values)
     if shape.split is Split.WARPS:
         out = in_order(out, shape.width)
@@ -259,40 +260,32 @@ class _Arrays(NamedTuple):
 def _by_token(
     shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int
 ) -> _Arrays:
+    """Return the arrays of `Results.BY_TOKEN` and `Results.MERGED`."""
     (tokens, heads, dim), parts, rows = q.shape, work.most_parts, len(ragged.starts)
-    by_group = (kv_heads, shape.group, dim)
-    sums = (kv_heads, blocks, shape.rows)
+    by_group, sums = (kv_heads, shape.group, dim), (kv_heads, blocks, shape.rows)
+    merges = shape.results is Results.MERGED
+    mixed = (kv_heads, blocks, dim // WIDE, shape.kept, WIDE) if merges else (blocks * shape.block, *by_group)
     shapes = (
-        jax.ShapeDtypeStruct((parts, blocks * shape.block, *by_group), jnp.float32),
-        jax.ShapeDtypeStruct((parts, *sums), jnp.float32),
+        jax.ShapeDtypeStruct((parts, *mixed), jnp.float32),
+        jax.ShapeDtypeStruct((parts * shape.consumers if merges else parts, *sums), jnp.float32),
         jax.ShapeDtypeStruct((tokens, *by_group), q.dtype),
         jax.ShapeDtypeStruct((rows, *sums), jnp.float32),
     )
+    if merges:
+        # The kernel counts down in this array, and restores it, so XLA makes it once for all layers. Zeros would be a
+        # constant that the layers of another plan may share, and thus kernels that run at the same time.
+        left = jnp.broadcast_to(work.splits[:, None, None, None] - 1, (rows, kv_heads, blocks, shape.consumers))
+        merging = work.worker, work.splits, work.tokens, left
+        return _Arrays(q.reshape(tokens, *by_group), shapes, lambda results: (results[2], results[3]), merging)
 
-    def combine(made: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        mixed, weight, out, lse = made
+    def combine(results: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        mixed, weight, out, lse = results
         counts = jnp.where(work.splits > 1, work.splits, 0)
         partials = Partials(mixed, weight, work.worker, counts, ragged.starts, ragged.lengths, work.tokens)
         each = Combine(heads, shape.group, shape.block, dim, by_token=True, interpret=shape.interpret)
         return fill(each, partials, out.reshape(tokens, heads * dim), lse)
 
     return _Arrays(q.reshape(tokens, *by_group), shapes, combine)
-
-
-def _merged(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int) -> _Arrays:
-    (tokens, _, dim), parts, rows = q.shape, work.most_parts, len(ragged.starts)
-    by_group, sums = (kv_heads, shape.group, dim), (kv_heads, blocks, shape.rows)
-    shapes = (
-        jax.ShapeDtypeStruct((parts, kv_heads, blocks, dim // WIDE, shape.kept, WIDE), jnp.float32),
-        jax.ShapeDtypeStruct((parts * shape.consumers, *sums), jnp.float32),
-        jax.ShapeDtypeStruct((tokens, *by_group), q.dtype),
-        jax.ShapeDtypeStruct((rows, *sums), jnp.float32),
-    )
-    # The kernel counts down in this array, and restores it, so XLA makes it once for all layers. Zeros would be a
-    # constant that the layers of another plan may share, and thus kernels that run at the same time.
-    left = jnp.broadcast_to(work.splits[:, None, None, None] - 1, (rows, kv_heads, blocks, shape.consumers))
-    merging = work.worker, work.splits, work.tokens, left
-    return _Arrays(q.reshape(tokens, *by_group), shapes, lambda made: (made[2], made[3]), merging)
 
 
 def _packed(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int) -> _Arrays:
@@ -302,16 +295,13 @@ def _packed(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, 
         jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows), jnp.float32),
     )
 
-    def combine(made: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def combine(results: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         begins, counts = work.begins * shape.partials, work.splits * shape.partials
-        partials = Partials(made[0], made[1], begins, counts, ragged.starts, ragged.lengths, work.tokens)
+        partials = Partials(results[0], results[1], begins, counts, ragged.starts, ragged.lengths, work.tokens)
         each = Combine(q.shape[1], shape.group, shape.block, shape.values, by_token=False, interpret=shape.interpret)
         return make(each, partials, len(q), q.dtype)
 
     return _Arrays(_pack(q, ragged, shape, kv_heads, blocks), shapes, combine)
-
-
-_RESULTS = {Results.PACKED: _packed, Results.BY_TOKEN: _by_token, Results.MERGED: _merged}
 
 
 def _pack(q: jax.Array, ragged: Ragged, shape: DecodeShape, kv_heads: int, blocks: int) -> jax.Array:

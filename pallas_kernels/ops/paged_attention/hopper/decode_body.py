@@ -41,7 +41,7 @@ from pallas_kernels.layout import MASKED
 from pallas_kernels.mosaic import compat, fragments
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.fragments import ROWS, WARPS
-from pallas_kernels.mosaic.interpret import cast, is_interpreting, mma, wgmma
+from pallas_kernels.mosaic.interpret import filled, is_interpreting, mma, wgmma
 from pallas_kernels.mosaic.widen import tiled, widened
 from pallas_kernels.ops.paged_attention.hopper.decode_block import (
     MEETING,
@@ -118,10 +118,7 @@ def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
     acc_layout = shape.layout("ACC", jnp.float32 if shape.warps else None)
 
-    def full(value: float, dims: tuple[int, ...], layout: Any) -> jax.Array:
-        return cast(jnp.full(dims, value, jnp.float32), layout, shape.interpret)
-
-    raw = shape.scale * scale_of(refs.k_scale, head)
+    raw, full = shape.scale * scale_of(refs.k_scale, head), partial(filled, interpret=shape.interpret)
     unit = unit_of(raw, shape.softcap)
 
     def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
@@ -204,9 +201,7 @@ def _scores(shape: DecodeShape, s: dict[str, Any], q: Any, slot: Any, me: Any) -
     if shape.spec.quantized:
         keys = _widen(shape, s, "k", slot, me)
     if shape.warps:
-        score = cast(
-            jnp.zeros((shape.rows, shape.tile), jnp.float32), shape.layout("ACC", jnp.float32), shape.interpret
-        )
+        score = filled(0.0, (shape.rows, shape.tile), shape.layout("ACC", jnp.float32), shape.interpret)
         for n, begin in enumerate(range(0, shape.spec.dim, CHUNK)):
             every = (slice(None), pl.ds(begin, CHUNK))
             left = compat.load(q.at[every], shape.layout("LHS"), optimized=False) if shape.latent else q[n]
@@ -266,7 +261,7 @@ def _widen(shape: DecodeShape, s: dict[str, Any], name: str, slot: Any, me: Any)
 def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
     """Attend to 8-bit keys and values, each warp with its own keys and softmax (see the module)."""
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
-    raw = shape.scale * scale_of(refs.k_scale, head)
+    raw, full = shape.scale * scale_of(refs.k_scale, head), partial(filled, interpret=shape.interpret)
     unit = unit_of(raw, shape.softcap)
 
     def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
@@ -296,9 +291,6 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
             total = total * lax.broadcast_in_dim(fade, total.shape, (0,)) + reduce(jnp.add, fresh)
             mixed = [part * lax.broadcast_in_dim(fade, part.shape, (0,)) for part in mixed]
             return _byte_mix(shape, s, mixed, weight, slot, me), peak, total
-
-        def full(value: float, dims: tuple[int, ...], layout: Any) -> jax.Array:
-            return cast(jnp.full(dims, value, jnp.float32), layout, shape.interpret)
 
         layout = plgpu.Layout.WGMMA
         nothing = [full(0.0, (WARPS * ROWS, shape.width), layout)] * (shape.mixed // shape.width)

@@ -14,7 +14,7 @@ Letters: M rows of the product, the first U of them in use, D head dim.
 from __future__ import annotations
 
 import math
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jax import lax
 from pallas_kernels.layout import MASKED
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.countdown import is_last
-from pallas_kernels.mosaic.interpret import cast
+from pallas_kernels.mosaic.interpret import cast, filled
 from pallas_kernels.mosaic.spread import spread
 from pallas_kernels.ops.paged_attention.hopper.decode_block import WIDE, DecodeShape, Refs
 from pallas_kernels.ops.paged_attention.hopper.decode_tokens import copy_out, load
@@ -74,9 +74,7 @@ def _merge(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
                 mixed = mixed + vector * wide(share)
             return mixed, top, sum(shares, total * fade)
 
-        def full(value: float, dims: tuple[int, ...], where: Any) -> jax.Array:
-            return cast(jnp.full(dims, value, jnp.float32), where, shape.interpret)
-
+        full = partial(filled, interpret=shape.interpret)
         start = (
             full(0.0, (shape.kept, WIDE), layout),
             full(MASKED, (shape.kept,), layout.reduce(1)),

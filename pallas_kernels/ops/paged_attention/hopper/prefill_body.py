@@ -12,6 +12,7 @@ Letters: M = 64 rows of a warpgroup, D head dim, B page size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -92,15 +93,15 @@ def _consume(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, step:
         pl.when(role == 1)(partial(_hand_over, refs))
     raw = shape.scale * (refs.k_scale[item.kv_head(shape)] if shape.spec.quantized else 1.0)
     ahead = item.part(shape, role).offset - item.start * shape.config.keys
+    group = _Warpgroup(shape, refs, item, role, step, raw)
 
     def loop(first: jax.Array, last: jax.Array, mask: bool, state: State, more: bool = True) -> State:
-        tile = partial(_tile, shape, refs, item, role, step, raw, ahead if mask else None, more)
-        end: State = lax.fori_loop(first, last, tile, state)
+        end: State = lax.fori_loop(first, last, partial(group.tile, ahead if mask else None, more), state)
         return end
 
     if shape.config.overlap:
         before = jnp.maximum(item.steps - 1, 0)  # tiles with another one after them
-        state = lax.fori_loop(0, jnp.minimum(item.steps, 1), partial(_first, shape, refs, role, step), _begin(shape))
+        state = lax.fori_loop(0, jnp.minimum(item.steps, 1), group.first, _begin(shape))
         state = loop(jnp.int32(0), jnp.minimum(item.masked, before), True, state)
         state = loop(item.masked, before, False, state)
         # A mask does not harm a tile that needs none, and a fourth copy of the tile would.
@@ -155,103 +156,91 @@ def _rows(x: jax.Array, columns: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (ROWS, columns), [0])
 
 
-def _tile(
-    shape: PrefillShape,
-    refs: Refs,
-    item: Item,
-    role: jax.Array,
-    step: jax.Array,
-    raw: jax.Array | float,
-    ahead: jax.Array | None,
-    more: bool,
-    j: jax.Array,
-    state: State,
-) -> State:
-    """Attend to the j-th tile of keys; `raw` turns products into scores.
+@dataclass(frozen=True)
+class _Warpgroup:
+    """A warpgroup that computes its part of an item."""
 
-    If the tile needs a mask, `ahead` is the first row's position relative to tile `start`, else
-    None. With `shape.config.overlap`, `state` ends with the products of this tile, and those of the next
-    one, if there are `more`, are computed during the softmax of this one.
-    """
-    slot = lax.rem(step + j, jnp.int32(shape.config.stages))
-    attend = partial(_attend, shape, refs, item, role, slot, raw, ahead, j)
-    # The other warpgroup may continue as soon as the product is issued.
-    issued: Callable[[], None] = partial(_hand_over, refs) if shape.config.ping_pong else lambda: None
-    if not shape.config.overlap:
-        score, _ = _scores(shape, refs, role, slot, issued)
-        return attend(score, state)
-    *mixture, score = state
+    shape: PrefillShape
+    refs: Refs
+    item: Item
+    role: jax.Array
+    step: jax.Array  # tiles of keys of the items before
+    raw: jax.Array | float  # turns products into scores
 
-    def current() -> State:
-        issued()
-        return attend(score, tuple(mixture))
+    def slot(self, tile: jax.Array) -> jax.Array:
+        """Return the slot of a tile of keys, counted over all items."""
+        return lax.rem(tile, jnp.int32(self.shape.config.stages))
 
-    if not more:
-        return *current(), score
-    following = lax.rem(step + j + 1, jnp.int32(shape.config.stages))
-    after, mixture = _scores(shape, refs, role, following, current)
-    return *mixture, after
+    def tile(self, ahead: jax.Array | None, more: bool, j: jax.Array, state: State) -> State:
+        """Attend to the j-th tile of keys.
 
+        If the tile needs a mask, `ahead` is the first row's position relative to tile `start`, else
+        None. With `overlap`, `state` ends with the products of this tile, and those of the next one,
+        if there are `more`, are computed during the softmax of this one.
+        """
+        slot = self.slot(self.step + j)
+        # The other warpgroup may continue as soon as the product is issued.
+        issued: Callable[[], None] = partial(_hand_over, self.refs) if self.shape.config.ping_pong else lambda: None
+        if not self.shape.config.overlap:
+            score, _ = self.scores(slot, issued)
+            return self.attend(slot, ahead, j, score, state)
+        *mixture, score = state
 
-def _attend(
-    shape: PrefillShape,
-    refs: Refs,
-    item: Item,
-    role: jax.Array,
-    slot: jax.Array,
-    raw: jax.Array | float,
-    ahead: jax.Array | None,
-    j: jax.Array,
-    score: jax.Array,
-    state: State,
-) -> State:
-    """Add the values of the j-th tile, in `slot`, with the weights of its products `score`."""
-    mixed, peak, total = state
-    factor = unit_of(raw, shape.softcap)  # scores in log2 units, so that exp2 takes them after one multiply-add
-    if shape.softcap is not None:
-        score = capped(score, raw, shape.softcap)
-    if ahead is not None:
-        # Without a window only the tail is masked, and with `overlap` also the last tile, wherever it is.
-        there = j if shape.window is None and not shape.config.overlap else item.key_tile(j)
-        score = _mask(shape, score, ahead - there * shape.config.keys)
-    higher = jnp.maximum(peak, jnp.max(score, axis=1) * factor)
-    fade = jnp.exp2(peak - higher)
-    weight = jnp.exp2(score * factor - _rows(higher, shape.config.keys))
-    mixed, total = mixed * _rows(fade, shape.columns), total * fade + jnp.sum(weight, axis=1)
-    narrow = weight.astype(shape.spec.compute_dtype)
-    if shape.config.p_in_smem:
-        refs.p_s[role] = narrow
-        plgpu.commit_smem()
-    elif shape.config.ping_pong:
-        mixed, total, higher, narrow = lax.optimization_barrier((mixed, total, higher, narrow))
+        def current() -> State:
+            issued()
+            return self.attend(slot, ahead, j, score, tuple(mixture))
 
-    if shape.config.ping_pong:
-        plgpu.barrier_arrive(refs.turn)
-    plgpu.barrier_wait(refs.v_full.at[slot])
-    if shape.config.ping_pong:
-        plgpu.barrier_wait(refs.turn)
-    left = refs.p_s.at[role] if shape.config.p_in_smem else narrow
-    mixed = wgmma(left, refs.v_s.at[slot], mixed, interpret=shape.interpret)
-    fence(shape.interpret)
-    plgpu.barrier_arrive(refs.v_free.at[slot])
-    return mixed, higher, total
+        if not more:
+            return *current(), score
+        after, mixture = self.scores(self.slot(self.step + j + 1), current)
+        return *mixture, after
 
+    def attend(self, slot: jax.Array, ahead: jax.Array | None, j: jax.Array, score: jax.Array, state: State) -> State:
+        """Add the values of the j-th tile, in `slot`, with the weights of its products `score`."""
+        shape, config, refs, (mixed, peak, total) = self.shape, self.shape.config, self.refs, state
+        factor = unit_of(self.raw, shape.softcap)  # scores in log2 units, so that exp2 follows one multiply-add
+        if shape.softcap is not None:
+            score = capped(score, self.raw, shape.softcap)
+        if ahead is not None:
+            # Without a window only the tail is masked, and with `overlap` also the last tile, wherever it is.
+            there = j if shape.window is None and not config.overlap else self.item.key_tile(j)
+            score = _mask(shape, score, ahead - there * config.keys)
+        higher = jnp.maximum(peak, jnp.max(score, axis=1) * factor)
+        fade = jnp.exp2(peak - higher)
+        weight = jnp.exp2(score * factor - _rows(higher, config.keys))
+        mixed, total = mixed * _rows(fade, shape.columns), total * fade + jnp.sum(weight, axis=1)
+        narrow = weight.astype(shape.spec.compute_dtype)
+        if config.p_in_smem:
+            refs.p_s[self.role] = narrow
+            plgpu.commit_smem()
+        elif config.ping_pong:
+            mixed, total, higher, narrow = lax.optimization_barrier((mixed, total, higher, narrow))
 
-def _scores(
-    shape: PrefillShape, refs: Refs, role: jax.Array, slot: jax.Array, meanwhile: Callable[[], Any]
-) -> tuple[jax.Array, Any]:
-    """Compute q k^T [M, keys] of a tile, and the result of `meanwhile` while the tensor core works."""
-    plgpu.barrier_wait(refs.k_full.at[slot])
-    made = wgmma_while(refs.q_s.at[role], refs.k_s.at[slot], meanwhile, transposed=True, interpret=shape.interpret)
-    fence(shape.interpret)
-    plgpu.barrier_arrive(refs.k_free.at[slot])
-    return made
+        if config.ping_pong:
+            plgpu.barrier_arrive(refs.turn)
+        plgpu.barrier_wait(refs.v_full.at[slot])
+        if config.ping_pong:
+            plgpu.barrier_wait(refs.turn)
+        left = refs.p_s.at[self.role] if config.p_in_smem else narrow
+        mixed = wgmma(left, refs.v_s.at[slot], mixed, interpret=shape.interpret)
+        fence(shape.interpret)
+        plgpu.barrier_arrive(refs.v_free.at[slot])
+        return mixed, higher, total
 
+    def scores(self, slot: jax.Array, meanwhile: Callable[[], Any]) -> tuple[jax.Array, Any]:
+        """Compute q k^T [M, keys] of a tile, and the result of `meanwhile` while the tensor core works."""
+        refs, interpret = self.refs, self.shape.interpret
+        plgpu.barrier_wait(refs.k_full.at[slot])
+        q, k = refs.q_s.at[self.role], refs.k_s.at[slot]
+        products = wgmma_while(q, k, meanwhile, transposed=True, interpret=interpret)
+        fence(interpret)
+        plgpu.barrier_arrive(refs.k_free.at[slot])
+        return products
 
-def _first(shape: PrefillShape, refs: Refs, role: jax.Array, step: jax.Array, j: jax.Array, state: State) -> State:
-    """Compute the products of the first tile, which no softmax can hide."""
-    score, _ = _scores(shape, refs, role, lax.rem(step + j, jnp.int32(shape.config.stages)), lambda: ())
-    return *state[:-1], score
+    def first(self, j: jax.Array, state: State) -> State:
+        """Compute the products of the first tile, which no softmax can hide."""
+        score, _ = self.scores(self.slot(self.step + j), lambda: ())
+        return *state[:-1], score
 
 
 def _mask(shape: PrefillShape, score: jax.Array, ahead: jax.Array) -> jax.Array:
