@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -83,6 +83,11 @@ class Config:
     stages: int = 2  # slots of the ring, each a tile, or half of a shared one
     workers: int = CORES  # blocks per 64 heads, or per 16 with 8-bit latents
 
+    # What the decode kernel also asks; its split rows are combined by another kernel.
+    consumers: ClassVar[int] = CONSUMERS
+    p_in_smem: ClassVar[bool] = True
+    merge: ClassVar[bool] = False
+
     def plan(self, ragged: Ragged, *, page: int, window: int | None = None, short: bool = False) -> MlaWork:
         """Plan a step; all layers share it. `short` promises that no row has more than `queries` tokens."""
         slices = ragged if short else sliced(ragged, self.queries)
@@ -119,6 +124,10 @@ class Config:
     def group(self, spec: AttentionShape) -> int:
         """Return the query heads of a block."""
         return spec.heads // self.blocks(spec)
+
+    def block(self, spec: AttentionShape) -> int:
+        """Return the query tokens of a block."""
+        return self.queries
 
     def rows(self, spec: AttentionShape) -> int:
         """Return M, the rows of a product."""
@@ -199,21 +208,7 @@ def paged_mla(
     config.validate(spec)
     if work.decode.workers != config.workers or work.decode.row.shape[0] != config.workers + rows:
         raise ValueError(f"the work has {work.decode.workers} workers but {config.workers=}; plan with this config")
-    shape = DecodeShape(
-        spec=spec,
-        rows=config.rows(spec),
-        group=config.group(spec),
-        block=config.queries,
-        tile=config.tile,
-        stages=config.stages,
-        consumers=CONSUMERS,
-        warps=config.warps,
-        p_in_smem=True,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        interpret=interpret,
-    )
+    shape = DecodeShape(spec, config, scale, window, softcap, interpret)
     return attend(
         shape, q, (pool,), work.slices, work.decode, None, kv_heads=config.blocks(spec), blocks=1, joint=consume
     )
@@ -231,7 +226,7 @@ def consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
         position = last_key(shape, refs, row)
 
         def step(i: Any, state: State) -> State:
-            key = (refs.first[item] + i) * shape.tile + me * shape.slot
+            key = (refs.first[item] + i) * shape.config.tile + me * shape.slot
             return _tile(shape, s, me, done + i, key, position, state)
 
         acc, peak, total = lax.fori_loop(0, tiles, step, _begin(shape))

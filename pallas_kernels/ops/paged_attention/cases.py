@@ -15,7 +15,7 @@ from pallas_kernels.layout import ARRAYS, Ragged, Scales, SharedPrefixes
 from pallas_kernels.mosaic.fragments import ROWS
 from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.paged_attention.hopper import cascade, decode, prefill
-from pallas_kernels.ops.paged_attention.hopper.decode_block import Results
+from pallas_kernels.ops.paged_attention.hopper.decode_block import DecodeShape, Results
 
 # H, K and D of a shard of Llama 3, and whether every run of the gate compiles it.
 DECODE_MODELS = {"8b": ((32, 8, 128), True), "8b-tp4": ((8, 2, 128), False), "70b-tp4": ((16, 2, 128), False)}
@@ -65,7 +65,7 @@ def _decode_both(name: str, spec: AttentionShape, *, usual: bool = True, **optio
 
 def _decode_case(name: str, spec: AttentionShape, warps: bool, *, usual: bool = True, **options: Any) -> Case:
     config = decode.heuristic(spec, warps=warps)
-    shape = decode.shape_of(spec, config, spec.dim**-0.5, options.get("window"), options.get("softcap"), None)
+    shape = DecodeShape(spec, config, spec.dim**-0.5, options.get("window"), options.get("softcap"), None)
     merges = shape.results is Results.MERGED
     return Case(
         name=f"decode {name} {'mma' if warps else 'wgmma'} {_dtypes(spec)} page{spec.page} q{spec.queries}",

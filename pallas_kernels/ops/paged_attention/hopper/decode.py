@@ -83,6 +83,10 @@ class Config:
             )
         check_smem(self, self.smem_bytes(spec), spec)
 
+    def group(self, spec: AttentionShape) -> int:
+        """Return the query heads of a block."""
+        return spec.group
+
     def block(self, spec: AttentionShape) -> int:
         """Return the query tokens that one block takes."""
         return min(self.queries, WGMMA_ROWS // spec.group)
@@ -180,34 +184,12 @@ def paged_decode(
         raise ValueError(f"the work has {work.workers} workers but {config.workers=}; plan with this config")
     if window is not None and not causal:
         raise ValueError(f"{window=} needs causal=True: positions of queries are unknown")
-    shape = replace(shape_of(spec, config, scale, window, softcap, interpret), causal=causal)
+    shape = DecodeShape(spec, config, scale, window, softcap, interpret, causal)
     out, lse = attend(shape, q, (k_pool, v_pool), ragged, work, scales, kv_heads=kv_heads, blocks=config.blocks(spec))
     if clean:
         row = jnp.minimum(ragged.rows, rows - 1)
         out = jnp.where(((ragged.rows < rows) & (work.splits[row] > 0))[:, None, None], out, 0)
     return out, lse
-
-
-def shape_of(
-    spec: AttentionShape, config: Config, scale: float, window: int | None, softcap: float | None, interpret: Interpret
-) -> DecodeShape:
-    """Return the static parameters of the blocks that compute `spec`."""
-    return DecodeShape(
-        spec=spec,
-        rows=config.rows(spec),
-        group=spec.group,
-        block=config.block(spec),
-        tile=config.tile,
-        stages=config.stages,
-        consumers=config.consumers,
-        warps=config.warps,
-        p_in_smem=config.p_in_smem,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        interpret=interpret,
-        merge=config.merge,
-    )
 
 
 def attend(
@@ -235,7 +217,7 @@ def attend(
         scratch=shape.scratch(),
         # Heads are the last, fastest axis, so blocks that read adjacent bytes of the same pages run side by side.
         grid=(("worker", work.workers), ("block", blocks), ("head", kv_heads)),
-        threads=("role", shape.consumers + 1),
+        threads=("role", shape.config.consumers + 1),
         interpret=shape.interpret,
     )
     planned = work.table, work.row, work.first, work.tiles, work.cuts, work.part
@@ -267,14 +249,14 @@ def _by_token(
     mixed = (kv_heads, blocks, dim // WIDE, shape.kept, WIDE) if merges else (blocks * shape.block, *by_group)
     shapes = (
         jax.ShapeDtypeStruct((parts, *mixed), jnp.float32),
-        jax.ShapeDtypeStruct((parts * shape.consumers if merges else parts, *sums), jnp.float32),
+        jax.ShapeDtypeStruct((parts * shape.config.consumers if merges else parts, *sums), jnp.float32),
         jax.ShapeDtypeStruct((tokens, *by_group), q.dtype),
         jax.ShapeDtypeStruct((rows, *sums), jnp.float32),
     )
     if merges:
         # The kernel counts down in this array, and restores it, so XLA makes it once for all layers. Zeros would be a
         # constant that the layers of another plan may share, and thus kernels that run at the same time.
-        left = jnp.broadcast_to(work.splits[:, None, None, None] - 1, (rows, kv_heads, blocks, shape.consumers))
+        left = jnp.broadcast_to(work.splits[:, None, None, None] - 1, (rows, kv_heads, blocks, shape.config.consumers))
         merging = work.worker, work.splits, work.tokens, left
         return _Arrays(q.reshape(tokens, *by_group), shapes, lambda results: (results[2], results[3]), merging)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -55,20 +55,27 @@ class DecodeShape:
     """The static parameters of a block, and what follows from them."""
 
     spec: AttentionShape
-    rows: int  # M
-    group: int  # G
-    block: int  # query tokens of a block
-    tile: int  # C
-    stages: int
-    consumers: int
-    warps: bool  # warp-level products (mma) instead of warpgroup products (wgmma)
-    p_in_smem: bool
+    config: Any  # of decode or of MLA
     scale: float
     window: int | None
     softcap: float | None
     interpret: Interpret
-    merge: bool = False  # whether the kernel may merge split rows itself
     causal: bool = True  # a query sees keys up to its own position; else all keys of its row
+
+    @cached_property
+    def rows(self) -> int:
+        """M, the rows of a product."""
+        return int(self.config.rows(self.spec))
+
+    @cached_property
+    def group(self) -> int:
+        """G, the query heads of a block."""
+        return int(self.config.group(self.spec))
+
+    @cached_property
+    def block(self) -> int:
+        """Query tokens of a block."""
+        return int(self.config.block(self.spec))
 
     @property
     def latent(self) -> int:
@@ -82,17 +89,17 @@ class DecodeShape:
 
     @property
     def split(self) -> Split:
-        if self.warps:
+        if self.config.warps:
             return Split.WARPS if self.spec.quantized else Split.TILES
         return Split.SHARED if self.latent else Split.TILES
 
     @property
     def results(self) -> Results:
         wide = self.spec.dim > MOST or self.softcap is not None if self.split is Split.WARPS else spills(self.spec.dim)
-        if self.latent or (wide and (self.split is Split.WARPS or not self.warps)):
+        if self.latent or (wide and (self.split is Split.WARPS or not self.config.warps)):
             return Results.PACKED
         # Products of more than 16 rows leave too few registers to count the workers.
-        return Results.MERGED if self.merge and self.rows <= fragments.ROWS else Results.BY_TOKEN
+        return Results.MERGED if self.config.merge and self.rows <= fragments.ROWS else Results.BY_TOKEN
 
     @property
     def whole(self) -> bool:
@@ -102,7 +109,7 @@ class DecodeShape:
     @property
     def mixed(self) -> int:
         """Value columns that a consumer mixes."""
-        return self.latent // self.consumers if self.whole else self.values
+        return self.latent // self.config.consumers if self.whole else self.values
 
     @property
     def width(self) -> int:
@@ -114,7 +121,7 @@ class DecodeShape:
     @property
     def slots(self) -> int:
         """Ring slots per tile."""
-        return self.consumers if self.split is Split.SHARED else 1
+        return int(self.config.consumers) if self.split is Split.SHARED else 1
 
     def place(self, tile: Any, part: Any = 0) -> Any:
         """Return the slot of a part of the block's `tile`th tile.
@@ -123,13 +130,13 @@ class DecodeShape:
         compute every address of the products before the loop over tiles and hold them in registers,
         which are scarce.
         """
-        slot = lax.rem(tile, self.stages // self.slots)
+        slot = lax.rem(tile, self.config.stages // self.slots)
         return slot if self.slots == 1 else slot * self.slots + lax.rem(tile + part, self.slots)
 
     @property
     def slot(self) -> int:
         """Tokens of keys per slot."""
-        return self.tile // self.slots
+        return int(self.config.tile) // self.slots
 
     @property
     def used(self) -> int:
@@ -149,7 +156,7 @@ class DecodeShape:
     @property
     def partials(self) -> int:
         """Partial results per item."""
-        return self.consumers if self.results is Results.PACKED and not self.whole else 1
+        return int(self.config.consumers) if self.results is Results.PACKED and not self.whole else 1
 
     @property
     def queues(self) -> int:
@@ -159,7 +166,7 @@ class DecodeShape:
     @property
     def pages(self) -> int:
         """Pages per tile; 1 if a tile is part of a page."""
-        return max(1, self.tile // self.spec.page)
+        return max(1, int(self.config.tile) // self.spec.page)
 
     @property
     def copies(self) -> int:
@@ -168,7 +175,7 @@ class DecodeShape:
 
     def layout(self, operand: str, dtype: Any = None) -> Any:
         """Return the register layout of a product's operand: "LHS", "RHS" or "ACC"."""
-        if not self.warps or self.split is Split.WARPS:
+        if not self.config.warps or self.split is Split.WARPS:
             return plgpu.Layout.WGMMA
         return getattr(plgpu.Layout, f"MMA_{operand}")(
             dtype or self.spec.compute_dtype, m_warps=min(4, self.rows // 16)
@@ -176,46 +183,48 @@ class DecodeShape:
 
     def scratch(self) -> dict[str, Any]:
         """Return the shared memory and barriers of a block."""
-        ring = (self.stages, self.slot, self.spec.dim)
+        ring = (self.config.stages, self.slot, self.spec.dim)
         sides = ("k",) if self.latent else ("k", "v")
         memory, barriers = self._packed_queries() if self.results is Results.PACKED else self._tokens()
         for side in sides:
             most = fragments.KEY_SWIZZLE if self.split is Split.WARPS and side == "k" else 128
             memory[side] = tiled(ring, self.spec.kv_dtype, most)
-            barriers[f"{side}_full"] = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
+            barriers[f"{side}_full"] = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.config.stages)
             barriers[f"{side}_free"] = plgpu.Barrier(
-                num_arrivals=self.consumers if self.whole else 1, num_barriers=self.stages
+                num_arrivals=self.config.consumers if self.whole else 1, num_barriers=self.config.stages
             )
         if self.split is Split.WARPS:
-            memory["among"] = plgpu.SMEM((self.consumers, 128), jnp.float32)
-            memory["summed"] = plgpu.SMEM((self.consumers, 64, MEETING + 8), jnp.float32)  # padded: no bank conflicts
+            memory["among"] = plgpu.SMEM((self.config.consumers, 128), jnp.float32)
+            memory["summed"] = plgpu.SMEM(
+                (self.config.consumers, 64, MEETING + 8), jnp.float32
+            )  # padded: no bank conflicts
         elif self.whole:
-            memory["told"] = plgpu.SMEM((self.consumers, self.rows), jnp.float32)
-            barriers["met"] = plgpu.Barrier(num_arrivals=self.consumers, num_barriers=2)
-        elif self.warps or self.p_in_smem:
-            memory["p"] = tiled((self.consumers, self.rows, self.tile), self.spec.compute_dtype)
+            memory["told"] = plgpu.SMEM((self.config.consumers, self.rows), jnp.float32)
+            barriers["met"] = plgpu.Barrier(num_arrivals=self.config.consumers, num_barriers=2)
+        elif self.config.warps or self.config.p_in_smem:
+            memory["p"] = tiled((self.config.consumers, self.rows, self.config.tile), self.spec.compute_dtype)
         if self.spec.quantized and self.split is not Split.WARPS:
-            memory["wide"] = tiled((self.consumers, self.tile, self.spec.dim), self.spec.compute_dtype)
+            memory["wide"] = tiled((self.config.consumers, self.config.tile, self.spec.dim), self.spec.compute_dtype)
         return memory | barriers
 
     def _packed_queries(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the memory and barriers of queries that the producer copies."""
         return {"q": tiled((self.queues, self.rows, self.spec.dim), self.spec.compute_dtype)}, {
             "q_full": plgpu.Barrier(num_arrivals=1, num_barriers=self.queues),
-            "q_free": plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.queues),
+            "q_free": plgpu.Barrier(num_arrivals=self.config.consumers, num_barriers=self.queues),
         }
 
     def _tokens(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the memory and barriers of queries and results that consumers copy (decode_tokens.py)."""
         chunks, lanes = self.spec.dim // WIDE, 64 if self.split is Split.WARPS else self.rows
         memory = {"stage": plgpu.SMEM((chunks, self.rows, WIDE), self.spec.dtype)}
-        memory["added"] = plgpu.SMEM((chunks if self.consumers > 1 else 1, self.rows, WIDE), jnp.float32)
-        memory["told"] = plgpu.SMEM((self.consumers, 2, lanes), jnp.float32)
-        if not self.warps:
+        memory["added"] = plgpu.SMEM((chunks if self.config.consumers > 1 else 1, self.rows, WIDE), jnp.float32)
+        memory["told"] = plgpu.SMEM((self.config.consumers, 2, lanes), jnp.float32)
+        if not self.config.warps:
             memory["q"] = tiled((1, self.rows, self.spec.dim), self.spec.compute_dtype)
         return memory, {
             "q_full": plgpu.Barrier(num_arrivals=self.block * chunks, num_barriers=1),
-            "met": plgpu.Barrier(num_arrivals=self.consumers, num_barriers=2),
+            "met": plgpu.Barrier(num_arrivals=self.config.consumers, num_barriers=2),
         }
 
 
@@ -270,7 +279,7 @@ def each_item(shape: DecodeShape, refs: Refs, one: Callable[[Any, Any, Any, Any,
 
 def release(shape: DecodeShape, free: Any) -> None:
     """Let the producer overwrite a slot that this consumer has read."""
-    if shape.warps:
+    if shape.config.warps:
         plgpu.commit_smem()  # ordinary loads have read the slot, and TMA writes it next
     else:
         fence(shape.interpret)
@@ -279,9 +288,9 @@ def release(shape: DecodeShape, free: Any) -> None:
 
 def mine(shape: DecodeShape, me: Any, tiles: Any, done: Any) -> tuple[Any, Any]:
     """Return a consumer's first tile in an item and its number of tiles; `done` counts tiles over all items."""
-    first = lax.rem(me + shape.consumers - lax.rem(done, shape.consumers), shape.consumers)
-    first = jnp.int32(first if shape.consumers > 1 else 0)
-    return first, lax.div(tiles - first + (shape.consumers - 1), shape.consumers)
+    first = lax.rem(me + shape.config.consumers - lax.rem(done, shape.config.consumers), shape.config.consumers)
+    first = jnp.int32(first if shape.config.consumers > 1 else 0)
+    return first, lax.div(tiles - first + (shape.config.consumers - 1), shape.config.consumers)
 
 
 def scale_of(scales: Any, head: Any) -> Any:
@@ -308,7 +317,7 @@ def mask(shape: DecodeShape, score: jax.Array, key: Any, position: Any, raw: Any
     if shape.softcap:
         score = capped(score, raw, shape.softcap)
 
-    layout = shape.layout("ACC", jnp.float32 if shape.warps else None)
+    layout = shape.layout("ACC", jnp.float32 if shape.config.warps else None)
 
     def iota(axis: int) -> jax.Array:
         return cast(lax.broadcasted_iota(jnp.int32, score.shape, axis), layout, shape.interpret)
@@ -348,7 +357,7 @@ def produce(shape: DecodeShape, refs: Refs) -> None:
 
         def step(i: Any, pages: list[Any]) -> list[Any]:
             ahead = _ids(shape, refs, row, first, tiles, i + 1)  # loads in flight while this tile waits for its slot
-            offset = lax.rem(first + i, max(1, shape.spec.page // shape.tile)) * shape.tile
+            offset = lax.rem(first + i, max(1, shape.spec.page // shape.config.tile)) * shape.config.tile
             for part in range(shape.slots):
                 _copy(shape, refs, done + i, part, pages, offset)
             return ahead
@@ -360,7 +369,7 @@ def produce(shape: DecodeShape, refs: Refs) -> None:
     if shape.results is Results.PACKED:
         _wait_last(shape, s["q_free"], items, shape.queues)
     for name in ("k_free",) if shape.latent else ("k_free", "v_free"):
-        _wait_last(shape, s[name], total * shape.slots, shape.stages)
+        _wait_last(shape, s[name], total * shape.slots, shape.config.stages)
 
 
 def _wait_last(shape: DecodeShape, barriers: Any, uses: Any, places: int) -> None:
@@ -396,8 +405,8 @@ def _copy_queries(shape: DecodeShape, refs: Refs, number: Any, row: Any) -> None
 def _ids(shape: DecodeShape, refs: Refs, row: Any, first: Any, tiles: Any, tile: Any) -> list[Any]:
     """Return the page ids of a tile, clamped to the item's tiles."""
     at = first + jnp.maximum(jnp.minimum(tile, tiles - 1), 0)
-    if shape.spec.page >= shape.tile:
-        return [refs.table[row, lax.div(at, shape.spec.page // shape.tile)]]
+    if shape.spec.page >= shape.config.tile:
+        return [refs.table[row, lax.div(at, shape.spec.page // shape.config.tile)]]
     return [refs.table[row, at * shape.pages + j] for j in range(shape.pages)]
 
 
@@ -410,12 +419,12 @@ def _copy(shape: DecodeShape, refs: Refs, tile: Any, part: int, pages: list[Any]
     rows = min(shape.slot, shape.spec.page)
     for name, pool in (("k", refs.k),) if shape.latent else (("k", refs.k), ("v", refs.v)):
 
-        @pl.when(tile * shape.slots >= shape.stages)
+        @pl.when(tile * shape.slots >= shape.config.stages)
         def _(name: str = name) -> None:
             plgpu.barrier_wait(s[f"{name}_free"].at[slot])
 
         for j in range(shape.copies):
-            page, begin = divmod(part * shape.slot + j * rows, min(shape.spec.page, shape.tile))
+            page, begin = divmod(part * shape.slot + j * rows, min(shape.spec.page, shape.config.tile))
             whole = shape.spec.page <= shape.slot
             source = pool.at[pages[page], :, head] if whole else pool.at[pages[page], pl.ds(offset + begin, rows), head]
             plgpu.copy_gmem_to_smem(source, s[name].at[slot, pl.ds(j * rows, rows)], s[f"{name}_full"].at[slot])

@@ -86,7 +86,7 @@ def body(shape: DecodeShape, joint: Consume | None = None) -> Callable[..., None
         refs = Refs._make([arrays[0], *pools, *planned, *merging, *scales, *(*made, None, None)[:4], scratch])
         role = lax.axis_index("role")
 
-        @pl.when(role < shape.consumers)
+        @pl.when(role < shape.config.consumers)
         def _() -> None:
             _registers(shape, consumer=True)
             consume = {Split.TILES: _consume, Split.WARPS: consume_bytes, Split.SHARED: joint}[shape.split]
@@ -95,7 +95,7 @@ def body(shape: DecodeShape, joint: Consume | None = None) -> Callable[..., None
                 blank(shape, refs, role)
             consume(shape, refs, role)
 
-        @pl.when(role == shape.consumers)
+        @pl.when(role == shape.config.consumers)
         def _() -> None:
             _registers(shape, consumer=False)
             produce(shape, refs)
@@ -104,10 +104,10 @@ def body(shape: DecodeShape, joint: Consume | None = None) -> Callable[..., None
 
 
 def _registers(shape: DecodeShape, *, consumer: bool) -> None:
-    if shape.warps and not shape.whole:  # these blocks need few registers, so that two share a core
+    if shape.config.warps and not shape.whole:  # these blocks need few registers, so that two share a core
         return
     # The producer holds the page numbers of a tile, and a shared tile has twice the pages.
-    most, least = (224, 56) if shape.split is Split.SHARED else (248 if shape.consumers == 1 else 232, 40)
+    most, least = (224, 56) if shape.split is Split.SHARED else (248 if shape.config.consumers == 1 else 232, 40)
     if consumer:
         plgpu.set_max_registers(most, action="increase")
     else:
@@ -116,7 +116,7 @@ def _registers(shape: DecodeShape, *, consumer: bool) -> None:
 
 def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
-    acc_layout = shape.layout("ACC", jnp.float32 if shape.warps else None)
+    acc_layout = shape.layout("ACC", jnp.float32 if shape.config.warps else None)
 
     raw, full = shape.scale * scale_of(refs.k_scale, head), partial(filled, interpret=shape.interpret)
     unit = unit_of(raw, shape.softcap)
@@ -133,14 +133,14 @@ def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
 
         def step(j: Any, carry: Any) -> Any:
             acc, peak, total = carry
-            tile = begin + j * shape.consumers
+            tile = begin + j * shape.config.consumers
             slot = shape.place(done + tile)
             plgpu.barrier_wait(s["k_full"].at[slot])
             score = _scores(shape, s, q, slot, me)
-            score = mask(shape, score, (first + tile) * shape.tile, position, raw)
+            score = mask(shape, score, (first + tile) * shape.config.tile, position, raw)
             weight, fade, top = soften(score, peak, unit)
             # In warp-level products a row is spread over four warps, so sums are reduced only once per item.
-            if shape.warps:
+            if shape.config.warps:
                 total = total * lax.broadcast_in_dim(fade, total.shape, (0,)) + weight
             else:
                 total = total * fade + jnp.sum(weight, axis=1)
@@ -152,15 +152,15 @@ def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
         start = (
             [full(0.0, (shape.rows, shape.width), acc_layout)] * (shape.values // shape.width),
             full(MASKED, (shape.rows,), acc_layout.reduce(1)),
-            full(0.0, (shape.rows, shape.tile), acc_layout)
-            if shape.warps
+            full(0.0, (shape.rows, shape.config.tile), acc_layout)
+            if shape.config.warps
             else full(0.0, (shape.rows,), acc_layout.reduce(1)),
         )
         acc, peak, total = lax.fori_loop(0, count, step, start)
-        total = jnp.sum(total, axis=1) if shape.warps else total
+        total = jnp.sum(total, axis=1) if shape.config.warps else total
         if shape.results is Results.PACKED:
             release(shape, s["q_free"].at[half])
-            _store_apart(shape, refs, (item * shape.consumers + me, head, block), (acc, peak, total))
+            _store_apart(shape, refs, (item * shape.config.consumers + me, head, block), (acc, peak, total))
             return
         top, total = meet(shape, refs, me, peak, total, acc_layout.reduce(1))
         factor = jnp.exp2(peak - top) * (scale_of(refs.v_scale, head) / jnp.maximum(total, 1e-30))
@@ -200,8 +200,8 @@ def _scores(shape: DecodeShape, s: dict[str, Any], q: Any, slot: Any, me: Any) -
     keys = s["k"].at[slot]
     if shape.spec.quantized:
         keys = _widen(shape, s, "k", slot, me)
-    if shape.warps:
-        score = filled(0.0, (shape.rows, shape.tile), shape.layout("ACC", jnp.float32), shape.interpret)
+    if shape.config.warps:
+        score = filled(0.0, (shape.rows, shape.config.tile), shape.layout("ACC", jnp.float32), shape.interpret)
         for n, begin in enumerate(range(0, shape.spec.dim, CHUNK)):
             every = (slice(None), pl.ds(begin, CHUNK))
             left = compat.load(q.at[every], shape.layout("LHS"), optimized=False) if shape.latent else q[n]
@@ -226,7 +226,7 @@ def _mix(
     if "p" in s:
         s["p"][me] = weight
         left = s["p"].at[me]
-        if not shape.warps:  # warp-level products read it with ordinary loads, as it was written
+        if not shape.config.warps:  # warp-level products read it with ordinary loads, as it was written
             plgpu.commit_smem()
     side = "k" if shape.latent else "v"
     if not shape.latent:
@@ -234,7 +234,7 @@ def _mix(
     values = s[side].at[slot]
     if shape.spec.quantized:
         values = _widen(shape, s, "v", slot, me)
-    if shape.warps:
+    if shape.config.warps:
         left = compat.load(left, shape.layout("LHS"), optimized=False)
         for n in range(len(acc)):
             columns = (slice(None), pl.ds(n * shape.width, shape.width))
@@ -280,11 +280,11 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
 
         def step(j: Any, carry: Any) -> Any:
             mixed, peak, total = carry
-            tile = begin + j * (1 if shape.whole else shape.consumers)
+            tile = begin + j * (1 if shape.whole else shape.config.consumers)
             slot = shape.place(done + tile)
             plgpu.barrier_wait(s["k_full"].at[slot])
             score = _byte_scores(shape, s, q, half, slot)
-            score = mask(shape, score, (first + tile) * shape.tile, position, raw)
+            score = mask(shape, score, (first + tile) * shape.config.tile, position, raw)
             weight, fade, peak = soften(score, peak, unit)
             fresh = [weight[:, at : at + _kept(shape)] for at in range(0, weight.shape[1], _kept(shape))]
             # Partial sums; reduced once per item.
@@ -301,7 +301,7 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
         put = partial(_put_rows, refs, me)
         if shape.results is Results.PACKED:
             release(shape, s["q_free"].at[half])
-            place = (item if shape.whole else item * shape.consumers + me, head, block)
+            place = (item if shape.whole else item * shape.config.consumers + me, head, block)
             _store_summed(shape, refs, me, place, (mixed, jnp.exp2(peak - top), total))
             weight = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)) * LOG2E, MASKED)
             pl.when((me == 0) if shape.whole else me >= 0)(lambda: put(weight, refs.weight.at[place]))
@@ -319,7 +319,7 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
 
 def _kept(shape: DecodeShape) -> int:
     """Return the columns of weight sums kept until the end of an item; few for latents, to save registers."""
-    return 8 if shape.latent else shape.tile // WARPS
+    return 8 if shape.latent else shape.config.tile // WARPS
 
 
 def _byte_scores(shape: DecodeShape, s: dict[str, Any], q: list[jax.Array] | None, half: Any, slot: Any) -> jax.Array:

@@ -55,14 +55,14 @@ def _merge(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
         return lax.broadcast_in_dim(x, (shape.kept, WIDE), (0,))
 
     def chunk(n: Any, carry: Any) -> Any:
-        c = n * shape.consumers + me
+        c = n * shape.config.consumers + me
 
         def step(turn: Any, so_far: Any) -> Any:
             mixed, peak, total = so_far
             numbers = [turn * ahead + n for n in range(ahead)]
             parts = [part_of(worker + (n := jnp.minimum(number, count - 1)), n > 0) for number in numbers]
             vectors = [load(shape, refs.mixed.at[(part, *place, c)], layout, optimized=False) for part in parts]
-            told = [refs.weight.at[(part * shape.consumers + me, *place, kept)] for part in parts]
+            told = [refs.weight.at[(part * shape.config.consumers + me, *place, kept)] for part in parts]
             weights = [load(shape, ref, layout.reduce(1), optimized=False) for ref in told]
             # Below any weight, so that a missing partial adds nothing even to an empty sum.
             most = [jnp.where(n < count, -MASKED, 2 * MASKED) for n in numbers]
@@ -94,14 +94,16 @@ def _merge(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
         return carry
 
     chunks = shape.spec.dim // WIDE
-    lax.fori_loop(0, lax.div(chunks - me + (shape.consumers - 1), jnp.int32(shape.consumers)), chunk, jnp.int32(0))
+    lax.fori_loop(
+        0, lax.div(chunks - me + (shape.config.consumers - 1), jnp.int32(shape.config.consumers)), chunk, jnp.int32(0)
+    )
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def blank(shape: DecodeShape, refs: Refs, me: Any) -> None:
     """Store zeros for the padding tokens, shared out among the consumers of a head's workers."""
-    first = lax.axis_index("worker") * shape.consumers + me
-    step, begin = lax.axis_size("worker") * shape.consumers, refs.tokens[0] + first
+    first = lax.axis_index("worker") * shape.config.consumers + me
+    step, begin = lax.axis_size("worker") * shape.config.consumers, refs.tokens[0] + first
     heads = pl.ds(0, shape.group) if shape.group > 1 else 0
     layout = spread((shape.group,) * (shape.group > 1), shape.spec.dim)
 

@@ -55,10 +55,10 @@ def fetch(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
 
 def _if_mine(shape: DecodeShape, me: Any, c: int, do: Callable[[], None]) -> None:
     """Call `do` if chunk c belongs to this consumer."""
-    if shape.consumers == 1:
+    if shape.config.consumers == 1:
         do()
     else:
-        pl.when(me == c % shape.consumers)(do)
+        pl.when(me == c % shape.config.consumers)(do)
 
 
 def _unknown(number: Any) -> Any:
@@ -83,7 +83,7 @@ def queries(shape: DecodeShape, refs: Refs, me: Any, row: Any, layout: Any) -> A
         s["q"][zero, :, pl.ds(c * WIDE, WIDE)] = chunk(c)
 
     chunks = range(shape.spec.dim // WIDE)
-    if shape.warps:
+    if shape.config.warps:
         loaded = [chunk(c) for c in chunks]
         plgpu.commit_smem()  # ordinary loads have read `stage`, and TMA writes the next item's queries to it
         return loaded
@@ -104,21 +104,21 @@ def load(shape: DecodeShape, ref: Any, layout: Any, *, optimized: bool = True) -
 
 def meet(shape: DecodeShape, refs: Refs, me: Any, peak: jax.Array, total: jax.Array, layout: Any) -> tuple[Any, Any]:
     """Return the maximum and the sum of weights over all consumers of rows of which this one has `peak` and `total`."""
-    if shape.consumers == 1:
+    if shape.config.consumers == 1:
         return peak, total
     told = refs.s["told"]
     told[me, PEAKS], told[me, TOTALS] = peak, total
     _wait_for_others(shape, refs, 0)
     # All consumers compute in the same order, so that they scale their chunks by the same number.
     read = partial(load, shape, layout=layout, optimized=False)
-    peaks, totals = ([read(told.at[n, each]) for n in range(shape.consumers)] for each in (PEAKS, TOTALS))
+    peaks, totals = ([read(told.at[n, each]) for n in range(shape.config.consumers)] for each in (PEAKS, TOTALS))
     top = reduce(jnp.maximum, peaks)
     shares = [jnp.exp2(one - top) * part for one, part in zip(peaks, totals, strict=True)]
     return top, reduce(jnp.add, shares)
 
 
 def _wait_for_others(shape: DecodeShape, refs: Refs, which: int) -> None:
-    if shape.consumers > 1:
+    if shape.config.consumers > 1:
         plgpu.barrier_arrive(refs.s["met"].at[which])
         plgpu.barrier_wait(refs.s["met"].at[which])
 
@@ -133,15 +133,15 @@ def store(
         added[c + zero] = chunks[c]
 
     def take(c: int) -> None:
-        if shape.consumers == 1:
+        if shape.config.consumers == 1:
             _store(shape, refs, item, row, c, chunks[c], added.at[zero])
         else:
             whole = chunks[c] + load(shape, added.at[c + zero], layout, optimized=False)
             _store(shape, refs, item, row, c, whole, added.at[c + zero])
 
-    if shape.consumers > 1:
+    if shape.config.consumers > 1:
         for c in range(len(chunks)):
-            pl.when(me != c % shape.consumers)(partial(give, c))
+            pl.when(me != c % shape.config.consumers)(partial(give, c))
     _wait_for_others(shape, refs, 1)
     for c in range(len(chunks)):
         _if_mine(shape, me, c, partial(take, c))
@@ -195,7 +195,7 @@ def weigh(
     """
     place, part = (lax.axis_index("head"), lax.axis_index("block")), refs.part[item]
     binary = top + jnp.log(jnp.maximum(total, 1e-30)) * LOG2E
-    mine, copy = ((True, part * shape.consumers + me)) if shape.results is Results.MERGED else (me == 0, part)
+    mine, copy = ((True, part * shape.config.consumers + me)) if shape.results is Results.MERGED else (me == 0, part)
 
     @pl.when((me == 0) & (part < 0))
     def _() -> None:
