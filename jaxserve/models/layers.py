@@ -98,6 +98,10 @@ class Info:
         return replace(self, shape=(*outputs, inputs), axes=(*axes, axis), build=build, contract=len(outputs))
 
 
+def is_info(x: Any) -> bool:
+    return isinstance(x, Info)
+
+
 def library(x: Array) -> Any:
     """Return numpy or jax.numpy, whichever x is an array of.
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models import manifest
-from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Stream, Tree, tree_of
+from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Stream, Tree, is_info, tree_of
 from jaxserve.models.narrow import narrowed
 from jaxserve.models.quantized import Quantized, multiplied_by
 from jaxserve.models.spec import Config, ModelSpec, architecture
@@ -117,7 +117,7 @@ def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
             return Quantized(values, made.scale.inputs_last(), len(values.shape) - 1)
         return made
 
-    return jax.tree.map(typed, tree_of(decoder(spec)), is_leaf=lambda x: isinstance(x, Info))
+    return jax.tree.map(typed, tree_of(decoder(spec)), is_leaf=is_info)
 
 
 def begin(spec: ModelSpec, weights: Tree, tokens: jax.Array, ragged: Ragged, *, attention: Attention) -> Stream:

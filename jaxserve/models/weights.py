@@ -20,7 +20,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError
 
-from jaxserve.models.layers import Info, Source, Tree
+from jaxserve.models.layers import Info, Source, Tree, is_info
 from jaxserve.models.mxfp4 import unpacked
 from jaxserve.models.narrow import SCALE, Dequantized, quantize
 from jaxserve.models.quantized import Quantized
@@ -53,7 +53,7 @@ def shardings(spec: ModelSpec, mesh: Mesh) -> Tree:
 
 def _shardings(tree: Tree, mesh: Mesh) -> Tree:
     tp = mesh.shape["tp"]
-    return jax.tree.map(lambda info: NamedSharding(mesh, info.partition(tp)), tree, is_leaf=_is_info)
+    return jax.tree.map(lambda info: NamedSharding(mesh, info.partition(tp)), tree, is_leaf=is_info)
 
 
 def load_weights(
@@ -252,9 +252,5 @@ def _check_tp(spec: ModelSpec, tp: int) -> None:
 
 
 def _infos(abstract: Tree) -> list[Info]:
-    leaves: list[Info] = jax.tree.leaves(abstract, is_leaf=_is_info)
+    leaves: list[Info] = jax.tree.leaves(abstract, is_leaf=is_info)
     return leaves
-
-
-def _is_info(x: Any) -> bool:
-    return isinstance(x, Info)
