@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -48,21 +47,15 @@ class GatedSpec(Here):
     shards: int = 1  # devices that F is split over
 
 
-class GatedMatmul(Protocol):
-    """The gated product of a model's dense feed-forwards."""
-
-    def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array | None:
-        """Multiply x [T, E] by weight [E, 2, F] and gate: [T, F] in the dtype of x; None: left to XLA."""
-
-
 @dataclass(frozen=True)
-class MosaicGatedMatmul:
-    """The kernel of `hopper.py`. With several devices, each has a slice of F."""
+class GatedMatmul:
+    """The gated product of dense feed-forwards by `hopper.py`. With several devices, each has a slice of F."""
 
     spec: GatedSpec
     mesh: Mesh | AbstractMesh | None = None
 
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array | None:
+        """Multiply x [T, E] by weight [E, 2, F] and gate: [T, F] in the dtype of x; None: left to XLA."""
         from pallas_kernels.ops.gated_matmul import hopper
 
         (tokens, inputs), results = x.shape, weight.shape[2] // self.spec.shards
@@ -107,4 +100,4 @@ def resolve_gated_matmul(spec: GatedSpec, name: str = "auto") -> Choice:
 
 def gated(choice: Choice | None = None, mesh: Mesh | AbstractMesh | None = None) -> GatedMatmul | None:
     """Build the gated product that `choice` resolved to, over the devices of `mesh`; None: XLA."""
-    return None if choice is None or choice.backend == "xla" else MosaicGatedMatmul(choice.spec, mesh)
+    return None if choice is None or choice.backend == "xla" else GatedMatmul(choice.spec, mesh)

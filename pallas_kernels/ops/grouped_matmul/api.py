@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -45,16 +45,6 @@ class ProductOptions(TypedDict, total=False):
     gate: Gate | None  # return its result for the two halves of each product, [R, O / 2]
 
 
-class Experts(Protocol):
-    """The products of one shard's experts."""
-
-    def plan(self, chosen: jax.Array, experts: int) -> Groups:
-        """Plan the work for chosen [Q] int32, out of `experts`; out-of-range choices are not computed."""
-
-    def __call__(self, x: jax.Array, weight: jax.Array, work: Groups, **options: Unpack[ProductOptions]) -> jax.Array:
-        """Multiply x [R, I] by the weights [X, I, O] of each row's expert, [R, O]; see `xla.grouped_matmul`."""
-
-
 @dataclass(frozen=True)
 class XlaExperts:
     """Plain XLA, on any device."""
@@ -62,9 +52,11 @@ class XlaExperts:
     tile: int = TILE
 
     def plan(self, chosen: jax.Array, experts: int) -> Groups:
+        """Plan the work for chosen [Q] int32, out of `experts`; out-of-range choices are not computed."""
         return plan_experts(chosen, experts=experts, tile=self.tile)
 
     def __call__(self, x: jax.Array, weight: jax.Array, work: Groups, **options: Unpack[ProductOptions]) -> jax.Array:
+        """Multiply x [R, I] by the weights [X, I, O] of each row's expert, [R, O]; see `xla.grouped_matmul`."""
         scale, out_dtype, gate = options.get("scale"), options.get("out_dtype"), options.get("gate")
         out = xla.grouped_matmul(x, weight, work, tile=self.tile, scale=scale, out_dtype=out_dtype)
         return out if gate is None else gate(*jnp.split(out, 2, axis=1))
@@ -88,6 +80,9 @@ class MosaicExperts:
         spec = matmul.spec_of(len(work.place), x, weight, options.get("scale"), gated, self.spec.cores)
         config = matmul.heuristic(spec)
         return matmul.grouped_matmul(x, weight, work, **options, config=config, interpret=interpreter_of(self.spec))
+
+
+Experts = XlaExperts | MosaicExperts  # the products of one shard's experts
 
 
 def supports(spec: ExpertsSpec) -> str | None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -122,41 +122,6 @@ class GroupedShape:
         return [plgpu.SMEM(self.product, jnp.float32), *[plgpu.Barrier(num_arrivals=1, num_barriers=1)] * 2]
 
 
-class Tiles(Protocol):
-    """Where the tiles of rows are, and with whose weights they are multiplied."""
-
-    @property
-    def arrays(self) -> int:
-        """The number of kernel arguments."""
-
-    def items(self, shape: GroupedShape, refs: Refs) -> jax.Array:
-        """Return the number of items."""
-
-    def item(self, shape: GroupedShape, refs: Refs, index: jax.Array) -> Item:
-        """Return an item; blocks run items of neighboring indices at the same time."""
-
-
-class Weights(Protocol):
-    """One kind of weights: its loads, its scratch and its product."""
-
-    @property
-    def arrays(self) -> int:
-        """The number of kernel arguments."""
-
-    @property
-    def copies(self) -> int:
-        """The number of copies that load a tile."""
-
-    def scratch(self, shape: GroupedShape) -> list[Any]:
-        """Return the scratch buffers."""
-
-    def bring(self, shape: GroupedShape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
-        """Start copying tile k of an item into a slot."""
-
-    def multiply(self, shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> Products:
-        """Return a consumer's part of the item, float32, from ring step `done` on."""
-
-
 class Refs(NamedTuple):
     """The kernel's arguments, results and scratch, in the order it receives them."""
 
@@ -230,13 +195,15 @@ def body(shape: GroupedShape) -> Callable[..., None]:
 class Routed:
     """The tiles of a plan, given as expert, begin and length [I] and used [1]; see `Groups`."""
 
-    arrays = 4
+    arrays = 4  # arguments of the kernel
 
     def items(self, shape: GroupedShape, refs: Refs) -> jax.Array:
+        """Return the number of items."""
         used: jax.Array = refs.tiles[3][0]
         return used * shape.strips
 
     def item(self, shape: GroupedShape, refs: Refs, index: jax.Array) -> Item:
+        """Return an item; blocks run items of neighboring indices at the same time."""
         expert, begin, length, _ = refs.tiles
         tile, strip = lax.div(index, jnp.int32(shape.strips)), lax.rem(index, jnp.int32(shape.strips))
         # Divided and multiplied so that the compiler can prove the alignment, which copies to tiled memory require.
@@ -264,6 +231,9 @@ class Dense:
         strip, first = lax.div(index, tiles), lax.rem(index, tiles) * shape.rows
         length = jnp.minimum(self.rows - first, shape.rows)
         return Item(jnp.int32(0), first, length, strip * (shape.columns // shape.parts))
+
+
+Tiles = Routed | Dense  # where the tiles of rows are, and with whose weights they are multiplied
 
 
 def _produce(shape: GroupedShape, refs: Refs, item: Item, done: jax.Array) -> None:
@@ -341,16 +311,18 @@ class Whole:
 
     parts: int = 1
 
-    arrays = 1
+    arrays = 1  # arguments of the kernel
 
     @property
     def copies(self) -> int:
+        """The number of copies that load a tile."""
         return self.parts
 
     def scratch(self, shape: GroupedShape) -> list[Any]:
         return [tiled((shape.stages, self.parts, shape.depth, shape.columns // self.parts), shape.dtype)]
 
     def bring(self, shape: GroupedShape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
+        """Start copying tile k of an item into a slot."""
         (weight,), (w_s,) = refs.weights, refs.weights_s
         width = shape.columns // self.parts
         for i in range(self.parts):
@@ -359,6 +331,7 @@ class Whole:
             plgpu.copy_gmem_to_smem(source, w_s.at[slot, i], refs.full.at[slot])
 
     def multiply(self, shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> Products:
+        """Return a consumer's part of the item, float32, from ring step `done` on."""
         height, width = shape.product
         several = 1 if shape.swapped else self.parts  # with swapped operands a consumer has one of the parts
         sums = [plgpu.ACC((height, width // several), jnp.float32)] * several
@@ -454,3 +427,6 @@ class QuantizedWeights:
     def _apart(self, shape: GroupedShape) -> int:
         """Return the columns between the outputs of the two consumers."""
         return ROWS if shape.gate is None else shape.apart
+
+
+Weights = Whole | QuantizedWeights
