@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from pallas_kernels import tuned
 from pallas_kernels.attention.xla import XlaAttention, XlaWork
 from pallas_kernels.layout import Ragged
+from pallas_kernels.mosaic.spec import why_not
 from pallas_kernels.mosaic.support import interpreter_of, unfit
 from pallas_kernels.ops.mla import api as mla
 from pallas_kernels.ops.paged_attention.api import Attention, AttentionInputs, AttentionSpec, Pool
@@ -69,14 +70,10 @@ def _refused(spec: AttentionSpec) -> str | None:
         return f"pages of {spec.page} tokens; it reads pages of {', '.join(map(str, PAGES))}"
     if spec.latent:
         return mla.refused(spec)
-    try:
-        for queries in LOOKED_UP["decode"]:
-            _decode(spec, queries).validate(spec.shape(queries))
-        if not _left_to_xla(spec):
-            _prefill(spec).validate(spec.shape(1))
-    except ValueError as reason:
-        return str(reason)
-    return None
+    configs = [(_decode(spec, queries), queries) for queries in LOOKED_UP["decode"]]
+    if not _left_to_xla(spec):
+        configs.append((_prefill(spec), 1))
+    return next((why for config, queries in configs if (why := why_not(config, spec.shape(queries)))), None)
 
 
 def _left_to_xla(spec: AttentionSpec) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
@@ -74,31 +74,21 @@ def check_attention(spec: AttentionShape) -> None:
         raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
 
 
-S = TypeVar("S", contravariant=True)
-
-
-class Config(Protocol[S]):
-    """The block sizes and other choices of one kernel."""
-
-    def validate(self, spec: S) -> None:
-        """Raise ValueError, with the reason, if this config cannot compute the spec."""
-
-
-T = TypeVar("T")
-C = TypeVar("C", bound=Config[Any])
+C = TypeVar("C")  # a kernel's config: block sizes and other choices, with `validate(spec)`
 
 
 def allowed(configs: Iterable[C], spec: Any) -> Iterator[C]:
     """Yield the distinct configs that can compute the spec."""
-    return (config for config in dict.fromkeys(configs) if _why_not(config, spec) is None)
+    return (config for config in dict.fromkeys(configs) if why_not(config, spec) is None)
 
 
-def refusal(heuristic: Callable[[T], Config[T]], *specs: T) -> str | None:
+def refusal(heuristic: Callable[[Any], Any], *specs: Any) -> str | None:
     """Return None, or the reason why a kernel's heuristic config cannot compute one of the specs."""
-    return next((why for spec in specs if (why := _why_not(heuristic(spec), spec)) is not None), None)
+    return next((why for spec in specs if (why := why_not(heuristic(spec), spec)) is not None), None)
 
 
-def _why_not(config: Config[T], spec: T) -> str | None:
+def why_not(config: Any, spec: Any) -> str | None:
+    """Return None, or the reason why a config cannot compute the spec."""
     try:
         config.validate(spec)
     except ValueError as reason:

@@ -13,7 +13,7 @@ import jax
 
 from pallas_kernels import tuned
 from pallas_kernels.layout import Ragged
-from pallas_kernels.mosaic.spec import AttentionShape
+from pallas_kernels.mosaic.spec import AttentionShape, why_not
 from pallas_kernels.mosaic.support import interpreter_of
 from pallas_kernels.ops.kv_write.xla import write_latent
 from pallas_kernels.ops.paged_attention.api import AttentionInputs, AttentionSpec, Pool
@@ -25,12 +25,8 @@ MANY = 64  # query tokens of a row that may be a prompt: enough to fill the prod
 
 def refused(spec: AttentionSpec) -> str | None:
     """Return None, or the reason why the kernel cannot run `spec`, in steps of single tokens or in others."""
-    try:
-        for decode in (True, False):
-            _config(spec, decode).validate(_shape(spec, decode))
-    except ValueError as reason:
-        return str(reason)
-    return None
+    steps = (True, False)
+    return next((why for decode in steps if (why := why_not(_config(spec, decode), _shape(spec, decode)))), None)
 
 
 def _shape(spec: AttentionSpec, decode: bool) -> AttentionShape:

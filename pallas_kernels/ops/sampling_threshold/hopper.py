@@ -25,7 +25,7 @@ from jax import lax
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret
-from pallas_kernels.mosaic.spec import check_smem
+from pallas_kernels.mosaic.spec import check_smem, refusal
 from pallas_kernels.ops.sampling_threshold.search import DEPTH, NOTHING, Found, Options, Seen, insert, search
 
 WARPGROUP = 128
@@ -64,11 +64,7 @@ def heuristic(vocab: int) -> Config:
 
 def supports(vocab: int) -> str | None:
     """Return None, or the reason why no config sweeps rows of `vocab` logits."""
-    try:
-        heuristic(vocab).validate(vocab)
-    except ValueError as reason:
-        return str(reason)
-    return None
+    return refusal(heuristic, vocab)
 
 
 def thresholds(x: jax.Array, options: Options, *, config: Config, interpret: Interpret = None) -> Found:
