@@ -80,16 +80,16 @@ def load(
     measured = {part: set(_named(tree)) - set(_named(saved[part])) for part, tree in parts.items()}  # never saved
     _check(path, manifest, parts, spec, measured)
     distinct = list(dict.fromkeys(meshes))
-    made: dict[Mesh, dict[str, Tree]] = {mesh: {} for mesh in distinct}
+    loaded: dict[Mesh, dict[str, Tree]] = {mesh: {} for mesh in distinct}
     total = len(parts) * len(distinct)
     with _orbax().PyTreeCheckpointer() as checkpointer:
         for i, mesh in enumerate(distinct):
             for done, (part, tree) in enumerate(parts.items(), start=1 + i * len(parts)):
                 restored = _restored(checkpointer, path / FOLDER / part, tree, mesh, measured[part])
-                made[mesh][part] = _laid(restored, kept[part], mesh)
+                loaded[mesh][part] = _laid(restored, kept[part], mesh)
                 if progress is not None:
                     progress(done, total)
-    return [_whole(made[mesh]) for mesh in meshes]
+    return [_whole(loaded[mesh]) for mesh in meshes]
 
 
 def _orbax() -> Any:
@@ -209,8 +209,8 @@ def _named(tree: Tree) -> dict[str, Any]:
 
 def _params(tree: Tree) -> dict[str, Any]:
     """Return each `Info` or `Quantized` by path."""
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_info(x) or isinstance(x, Quantized))
-    return {_name(path): leaf for path, leaf in found}
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_info(x) or isinstance(x, Quantized))
+    return {_name(path): leaf for path, leaf in leaves}
 
 
 def _name(path: Sequence[Any]) -> str:

@@ -41,8 +41,8 @@ def random_weights(spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], *, seed:
 
     Matrices are near normal, the sum of four uniform bytes; norms are 1 and biases 0.
     """
-    made = {mesh: _made(spec, dtype, mesh, seed) for mesh in dict.fromkeys(meshes)}
-    return [made[mesh] for mesh in meshes]
+    trees = {mesh: _made(spec, dtype, mesh, seed) for mesh in dict.fromkeys(meshes)}
+    return [trees[mesh] for mesh in meshes]
 
 
 def _made(spec: ModelSpec, dtype: Any, mesh: Mesh, seed: int) -> Tree:

@@ -58,8 +58,8 @@ def load_spec(path: Path) -> ModelSpec:
         eos = _read_json(path, "generation_config.json").get("eos_token_id")
         more = eos if isinstance(eos, list) else [] if eos is None else [eos]
         spec = replace(spec, eos=tuple(dict.fromkeys([*spec.eos, *more])))
-    made = manifest.find(path)
-    return spec if made is None else replace(spec, quantized=made.quantized)
+    converted = manifest.find(path)
+    return spec if converted is None else replace(spec, quantized=converted.quantized)
 
 
 def read_config(path: Path) -> Config:
@@ -97,8 +97,8 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 @lru_cache(maxsize=32)
 def decoder(spec: ModelSpec) -> Decoder:
     """Return the module tree of a spec, with descriptions for parameters."""
-    made: Decoder = _family(spec.architecture).Decoder(spec)
-    return made
+    module: Decoder = _family(spec.architecture).Decoder(spec)
+    return module
 
 
 def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
@@ -108,14 +108,14 @@ def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
     """
 
     def typed(info: Info) -> Info | Quantized | Transposed:
-        made = narrowed(replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info, spec.quantized)
-        if spec.transposed and isinstance(made, Info) and made.contract == 0:
-            shared = [at for at, axis in enumerate(made.axes[1:]) if axis in SHARDED]
-            return Transposed(made.inputs_last(), 0 if spec.whole or not shared else shared[0])
-        if spec.whole and isinstance(made, Quantized) and made.axis == 0 and made.per_channel:
-            values = made.values.inputs_last()
-            return Quantized(values, made.scale.inputs_last(), len(values.shape) - 1)
-        return made
+        param = narrowed(replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info, spec.quantized)
+        if spec.transposed and isinstance(param, Info) and param.contract == 0:
+            shared = [at for at, axis in enumerate(param.axes[1:]) if axis in SHARDED]
+            return Transposed(param.inputs_last(), 0 if spec.whole or not shared else shared[0])
+        if spec.whole and isinstance(param, Quantized) and param.axis == 0 and param.per_channel:
+            values = param.values.inputs_last()
+            return Quantized(values, param.scale.inputs_last(), len(values.shape) - 1)
+        return param
 
     return jax.tree.map(typed, tree_of(decoder(spec)), is_leaf=is_info)
 

@@ -19,9 +19,9 @@ SMALL_HEADS, SMALL_DIM = {"gpt-oss": (64, 8), "qwen2.5-0.5b": (14, 2)}, 64  # tw
 
 def cases() -> list[Case]:
     """Return a decode layer of every model, and one layer of a mixed step."""
-    found = [in_place(model, 64, 256, 256, 2**23) for model in MODELS]
-    found += [in_place(model, 64, 256, 256, 2**24) for model in SMALL_HEADS]
-    return [*found, in_place("8b-tp4", 64, 2048, 64, 2**26)]
+    layers = [in_place(model, 64, 256, 256, 2**23) for model in MODELS]
+    layers += [in_place(model, 64, 256, 256, 2**24) for model in SMALL_HEADS]
+    return [*layers, in_place("8b-tp4", 64, 2048, 64, 2**26)]
 
 
 def in_place(model: str, page: int, tokens: int, rows: int, scratch: int) -> Case:

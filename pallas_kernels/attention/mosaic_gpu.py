@@ -129,10 +129,10 @@ class MosaicAttention:
             return GpuAttentionWork(ragged, (), (), self._xla.plan(ragged))
         windows, page = self.spec.windows, self.spec.page
         groups = tuple(self._groups(ragged, window) for window in windows if ragged.shared is not None)
-        steps = [one.cascade.rest for one in groups] or [ragged] * len(windows)
+        steps = [each.cascade.rest for each in groups] or [ragged] * len(windows)
 
         def each(config: Any) -> tuple[Any, ...]:
-            return tuple(config.plan(step, page=page, window=one) for step, one in zip(steps, windows, strict=True))
+            return tuple(config.plan(step, page=page, window=each) for step, each in zip(steps, windows, strict=True))
 
         prefill = each(_prefill(self.spec)) if self._prefills else ()
         return GpuAttentionWork(ragged, each(_decode(self.spec, self._queries)), prefill, groups=groups)

@@ -41,8 +41,8 @@ def row(spec: AttentionSpec) -> tuple[int, int]:
     """Return how many kv heads share a pool row, and the row's width."""
     from pallas_kernels.ops.paged_attention.tpu.lanes import row_of
 
-    found = row_of(spec)
-    return found.heads, found.width
+    layout = row_of(spec)
+    return layout.heads, layout.width
 
 
 def make(spec: AttentionSpec | None, decode: bool, few: bool = False) -> TpuAttention:

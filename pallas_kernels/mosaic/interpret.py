@@ -132,8 +132,8 @@ def wgmma_while(
         return ref[...], done
 
     shape = (a.shape[0], b.shape[0 if transposed else 1])
-    made: tuple[jax.Array, T] = pl.run_scoped(fresh, plgpu.ACC(shape, jnp.float32))
-    return made
+    results: tuple[jax.Array, T] = pl.run_scoped(fresh, plgpu.ACC(shape, jnp.float32))
+    return results
 
 
 def wgmmas(acc: jax.Array, pairs: Sequence[tuple[Any, Any]], interpret: Interpret = None) -> jax.Array:

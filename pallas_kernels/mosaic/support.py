@@ -17,8 +17,8 @@ def unfit(spec: Here) -> str | None:
     if spec.platform != "gpu":
         return f"it needs a GPU; this is {spec.platform}"
     if not spec.capability.startswith("9."):
-        found = spec.capability or "unknown"
-        return f"it needs Hopper (compute capability 9.0); {spec.device or 'this device'} has {found}"
+        capability = spec.capability or "unknown"
+        return f"it needs Hopper (compute capability 9.0); {spec.device or 'this device'} has {capability}"
     return None
 
 

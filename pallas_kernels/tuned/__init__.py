@@ -28,8 +28,8 @@ KEYS = ("heads", "kv_heads", "dim", "page", "queries", "dtype", "kv_dtype")
 
 def name_of(device: str) -> str:
     """Return the file name of a device kind: "NVIDIA H200" and "NVIDIA H200 NVL" give h200."""
-    found = re.search(r"\b([A-Z]{1,2}\d+)", device)
-    return (found[1] if found else re.sub(r"\W+", "_", device)).lower()
+    match = re.search(r"\b([A-Z]{1,2}\d+)", device)
+    return (match[1] if match else re.sub(r"\W+", "_", device)).lower()
 
 
 @cache

@@ -38,7 +38,7 @@ def test_every_last_count_is_told_and_starts_the_next_round() -> None:
             told[jax.lax.axis_index("block")] = last.astype(jnp.int32)
 
         interpret = None if on_gpu() else interpreter()
-        run = partial(compat.in_place, made=(jax.ShapeDtypeStruct((blocks,), jnp.int32),), read=())
+        run = partial(compat.in_place, created=(jax.ShapeDtypeStruct((blocks,), jnp.int32),), read=())
         told, left = run(
             body, changed=(jnp.full(1, most, jnp.int32),), grid=[("block", blocks)], name="count", interpret=interpret
         )

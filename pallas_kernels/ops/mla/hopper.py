@@ -221,7 +221,7 @@ def consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
     """Attend to every item of a block, sharing each tile with the other consumer."""
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
 
-    def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
+    def attend_item(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
         plgpu.barrier_wait(s["q_full"].at[0])
         position = last_key(shape, refs, row)
 
@@ -231,7 +231,7 @@ def consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
 
         acc, peak, total = lax.fori_loop(0, tiles, step, _begin(shape))
         release(shape, s["q_free"].at[0])
-        total = total + _told(shape, s, me, total)
+        total = total + _exchange(shape, s, me, total)
         _meet(s, 1)
         safe = jnp.maximum(total, 1e-30)
         mixed = acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, (0,))
@@ -241,7 +241,7 @@ def consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
         def _() -> None:
             refs.weight[item, head, block] = jnp.where(total > 0, peak + jnp.log(safe) * LOG2E, MASKED)
 
-    each_item(shape, refs, one)
+    each_item(shape, refs, attend_item)
 
 
 def _begin(shape: DecodeShape) -> State:
@@ -260,7 +260,7 @@ def _tile(shape: DecodeShape, s: dict[str, Any], me: Any, tile: Any, key: Any, p
     score = wgmma(s["q"].at[0], s["k"].at[mine], transposed=True, interpret=shape.interpret)
     score = mask(shape, score, key, position, shape.scale)
     top = jnp.maximum(peak, jnp.max(score, axis=1) * unit)
-    top = jnp.maximum(top, _told(shape, s, me, top))
+    top = jnp.maximum(top, _exchange(shape, s, me, top))
     weight = jnp.exp2(score * unit - lax.broadcast_in_dim(top, score.shape, (0,)))
     fade = jnp.exp2(peak - top)
     turning = pl.ds(shape.values, shape.slot)
@@ -276,11 +276,11 @@ def _tile(shape: DecodeShape, s: dict[str, Any], me: Any, tile: Any, key: Any, p
     return acc, top, total
 
 
-def _told(shape: DecodeShape, s: dict[str, Any], me: Any, x: jax.Array) -> jax.Array:
+def _exchange(shape: DecodeShape, s: dict[str, Any], me: Any, x: jax.Array) -> jax.Array:
     """Exchange x [M] between the two warpgroups; both must `_meet` before the next exchange."""
-    s["told"][me] = x
+    s["traded"][me] = x
     _meet(s, 0)
-    return compat.load(s["told"].at[1 - me], shape.layout("ACC").reduce(1), optimized=False)
+    return compat.load(s["traded"].at[1 - me], shape.layout("ACC").reduce(1), optimized=False)
 
 
 def _meet(s: dict[str, Any], which: int) -> None:

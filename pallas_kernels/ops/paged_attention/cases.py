@@ -29,30 +29,30 @@ def cases() -> list[Case]:
 
 def decode_cases() -> list[Case]:
     """Return every decode config in use: pages, dtypes, query tokens and head dims of served models."""
-    found: list[Case] = []
+    cases: list[Case] = []
     for model, ((heads, kv_heads, dim), usual) in DECODE_MODELS.items():
         spec = AttentionShape(64, heads, kv_heads, dim, 64)
-        found += _decode_both(model, spec)
+        cases += _decode_both(model, spec)
         for page in (16, 128):
-            found += _decode_both(model, replace(spec, page=page), usual=usual)
+            cases += _decode_both(model, replace(spec, page=page), usual=usual)
         for queries in (4, 16):
-            found += _decode_both(model, replace(spec, queries=queries), usual=usual)
-        found += _decode_both(model, replace(spec, dtype=jnp.float16, kv_dtype=jnp.float16), usual=usual)
+            cases += _decode_both(model, replace(spec, queries=queries), usual=usual)
+        cases += _decode_both(model, replace(spec, dtype=jnp.float16, kv_dtype=jnp.float16), usual=usual)
         for stored in (jnp.float8_e4m3fn, jnp.int8):
-            found += _decode_both(model, replace(spec, kv_dtype=stored), usual=usual)
+            cases += _decode_both(model, replace(spec, kv_dtype=stored), usual=usual)
     for dim in (64, 256):
-        found += _decode_both(f"d{dim}", AttentionShape(64, 16, 4, dim, 64))
+        cases += _decode_both(f"d{dim}", AttentionShape(64, 16, 4, dim, 64))
         for stored in (jnp.float8_e4m3fn, jnp.int8):
-            found.append(
+            cases.append(
                 _decode_case(f"d{dim}", AttentionShape(64, 16, 4, dim, 64, kv_dtype=stored), warps=True, usual=False)
             )
     drafts = AttentionShape(64, 32, 8, 128, 16, 16, kv_dtype=jnp.int8)
-    found.append(_decode_case("8b", drafts, warps=False, usual=False))
+    cases.append(_decode_case("8b", drafts, warps=False, usual=False))
     eight = AttentionShape(64, 32, 8, 128, 64, 4, kv_dtype=jnp.float8_e4m3fn)
-    found.append(_decode_case("softcap window", eight, warps=True, usual=False, window=4096, softcap=50.0))
-    found += _decode_both("d256 window", AttentionShape(64, 4, 1, 256, 64, queries=16), window=512)
-    found += _decode_both("softcap window", AttentionShape(64, 16, 8, 128, 64), window=4096, softcap=50.0)
-    return found
+    cases.append(_decode_case("softcap window", eight, warps=True, usual=False, window=4096, softcap=50.0))
+    cases += _decode_both("d256 window", AttentionShape(64, 4, 1, 256, 64, queries=16), window=512)
+    cases += _decode_both("softcap window", AttentionShape(64, 16, 8, 128, 64), window=4096, softcap=50.0)
+    return cases
 
 
 def _decode_both(name: str, spec: AttentionShape, *, usual: bool = True, **options: Any) -> Iterator[Case]:
@@ -170,8 +170,8 @@ def prefill_cases() -> Iterator[Case]:
     wide = AttentionShape(64, 16, 8, 256, 64)  # Gemma 3 12B
     yield _prefill_case("d256", wide, 2048)
     yield _prefill_case("d256 window", wide, 2048, prefill.heuristic(wide, window=1024), window=1024)
-    one = replace(wide, heads=4, kv_heads=1)  # Gemma 3 1B
-    yield _prefill_case("d256 group 4 window", one, 8192, prefill.heuristic(one, window=512), window=512)
+    narrow = replace(wide, heads=4, kv_heads=1)  # Gemma 3 1B
+    yield _prefill_case("d256 group 4 window", narrow, 8192, prefill.heuristic(narrow, window=512), window=512)
     for stored in (jnp.float8_e4m3fn, jnp.int8):
         yield _prefill_case("8b", replace(spec, kv_dtype=stored), 2048)
     yield _prefill_case("group 5", AttentionShape(64, 40, 8, 128, 64), 2048)

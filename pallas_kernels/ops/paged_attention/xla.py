@@ -124,8 +124,8 @@ class Pages:
         )
 
         def taken(pool: jax.Array) -> jax.Array:
-            got = lax.gather(pool, ids[..., None], dims, (1, *pool.shape[1:]), mode="clip")
-            return got.reshape(*rows, *merged, pool.shape[3]).astype(dtype)
+            gathered = lax.gather(pool, ids[..., None], dims, (1, *pool.shape[1:]), mode="clip")
+            return gathered.reshape(*rows, *merged, pool.shape[3]).astype(dtype)
 
         return taken(self.k), taken(self.v)
 
@@ -293,14 +293,14 @@ def many(q: jax.Array, pool: Pages, ragged: Ragged, rule: Rule, queries: int | N
         def blocks(tile: Tile, first: jax.Array | int, count: jax.Array, out: Parts) -> Parts:
             """Compute `count` blocks of the row from its token `first` on."""
 
-            def one(b: jax.Array, out: Parts) -> Parts:
+            def block(b: jax.Array, out: Parts) -> Parts:
                 token = first + b * tile.queries
                 here = lax.dynamic_slice_in_dim(padded, start + token, tile.queries)  # [Q, K, G, D]
                 mine = token + jnp.arange(tile.queries) < length
                 fresh = attend_block(here, pool, table, offset + token, ragged.contexts[r], rule, tile.keys)
                 return tuple(_stored(old, new, start + token, mine) for old, new in zip(out, fresh, strict=True))
 
-            filled: Parts = lax.fori_loop(0, count, one, out)
+            filled: Parts = lax.fori_loop(0, count, block, out)
             return filled
 
         done: jax.Array | int = 0

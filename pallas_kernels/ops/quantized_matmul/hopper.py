@@ -132,10 +132,10 @@ class StripWork:
     def parts(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """The items of each strip, [strips, most items of a strip], padded with W."""
         by = [np.flatnonzero(self.items[:, 0] == strip) for strip in range(self.strips)]
-        made = np.full((self.strips, max(map(len, by))), len(self.items), np.int32)
-        for row, own in zip(made, by, strict=True):
+        table = np.full((self.strips, max(map(len, by))), len(self.items), np.int32)
+        for row, own in zip(table, by, strict=True):
             row[: len(own)] = own
-        return made
+        return table
 
 
 def quantized_matmul(
@@ -242,12 +242,12 @@ def body(shape: QuantizedShape) -> Callable[..., None]:
     return run
 
 
-def _each_item(refs: Refs, one: Callable[[jax.Array, jax.Array], None]) -> jax.Array:
+def _each_item(refs: Refs, compute: Callable[[jax.Array, jax.Array], None]) -> jax.Array:
     """Call one(item, steps before it) for each item of this worker; return the worker's number of steps."""
     worker = lax.axis_index(GRID)
 
     def step(item: jax.Array, done: jax.Array) -> jax.Array:
-        one(item, done)
+        compute(item, done)
         after: jax.Array = done + refs.items[item, 2]
         return after
 

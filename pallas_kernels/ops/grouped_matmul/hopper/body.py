@@ -86,11 +86,11 @@ class GroupedShape:
         if not self.swapped:
             each = self.rows // self.consumers
             return [(i * each, each) for i in range(self.consumers)]
-        found, done = [(0, min(LEAST, self.rows))], min(LEAST, self.rows)
+        pieces, done = [(0, min(LEAST, self.rows))], min(LEAST, self.rows)
         while done < self.rows:
-            found.append((done, done))
+            pieces.append((done, done))
             done *= 2
-        return found
+        return pieces
 
     @property
     def product(self) -> tuple[int, int]:
@@ -162,13 +162,13 @@ def body(shape: GroupedShape) -> Callable[..., None]:
         refs = Refs.of(arrays, shape)
         role, block = lax.axis_index(ROLE), lax.axis_index(GRID)
 
-        def each(one: Callable[[Item, jax.Array], None]) -> jax.Array:
+        def each(compute: Callable[[Item, jax.Array], None]) -> jax.Array:
             """Call one(item, ring steps before it) for each item of this block; return the number of steps."""
             items = shape.tiles.items(shape, refs)
             turns = lax.div(jnp.maximum(items - block, 0) + (shape.blocks - 1), jnp.int32(shape.blocks))
 
             def turn(i: jax.Array, done: jax.Array) -> jax.Array:
-                one(shape.tiles.item(shape, refs, i * shape.blocks + block), done)
+                compute(shape.tiles.item(shape, refs, i * shape.blocks + block), done)
                 return done + shape.steps
 
             steps: jax.Array = lax.fori_loop(0, turns, turn, jnp.int32(0))
@@ -421,8 +421,8 @@ class QuantizedWeights:
         total = summed(self.tile, ring, shape.steps, scale_at)
         if self.tile.every:
             return (total,)
-        one = compat.load(scale.at[item.expert, 0, outputs], plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        return (total * lax.broadcast_in_dim(one, total.shape, (0,)),)
+        by_output = compat.load(scale.at[item.expert, 0, outputs], plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return (total * lax.broadcast_in_dim(by_output, total.shape, (0,)),)
 
     def _apart(self, shape: GroupedShape) -> int:
         """Return the columns between the outputs of the two consumers."""

@@ -191,7 +191,7 @@ def deepest(config: Config, spec: GroupedSpec) -> Config:
     """Return the config with the most stages that fit into shared memory, at least those that it has."""
     most = 8 if spec.quantized else 12 if config.swapped else 6
     deep = (replace(config, stages=count) for count in range(most, config.stages, -1))
-    return next((one for one in deep if one.smem_bytes(spec) <= SMEM), config)
+    return next((each for each in deep if each.smem_bytes(spec) <= SMEM), config)
 
 
 def supports(spec: GroupedSpec) -> str | None:

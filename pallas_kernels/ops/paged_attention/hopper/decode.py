@@ -110,8 +110,8 @@ class Config:
             rest = max(rest, 2 * rows * spec.dim * wide + 4096)
             return ring + rest + self.consumers * (64 * (MEETING + 8) + 128 + 128) * 4
         if not self.warps:
-            told = self.consumers * 2 * rows * 4  # maxima and sums
-            rest = 2 * rows * spec.dim * wide + (4096 if spills(spec.dim) else added + told + 3072)
+            exchange = self.consumers * 2 * rows * 4  # maxima and sums
+            rest = 2 * rows * spec.dim * wide + (4096 if spills(spec.dim) else added + exchange + 3072)
         weights = self.consumers * rows * self.tile * wide if self.warps or self.p_in_smem else 0
         widened = self.consumers * self.tile * spec.dim * wide if spec.quantized else 0
         return ring + rest + weights + widened
@@ -289,8 +289,8 @@ def _packed(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, 
 def _pack(q: jax.Array, ragged: Ragged, shape: DecodeShape, kv_heads: int, blocks: int) -> jax.Array:
     """Gather q [T, H, D] by row for the products: [S, K, blocks, packed, D], query tokens major, G minor."""
     token = ragged.starts[:, None] + jnp.arange(blocks * shape.block)[None]
-    got = jnp.take(q, token, axis=0, mode="clip").astype(shape.spec.compute_dtype)  # [S, blocks * block, H, D]
-    split = got.reshape(-1, blocks, shape.block, kv_heads, shape.group, shape.spec.dim)
+    taken = jnp.take(q, token, axis=0, mode="clip").astype(shape.spec.compute_dtype)  # [S, blocks * block, H, D]
+    split = taken.reshape(-1, blocks, shape.block, kv_heads, shape.group, shape.spec.dim)
     split = split.transpose(0, 3, 1, 2, 4, 5).reshape(-1, kv_heads, blocks, shape.used, shape.spec.dim)
     padded = jnp.pad(split, ((0, 0), (0, 0), (0, 0), (0, shape.packed - shape.used), (0, 0)))
     return arranged(padded) if shape.latent and shape.split is Split.WARPS else padded

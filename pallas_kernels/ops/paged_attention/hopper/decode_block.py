@@ -199,7 +199,7 @@ class DecodeShape:
                 (self.config.consumers, 64, MEETING + 8), jnp.float32
             )  # padded: no bank conflicts
         elif self.whole:
-            memory["told"] = plgpu.SMEM((self.config.consumers, self.rows), jnp.float32)
+            memory["traded"] = plgpu.SMEM((self.config.consumers, self.rows), jnp.float32)
             barriers["met"] = plgpu.Barrier(num_arrivals=self.config.consumers, num_barriers=2)
         elif self.config.warps or self.config.p_in_smem:
             memory["p"] = tiled((self.config.consumers, self.rows, self.config.tile), self.spec.compute_dtype)
@@ -219,7 +219,7 @@ class DecodeShape:
         chunks, lanes = self.spec.dim // WIDE, 64 if self.split is Split.WARPS else self.rows
         memory = {"stage": plgpu.SMEM((chunks, self.rows, WIDE), self.spec.dtype)}
         memory["added"] = plgpu.SMEM((chunks if self.config.consumers > 1 else 1, self.rows, WIDE), jnp.float32)
-        memory["told"] = plgpu.SMEM((self.config.consumers, 2, lanes), jnp.float32)
+        memory["traded"] = plgpu.SMEM((self.config.consumers, 2, lanes), jnp.float32)
         if not self.config.warps:
             memory["q"] = tiled((1, self.rows, self.spec.dim), self.spec.compute_dtype)
         return memory, {
@@ -259,7 +259,7 @@ class Refs(NamedTuple):
     s: dict[str, Any]
 
 
-def each_item(shape: DecodeShape, refs: Refs, one: Callable[[Any, Any, Any, Any, Any], None]) -> tuple[Any, Any]:
+def each_item(shape: DecodeShape, refs: Refs, compute: Callable[[Any, Any, Any, Any, Any], None]) -> tuple[Any, Any]:
     """Call one(item, its number in this worker, row, tiles, tiles before it) for each item of this worker.
 
     Returns the worker's number of tiles and of items.
@@ -271,7 +271,7 @@ def each_item(shape: DecodeShape, refs: Refs, one: Callable[[Any, Any, Any, Any,
         row = refs.row[item]
         # If the row has no query tokens in this block, no keys are read.
         tiles = jnp.where(block * shape.block < refs.lengths[row], refs.tiles[item], 0)
-        one(item, item - begin, row, tiles, done)
+        compute(item, item - begin, row, tiles, done)
         return done + tiles
 
     return lax.fori_loop(begin, end, step, jnp.int32(0)), end - begin
@@ -350,7 +350,7 @@ def produce(shape: DecodeShape, refs: Refs) -> None:
     """Copy the keys and values of all items of this worker into the rings, and packed queries."""
     s = refs.s
 
-    def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
+    def copy_item(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
         first = refs.first[item]
         if shape.results is Results.PACKED:
             _copy_queries(shape, refs, number, row)
@@ -364,7 +364,7 @@ def produce(shape: DecodeShape, refs: Refs) -> None:
 
         lax.fori_loop(0, tiles, step, _ids(shape, refs, row, first, tiles, 0))
 
-    total, items = each_item(shape, refs, one)
+    total, items = each_item(shape, refs, copy_item)
     # A block must not end before every arrival was waited for: here, each barrier's last round.
     if shape.results is Results.PACKED:
         _wait_last(shape, s["q_free"], items, shape.queues)

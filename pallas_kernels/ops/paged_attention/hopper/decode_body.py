@@ -82,8 +82,8 @@ def body(shape: DecodeShape, joint: Consume | None = None) -> Callable[..., None
         merging, rest = (
             (rest[:MERGING], rest[MERGING:]) if shape.results is Results.MERGED else ((None,) * MERGING, rest)
         )
-        scales, made = (rest[:2], rest[2:]) if shape.spec.quantized and not shape.latent else ((None, None), rest)
-        refs = Refs._make([arrays[0], *pools, *planned, *merging, *scales, *(*made, None, None)[:4], scratch])
+        scales, results = (rest[:2], rest[2:]) if shape.spec.quantized and not shape.latent else ((None, None), rest)
+        refs = Refs._make([arrays[0], *pools, *planned, *merging, *scales, *(*results, None, None)[:4], scratch])
         role = lax.axis_index("role")
 
         @pl.when(role < shape.config.consumers)
@@ -121,7 +121,7 @@ def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
     raw, full = shape.scale * scale_of(refs.k_scale, head), partial(filled, interpret=shape.interpret)
     unit = unit_of(raw, shape.softcap)
 
-    def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
+    def attend(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
         first, half = refs.first[item], lax.rem(number, shape.queues)
         if shape.results is Results.PACKED:
             plgpu.barrier_wait(s["q_full"].at[half])
@@ -170,7 +170,7 @@ def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
         if shape.results is Results.MERGED:
             merge_if_last(shape, refs, me, item, row)
 
-    each_item(shape, refs, one)
+    each_item(shape, refs, attend)
 
 
 def _chunks(mixed: jax.Array, factor: jax.Array) -> list[jax.Array]:
@@ -264,7 +264,7 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
     raw, full = shape.scale * scale_of(refs.k_scale, head), partial(filled, interpret=shape.interpret)
     unit = unit_of(raw, shape.softcap)
 
-    def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
+    def attend(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
         first, half = refs.first[item], lax.rem(number, shape.queues)
         q = None
         if shape.results is Results.PACKED:
@@ -314,7 +314,7 @@ def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
         if shape.results is Results.MERGED:
             merge_if_last(shape, refs, me, item, row)
 
-    each_item(shape, refs, one)
+    each_item(shape, refs, attend)
 
 
 def _kept(shape: DecodeShape) -> int:
@@ -353,13 +353,13 @@ def _byte_mix(
         release(shape, s["v_free"].at[slot])
         return [fragments.mix(mixed[0], weight.astype(shape.spec.compute_dtype), values, shape.interpret)]
     weight = weight.astype(shape.spec.compute_dtype)
-    made = []
+    sums = []
     for n, part in enumerate(mixed):
         columns = pl.ds(me * shape.mixed + n * shape.width, shape.width)
         values = load(shape, s["k"].at[slot, :, columns], fragments.values(shape.width))
-        made.append(fragments.mix(part, weight, values, shape.interpret))
+        sums.append(fragments.mix(part, weight, values, shape.interpret))
     release(shape, s["k_free"].at[slot])
-    return made
+    return sums
 
 
 def _among_warps(shape: DecodeShape, refs: Refs, me: Any, peak: jax.Array, total: jax.Array) -> tuple[Any, Any]:
@@ -369,13 +369,15 @@ def _among_warps(shape: DecodeShape, refs: Refs, me: Any, peak: jax.Array, total
     return top, _among(shape, among, total * jnp.exp2(peak - top), lax.add)
 
 
-def _among(shape: DecodeShape, told: Any, x: jax.Array, join: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+def _among(
+    shape: DecodeShape, exchange: Any, x: jax.Array, join: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
     """Reduce x [64] with `join` over the same query row of the four warps."""
     for begin in (0, WARPS * ROWS):
-        told[pl.ds(begin, WARPS * ROWS)] = x
+        exchange[pl.ds(begin, WARPS * ROWS)] = x
     plgpu.commit_smem()
     layout = plgpu.Layout.WGMMA.reduce(1)
-    turned = [told.at[pl.ds(ROWS * w, WARPS * ROWS)] for w in range(1, WARPS)]
+    turned = [exchange.at[pl.ds(ROWS * w, WARPS * ROWS)] for w in range(1, WARPS)]
     joined = reduce(join, [load(shape, ref, layout, optimized=False) for ref in turned], x)
     plgpu.commit_smem()  # all warps have read it
     return joined

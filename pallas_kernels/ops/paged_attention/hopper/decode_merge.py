@@ -62,13 +62,13 @@ def _merge(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
             numbers = [turn * ahead + n for n in range(ahead)]
             parts = [part_of(worker + (n := jnp.minimum(number, count - 1)), n > 0) for number in numbers]
             vectors = [load(shape, refs.mixed.at[(part, *place, c)], layout, optimized=False) for part in parts]
-            told = [refs.weight.at[(part * shape.config.consumers + me, *place, kept)] for part in parts]
-            weights = [load(shape, ref, layout.reduce(1), optimized=False) for ref in told]
+            weight_refs = [refs.weight.at[(part * shape.config.consumers + me, *place, kept)] for part in parts]
+            weights = [load(shape, ref, layout.reduce(1), optimized=False) for ref in weight_refs]
             # Below any weight, so that a missing partial adds nothing even to an empty sum.
             most = [jnp.where(n < count, -MASKED, 2 * MASKED) for n in numbers]
-            weights = [jnp.minimum(one, each) for one, each in zip(weights, most, strict=True)]
+            weights = [jnp.minimum(weight, each) for weight, each in zip(weights, most, strict=True)]
             top = reduce(jnp.maximum, weights, peak)
-            fade, shares = jnp.exp2(peak - top), [jnp.exp2(one - top) for one in weights]
+            fade, shares = jnp.exp2(peak - top), [jnp.exp2(weight - top) for weight in weights]
             mixed = mixed * wide(fade)
             for vector, share in zip(vectors, shares, strict=True):
                 mixed = mixed + vector * wide(share)

@@ -31,7 +31,7 @@ from pallas_kernels.mosaic.interpret import is_interpreting
 from pallas_kernels.ops.paged_attention.hopper.decode_block import WIDE, DecodeShape, Refs, Results
 from pallas_kernels.ops.paged_attention.hopper.softmax import LOG2E
 
-PEAKS, TOTALS = range(2)  # rows of `told`
+PEAKS, TOTALS = range(2)  # rows of `traded`
 
 
 def fetch(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
@@ -39,7 +39,7 @@ def fetch(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
     s, head, first = refs.s, lax.axis_index("head"), lax.axis_index("block") * shape.block
 
     def chunk(c: int) -> None:
-        def one(t: Any, _: Any) -> Any:
+        def fetch_token(t: Any, _: Any) -> Any:
             # Copies are as many as the barrier expects, so tokens that the row lacks repeat its last one.
             token = refs.starts[row] + jnp.minimum(first + t, refs.lengths[row] - 1)
             source = refs.q.at[token, head, :, pl.ds(c * WIDE, WIDE)]
@@ -47,7 +47,7 @@ def fetch(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
             plgpu.copy_gmem_to_smem(source, target, s["q_full"].at[0])
             return _
 
-        lax.fori_loop(0, shape.block, one, jnp.int32(0))
+        lax.fori_loop(0, shape.block, fetch_token, jnp.int32(0))
 
     for c in range(shape.spec.dim // WIDE):
         _if_mine(shape, me, c, partial(chunk, c))
@@ -106,14 +106,14 @@ def meet(shape: DecodeShape, refs: Refs, me: Any, peak: jax.Array, total: jax.Ar
     """Return the maximum and the sum of weights over all consumers of rows of which this one has `peak` and `total`."""
     if shape.config.consumers == 1:
         return peak, total
-    told = refs.s["told"]
-    told[me, PEAKS], told[me, TOTALS] = peak, total
+    exchange = refs.s["traded"]
+    exchange[me, PEAKS], exchange[me, TOTALS] = peak, total
     _wait_for_others(shape, refs, 0)
     # All consumers compute in the same order, so that they scale their chunks by the same number.
     read = partial(load, shape, layout=layout, optimized=False)
-    peaks, totals = ([read(told.at[n, each]) for n in range(shape.config.consumers)] for each in (PEAKS, TOTALS))
+    peaks, totals = ([read(exchange.at[n, each]) for n in range(shape.config.consumers)] for each in (PEAKS, TOTALS))
     top = reduce(jnp.maximum, peaks)
-    shares = [jnp.exp2(one - top) * part for one, part in zip(peaks, totals, strict=True)]
+    shares = [jnp.exp2(each_peak - top) * part for each_peak, part in zip(peaks, totals, strict=True)]
     return top, reduce(jnp.add, shares)
 
 
@@ -178,12 +178,12 @@ def copy_out(shape: DecodeShape, refs: Refs, row: Any, c: Any, source: Any) -> N
 def _copy_tokens(shape: DecodeShape, refs: Refs, row: Any, c: Any, source: Any, target: Callable[[Any], Any]) -> None:
     head, first = lax.axis_index("head"), lax.axis_index("block") * shape.block
 
-    def one(t: Any, _: Any) -> Any:
+    def copy_token(t: Any, _: Any) -> Any:
         rows = source.at[pl.ds(t * shape.group, shape.group)]
         plgpu.copy_smem_to_gmem(rows, target(first + t).at[head, :, pl.ds(c * WIDE, WIDE)])
         return _
 
-    lax.fori_loop(0, jnp.clip(refs.lengths[row] - first, 0, shape.block), one, jnp.int32(0))
+    lax.fori_loop(0, jnp.clip(refs.lengths[row] - first, 0, shape.block), copy_token, jnp.int32(0))
 
 
 def weigh(

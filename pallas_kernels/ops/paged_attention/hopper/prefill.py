@@ -143,5 +143,5 @@ def _by_tokens(lse: jax.Array, place: jax.Array, shape: PrefillShape) -> jax.Arr
     back = jnp.maximum(token + span - shape.tokens, 0)
     split = lse.reshape(-1, shape.tiles, WARPGROUPS, shape.config.heads, span)
     split = split.transpose(1, 2, 4, 0, 3)  # [I, 2, span, head blocks, heads]
-    got = split[jnp.maximum(place, 0) // (WARPGROUPS * span), within // span, within % span + back]
-    return got.reshape(tokens, -1)
+    taken = split[jnp.maximum(place, 0) // (WARPGROUPS * span), within // span, within % span + back]
+    return taken.reshape(tokens, -1)

@@ -68,15 +68,15 @@ def cases() -> list[Case]:
 
 def decode_cases() -> list[Case]:
     """Return the decode cases: pages, pools and query tokens of served models."""
-    found: list[Case] = []
+    cases: list[Case] = []
     for model in MODELS:
-        found += [_decode_case(model, page) for page in (16, 64, 256)]
-        found += [_decode_case(model, 64, queries, usual=queries == 16) for queries in (4, 16)]
+        cases += [_decode_case(model, page) for page in (16, 64, 256)]
+        cases += [_decode_case(model, 64, queries, usual=queries == 16) for queries in (4, 16)]
     for stored in ("int8", "float8_e4m3fn"):
-        found += [_decode_case("8b", 64, 1, stored), _decode_case("8b", 64, 16, stored, usual=False)]
+        cases += [_decode_case("8b", 64, 1, stored), _decode_case("8b", 64, 16, stored, usual=False)]
     layer = Layer("decode", "8b", 64, 64, 64, note=" q1 window softcap")
-    found.append(layer.case(decode_config(layer.shape), partial(plan_decode, queries=1), window=4096, softcap=50.0))
-    return found
+    cases.append(layer.case(decode_config(layer.shape), partial(plan_decode, queries=1), window=4096, softcap=50.0))
+    return cases
 
 
 def _decode_case(model: str, page: int, queries: int = 1, stored: str = "bfloat16", usual: bool = True) -> Case:
@@ -86,15 +86,15 @@ def _decode_case(model: str, page: int, queries: int = 1, stored: str = "bfloat1
 
 def prefill_cases() -> list[Case]:
     """Return the prefill cases: pages and pools of served models."""
-    found: list[Case] = []
+    cases: list[Case] = []
     for model in MODELS:
-        found += [_prefill_case(model, page, usual=page != 64) for page in (16, 64, 256)]
-    found += [_prefill_case("8b", 64, "int8"), _prefill_case("8b", 64, "float8_e4m3fn", usual=False)]
+        cases += [_prefill_case(model, page, usual=page != 64) for page in (16, 64, 256)]
+    cases += [_prefill_case("8b", 64, "int8"), _prefill_case("8b", 64, "float8_e4m3fn", usual=False)]
     layer = Layer("prefill", "8b", 64, 2048, 16, note=" window softcap", usual=False)
     config = prefill_config(layer.shape)
     plan = partial(plan_prefill, queries=config.queries, above=16)
-    found.append(layer.case(config, plan, window=4096, softcap=50.0))
-    return found
+    cases.append(layer.case(config, plan, window=4096, softcap=50.0))
+    return cases
 
 
 def _prefill_case(model: str, page: int, stored: str = "bfloat16", usual: bool = True) -> Case:
