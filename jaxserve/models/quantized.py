@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.transposed import Transposed, narrow_product, product
+from jaxserve.models.transposed import Stored, Transposed, narrow_product, product
 from pallas_kernels.ops.grouped_matmul.api import Experts, Gate
 from pallas_kernels.ops.grouped_matmul.plan import Groups
 from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul
@@ -24,19 +24,13 @@ from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["axis", "by"])
 @dataclass(frozen=True)
-class Quantized:
+class Quantized(Stored):
     """An 8-bit weight: its values and scales, as arrays or descriptions."""
 
     values: Any  # int8 or float8
     scale: Any  # float32; of the shape of `values` except along `axis`
     axis: int = 0  # I
     by: QuantizedMatmul | None = None  # the kernel for products that it supports; see `multiplied_by`
-
-    def __getitem__(self, key: Any) -> Quantized:
-        """Return the weight itself for `weight[...]`, as modules write it."""
-        if key is not Ellipsis:
-            raise TypeError(f"weight[{key!r}]: a quantized weight supports weight[...] only")
-        return self
 
     @property
     def transposed(self) -> bool:

@@ -322,13 +322,7 @@ def _stored(old: jax.Array, new: jax.Array, at: jax.Array, mine: jax.Array) -> j
 
 
 def attend_block(
-    q: jax.Array,
-    pool: Pages,
-    table: jax.Array,
-    position: jax.Array,
-    context: jax.Array,
-    rule: Rule,
-    keys: int,
+    q: jax.Array, pool: Pages, table: jax.Array, position: jax.Array, context: jax.Array, rule: Rule, keys: int
 ) -> Parts:
     """Compute a query block [Q, K, G, D] of one row from `position` on, `keys` keys at a time."""
     block, kv_heads, group, dim = q.shape
@@ -338,7 +332,6 @@ def attend_block(
     stacked = q.transpose(1, 2, 0, 3).reshape(kv_heads, group * block, dim)  # one matrix product per kv head
     last = jnp.tile(position + jnp.arange(block), group)[:, None]  # [G * Q, 1], each query's own position
     lowest = rule.begin(position)
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def body(i: jax.Array, state: Running) -> Running:
         ids = lax.dynamic_slice_in_dim(table, i * pages, pages)
