@@ -46,9 +46,9 @@ class Harmony:
                 elif self._begins.failed:  # a model that does not write messages
                     seen, self._kind = "".join(self._seen), "content"
                     self._await_end()
-                    events += self._add(self._finder.find(seen, 0).text)
+                    events += self._add(self._finder.read(seen, 0).text)
                 continue
-            before, mark, at = self._finder.find(text, at)
+            before, mark, at = self._finder.read(text, at)
             if self._header:
                 self._seen.append(before)
             else:

@@ -38,13 +38,13 @@ class WholeOutput:
         return [Event("content", text)] if text else []
 
     def finish(self) -> list[Event]:
-        if self._begins.failed or (self._stream.called and not self._stream.matters):
+        left = None if self._begins.failed else self._stream.left()
+        if left is None:
             return []
-        rest = self._stream.rest
-        calls = self._read(Cursor(rest)) if self._begins.which is not None else []
+        calls = self._read(left) if self._begins.which is not None else []
         if calls:
             return [event for call in calls for event in call.events()]
-        return [Event("content", rest)] if rest else []
+        return [Event("content", left.text)] if left.text else []
 
 
 def llama3_json(schemas: Schemas) -> Parser:

@@ -59,7 +59,7 @@ class Marked:
         events: list[Event] = []
         at = 0
         while at < len(text):
-            before, mark, at = self._finder.find(text, at)
+            before, mark, at = self._finder.read(text, at)
             if self._stream is None:
                 events += self._content.add(before)
                 if mark:
@@ -82,10 +82,11 @@ class Marked:
     def _close(self, stream: CallStream, closing: str) -> list[Event]:
         """End a block: what was passed on stays a call, and the rest is calls that can be read now, or content."""
         self._stream, self._finder = None, Finder(self._opening)
-        if stream.called and not stream.matters:
+        left = stream.left()
+        if left is None:
             return []
-        rest = stream.rest
-        calls = self._read(Cursor(rest))
+        rest = left.rest
+        calls = self._read(left)
         if calls:
             return self._content.calls([event for call in calls for event in call.events()])
         return self._content.add(rest if stream.called else self._markers.opening + rest + closing)

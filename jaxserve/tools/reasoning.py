@@ -37,7 +37,7 @@ class Thinking:
             elif self._begin.failed:
                 self._state, text, at = "answer", "".join(self._held) + text[at:], 0
         if self._state == "thinking" and at < len(text):
-            before, mark, at = self._end.find(text, at)
+            before, mark, at = self._end.read(text, at)
             events += self._reasoning(before)
             if mark:
                 self._state, self._trim = "answer", True

@@ -77,7 +77,7 @@ class Finder:
         self._marks = marks
         self._held = ""  # it may begin a mark
 
-    def find(self, text: str, start: int) -> Found:
+    def read(self, text: str, start: int) -> Found:
         """Read `text` from `start` to the end of the first mark; without one, hold back what may begin one."""
         marks, held, at = self._marks, self._held, start
         while at < len(text):

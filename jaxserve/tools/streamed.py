@@ -78,12 +78,17 @@ class CallStream:
         """The text after the last call; all text if there is none."""
         return "".join(self._held)
 
-    @property
-    def matters(self) -> bool:
-        """Whether the text after the last call is more than the end of a list."""
-        rest = Cursor(self.rest)
-        self._idle(rest)
-        return not rest.done
+    def left(self) -> Cursor | None:
+        """Return the text after the last call, with its whitespace read, or all text; None: it only ends a list."""
+        left = Cursor(self.rest)
+        if self.called:
+            left.skip()
+            at = left.at
+            self._idle(left)
+            if left.done:
+                return None
+            left.at = at
+        return left
 
     @property
     def inside(self) -> bool:

@@ -64,9 +64,9 @@ class Count:
             patch.setattr(kind, name, outer)
 
         wrapped(Scan, "to_depth", lambda scan, before, end, text, depth, start=0: end - start)
-        wrapped(Finder, "find", lambda finder, before, found, text, start: found.end - start)
+        wrapped(Finder, "read", lambda finder, before, found, text, start: found.end - start)
         wrapped(Match, "read", lambda match, before, end, text, start: end - start)
-        wrapped(Trim, "add", lambda trim, before, kept, text: 2 + len(text) - len(text.strip()))
+        wrapped(Trim, "add", lambda trim, before, kept, text: min(2 * len(text), 1 + len(text) - len(text.strip())))
         wrapped(Cursor, "take", lambda cursor, before, found, mark: len(mark) if found else 1)
         for name in ("skip", "word", "until"):
             wrapped(Cursor, name, lambda cursor, before, *_: cursor.at - before)
@@ -145,3 +145,52 @@ def test_a_parser_examines_each_character_a_few_times(count, family, data, point
         streamed, examined = read(count, family, reasoning, pieces)
         assert joined(streamed) == joined(whole)
         assert examined <= MOST * len(text) + ONCE
+
+
+CALL = '{"name": "a", "arguments": {}}'
+# Outputs that took seconds: (family, what begins them, what they repeat).
+BOMBS = [
+    ("hermes", '<tool_call>"', "</tool_call>"),
+    ("hermes", "<tool_call>", f'{CALL}{300 * " "}x"</tool_call><tool_call>'),
+    ("deepseek_v3", '<｜tool▁calls▁begin｜>"', "<｜tool▁calls▁end｜>"),
+    ("qwen3_coder", "<tool_call>", "<function=a>"),
+    ("qwen3_coder", "<tool_call><function=a>", "<parameter=b>"),
+    ("minimax_m2", "<minimax:tool_call>", "<invoke name="),
+    ("mistral", "[TOOL_CALLS]", f"{CALL}, "),
+    ("mistral", "[TOOL_CALLS]", 'a[ARGS]{"b": 1}[TOOL_CALLS]'),
+    ("gpt_oss", "", "<|end|>"),
+    ("gpt_oss", "assistant", "to= "),
+    ("gpt_oss", "<|start|>assistant", "x"),
+    ("llama3_json", "", f"{CALL}; "),
+    *((family, "", " ") for family in TOOL_PARSERS),
+]
+
+
+@pytest.mark.parametrize(("family", "first", "repeated"), BOMBS)
+@pytest.mark.parametrize("reasoning", [None, "qwen3"])
+def test_bombs_are_linear(count, family, first, repeated, reasoning):
+    text = first + repeated * (40_000 // len(repeated)) + ("</tool_call>" if family == "qwen3_coder" else "")
+    for pieces in ([text], list(text)):
+        examined = read(count, family, reasoning, pieces)[1]
+        assert examined <= MOST * len(text) + ONCE
+
+
+def test_parsers_read_with_counted_readers_only():
+    """Expressions, and methods of strings that search, would escape the count."""
+    searching = {
+        "find",
+        "rfind",
+        "index",
+        "rindex",
+        "split",
+        "rsplit",
+        "partition",
+        "rpartition",
+        "splitlines",
+        "count",
+    }
+    folder = Path(jaxserve.tools.__file__).parent
+    for path in sorted({*folder.glob("*.py")} - {folder / f"{name}.py" for name in ("scan", "definitions", "prompt")}):
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.Import) and any(one.name == "re" for one in node.names)), path
+            assert not (isinstance(node, ast.Attribute) and node.attr in searching), f"{path}:{node.lineno}"

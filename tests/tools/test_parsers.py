@@ -376,7 +376,7 @@ def test_the_first_mark_is_found_however_the_text_is_cut(text, marks, points):
     ends = [(text.find(mark) + len(mark), -len(mark), mark) for mark in marks if mark in text]
     finder, found = Finder(Marks(*marks)), ""
     for piece in cut(text, points):
-        before, mark, _ = finder.find(piece, 0)
+        before, mark, _ = finder.read(piece, 0)
         found += before
         if mark:
             end, size, expected = min(ends)
