@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import InvalidValue, short
-from jaxserve.tools.events import Schemas, loaded
+from jaxserve.tools.events import Schemas
 
 MAX_TOOLS = 1024
 MODES = ("none", "auto", "required")
@@ -124,12 +124,11 @@ def calls_in_history(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise InvalidValue(f"{where}[{at}].function={short(function)} must have a name", f"{where}[{at}].function")
-        field = f"{where}[{at}].function.arguments"
         given = function.get("arguments")
-        arguments = loaded(given or "{}") if isinstance(given, str | None) else given
-        if not isinstance(arguments, dict):
-            raise InvalidValue(f"{field}={short(given)} must be the text of a JSON object", field)
-        made.append({"type": "function", **call, "function": {**function, "arguments": json.dumps(arguments)}})
-        if isinstance(given, str) and given:
-            made[-1]["function"]["arguments"] = given
+        if not isinstance(given, str | dict | None):
+            field = f"{where}[{at}].function.arguments"
+            raise InvalidValue(f"{field}={short(given)} must be a text", field)
+        # Any text: a model's mistake, or a call that `max_tokens` has cut, comes back in the history.
+        arguments = given if isinstance(given, str) and given else json.dumps(given or {})
+        made.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -31,20 +32,49 @@ def has_calls(messages: Sequence[Message]) -> bool:
     return any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
 
 
-def with_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages with arguments as objects, as most templates expect them."""
+def with_objects(messages: Sequence[Message], wrapped: bool = False) -> list[dict[str, Any]]:
+    """Return the messages with arguments as objects, as most templates expect them.
+
+    wrapped: also those that are the text of no object, as where `max_tokens` has cut a call.
+    """
     made = []
     for message in messages:
         one = dict(message)
         if calls := one.get("tool_calls"):
-            one["tool_calls"] = [{**call, "function": _object(call["function"])} for call in calls]
+            one["tool_calls"] = [{**call, "function": _object(call["function"], wrapped)} for call in calls]
         made.append(one)
     return made
 
 
-def _object(function: Mapping[str, Any]) -> dict[str, Any]:
+def _object(function: Mapping[str, Any], wrapped: bool = False) -> dict[str, Any]:
     given = function.get("arguments") or "{}"
-    return {**function, "arguments": loaded(given) if isinstance(given, str) else given}
+    read = loaded(given) if isinstance(given, str) else given
+    if not isinstance(read, dict):
+        read = {"arguments": given} if wrapped else given
+    return {**function, "arguments": read}
+
+
+def demands_short_ids(template: str) -> bool:
+    """Return whether a chat template refuses ids of calls that are not 9 letters and digits, as Mistral's do."""
+    return re.search(r"length\s*!=\s*9\b", template) is not None
+
+
+def with_short_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with ids of 9 letters and digits; equal ids stay equal."""
+    made = []
+    for message in messages:
+        one = dict(message)
+        if calls := one.get("tool_calls"):
+            one["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in calls]
+        if one.get("role") == "tool":
+            one["tool_call_id"] = _short_id(one.get("tool_call_id"))
+        made.append(one)
+    return made
+
+
+def _short_id(id: Any) -> str:
+    given = str(id)
+    return given if re.fullmatch("[A-Za-z0-9]{9}", given) else hashlib.sha256(given.encode()).hexdigest()[:9]
 
 
 def as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
