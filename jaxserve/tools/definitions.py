@@ -41,14 +41,29 @@ def tools_of(tools: Any, choice: Any = None, parallel: Any = None) -> Tools | No
         raise InvalidValue(f"tools has {len(tools)} entries: at most {MAX_TOOLS} are allowed", "tools")
     made = tuple(_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
     names = [tool["function"]["name"] for tool in made]
+    choice, allowed = _allowed(choice, names)
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidValue(f"tools: {short(twice)} is defined twice", "tools")
-    mode, name = _choice(choice, names)
+    made = tuple(tool for tool in made if tool["function"]["name"] in allowed)
+    mode, name = _choice(choice, allowed)
     if not made or mode == "none":
         return None
     strict = all(tool["function"].get("strict") for tool in made if name in (None, tool["function"]["name"]))
     return Tools(made, mode, name, parallel is not False, strict)
+
+
+def _allowed(choice: Any, names: list[str]) -> tuple[Any, list[str]]:
+    """Return the choice among the tools that `allowed_tools` names, or else among all, and their names."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return choice, names
+    given = choice.get("allowed_tools")
+    mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, list):
+        wanted = '{"mode": "auto" or "required", "tools": [...]}'
+        raise InvalidValue(f"tool_choice.allowed_tools={short(given)} must be {wanted}", "tool_choice")
+    chosen = {name for tool in tools for _, name in [_choice(tool, names)] if name is not None}
+    return mode, [name for name in names if name in chosen]
 
 
 def _choice(choice: Any, names: list[str]) -> tuple[str, str | None]:

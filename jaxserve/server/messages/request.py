@@ -69,7 +69,7 @@ def chat_of(body: CountBody) -> ChatBody:
         made["service_tier"] = TIERS[body.service_tier]
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         made |= {"add_generation_prompt": False, "continue_final_message": True}
-    tools = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ()) if not _hosted(tool)]
+    tools = [_tool(tool, where) for where, tool in own_tools(body).items()]
     more: dict[str, Any] = {
         "chat_template_kwargs": _template_arguments(body),
         "response_format": _format(body.output_config),
@@ -189,13 +189,16 @@ def _format(config: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": FORMAT_NAME, "schema": given.get("schema"), "strict": True}}
 
 
-def _hosted(tool: Any) -> bool:
-    """Return whether only Anthropic runs a tool, which is then ignored."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    found = isinstance(kind, str) and HOSTED.fullmatch(kind) is not None
-    if found:
-        warn_once(f"ignoring tools of type {kind!r}: only Anthropic runs them")
-    return found
+def own_tools(body: CountBody) -> dict[str, Any]:
+    """Return the tools of a body by their places in it, without those that only Anthropic runs."""
+    made = {}
+    for at, tool in enumerate(body.tools or ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and HOSTED.fullmatch(kind):
+            warn_once(f"ignoring tools of type {kind[:100]!r}: only Anthropic runs them")
+        else:
+            made[f"tools[{at}]"] = tool
+    return made
 
 
 def _tool(given: Any, where: str) -> dict[str, Any]:
