@@ -84,7 +84,7 @@ def _add(turns: _Turns, item: dict[str, Any], where: str) -> None:
             turns.say(content)
         else:
             turns.add({"role": role, "content": content})
-    elif kind in CALLS:
+    elif isinstance(kind, str) and kind in CALLS:
         name, arguments = CALLS[kind](item, where)
         call = {"id": _call_id(item, where), "type": "function", "function": {"name": name, "arguments": arguments}}
         turns.assistant().setdefault("tool_calls", []).append(call)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from typing import Any
 
 import pytest
 
 from jaxserve.server import openai
+from jaxserve.server.prompts import messages_of
 from jaxserve.server.structured import constraint_of, structured_of
 from jaxserve.tools.definitions import tools_of
 from tests.support.server.live import Live
@@ -138,3 +141,40 @@ def test_a_format_that_leaves_no_calls_is_logged(caplog: pytest.LogCaptureFixtur
     for _ in range(2):
         assert constraint_of(body, tools_of([tool])) is not None
     assert caplog.text.count("leaves the model no calls") == 1
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_compressed_body_is_415(plain: Live, path: str) -> None:
+    content = gzip.compress(json.dumps(BODIES[path]).encode())
+    for coding in ("gzip", "GZIP", "br"):
+        answer = plain.http.post(path, content=content, headers={"Content-Encoding": coding})
+        assert answer.status_code == 415 and "without compression" in answer.text
+    plain_body = plain.http.post(path, json=BODIES[path], headers={"Content-Encoding": "identity"})
+    assert plain_body.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("a", "a"), (["a", "b"], "a\nb"), ([{"type": "text", "text": "a"}], "a"), (None, ""), ([], ""),
+        ([{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}], "a\nb"),
+        ([{"type": "refusal", "refusal": "No."}], "No."),
+        ([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}], "a"),
+    ],
+)  # fmt: skip
+def test_contents_are_texts(content: Any, text: str) -> None:
+    assert messages_of([{"role": "user", "content": content}])[0]["content"] == text
+
+
+@pytest.mark.parametrize("kind", ["image_url", ["text"], {"a": 1}, 3, None])
+def test_other_contents_are_refused(plain: Live, kind: Any) -> None:
+    part = {"type": kind, "text": "a"}
+    given = {"messages": [{"role": "user", "content": [part]}]}
+    for path, body in (
+        ("/v1/chat/completions", given), ("/v1/messages", {**given, "max_tokens": 1}),
+        ("/v1/responses", {"input": given["messages"]}), ("/v1/responses", {"input": [part]}),
+        ("/v1/responses", {"input": "x", "tools": [part]}), ("/v1/messages", {**CHAT, "tools": [part]}),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "namespace", "name": "a", "tools": [part]}]}),
+    ):  # fmt: skip
+        answer = plain.http.post(path, json=body)
+        assert answer.status_code == 400, (path, body, answer.text)
