@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from jaxserve.server import openai
+from jaxserve.server.documented import BODIES as BODIES_OF_ROUTES
+from jaxserve.server.messages.request import CountBody, MessagesBody
 from jaxserve.server.prompts import messages_of
+from jaxserve.server.responses.request import ResponsesBody
 from jaxserve.server.structured import constraint_of, structured_of
 from jaxserve.tools.definitions import tools_of
 from tests.support.server.live import Live
@@ -178,3 +181,14 @@ def test_other_contents_are_refused(plain: Live, kind: Any) -> None:
     ):  # fmt: skip
         answer = plain.http.post(path, json=body)
         assert answer.status_code == 400, (path, body, answer.text)
+
+
+NEEDED = {"messages": CHAT["messages"], "prompt": "x", "input": "x", "text_1": "a", "text_2": "b"}
+NEEDED |= {"max_tokens": 1, "tokens": [1], "replicas": None}
+
+
+@pytest.mark.parametrize("kind", [*BODIES_OF_ROUTES, ResponsesBody, MessagesBody, CountBody])
+def test_each_body_with_nulls_is_that_without(kind: type[openai.Body]) -> None:
+    needed = {name: NEEDED[name] for name, field in kind.model_fields.items() if field.is_required()}
+    nulls = {name: None for name in kind.model_fields if name not in needed}
+    assert openai.validated({**needed, **nulls}, kind) == openai.validated(needed, kind)
