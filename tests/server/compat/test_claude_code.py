@@ -1,4 +1,7 @@
-"""The requests of Claude Code as it sends them, shortened. Shape: public captures of version 2.1."""
+"""The requests of Claude Code, recorded from version 2.1.197: texts shortened, personal details replaced.
+
+Blocks of tool search and of tools that Anthropic runs are added, as public captures have them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ FIRST: dict[str, Any] = {
         {"role": "system", "content": "The tools of MCP servers are deferred."},
     ],
     "system": [
-        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197; cc_entrypoint=cli; cch=0a1b2;"},
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197; cc_entrypoint=sdk-cli; cch=0a1b2;"},
         {"type": "text", "text": "You are an agent for the command line.", **CACHED},
         {"type": "text", "text": "Be brief.", **CACHED},
     ],
@@ -54,11 +57,11 @@ FIRST: dict[str, Any] = {
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
         {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
     ],
-    "metadata": {"user_id": "user_0_account__session_1"},
-    "max_tokens": 8,
+    "metadata": {"user_id": '{"device_id":"0","account_uuid":"","session_id":"1"}'},
+    "max_tokens": 8,  # recorded: 32000
     "thinking": {"type": "adaptive"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    "output_config": {"effort": "medium"},
+    "output_config": {"effort": "high"},
     "betas": ["claude-code-20250219"],
     "stream": True,
 }
@@ -82,7 +85,17 @@ TURNS = [
                 "tool_use_id": "toolu_1",
                 "content": [{"type": "tool_reference", "tool_name": "mcp__files__list"}],
             },
-            {"type": "text", "text": "Go on.", **CACHED},
+            {"type": "text", "text": "Go on."},
+        ],
+    },
+    {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "call_2", "name": "Bash", "input": {"command": "ls"}}],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"tool_use_id": "call_2", "type": "tool_result", "content": "a.txt", "is_error": False, **CACHED},
         ],
     },
     {"role": "system", "content": [{"type": "text", "text": "The user opened a.txt.", **CACHED}]},
@@ -112,7 +125,15 @@ def test_a_later_request(live: Any) -> None:
     answer = live.http.post("/v1/messages?beta=true", json={**FIRST, "messages": TURNS}, headers=HEADERS)
     assert answer.status_code == 200, answer.text
     prompt = live.sent()
-    said = ["List the files.", "ToolSearch", "mcp__files__list can be called", "Go on.", "The user opened a.txt."]
+    said = [
+        "List the files.",
+        "ToolSearch",
+        "mcp__files__list can be called",
+        "Go on.",
+        '{"command": "ls"}',
+        "a.txt\n",
+        "The user opened a.txt.",
+    ]
     places = [prompt.rindex(text) for text in said]
     assert places == sorted(places)
     counted = live.http.post("/v1/messages/count_tokens", json={**FIRST, "messages": TURNS}, headers=HEADERS)

@@ -1,4 +1,7 @@
-"""The requests of Codex as it sends them, shortened, and its tools. Shape: its public sources, and captures."""
+"""The requests of Codex, recorded from version 0.171.0: texts shortened, personal details replaced.
+
+Its sources have further tools, which depend on the model and on settings: they are added.
+"""
 
 from __future__ import annotations
 
@@ -21,49 +24,56 @@ PATCH = {
     "format": {"type": "grammar", "syntax": "lark", "definition": GRAMMAR},
 }
 SPAWN = {"type": "function", "name": "spawn_agent", "strict": False, "parameters": {"type": "object"}}
-AGENTS = {"type": "namespace", "name": "collaboration", "description": "Agents.", "tools": [SPAWN]}
+AGENTS = {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [SPAWN]}
 FILES = {**AGENTS, "name": "mcp__files__", "tools": [{**SPAWN, "name": "list"}, {**PATCH, "name": "edit"}]}
 SEARCH = {"type": "web_search", "external_web_access": False}
 TOOLS: list[dict[str, Any]] = [EXEC, PATCH, SEARCH, AGENTS, FILES, {"type": "local_shell"}]
 TEXT = "List the files."
 
 
-def said(role: str, text: str) -> dict[str, Any]:
-    return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
+ID = "019a0000-0000-7000-8000-000000000000"
+
+
+def said(role: str, *texts: str) -> dict[str, Any]:
+    content = [{"type": "input_text", "text": text} for text in texts]
+    return {"type": "message", "id": f"msg_{ID}", "role": role, "content": content}
 
 
 FIRST: dict[str, Any] = {
     "model": "jaxserve-demo",
-    "instructions": "You are a coding agent.",
+    "stream": True,
     "input": [
-        said("developer", "<permissions instructions>Ask before writing.</permissions instructions>"),
+        said("developer", "You are a coding agent."),
+        said("developer", "## Skills", "<permissions instructions>Ask before writing.</permissions instructions>"),
         said("user", "<environment_context><cwd>/work</cwd></environment_context>"),
         said("user", TEXT),
     ],
     "tools": TOOLS,
     "tool_choice": "auto",
     "parallel_tool_calls": True,
-    "reasoning": {"effort": "medium", "summary": "auto"},
+    "reasoning": {"summary": "auto"},
     "store": False,
-    "stream": True,
     "include": ["reasoning.encrypted_content"],
-    "prompt_cache_key": "019a0000-0000-7000-8000-000000000000",
+    "prompt_cache_key": ID,
     "text": {"verbosity": "low"},
-    "client_metadata": {"x-codex-installation-id": "0"},
+    "client_metadata": {"session_id": ID, "x-codex-turn-metadata": '{"installation_id":"0"}'},
 }
 SHELL_ACTION = {"type": "exec", "command": ["ls", "-a"], "env": {}, "timeout_ms": 1000, "working_directory": "/work"}
 LATER: list[dict[str, Any]] = [
     {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAAA"},
     {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
-    {"type": "function_call", "name": "list", "namespace": "mcp__files__", "arguments": '{"cut": "', "call_id": "c1"},
+    {
+        "type": "function_call", "status": "completed", "id": "fc_1", "name": "list", "namespace": "mcp__files__",
+        "arguments": '{"cut": "', "call_id": "c1",
+    },
     {"type": "custom_tool_call", "name": "apply_patch", "input": "--- Begin Patch", "call_id": "c2"},
     {"type": "local_shell_call", "call_id": "c3", "status": "completed", "action": SHELL_ACTION},
-    {"type": "function_call_output", "call_id": "c1", "output": "a.txt"},
+    {"type": "function_call_output", "id": f"fco_{ID}", "call_id": "c1", "output": "a.txt"},
     {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "patched"}]},
     {"type": "local_shell_call_output", "id": "c3", "output": "listed"},
     {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Done so far."}]},
     said("user", "And now?"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -81,7 +91,7 @@ def test_the_first_request(live: Any, caplog: pytest.LogCaptureFixture) -> None:
     prompt = live.sent()
     places = [prompt.index(text) for text in ("You are a coding agent.", "Ask before writing.", "/work</cwd>", TEXT)]
     assert places == sorted(places)
-    for name in ("exec_command", "apply_patch", "collaboration__spawn_agent", "mcp__files__list", "mcp__files__edit"):
+    for name in ("exec_command", "apply_patch", "multi_agent_v1__spawn_agent", "mcp__files__list", "mcp__files__edit"):
         assert f'"name": "{name}"' in prompt
     assert "web_search" not in prompt and "Begin Patch" in prompt, "the grammar is described"
     assert caplog.text.count("'web_search'") == 1
@@ -129,8 +139,8 @@ def call(live: Any, name: str, arguments: str, **more: Any) -> tuple[dict[str, A
             {"type": "function_call", "name": "list", "namespace": "mcp__files__", "arguments": '{"a": 1}'},
         ),
         (
-            "collaboration__spawn_agent", "{}",
-            {"type": "function_call", "name": "spawn_agent", "namespace": "collaboration", "arguments": "{}"},
+            "multi_agent_v1__spawn_agent", "{}",
+            {"type": "function_call", "name": "spawn_agent", "namespace": "multi_agent_v1", "arguments": "{}"},
         ),
         (
             "apply_patch", '{"input": "--- Begin\\n\\u00e9"}',
@@ -167,7 +177,7 @@ def allowed(*tools: dict[str, Any], mode: str = "auto") -> dict[str, Any]:
         (allowed({"type": "function", "name": "exec_command"}), {"exec_command"}),
         (allowed({"type": "custom", "name": "apply_patch"}, SEARCH), {"apply_patch"}),
         (allowed({"type": "namespace", "name": "mcp__files__"}), {"mcp__files__list", "mcp__files__edit"}),
-        (allowed({"type": "function", "name": "spawn_agent"}), {"collaboration__spawn_agent"}),
+        (allowed({"type": "function", "name": "spawn_agent"}), {"multi_agent_v1__spawn_agent"}),
         (allowed({"type": "function", "name": "list", "namespace": "mcp__files__"}), {"mcp__files__list"}),
         (allowed(SEARCH), set()),
         ("none", set()),
