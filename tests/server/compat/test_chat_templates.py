@@ -115,6 +115,40 @@ def test_results_and_the_next_message_are_one_where_roles_alternate() -> None:
     assert prompt.count("<user>") == 2 and prompt.count("<tool_response>") == 2 and prompt.endswith("So?")
 
 
+# Mistral v0.3 counts neither calls nor results when it checks that roles alternate.
+COUNTS = (
+    "{% set ns = namespace(at=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (ns.at % 2 == 0) %}" + RAISE % "roles must alternate" + "{% endif %}"
+    "{% set ns.at = ns.at + 1 %}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools }}"
+)  # fmt: skip
+
+
+def test_a_message_after_a_result_is_part_of_it_where_the_template_counts_it() -> None:
+    talk = (("user", "Go"), ("assistant", called()), ("tool", result()), ("user", "So?"))
+    assert render(COUNTS, *talk) == "<user>Go<assistant><tool>7\n\nSo?"
+    assert render(HEADERS, *talk) == "<user>Go<assistant><tool>7<user>So?"
+
+
+# Llama 3.1: one call in a message.
+ONE_CALL = (
+    "{% for m in messages %}{% if m.tool_calls is defined %}{% if m.tool_calls | length != 1 %}"
+    + RAISE % "one call at a time"
+    + "{% endif %}<call {{ m.tool_calls[0].function.name }}>{% else %}<{{ m.role }}>{{ m.content }}"
+    "{% endif %}{% endfor %}{{ tools }}"
+)
+
+
+def test_calls_come_one_by_one_where_the_template_takes_one() -> None:
+    calls = [{"id": id, "type": "function", "function": {"name": id, "arguments": "{}"}} for id in "abc"]
+    said = ("assistant", {"content": None, "tool_calls": calls})
+    results = [("tool", {"content": id.upper(), "tool_call_id": id}) for id in "bac"]
+    talk = (("user", "Go"), said, *results, ("user", "So?"))
+    assert render(ONE_CALL, *talk) == "<user>Go<call b><tool>B<call a><tool>A<call c><tool>C<user>So?"
+    assert render(ONE_CALL, ("user", "Go"), said, results[0]) == "<user>Go<call b><tool>B<call a><call c>"
+    several = "{% for m in messages %}{{ m.tool_calls | length }}{{ m.content }}{% endfor %}{{ tools }}"
+    assert render(several, *talk).startswith("0Go3")
+
+
 def test_ids_have_the_form_of_the_family() -> None:
     prompt = render(SHORT_IDS, ("user", "Go"), ("assistant", called()), ("tool", result()))
     call, answer = (prompt.partition(f"<{name} ")[2][:9] for name in ("call", "result"))
