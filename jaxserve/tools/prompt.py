@@ -83,25 +83,30 @@ def as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
     if tools:
         described = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
         made.append({"role": "system", "content": PREAMBLE.format(tools=described)})
-    after_result = False
+    results: list[str] = []  # those in a row, one message
+
+    def end_results() -> None:
+        if results:
+            made.append({"role": "user", "content": "\n".join(results)})
+            results.clear()
+
     for message in messages:
         one = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
         one["content"] = one.get("content") or ""
         if message.get("role") == "tool":
-            text = f"<tool_response>\n{one['content']}\n</tool_response>"
-            if after_result:
-                made[-1]["content"] += "\n" + text
-            else:
-                made.append({"role": "user", "content": text})
-            after_result = True
+            results.append(f"<tool_response>\n{one['content']}\n</tool_response>")
             continue
-        after_result = False
+        end_results()
+        parts = [one["content"]] if one["content"] else []
         for call in message.get("tool_calls") or ():
             function = _object(call["function"])
             text = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
-            one["content"] += ("\n" if one["content"] else "") + f"<tool_call>\n{text}\n</tool_call>"
-        if one["role"] == "system" and len(made) == 1 and made[0]["role"] == "system":
+            parts.append(f"<tool_call>\n{text}\n</tool_call>")
+        if len(parts) > 1 or message.get("tool_calls"):
+            one["content"] = "\n".join(parts)
+        if tools and message is messages[0] and one["role"] == "system":
             made[0]["content"] = f"{one['content']}\n\n{made[0]['content']}"
         else:
             made.append(one)
+    end_results()
     return made

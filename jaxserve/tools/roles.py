@@ -66,62 +66,63 @@ def fitted(messages: Sequence[Message], roles: Roles) -> list[dict[str, Any]]:
     must: before the others they would change the beginning of the prompt, and no cached prefix would fit.
     """
     made: list[dict[str, Any]] = []
+    contents: list[list[Any]] = []  # of each; joined at the end, as there may be many
     opening = True  # only instructions so far
     for message in messages if roles.several else _one_by_one(messages):
         new = dict(message)
         if new.get("role") == "developer" and not roles.developer:
             new["role"] = "system"
+        joins = False
         if new.get("role") not in SYSTEM:
             opening = False
         elif made and opening and not roles.late:
-            made[-1]["content"] = _joined(made[-1], new)
-            continue
+            joins = True
         elif not (roles.system if opening else roles.late):
             new["role"] = "user"
-        after_result = bool(made) and (made[-1].get("role"), new.get("role")) == ("tool", "user")
-        if made and ((_repeat(made[-1], new) and not roles.repeats) or (after_result and not roles.after_result)):
-            made[-1]["content"] = _joined(made[-1], new)
+        if joins or (made and _joins(made[-1], new, roles)):
+            contents[-1].append(new.get("content"))
         else:
             made.append(new)
+            contents.append([new.get("content")])
+    for one, parts in zip(made, contents, strict=True):
+        if len(parts) > 1:
+            one["content"] = _joined(parts)
     return made
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with one call in each, followed by its result."""
     made: list[Message] = []
-    waiting: list[Message] = []  # messages with one call each, whose results have not come
+    waiting: dict[str, list[Message]] = {}  # messages with one call each, whose results have not come, by its id
     for message in messages:
-        calls = message.get("tool_calls") or ()
-        found = [at for at, one in enumerate(waiting) if one["tool_calls"][0].get("id") == message.get("tool_call_id")]
-        if message.get("role") == "tool" and found:
-            made.append(waiting.pop(found[0]))
-        elif len(calls) > 1:
-            made += waiting
-            waiting = [
-                {**message, "content": message.get("content") if call is calls[0] else "", "tool_calls": [call]}
-                for call in calls
-            ]
+        calls = message.get("tool_calls") or []
+        if message.get("role") == "tool":
+            if found := waiting.get(str(message.get("tool_call_id"))):
+                made.append(found.pop(0))
+        else:
+            made += [one for found in waiting.values() for one in found]
+            waiting = {}
+        if len(calls) < 2:
+            made.append(message)
             continue
-        elif message.get("role") != "tool":
-            made += waiting
-            waiting = []
-        made.append(message)
-    return [*made, *waiting]
+        for at, call in enumerate(calls):
+            one = {**message, "content": "" if at else message.get("content"), "tool_calls": [call]}
+            waiting.setdefault(str(call.get("id")), []).append(one)
+    return [*made, *(one for found in waiting.values() for one in found)]
 
 
-def _repeat(before: Message, new: Message) -> bool:
-    role = new.get("role")
+def _joins(before: Message, new: Message, roles: Roles) -> bool:
+    """Return whether a template takes two messages only as one."""
+    first, role = before.get("role"), new.get("role")
+    if (first, role) == ("tool", "user"):
+        return not roles.after_result
     calls = before.get("tool_calls") or new.get("tool_calls")
-    return role == before.get("role") and role in ("user", "assistant") and not calls
+    return not roles.repeats and first == role and role in ("user", "assistant") and not calls
 
 
-def _joined(before: Message, new: Message) -> Any:
-    """Return the content of two messages: a text, or a list of parts if one of them is a list."""
-    contents = [message.get("content") or "" for message in (before, new)]
-    if all(isinstance(content, str) for content in contents):
-        return "\n\n".join(content for content in contents if content)
-    return [part for content in contents for part in (content if isinstance(content, list) else [_part(content)])]
-
-
-def _part(text: Any) -> dict[str, Any]:
-    return {"type": "text", "text": text}
+def _joined(contents: Sequence[Any]) -> Any:
+    """Return the content of several messages: a text, or a list of parts if one of them is a list."""
+    given = [content for content in contents if content]
+    if all(isinstance(content, str) for content in given):
+        return "\n\n".join(given)
+    return [part for one in given for part in (one if isinstance(one, list) else [{"type": "text", "text": one}])]

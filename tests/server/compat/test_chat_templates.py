@@ -92,6 +92,17 @@ def test_no_instruction_is_refused_or_lost(template: str, talk: Any, prompt: str
     assert render(template, *talk) == prompt
 
 
+def test_instructions_keep_their_order_beside_tools() -> None:
+    """The demo's template knows no tools; they are a text after the first instructions."""
+    tokenizer = Tokenizer.load(jaxserve.demo.model_path())
+    talk = [{"role": role, "content": said} for role, said in (("system", "AA"), ("developer", "BB"), ("user", "CC"))]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for given in (None, tools):
+        prompt = tokenizer.chat(talk, tools=given)
+        places = [prompt.index(text) for text in ("AA", *(["<tools>"] if given else []), "BB", "CC")]
+        assert places == sorted(places)
+
+
 def test_the_demo_model_reads_instructions_at_the_end() -> None:
     """Its template prints a system message with the next message of the user, which may never come."""
     tokenizer = Tokenizer.load(jaxserve.demo.model_path())
