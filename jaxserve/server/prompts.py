@@ -181,6 +181,8 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     for name in ("function_call", "audio"):
         if message.get(name):
             raise InvalidValue(f"{where}.{name} is not supported by this server", "messages")
+    if isinstance(message.get("reasoning"), str):  # vLLM's newer name; templates read the older one
+        message = {"reasoning_content": message["reasoning"], **message}
     content, calls = message.get("content"), {}
     if message.get("tool_calls"):
         if message["role"] != "assistant":

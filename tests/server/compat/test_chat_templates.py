@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 import jaxserve.demo
 from jaxserve.tokenizer import Tokenizer
@@ -51,10 +54,14 @@ SHORT_IDS = (
 )  # fmt: skip
 
 
+@cache
+def tokenizer_of(template: str) -> Tokenizer:
+    return Tokenizer.load(jaxserve.demo.model_path(), chat_template=template)
+
+
 def render(template: str, *messages: tuple[str, Any], **given: Any) -> str:
     made = [{"role": role, **(said if isinstance(said, dict) else {"content": said})} for role, said in messages]
-    tokenizer = Tokenizer.load(jaxserve.demo.model_path(), chat_template=template)
-    return tokenizer.chat(made, **given).replace("None", "").strip()
+    return tokenizer_of(template).chat(made, **given).replace("None", "").strip()
 
 
 DEVELOPER = (("developer", "In French."), ("user", "Hi"))
@@ -90,6 +97,18 @@ LAST = (("user", "Hi"), ("system", "B"))
 )
 def test_no_instruction_is_refused_or_lost(template: str, talk: Any, prompt: str) -> None:
     assert render(template, *talk) == prompt
+
+
+@hypothesis.given(
+    st.sampled_from([HEADERS, DROPS, FIRST, HARMONY, ALTERNATES, NO_SYSTEM]),
+    st.lists(st.sampled_from(["system", "developer"]), max_size=3),
+    st.lists(st.sampled_from(["system", "developer", "user", "assistant"]), max_size=8),
+)
+def test_every_order_of_roles_is_rendered_in_order(template: str, opening: list[str], rest: list[str]) -> None:
+    talk = [{"role": role, "content": f"<{at}>"} for at, role in enumerate([*opening, "user", *rest])]
+    prompt = tokenizer_of(template).chat(talk)
+    places = [prompt.index(message["content"]) for message in talk]
+    assert places == sorted(places)
 
 
 def test_instructions_keep_their_order_beside_tools() -> None:

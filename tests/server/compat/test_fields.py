@@ -169,6 +169,12 @@ def test_contents_are_texts(content: Any, text: str) -> None:
     assert messages_of([{"role": "user", "content": content}])[0]["content"] == text
 
 
+def test_thinking_in_the_history_has_the_name_that_templates_read() -> None:
+    for names in (["reasoning"], ["reasoning_content"], ["reasoning", "reasoning_content"]):
+        message = messages_of([{"role": "assistant", "content": "a", **dict.fromkeys(names, "Hm.")}])[0]
+        assert message["reasoning_content"] == "Hm."
+
+
 @pytest.mark.parametrize("kind", ["image_url", ["text"], {"a": 1}, 3, None])
 def test_other_contents_are_refused(plain: Live, kind: Any) -> None:
     part = {"type": kind, "text": "a"}
