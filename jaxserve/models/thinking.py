@@ -41,14 +41,14 @@ BEFORE = ("", " ", "\n", "\n\n", "a", ".", ".\n", ".\n\n")
 AFTER = ("", " ", "\n", "\n\n", "a")
 
 
-def thinking_markers(folder: Path, eos: Iterable[int] = ()) -> ThinkingMarkers:
+def thinking_markers(folder: Path, eos: Iterable[int] = (), template: str | None = None) -> ThinkingMarkers:
     """Return the thinking markers of the model in `folder`; none if it has no thinking stage.
 
     A marker is a single token, or plain text in the chat template. Plain text gives one marker for each
-    sequence of tokens that it may be encoded as. eos: token ids that end a turn.
+    sequence of tokens that it may be encoded as. eos: token ids that end a turn. template: replaces the folder's.
     """
     added = dict(_added(folder))
-    template = _template(folder)
+    template = _template(folder) if template is None else template
     opens, closes = set[Marker](), set[Marker]()
     for first, last in PAIRS:
         if last in added:

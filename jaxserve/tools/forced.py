@@ -62,8 +62,7 @@ class Required:
         return self._stream.feed(text)
 
     def finish(self) -> list[Event]:
-        text = self._stream.rest
-        return [Event("content", text)] if text and not self._stream.called else []
+        return []  # what is left is a call that was cut before its name
 
 
 class Named:

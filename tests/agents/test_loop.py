@@ -68,8 +68,8 @@ def continued(installed: Path, url: str, task: str, home: Path) -> tuple[list[st
 
 def cline(installed: Path, url: str, task: str, home: Path) -> tuple[list[str], dict[str, str]]:
     signed_in = ["auth", "-p", "openai", "-k", "none", "-m", MODEL, "-b", f"{url}/v1"]
-    run = dict(env={"PATH": os.environ["PATH"], "HOME": str(home)}, stdin=subprocess.DEVNULL, timeout=SECONDS)
-    subprocess.run([node(installed, "cline"), *signed_in], capture_output=True, check=True, **run)  # type: ignore[call-overload]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home)}
+    run([node(installed, "cline"), *signed_in], home, environment)
     return [node(installed, "cline"), task], {}
 
 
