@@ -6,14 +6,15 @@ import inspect
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
-from functools import cache, cached_property, lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from jaxserve import demo
 from jaxserve.errors import InvalidValue
-from jaxserve.tools.prompt import as_text, has_calls, knows_tools, with_objects
+from jaxserve.tools.prompt import as_text, demands_short_ids, has_calls, knows_tools, with_objects, with_short_ids
+from jaxserve.tools.roles import Roles, fitted, unusual
 
 _LOCAL = re.compile(r"name_or_path|is_local|local_files_only|backend|.*_file")  # where files are, not what they say
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -50,6 +51,7 @@ class Tokenizer:
         """hf: a transformers tokenizer. chat_template: replaces the tokenizer's own template."""
         self._hf = hf
         self._template = chat_template
+        self._roles = lru_cache(maxsize=16)(self._roles_of)
         self.piece_bytes = lru_cache(maxsize=65536)(self._piece_bytes)
         self._lock = threading.Lock()  # for tokenizers that encode in Python
         if self._reentrant:
@@ -118,7 +120,8 @@ class Tokenizer:
         """Render a conversation to a prompt text; `arguments` are further variables of the template.
 
         Tools are given to the template if it knows them; otherwise they, calls and results become text.
-        Raises InvalidValue if there is no template or the template raises.
+        Roles become those that the template takes (`fitted`). Raises InvalidValue if there is no template or
+        the template raises.
         """
         template = template or self._template
         taken = set(arguments or ()) & set(inspect.signature(self._hf.apply_chat_template).parameters)
@@ -130,33 +133,31 @@ class Tokenizer:
             raise InvalidValue(
                 "this model has no chat template: use /v1/completions, or give --chat-template", "messages"
             )
-        given = [dict(message) for message in messages]
-        if (tools or has_calls(given)) and not knows_tools(template or self.template_text):
+        text = template or self.template_text
+        given = [_without_no_calls(message) for message in messages]
+        if (tools or has_calls(given)) and not knows_tools(text):
             given, tools = as_text(given, tools or ()), None
+        if unusual(given):
+            given = fitted(given, self._roles(template))
+        if demands_short_ids(text):
+            given = with_short_ids(given)
+        forms: Iterable[Sequence[Message]] = [given]
+        if has_calls(given):  # some templates read arguments as objects only, others join their text with others
+            forms = (form(given) for form in (with_objects, partial(with_objects, wrapped=True), list))
+        render = partial(
+            self._hf.apply_chat_template,
+            chat_template=template,
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(arguments or {}),
+        )
+        return _first_that_renders(render, forms)
 
-        def render(messages: Sequence[Message]) -> str:
-            text: str = self._hf.apply_chat_template(
-                messages,
-                chat_template=template,
-                tools=list(tools) if tools else None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **(arguments or {}),
-            )
-            return text
-
-        try:
-            if not has_calls(given):
-                return render(given)
-            try:
-                return render(with_objects(given))
-            except TypeError:
-                return render(given)  # some templates join the text of arguments with others
-        except Exception as error:  # a template is a program that may raise anything
-            reason = str(error)
-            reason = reason if len(reason) <= 200 else reason[:199] + "…"
-            raise InvalidValue(f"the chat template refuses these messages: {reason}", "messages") from error
+    def _roles_of(self, template: str | None) -> Roles:
+        render = partial(self._hf.apply_chat_template, chat_template=template, tokenize=False)
+        return Roles.of(render, template or self.template_text)
 
     @cached_property
     def template_text(self) -> str:
@@ -249,6 +250,28 @@ class Tokenizer:
     def piece(self, token: int) -> str:
         """Return a token as text, for lists of log-probabilities."""
         return self.piece_bytes(token).decode("utf-8", errors="replace")
+
+
+def _without_no_calls(message: Message) -> dict[str, Any]:
+    """Return a message without an empty list of calls, whose length some templates check."""
+    return {name: value for name, value in message.items() if name != "tool_calls" or value}
+
+
+def _first_that_renders(render: Callable[[Sequence[Message]], str], forms: Iterable[Sequence[Message]]) -> str:
+    """Return the prompt of the first form of a conversation whose types the template can read."""
+    from jinja2 import UndefinedError  # imported late, for --help
+
+    failed: Exception | None = None
+    for form in forms:
+        try:
+            return render(form)
+        except Exception as error:  # a template is a program that may raise anything
+            failed = failed or error
+            if not isinstance(error, TypeError | UndefinedError):
+                break
+    reason = str(failed)
+    reason = reason if len(reason) <= 200 else reason[:199] + "…"
+    raise InvalidValue(f"the chat template refuses these messages: {reason}", "messages") from failed
 
 
 def _as_json(value: Any) -> Any:

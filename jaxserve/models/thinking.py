@@ -71,13 +71,13 @@ def thinking_markers(folder: Path, eos: Iterable[int] = (), template: str | None
 
 def _spelled(tokens: Any, marker: str) -> set[Marker]:
     """Return every sequence of tokens that a marker may be encoded as within other text."""
-    made = set[Marker]()
+    markers = set[Marker]()
     for before, after in product(BEFORE, AFTER):
-        found = tokens.encode(before + marker + after, add_special_tokens=False)
+        encoded = tokens.encode(before + marker + after, add_special_tokens=False)
         start, end = len(before), len(before) + len(marker)
-        spans = zip(found.ids, found.offsets, strict=True)
-        made.add(tuple(id for id, (low, high) in spans if high > start and low < end))
-    return made
+        spans = zip(encoded.ids, encoded.offsets, strict=True)
+        markers.add(tuple(id for id, (low, high) in spans if high > start and low < end))
+    return markers
 
 
 def _load(folder: Path) -> Any:
@@ -109,5 +109,5 @@ def _template(folder: Path) -> str:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content

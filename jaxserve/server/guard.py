@@ -11,6 +11,7 @@ from functools import partial
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxserve.errors import short
 from jaxserve.server.failures import Refused, body_of, response_of
 from jaxserve.server.keys import LOOPBACK, Keys
 from jaxserve.server.messages.errors import PATH as ANTHROPIC
@@ -88,6 +89,9 @@ class Guard:
             state["client"] = client
         if post and any(_below(path, prefix) for prefix in _WORK) and self._draining():
             raise Refused(503, "the server is shutting down", code="shutting_down", retry_after=5.0)
+        if (coding := headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
+            what = f"Content-Encoding: {short(coding)}: send the body without compression"
+            raise Refused(415, what, code="unsupported_encoding")
         length = headers.get("content-length", "")
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_body):
             raise too_large(self._max_body)

@@ -14,8 +14,8 @@ from jaxserve.server.failures import Refused
 
 
 def check_model(config: ServeConfig, name: str | None) -> None:
-    """Raise Refused (404) for a model that is not served."""
-    if name is not None and name not in config.names and name != config.model:
+    """Raise Refused (404) for a model that is not served. No name, or an empty one, is any model."""
+    if name and name not in config.names and name != config.model:
         known = ", ".join(map(repr, config.names))
         raise Refused(404, f"model {short(name)} is not served here; served: {known}", "model", "model_not_found")
 

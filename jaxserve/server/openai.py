@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from jaxserve.errors import ECHO, InvalidValue, short
 from jaxserve.generation.salt import check_salt
@@ -20,21 +20,33 @@ logger = logging.getLogger("jaxserve.server")
 M = TypeVar("M", bound="Body")
 
 
-class StreamOptions(BaseModel):
+class Part(BaseModel):
+    """A body, or an object within one. A field that is null counts as left out, as with OpenAI's API."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        needed = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in given.items() if value is not None or name in needed}
+
+
+class StreamOptions(Part):
     """The `stream_options` field."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class StageSLO(BaseModel):
+class StageSLO(Part):
     """The objective of one stage of the output."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     tpot_slo_ms: float
 
 
-class Body(BaseModel):
+class Body(Part):
     """The base of all request bodies. Unknown fields are ignored, with one warning per name."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
@@ -91,6 +103,11 @@ class Drawn(Scheduled):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    # the same, as SGLang and llama.cpp name them
+    regex: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
 
 
 class Sampled(Drawn):
@@ -128,17 +145,21 @@ class ChatBody(Sampled):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool = True
+    enable_thinking: bool | None = None  # as Qwen's API has it
+    thinking: dict[str, Any] | bool | None = None  # as DeepSeek's and Anthropic's have it
 
     @property
     def template_arguments(self) -> dict[str, Any]:
         """The variables of the chat template that the request sets."""
-        if (effort := self.reasoning_effort) is None:
-            return dict(self.chat_template_kwargs or {})
-        if effort not in EFFORTS:
-            allowed = ", ".join(EFFORTS)
-            raise InvalidValue(f"reasoning_effort={short(effort)} must be one of {allowed}", "reasoning_effort")
-        off = {"enable_thinking": False, "thinking": False} if effort == "none" else {}
-        return {"reasoning_effort": effort, **off, **(self.chat_template_kwargs or {})}
+        made: dict[str, Any] = {}
+        if (effort := self.reasoning_effort) is not None:
+            if effort not in EFFORTS:
+                allowed = ", ".join(EFFORTS)
+                raise InvalidValue(f"reasoning_effort={short(effort)} must be one of {allowed}", "reasoning_effort")
+            made = {"reasoning_effort": effort, **(thinking_arguments(False) if effort == "none" else {})}
+        for given in (self.enable_thinking, self.thinking):
+            made |= {} if given is None else thinking_arguments(given)
+        return made | (self.chat_template_kwargs or {})
 
 
 class CompletionBody(Sampled):
@@ -212,6 +233,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "adapter_id": _NOTHING,
     "use_beam_search": _NOTHING,
     "length_penalty": (None, 1, 1.0),
+    "return_token_ids": _NOTHING,
+    "return_tokens_as_token_ids": _NOTHING,
+    "truncation_side": (None, "left"),
     "prompt_embeds": _NOTHING,
     "chat_template": _NOTHING,  # clients must not run their own templates; the server has --chat-template
 }
@@ -219,11 +243,15 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # The older form of tools is ignored if the client says that none of them may be called.
 _CHOICES = {"functions": "function_call"}
 
+# Objectives under other names, as in `ttft_slo`, `max_tpot` and `e2eLatencyMs`. Ignoring them would promise nothing.
+_OBJECTIVE = re.compile(r"(?<![a-z])(ttft|tpot|tbt|itl|e2el?|slos?)(?![a-z])|time_?to_?first|time_?per_?output", re.I)
+_OBJECTIVES = {"ttft": "ttft_slo_ms", "tpot": "tpot_slo_ms", "tbt": "tbt_slo_ms", "itl": "tbt_slo_ms"}
+
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_REQUEST_ID = 1024  # characters
 
 _warned: set[str] = set()
-_MAX_WARNED = 1000  # bounds log and memory if a client invents field names
+_MAX_WARNED = 1000  # texts; bounds log and memory if a client invents field names
 
 
 def parse(raw: bytes, kind: type[M]) -> M:
@@ -253,10 +281,33 @@ def validated(data: dict[str, Any], kind: type[M]) -> M:
     except ValidationError as error:
         raise _readable(error) from error
     for name in body.model_extra or ():
-        if name not in _UNSUPPORTED and name not in _warned and len(_warned) < _MAX_WARNED:
-            _warned.add(name)
-            logger.warning("ignoring the unknown request field %r (logged once)", name[:100])
+        if isinstance(body, Timed):
+            _check_objective(name)
+        if name not in _UNSUPPORTED:
+            warn_once(f"ignoring the unknown request field {name[:100]!r}")
     return body
+
+
+def _check_objective(name: str) -> None:
+    """Raise InvalidValue for a field that looks like an objective, but is none."""
+    if (found := _OBJECTIVE.search(re.sub("([a-z])([A-Z])", r"\1_\2", name[:100]))) is not None:
+        known = _OBJECTIVES.get((found[1] or "").lower(), "ttft_slo_ms, tpot_slo_ms, tbt_slo_ms and stage_slo")
+        raise InvalidValue(f"{name[:100]} is no field of a request: objectives in milliseconds are {known}", name[:100])
+
+
+def thinking_arguments(given: dict[str, Any] | bool) -> dict[str, Any]:
+    """Return the variables of chat templates for `thinking`. Raises InvalidValue."""
+    kind = given.get("type") if isinstance(given, dict) else "enabled" if given else "disabled"
+    if kind not in ("enabled", "adaptive", "auto", "disabled"):
+        raise InvalidValue(f"thinking.type={short(kind)} must be enabled, adaptive or disabled", "thinking.type")
+    return {"enable_thinking": kind != "disabled", "thinking": kind != "disabled"}
+
+
+def warn_once(text: str) -> None:
+    """Log what is ignored of a request, the first time."""
+    if text not in _warned and len(_warned) < _MAX_WARNED:
+        _warned.add(text)
+        logger.warning("%s (logged once)", text)
 
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped surrogate; most bodies have none, which skips the check

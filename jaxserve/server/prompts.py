@@ -20,6 +20,7 @@ from jaxserve.server.texts import TextThreads
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.tools.definitions import calls_in_history, tools_of
 
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # parts, and their fields
 MAX_OUTPUTS = 1024  # per HTTP request: prompts times n
 
 Prompt = tuple[str | None, list[int]]  # the text, if the request has one, and its token ids
@@ -170,6 +171,8 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     for name in ("function_call", "audio"):
         if message.get(name):
             raise InvalidValue(f"{where}.{name} is not supported by this server", "messages")
+    if isinstance(message.get("reasoning"), str):  # vLLM's newer name; templates read the older one
+        message = {"reasoning_content": message["reasoning"], **message}
     content, calls = message.get("content"), {}
     if message.get("tool_calls"):
         if message["role"] != "assistant":
@@ -190,8 +193,9 @@ def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
+    field = TEXTS.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
+    if field is not None and isinstance(part.get(field), str):
+        return str(part[field])
     raise InvalidValue(
         f"{where} of type {short(kind)} is not supported: only parts of type 'text' with a text", "messages"
     )

@@ -253,7 +253,7 @@ class Service:
 
     async def chunks(self, answer: Answer, body: Sampled) -> AsyncGenerator[dict[str, Any], None]:
         """Run an answer and yield the chunks of its stream."""
-        each = body.stream_options is not None and body.stream_options.continuous_usage_stats
+        each = body.stream_options is not None and body.wants_usage and body.stream_options.continuous_usage_stats
         with self._counted():
             source = self._paced(answer) if answer.jobs[0].pace else self.generate(answer)
             async with aclosing(source) as news:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
-from jaxserve.server.openai import Sampled
+from jaxserve.server.openai import Sampled, warn_once
 from jaxserve.structured.compiler import PATIENCE, Compiler, late
 from jaxserve.tools.definitions import Tools
 from jaxserve.tools.forced import named_schema, required_schema
@@ -18,6 +18,10 @@ GUIDED = {
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "regex": "regex",
+    "json_schema": "json",
+    "ebnf": "grammar",
+    "grammar": "grammar",
 }
 
 
@@ -45,6 +49,8 @@ def constraint_of(body: Sampled, tools: Tools | None) -> Wanted | None:
     """
     own = structured_of(body)
     if tools is None or tools.mode == "auto":
+        if own is not None and tools is not None:
+            warn_once(f"{own.field} with tools and tool_choice 'auto' leaves the model no calls")
         return own
     if own is not None and not own.field.startswith("response_format"):
         raise InvalidValue(f"{own.field} and a tool_choice that demands a call are given: leave one out", "tool_choice")
@@ -67,6 +73,8 @@ def _of_format(given: dict[str, Any] | None) -> Wanted | None:
     if kind == "text":
         return None
     if kind == "json_object":
+        if given.get("schema") is not None:  # as llama.cpp and SGLang have it
+            return _of_schema(given["schema"], "response_format.schema", False)
         return Wanted(StructuredOutputs(json_object=True), "response_format")
     if kind == "structural_tag":
         return _made("response_format", structural_tag=given)
@@ -78,10 +86,14 @@ def _of_format(given: dict[str, Any] | None) -> Wanted | None:
         raise InvalidValue(f"{field}.name={short(inner.get('name'))} must be a text", f"{field}.name")
     if not isinstance(inner.get("strict"), bool | None):
         raise InvalidValue(f"{field}.strict={short(inner['strict'])} must be true or false", f"{field}.strict")
-    schema = inner.get("schema", {})
+    return _of_schema(inner.get("schema", {}), f"{field}.schema", inner.get("strict") is True)
+
+
+def _of_schema(schema: Any, field: str, strict: bool) -> Wanted:
+    """Return the constraint of a schema. strict: refuse keywords that cannot be enforced, which OpenAI ignores else."""
     if not isinstance(schema, dict):
-        raise InvalidValue(f"{field}.schema={short(schema)} must be an object", f"{field}.schema")
-    return _made(f"{field}.schema", json=schema, lenient=inner.get("strict") is False)
+        raise InvalidValue(f"{field}={short(schema)} must be an object", field)
+    return _made(field, json=schema, lenient=not strict)
 
 
 def _of_fields(body: Sampled) -> Wanted | None:

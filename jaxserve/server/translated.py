@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,11 @@ from jaxserve.server.openai import Drawn
 
 
 @contextmanager
-def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+def renamed_fields(names: Mapping[str, str], tools: Sequence[str] = ()) -> Iterator[None]:
     """Name the fields of another API in the errors of a chat request.
 
     names: expressions of the beginnings of chat's fields, and what replaces them. The first that matches counts.
+    tools: where each tool of chat is in the body, as some of its tools are ignored or in groups.
     """
     try:
         yield
@@ -24,6 +25,7 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
         for chat, own in names.items():
             if match := re.match(rf"(?:{chat})(?![^.\[])", field):
                 new = match.expand(own) + field[match.end() :]
+                new = re.sub(r"^tools\[(\d+)\]", lambda at: tools[int(at[1])] if tools else at[0], new)
                 message = re.sub(rf"(?<![\w.]){re.escape(field)}(?!\w)", lambda _, new=new: new, str(error))  # type: ignore[misc]
                 error.args, error.param = (message,), new  # in place: its class stays
                 break

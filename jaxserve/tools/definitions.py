@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import InvalidValue, short
-from jaxserve.tools.events import Schemas, loaded
+from jaxserve.tools.events import Schemas
 
 MAX_TOOLS = 1024
 MODES = ("none", "auto", "required")
@@ -41,14 +41,29 @@ def tools_of(tools: Any, choice: Any = None, parallel: Any = None) -> Tools | No
         raise InvalidValue(f"tools has {len(tools)} entries: at most {MAX_TOOLS} are allowed", "tools")
     made = tuple(_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
     names = [tool["function"]["name"] for tool in made]
+    choice, allowed = _allowed(choice, names)
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidValue(f"tools: {short(twice)} is defined twice", "tools")
-    mode, name = _choice(choice, names)
+    made = tuple(tool for tool in made if tool["function"]["name"] in allowed)
+    mode, name = _choice(choice, allowed)
     if not made or mode == "none":
         return None
     strict = all(tool["function"].get("strict") for tool in made if name in (None, tool["function"]["name"]))
     return Tools(made, mode, name, parallel is not False, strict)
+
+
+def _allowed(choice: Any, names: list[str]) -> tuple[Any, list[str]]:
+    """Return the choice among the tools that `allowed_tools` names, or else among all, and their names."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return choice, names
+    given = choice.get("allowed_tools")
+    mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, list):
+        wanted = '{"mode": "auto" or "required", "tools": [...]}'
+        raise InvalidValue(f"tool_choice.allowed_tools={short(given)} must be {wanted}", "tool_choice")
+    chosen = {name for tool in tools for _, name in [_choice(tool, names)] if name is not None}
+    return mode, [name for name in names if name in chosen]
 
 
 def _choice(choice: Any, names: list[str]) -> tuple[str, str | None]:
@@ -124,12 +139,11 @@ def calls_in_history(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise InvalidValue(f"{where}[{at}].function={short(function)} must have a name", f"{where}[{at}].function")
-        field = f"{where}[{at}].function.arguments"
         given = function.get("arguments")
-        arguments = loaded(given or "{}") if isinstance(given, str | None) else given
-        if not isinstance(arguments, dict):
-            raise InvalidValue(f"{field}={short(given)} must be the text of a JSON object", field)
-        made.append({"type": "function", **call, "function": {**function, "arguments": json.dumps(arguments)}})
-        if isinstance(given, str) and given:
-            made[-1]["function"]["arguments"] = given
+        if not isinstance(given, str | dict | None):
+            field = f"{where}[{at}].function.arguments"
+            raise InvalidValue(f"{field}={short(given)} must be a text", field)
+        # Any text: a model's mistake, or a call that `max_tokens` has cut, comes back in the history.
+        arguments = given if isinstance(given, str) and given else json.dumps(given or {})
+        made.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
     return made

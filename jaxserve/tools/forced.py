@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.tools.events import Event, Schemas
-from jaxserve.tools.streamed import CallStream, json_form
+from jaxserve.tools.pattern import character, many
+from jaxserve.tools.streamed import CallStream, Forms, json_form
+
+CALLS = Forms(json_form(many(character(lambda one: one.isspace() or one in "[,")), arguments=("arguments",)))
 
 
 def required_schema(schemas: Schemas, parallel: bool) -> dict[str, Any]:
@@ -53,7 +56,7 @@ class Required:
     """Reads a list of calls, and passes on arguments as they arrive."""
 
     def __init__(self) -> None:
-        self._stream = CallStream((json_form(r"[\s\[,]*", "arguments"),))
+        self._stream = CallStream(CALLS)
 
     def feed(self, text: str) -> list[Event]:
         return self._stream.feed(text)

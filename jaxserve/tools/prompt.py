@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -31,20 +32,49 @@ def has_calls(messages: Sequence[Message]) -> bool:
     return any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
 
 
-def with_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages with arguments as objects, as most templates expect them."""
+def with_objects(messages: Sequence[Message], wrapped: bool = False) -> list[dict[str, Any]]:
+    """Return the messages with arguments as objects, as most templates expect them.
+
+    wrapped: also those that are the text of no object, as where `max_tokens` has cut a call.
+    """
     made = []
     for message in messages:
         one = dict(message)
         if calls := one.get("tool_calls"):
-            one["tool_calls"] = [{**call, "function": _object(call["function"])} for call in calls]
+            one["tool_calls"] = [{**call, "function": _object(call["function"], wrapped)} for call in calls]
         made.append(one)
     return made
 
 
-def _object(function: Mapping[str, Any]) -> dict[str, Any]:
+def _object(function: Mapping[str, Any], wrapped: bool = False) -> dict[str, Any]:
     given = function.get("arguments") or "{}"
-    return {**function, "arguments": loaded(given) if isinstance(given, str) else given}
+    read = loaded(given) if isinstance(given, str) else given
+    if not isinstance(read, dict):
+        read = {"arguments": given} if wrapped else given
+    return {**function, "arguments": read}
+
+
+def demands_short_ids(template: str) -> bool:
+    """Return whether a chat template refuses ids of calls that are not 9 letters and digits, as Mistral's do."""
+    return re.search(r"length\s*!=\s*9\b", template) is not None
+
+
+def with_short_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with ids of 9 letters and digits; equal ids stay equal."""
+    made = []
+    for message in messages:
+        one = dict(message)
+        if calls := one.get("tool_calls"):
+            one["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in calls]
+        if one.get("role") == "tool":
+            one["tool_call_id"] = _short_id(one.get("tool_call_id"))
+        made.append(one)
+    return made
+
+
+def _short_id(id: Any) -> str:
+    given = str(id)
+    return given if re.fullmatch("[A-Za-z0-9]{9}", given) else hashlib.sha256(given.encode()).hexdigest()[:9]
 
 
 def as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -53,25 +83,30 @@ def as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
     if tools:
         described = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
         made.append({"role": "system", "content": PREAMBLE.format(tools=described)})
-    after_result = False
+    results: list[str] = []  # those in a row, one message
+
+    def end_results() -> None:
+        if results:
+            made.append({"role": "user", "content": "\n".join(results)})
+            results.clear()
+
     for message in messages:
         one = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
         one["content"] = one.get("content") or ""
         if message.get("role") == "tool":
-            text = f"<tool_response>\n{one['content']}\n</tool_response>"
-            if after_result:
-                made[-1]["content"] += "\n" + text
-            else:
-                made.append({"role": "user", "content": text})
-            after_result = True
+            results.append(f"<tool_response>\n{one['content']}\n</tool_response>")
             continue
-        after_result = False
+        end_results()
+        parts = [one["content"]] if one["content"] else []
         for call in message.get("tool_calls") or ():
             function = _object(call["function"])
             text = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
-            one["content"] += ("\n" if one["content"] else "") + f"<tool_call>\n{text}\n</tool_call>"
-        if one["role"] == "system" and len(made) == 1 and made[0]["role"] == "system":
+            parts.append(f"<tool_call>\n{text}\n</tool_call>")
+        if len(parts) > 1 or message.get("tool_calls"):
+            one["content"] = "\n".join(parts)
+        if tools and message is messages[0] and one["role"] == "system":
             made[0]["content"] = f"{one['content']}\n\n{made[0]['content']}"
         else:
             made.append(one)
+    end_results()
     return made

@@ -16,7 +16,7 @@ from tests.support.timing import until
 
 GOOD = {"prompt": "def main(", "max_tokens": 3}
 CHAT = [{"role": "user", "content": "x"}]
-CALLED = [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}]
+CALLED = [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 NOWHERE = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/nowhere"}}}
 FORCED = {"tools": [TOOL], "tool_choice": "required"}

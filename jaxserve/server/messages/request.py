@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.server.failures import Refused
 from jaxserve.server.messages.errors import NO_THREADS
-from jaxserve.server.openai import ChatBody, Drawn, validated
+from jaxserve.server.openai import ChatBody, Drawn, thinking_arguments, validated, warn_once
 from jaxserve.server.translated import chunked, object_of, shared_fields, text_of
 
 NAMES = {  # of the fields of chat, in errors
     r"stop": "stop_sequences",
     r"response_format(\.json_schema)?": "output_config.format",
+    r"reasoning_effort": "output_config.effort",
     r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     r"tool_choice\.function": "tool_choice",
 }
 TIERS = {"auto": None, "standard_only": None}  # Anthropic's; others are tiers of the server's configuration
+BILL = "x-anthropic-billing-header:"
+# Run by Anthropic alone, as versions of a type: `web_search_20250305`.
+HOSTED = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_\w+?|advisor)_\d{8}")
+HOSTED_BLOCKS = re.compile(r"server_tool_use|redacted_thinking|\w+_tool_result|container_upload")  # nor their results
 FORMAT_NAME = "output"  # chat wants a name of each format
 
 Message = dict[str, Any]
@@ -63,12 +69,13 @@ def chat_of(body: CountBody) -> ChatBody:
         made["service_tier"] = TIERS[body.service_tier]
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         made |= {"add_generation_prompt": False, "continue_final_message": True}
-    tools = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())]
+    tools = [_tool(tool, where) for where, tool in own_tools(body).items()]
     more: dict[str, Any] = {
         "chat_template_kwargs": _template_arguments(body),
         "response_format": _format(body.output_config),
         "tools": tools or None,
         "tool_choice": _choice(body.tool_choice),
+        "reasoning_effort": (body.output_config or {}).get("effort"),
     }
     if (body.tool_choice or {}).get("disable_parallel_tool_use"):
         more["parallel_tool_calls"] = False
@@ -81,16 +88,16 @@ def chat_of(body: CountBody) -> ChatBody:
 def _messages(body: CountBody) -> list[Message]:
     made: list[Message] = []
     if body.system:
-        made.append({"role": "system", "content": _texts(body.system, "system")})
+        made.append({"role": "system", "content": _without_bill(_texts(body.system, "system"))})
     for at, given in enumerate(body.messages):
         where = f"messages[{at}]"
         message = object_of(given, where)
-        role = message.get("role")
-        if role not in ("user", "assistant"):
-            what = f"{where}.role={short(role)} must be user or assistant; system is a field of its own"
-            raise InvalidValue(what, f"{where}.role")
-        content = message.get("content")
-        if isinstance(content, str):
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            raise InvalidValue(f"{where}.role={short(role)} must be user, assistant or system", f"{where}.role")
+        if role == "system" and isinstance(content, list):
+            made.append({"role": role, "content": _texts(content, f"{where}.content")})
+        elif isinstance(content, str):
             made.append({"role": role, "content": content})
         elif isinstance(content, list):
             blocks = [object_of(block, f"{where}.content[{i}]") for i, block in enumerate(content)]
@@ -101,6 +108,13 @@ def _messages(body: CountBody) -> list[Message]:
     return made
 
 
+def _without_bill(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return instructions without Claude Code's line that differs in each request, for which no prefix would fit."""
+    if isinstance(content, str):
+        return content
+    return [part for part in content if not part["text"].startswith(BILL)]
+
+
 def _texts(given: str | list[Any], where: str) -> str | list[dict[str, Any]]:
     """Return a text, or the text parts of a list of blocks."""
     if isinstance(given, str):
@@ -109,6 +123,8 @@ def _texts(given: str | list[Any], where: str) -> str | list[dict[str, Any]]:
 
 
 def _text_block(block: dict[str, Any], where: str) -> dict[str, Any]:
+    if block.get("type") == "tool_reference":  # a result of Claude Code's search for tools; all tools are given
+        return {"type": "text", "text": f"The tool {text_of(block, 'tool_name', where)} can be called."}
     if block.get("type") != "text":
         what = f"{where} of type {short(block.get('type'))} is not supported here: only text is"
         raise InvalidValue(what, f"{where}.type")
@@ -143,7 +159,9 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> list[Message]:
             arguments = json.dumps(object_of(block.get("input"), f"{here}.input"))
             function = {"name": text_of(block, "name", here), "arguments": arguments}
             calls.append({"id": text_of(block, "id", here), "type": "function", "function": function})
-        elif kind != "redacted_thinking":  # which only Anthropic can read
+        elif isinstance(kind, str) and HOSTED_BLOCKS.fullmatch(kind):
+            warn_once(f"ignoring blocks of type {kind[:100]!r} in the history: only Anthropic reads them")
+        else:
             parts.append(_text_block(block, here))
     made: Message = {"role": "assistant", "content": parts}
     if calls:
@@ -154,14 +172,10 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> list[Message]:
 
 
 def _template_arguments(body: CountBody) -> dict[str, Any] | None:
-    """Return the arguments of the chat template, with whether the model thinks, as templates call it."""
+    """Return the arguments of the chat template, with whether the model thinks."""
     if body.thinking is None:
         return body.chat_template_kwargs
-    kind = body.thinking.get("type")
-    if kind not in ("enabled", "adaptive", "disabled"):
-        what = f"thinking.type={short(kind)} must be enabled, adaptive or disabled"
-        raise InvalidValue(what, "thinking.type")
-    return {"enable_thinking": kind != "disabled", **(body.chat_template_kwargs or {})}
+    return {**thinking_arguments(body.thinking), **(body.chat_template_kwargs or {})}
 
 
 def _format(config: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -173,6 +187,18 @@ def _format(config: dict[str, Any] | None) -> dict[str, Any] | None:
     if object_of(given, where).get("type") != "json_schema":
         raise InvalidValue(f"{where}.type={short(given.get('type'))} must be json_schema", f"{where}.type")
     return {"type": "json_schema", "json_schema": {"name": FORMAT_NAME, "schema": given.get("schema"), "strict": True}}
+
+
+def own_tools(body: CountBody) -> dict[str, Any]:
+    """Return the tools of a body by their places in it, without those that only Anthropic runs."""
+    made = {}
+    for at, tool in enumerate(body.tools or ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and HOSTED.fullmatch(kind):
+            warn_once(f"ignoring tools of type {kind[:100]!r}: only Anthropic runs them")
+        else:
+            made[f"tools[{at}]"] = tool
+    return made
 
 
 def _tool(given: Any, where: str) -> dict[str, Any]:

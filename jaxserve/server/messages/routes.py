@@ -15,7 +15,7 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.server.documented import body_schema
 from jaxserve.server.failures import response_of
 from jaxserve.server.messages.errors import anthropic_body
-from jaxserve.server.messages.request import NAMES, CountBody, MessagesBody, chat_of
+from jaxserve.server.messages.request import NAMES, CountBody, MessagesBody, chat_of, own_tools
 from jaxserve.server.messages.writer import Writer, new_message
 from jaxserve.server.openai import parse
 from jaxserve.server.replies import replied, streamed, written
@@ -54,7 +54,7 @@ def _check_version(request: Request) -> None:
 async def _create(service: Service, request: Request) -> Response:
     _check_version(request)
     body = parse(await request.body(), MessagesBody)
-    with renamed_fields(NAMES):
+    with renamed_fields(NAMES, list(own_tools(body))):
         chat = chat_of(body)
         preparing = service.prepare(chat, request.headers, request.state.request_id, request.state.client)
         answer = await while_connected(request.receive, preparing, service.ending)
@@ -74,5 +74,5 @@ async def _count(service: Service, request: Request) -> Response:
         prompts = await service.prompts.of(chat_of(body), SamplingParams(), lambda prompts, n: None)
         return {"input_tokens": len(prompts[0][1])}
 
-    with renamed_fields(NAMES):
+    with renamed_fields(NAMES, list(own_tools(body))):
         return JSONResponse(await while_connected(request.receive, counted(), service.ending))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidValue, short
+from jaxserve.server.openai import warn_once
+from jaxserve.server.responses.tools import HOSTED, SHELL, flat_name
 from jaxserve.server.translated import object_of, text_of
 
 Message = dict[str, Any]
 
-KINDS = "message, function_call, function_call_output, reasoning"
+KINDS = "message, reasoning, and the calls and outputs of functions, custom tools and local_shell"
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 ROLES = ("user", "assistant", "system", "developer")
 PARTS = ("input_text", "output_text", "text", "refusal")
 
@@ -80,17 +84,46 @@ def _add(turns: _Turns, item: dict[str, Any], where: str) -> None:
             turns.say(content)
         else:
             turns.add({"role": role, "content": content})
-    elif kind == "function_call":
-        function = {"name": text_of(item, "name", where), "arguments": text_of(item, "arguments", where)}
-        call = {"id": text_of(item, "call_id", where), "type": "function", "function": function}
+    elif isinstance(kind, str) and kind in CALLS:
+        name, arguments = CALLS[kind](item, where)
+        call = {"id": _call_id(item, where), "type": "function", "function": {"name": name, "arguments": arguments}}
         turns.assistant().setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
+    elif kind in OUTPUTS:
         content = _content(item.get("output"), f"{where}.output")
-        turns.add({"role": "tool", "tool_call_id": text_of(item, "call_id", where), "content": content})
+        turns.add({"role": "tool", "tool_call_id": _call_id(item, where), "content": content})
     elif kind == "reasoning":
         turns.reason(_reasoning(item, where))
+    elif isinstance(kind, str) and kind.startswith(HOSTED):
+        warn_once(f"ignoring items of type {kind[:100]!r} in the history: only OpenAI has these tools")
     else:
         raise InvalidValue(f"{where} of type {short(kind)} is not supported: {KINDS} are", f"{where}.type")
+
+
+def _call_id(item: dict[str, Any], where: str) -> str:
+    return text_of(item, "id" if "call_id" not in item and "local_shell" in item["type"] else "call_id", where)
+
+
+def _function(item: dict[str, Any], where: str) -> tuple[str, str]:
+    return flat_name(item.get("namespace"), text_of(item, "name", where)), text_of(item, "arguments", where)
+
+
+def _custom(item: dict[str, Any], where: str) -> tuple[str, str]:
+    arguments = json.dumps({"input": text_of(item, "input", where)}, ensure_ascii=False)
+    return flat_name(item.get("namespace"), text_of(item, "name", where)), arguments
+
+
+def _shell(item: dict[str, Any], where: str) -> tuple[str, str]:
+    action = object_of(item.get("action"), f"{where}.action")
+    given = {name: action[name] for name in SHELL["parameters"]["properties"] if action.get(name) is not None}
+    return SHELL["name"], json.dumps(given, ensure_ascii=False)
+
+
+# The name and the arguments of the function that stands for a call.
+CALLS: dict[str, Callable[[dict[str, Any], str], tuple[str, str]]] = {
+    "function_call": _function,
+    "custom_tool_call": _custom,
+    "local_shell_call": _shell,
+}
 
 
 def _reasoning(item: dict[str, Any], where: str) -> str:

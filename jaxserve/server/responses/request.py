@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from pydantic import BaseModel
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.sched.api.params import MAX_LOGPROBS
-from jaxserve.server.openai import ChatBody, Drawn, validated
+from jaxserve.server.openai import ChatBody, Drawn, Part, validated
 from jaxserve.server.responses.items import Message
-from jaxserve.server.translated import chunked, object_of, shared_fields, text_of
+from jaxserve.server.responses.tools import Tool, choice_of
+from jaxserve.server.translated import chunked, shared_fields
 
 NAMES = {  # of the fields of chat, in errors
     r"messages": "input",
@@ -21,18 +20,29 @@ NAMES = {  # of the fields of chat, in errors
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     r"tool_choice\.function": "tool_choice",
 }
-INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")  # the latter is always empty
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (
+    LOGPROBS,
+    "reasoning.encrypted_content",  # always empty
+    # of tools that only OpenAI runs, and which never are in an answer here
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # OpenAI's: pairs, and characters
 
 
-class TextOptions(BaseModel):
+class TextOptions(Part):
     """The `text` field."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None  # without effect
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(Part):
     """The `reasoning` field."""
 
     effort: str | None = None
@@ -70,7 +80,7 @@ class ResponsesBody(Drawn):
 
     @property
     def wants_logprobs(self) -> bool:
-        return self.top_logprobs is not None or INCLUDED[0] in (self.include or ())
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
 
 def check_body(body: ResponsesBody) -> None:
@@ -102,8 +112,8 @@ def _check_metadata(given: dict[str, Any]) -> None:
             raise InvalidValue(what, "metadata")
 
 
-def chat_of(body: ResponsesBody, messages: Sequence[Message]) -> ChatBody:
-    """Return the chat request of a body. messages: of the input, and of what comes before it.
+def chat_of(body: ResponsesBody, messages: Sequence[Message], tools: Mapping[str, Tool]) -> ChatBody:
+    """Return the chat request of a body. messages: of the input, and of what comes before it. tools: of the body.
 
     Raises InvalidValue that names a field of the body.
     """
@@ -117,8 +127,8 @@ def chat_of(body: ResponsesBody, messages: Sequence[Message]) -> ChatBody:
             ("chat_template_kwargs", body.chat_template_kwargs),
             ("response_format", _format(body.text.format if body.text is not None else None)),
             ("reasoning_effort", body.reasoning and body.reasoning.effort),
-            ("tools", [_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())] or None),
-            ("tool_choice", _choice(body.tool_choice)),
+            ("tools", [{"type": "function", "function": tool.function} for tool in tools.values()] or None),
+            ("tool_choice", choice_of(body.tool_choice, tools)),
             ("parallel_tool_calls", body.parallel_tool_calls),
         )
         if value is not None
@@ -131,23 +141,6 @@ def chat_of(body: ResponsesBody, messages: Sequence[Message]) -> ChatBody:
 def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
     if given is None or given.get("type") != "json_schema":
         return given
+    if given.get("schema") is None:
+        raise InvalidValue("text.format.schema is missing: a json_schema needs one", "text.format.schema")
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
-
-
-def _tool(given: Any, where: str) -> dict[str, Any]:
-    tool = object_of(given, where)
-    if tool.get("type") != "function":
-        what = f"{where}.type={short(tool.get('type'))} is not supported: only tools of type 'function' are"
-        raise InvalidValue(what, f"{where}.type")
-    function = {"name": text_of(tool, "name", where)}
-    function |= {name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name) is not None}
-    return {"type": "function", "function": function}
-
-
-def _choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if not isinstance(given, dict):
-        return given
-    if given.get("type") != "function":
-        what = f"tool_choice.type={short(given.get('type'))} is not supported: auto, none, required and a function are"
-        raise InvalidValue(what, "tool_choice")
-    return {"type": "function", "function": {"name": text_of(given, "name", "tool_choice")}}

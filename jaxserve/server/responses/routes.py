@@ -9,12 +9,14 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
 from jaxserve.server.documented import body_schema
 from jaxserve.server.openai import parse
 from jaxserve.server.replies import replied, streamed, written
 from jaxserve.server.responses.items import Message, messages_of_items
 from jaxserve.server.responses.request import NAMES, ResponsesBody, chat_of, check_body
 from jaxserve.server.responses.store import Store
+from jaxserve.server.responses.tools import tools_in
 from jaxserve.server.responses.writer import Writer, new_response
 from jaxserve.server.service import Service
 from jaxserve.server.sse import while_connected
@@ -31,6 +33,10 @@ def add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", openapi_extra=body_schema(ResponsesBody))
     async def create(request: Request) -> Response:
         return await replied(request, _create(service, store, request))
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=body_schema(ResponsesBody))
+    async def count(request: Request) -> Response:
+        return await replied(request, _count(service, store, request))
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
@@ -74,8 +80,9 @@ async def _create(service: Service, store: Store, request: Request) -> Response:
     client = request.state.client
     before = _before(store, client, body)
     messages = [*before, *messages_of_items(body.input)]
-    with renamed_fields(NAMES):
-        chat = chat_of(body, messages)
+    tools = tools_in(body.tools)
+    with renamed_fields(NAMES, [tool.place for tool in tools.values()]):
+        chat = chat_of(body, messages, tools)
         preparing = service.prepare(chat, request.headers, request.state.request_id, client)
         answer = await while_connected(request.receive, preparing, service.ending)
     stored = store.enabled and body.store is not False
@@ -85,11 +92,28 @@ async def _create(service: Service, store: Store, request: Request) -> Response:
             own = messages_of_items(response["output"], "output")
             store.put(client, response, _input_items(body.input, response["id"]), [*messages, *own])
 
-    writer = Writer(new_response(body, answer, stored), done)
+    writer = Writer(new_response(body, answer, stored), done, tools)
     if body.stream:
         return await streamed(service, answer, chat, writer, writer, request)
     await written(service, answer, chat, writer, request)
     return JSONResponse(writer.response)
+
+
+async def _count(service: Service, store: Store, request: Request) -> Response:
+    """Return the number of tokens of an input, with what comes before it."""
+    body = parse(await request.body(), ResponsesBody)
+    check_body(body)
+    service.check_model(body.model)
+    messages = [*_before(store, request.state.client, body), *messages_of_items(body.input)]
+    tools = tools_in(body.tools)
+
+    async def counted() -> int:
+        chat = chat_of(body, messages, tools)
+        return len((await service.prompts.of(chat, SamplingParams(), lambda prompts, n: None))[0][1])
+
+    with renamed_fields(NAMES, [tool.place for tool in tools.values()]):
+        tokens = await while_connected(request.receive, counted(), service.ending)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 def _before(store: Store, client: str, body: ResponsesBody) -> list[Message]:

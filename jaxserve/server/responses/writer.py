@@ -10,6 +10,7 @@ from typing import Any
 from jaxserve.server.answers import Answer
 from jaxserve.server.failures import Refused, body_of, refusal
 from jaxserve.server.responses.request import ResponsesBody
+from jaxserve.server.responses.tools import Tool, arguments_read, new_call
 from jaxserve.server.sse import WAITING, Dialect, named_event
 
 Event = dict[str, Any]
@@ -44,13 +45,17 @@ def new_response(body: ResponsesBody, answer: Answer, store: bool) -> dict[str, 
         "temperature": params.temperature,
         "text": {"format": (text and text.format) or {"type": "text"}} | _some("verbosity", text and text.verbosity),
         "tool_choice": body.tool_choice or "auto",
-        "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
+        "tools": [_described(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
     }
+
+
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"strict": None, "parameters": None, **tool} if tool["type"] == "function" else tool
 
 
 def _some(name: str, value: Any) -> dict[str, Any]:
@@ -65,9 +70,15 @@ class Writer(Dialect):
 
     end = b""
 
-    def __init__(self, response: dict[str, Any], done: Callable[[dict[str, Any]], None]) -> None:
-        """response: without output; changed here. done: called with the response before its last event."""
+    def __init__(
+        self, response: dict[str, Any], done: Callable[[dict[str, Any]], None], tools: Mapping[str, Tool] | None = None
+    ) -> None:
+        """response: without output; changed here. done: called with the response before its last event.
+
+        tools: those of the request, by the names that the model knows.
+        """
         self.response = response
+        self._tools = tools or {}
         self._done = done
         self._sequence = 0
         self._kind: object = None  # of the item that is being written
@@ -158,11 +169,13 @@ class Writer(Dialect):
     def _call(self, index: int, call: Mapping[str, Any]) -> list[Event]:
         made, function = [], call.get("function") or {}
         if self._kind != ("call", index):
-            item = {"type": "function_call", "id": _id("fc"), "call_id": call["id"], "name": function["name"]}
-            made = self._open(("call", index), {**item, "arguments": ""})
+            name = function["name"]
+            item = new_call(self._tools.get(name), name, call["id"])
+            made = self._open(("call", index), {"id": _id("fc"), **item})
         if arguments := function.get("arguments"):
             self._texts.append(arguments)
-            made.append(self._at("response.function_call_arguments.delta", delta=arguments))
+            if self._current["type"] == "function_call":
+                made.append(self._at("response.function_call_arguments.delta", delta=arguments))
         return made
 
     @property
@@ -196,9 +209,12 @@ class Writer(Dialect):
             made = [self._at("response.reasoning_text.done", content_index=0, text=text)]
             made.append(self._part("done", dict(part)))
         else:
-            item["arguments"] = text
-            told = {"arguments": text, "name": item["name"]}
-            made = [self._at("response.function_call_arguments.done", **told)]
+            item |= (told := arguments_read(item["type"], text))
+            if item["type"] == "function_call":
+                made = [self._at("response.function_call_arguments.done", **told, name=item["name"])]
+            elif item["type"] == "custom_tool_call":
+                made = [self._at("response.custom_tool_call_input.delta", delta=item["input"])]
+                made.append(self._at("response.custom_tool_call_input.done", **told))
         return [*made, self._event("response.output_item.done", output_index=self._index, item=dict(item))]
 
     @property

@@ -42,6 +42,7 @@ class Double:
         self.delay = delay
         self.bound = bound
         self.healthy = True
+        self.unlucky: int | None = 13  # the token of prompts that are refused
         self.fail_after: int | None = None  # tokens after which each request fails
         self.reject: str | None = None
         self.writes: list[int] = []  # tokens of the outputs, instead of the prompt's
@@ -64,8 +65,8 @@ class Double:
         with self._lock:
             if len(self._running) >= self.bound:
                 raise QueueFull(f"{len(self._running)} requests wait", 2.0)
-            if 13 in new.prompt:
-                raise InvalidValue("token 13 is bad luck", "prompt")
+            if self.unlucky in new.prompt:
+                raise InvalidValue(f"token {self.unlucky} is bad luck", "prompt")
             id = next(self._ids)
             self._running.add(id)
             self._left[id] = threading.Event()
