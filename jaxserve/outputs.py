@@ -7,6 +7,7 @@ from typing import Protocol
 
 from jaxserve.sched.api.plan import TokenLogprobs
 from jaxserve.sched.api.request import Request
+from jaxserve.sched.metrics import stage_allowance
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +21,11 @@ class RequestMetrics:
     token_times: tuple[float, ...] = ()
     cached: int = 0  # prompt tokens found in the prefix cache
     transferred: float | None = None  # when its KV was on the instance that decodes; None: it was not moved
+    predicted: float | None = None  # seconds from arrival to first token, as predicted when it was routed
+    allowance: float | None = None  # seconds for the tokens after the first, if stages have objectives of their own
 
     @classmethod
-    def of(cls, request: Request) -> RequestMetrics:
+    def of(cls, request: Request, predicted: float | None = None) -> RequestMetrics:
         times = tuple(request.token_times)
         return cls(
             request.arrival,
@@ -32,6 +35,8 @@ class RequestMetrics:
             times,
             request.cached,
             request.transferred_at,
+            predicted,
+            stage_allowance(request),
         )
 
     @property

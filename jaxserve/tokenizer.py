@@ -34,6 +34,16 @@ def _reader(name: str | Path) -> Any:
     return AutoTokenizer
 
 
+def template_of(given: str | None) -> str | None:
+    """Return the chat template that a file or a text has. Raises InvalidValue."""
+    if given is None or "{" in given:
+        return given
+    path = Path(given)
+    if not path.is_file():
+        raise InvalidValue(f"chat_template={given!r} is neither a file nor a template", "chat_template")
+    return path.read_text(encoding="utf-8")
+
+
 class Tokenizer:
     """A model's tokenizer, safe to use from several threads."""
 
@@ -51,11 +61,7 @@ class Tokenizer:
     @classmethod
     def load(cls, name: str | Path, revision: str | None = None, chat_template: str | None = None) -> Tokenizer:
         """Load by Hugging Face name or from a folder. chat_template: a file, or the template itself."""
-        if chat_template is not None and "{" not in chat_template:
-            path = Path(chat_template)
-            if not path.is_file():
-                raise InvalidValue(f"chat_template={chat_template!r} is neither a file nor a template", "chat_template")
-            chat_template = path.read_text(encoding="utf-8")
+        chat_template = template_of(chat_template)
         try:
             loaded = _reader(name).from_pretrained(str(name), revision=revision)
         except Exception as error:  # transformers can raise anything, depending on the files

@@ -1,7 +1,9 @@
-"""Files that are replaced as a whole: a reader, or a start after a crash, sees the old content or the new."""
+"""Files that only this user writes, and that are replaced as a whole: a reader sees the old content or the new."""
 
 from __future__ import annotations
 
+import os
+import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -20,3 +22,14 @@ def write_whole(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 Path(file.name).unlink()
             raise
+
+
+def not_ours(found: os.stat_result) -> str | None:
+    """Return why a file or folder may hold what another user wrote, or None."""
+    if stat.S_ISLNK(found.st_mode):
+        return "is a link"
+    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}, not to {os.geteuid()}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"can be written by others (mode {stat.S_IMODE(found.st_mode):o}): chmod go-w"
+    return None

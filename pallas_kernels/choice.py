@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,14 @@ class Here:
     interpret: bool = False  # tests only: run the kernels of any platform with JAX's interpreters on a CPU
 
 
+Supports = Callable[[Any], str | None]  # from a spec to None, or the reason why a backend cannot run it
+
+
+def anywhere(spec: Here) -> str | None:
+    """Return None: XLA runs everything."""
+    return None
+
+
 @dataclass(frozen=True)
 class Choice:
     """A resolved backend, with the reasons for refusing the preferred ones."""
@@ -37,12 +45,11 @@ class Choice:
         return self.backend + (" (interpreted)" if self.spec.interpret and self.backend != "xla" else "")
 
 
-def resolve(spec: Here, name: str, backends: Mapping[str, Any], what: str) -> Choice:
+def resolve(spec: Here, name: str, backends: Mapping[str, Supports], what: str) -> Choice:
     """Return the backend called `name`, or for "auto" the platform's first one that supports `spec`.
 
-    `backends` maps the names of the backends of the operation `what` to modules or classes with a
-    `supports` function. Raises Unsupported, with the reason and the alternatives, if the named
-    backend or, for "auto", every backend refuses.
+    `backends` are those of the operation `what`, by name. Raises Unsupported, with the reason and the
+    alternatives, if the named backend or, for "auto", every backend refuses.
     """
     if name != "auto":
         return _named(spec, name, backends, what)
@@ -50,18 +57,18 @@ def resolve(spec: Here, name: str, backends: Mapping[str, Any], what: str) -> Ch
     for candidate in ORDER.get(spec.platform, ("xla",)):
         if candidate not in backends:
             continue
-        reason = backends[candidate].supports(spec)
+        reason = backends[candidate](spec)
         if reason is None:
             return Choice(candidate, spec, tuple(refusals))
         refusals.append((candidate, reason))
-    raise Unsupported(f"no {what} backend can run here: " + "; ".join(f"{one}: {why}" for one, why in refusals))
+    raise Unsupported(f"no {what} backend can run here: " + "; ".join(f"{backend}: {why}" for backend, why in refusals))
 
 
-def _named(spec: Here, name: str, backends: Mapping[str, Any], what: str) -> Choice:
+def _named(spec: Here, name: str, backends: Mapping[str, Supports], what: str) -> Choice:
     if name not in backends:
         raise Unsupported(f"{what} backend {name!r} is unknown; allowed: auto, {', '.join(backends)}")
-    reason = backends[name].supports(spec)
+    reason = backends[name](spec)
     if reason is not None:
-        able = [other for other, backend in backends.items() if backend.supports(spec) is None]
+        able = [other for other, supports in backends.items() if supports(spec) is None]
         raise Unsupported(f"{what} backend {name!r} cannot run here: {reason}; allowed: auto, {', '.join(able)}")
     return Choice(name, spec)

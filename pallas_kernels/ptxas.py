@@ -24,7 +24,9 @@ def prefer() -> None:
     """Put the folder of the `ptxas` of CUDA_ROOT, or else of an installed wheel, first on PATH, if there is one."""
     program = _of_xla()
     if program is not None:
-        others = [one for one in os.environ.get("PATH", os.defpath).split(os.pathsep) if one != str(program.parent)]
+        others = [
+            folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != str(program.parent)
+        ]
         os.environ["PATH"] = os.pathsep.join([str(program.parent), *others])
 
 
@@ -62,5 +64,5 @@ def _of_xla() -> Path | None:
             spec = importlib.util.find_spec(name)
         except ModuleNotFoundError:
             continue
-        places += [Path(one) for one in (spec.submodule_search_locations if spec else None) or ()]
+        places += [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
     return next((path for place in places if (path := place / "bin" / "ptxas").exists()), None)

@@ -18,7 +18,6 @@ from pallas_kernels.ops.gated_matmul.api import GATES
 from pallas_kernels.ops.grouped_matmul.hopper import matmul as grouped
 from pallas_kernels.ops.grouped_matmul.plan import Groups
 from pallas_kernels.ops.kv_write import hopper as kv_write
-from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
 from pallas_kernels.ops.mla import hopper as mla
 from pallas_kernels.ops.paged_attention.hopper import decode as decode_kernel
 from pallas_kernels.ops.paged_attention.hopper import prefill as prefill_kernel
@@ -213,6 +212,8 @@ def quantized_product(dry: bool, kernel: str) -> Headline:
 
 def writes(dry: bool, tokens: int, rows: int, kernel: str) -> Headline:
     """Return RoPE and the KV write of a step of `tokens` new tokens in `rows` rows."""
+    from tests.support.kernels.checks.kv_write import rope_and_write_xla
+
     name = f"kv write {tokens}"
     each = 1 if dry else tokens // rows
     case = Case(name, ((each, max(each, 512)),) * rows)

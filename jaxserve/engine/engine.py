@@ -418,7 +418,9 @@ class Engine:
                 tell(Delta(request.id, finish_reason="error", error=f"routing failed: {error}"))
 
     def _finished(self, request: Request) -> None:
-        self._over[request.id] = RequestMetrics.of(request)  # without its tokens, which may be many
+        first = self._cluster.ttft_predictions.of(request)
+        # Without its tokens, which may be many.
+        self._over[request.id] = RequestMetrics.of(request, None if first is None else first[0])
         if len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
         self._queue.ended()

@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 SHARING = 1.0  # seconds between two States
 REPORTING = 0.05  # least seconds between two Reports: a front counts what it sent since the last one itself
 LEAVING = "this replica takes no more requests"
-POLL = 0.02  # seconds between two looks at the requests of an engine that starts again
+POLL = 0.02  # seconds between two looks at the requests of an engine that starts again, or at a slow front
 
 
 class EngineServer:
@@ -72,6 +72,7 @@ class EngineServer:
         self.address: Address  # set by `start`
         self._key = key
         self._fronts = set[_Front]()
+        self._unproved: dict[Connection, None] = {}
         self._feeds = [Feed(index, one) for index, one in enumerate(engine.schedulers)]
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._listening: asyncio.Server | None = None
@@ -111,7 +112,7 @@ class EngineServer:
     def _accept(self) -> Connection:
         front = _Front(self)
         front.connection = Connection(
-            self._key, "engine", opened=front.opened, received=front.received, lost=front.lost
+            self._key, "engine", opened=front.opened, received=front.received, lost=front.lost, unproved=self._unproved
         )
         return front.connection
 
@@ -363,6 +364,10 @@ class _Front:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
+        """Send what there is, once the front has read most of what was sent before."""
+        if self.connection.crowded:
+            self._loop.call_later(POLL, self._flush)
+            return
         self._flushing = False
         deltas, self._deltas = self._deltas, []
         ended, self._ended = self._ended, {}

@@ -52,7 +52,9 @@ T = TypeVar("T")
 
 GREETING = 20.0  # seconds until an engine that listens must have said hello
 SEEDS = (1 << 64) - 1
-SILENT = 30.0  # seconds without a State after which the engine counts as hung
+TICK = 1.0  # seconds between two looks at whether the engine has said anything
+SILENT = 30  # looks in a row without a message, after which a process that hangs counts as lost
+REFRESHING = 1.0  # seconds for a snapshot of now; then the last one serves
 DRIFT = 1e-5  # seconds between two reports by which the clocks of two machines may drift apart
 REMEMBERED = 4096  # ended requests with times that `record` has not returned yet
 
@@ -73,7 +75,8 @@ class RemoteEngine:
         self._ailment: str | None = None
         self.leaving = False  # it finishes its requests, and ends
         self.arriving = Arriving()  # at the engine, from all fronts
-        self._heard = time.monotonic()
+        self._silent = 0  # looks since the last message: not a time, as this process may have stood still itself
+        self._look: asyncio.TimerHandle | None = None
         self._instances: Receiver
         self._ahead = inf  # seconds to add to times of the engine
         self._queue: Queue
@@ -195,9 +198,6 @@ class RemoteEngine:
         """Why requests should be sent elsewhere, or None."""
         if self._gone is not None:
             return f"{self.name} has ended: {self._gone}"
-        silent = time.monotonic() - self._heard
-        if silent > SILENT:
-            return f"{self.name} has not responded for {silent:.0f} s"
         return self._ailment
 
     def stats(self) -> Stats:
@@ -208,7 +208,7 @@ class RemoteEngine:
         """Fetch a snapshot of now; keeps the last one if the engine does not respond."""
         if self._gone is None:
             try:
-                async with asyncio.timeout(SILENT):
+                async with asyncio.timeout(REFRESHING):
                     await self._call(GetStats)
             except (TimeoutError, JaxserveError):
                 return
@@ -272,7 +272,16 @@ class RemoteEngine:
         finally:
             self._calls.pop(number, None)
 
+    def _listen(self) -> None:
+        """Give the engine up if it has been silent for long: what it computes continues elsewhere, or ends."""
+        self._silent += 1
+        if self._silent > SILENT:
+            self._connection.close(f"it has not responded for {SILENT * TICK:g} s")
+        else:
+            self._look = self._loop.call_later(TICK, self._listen)
+
     def _received(self, frame: bytes) -> None:
+        self._silent = 0
         try:
             message = decode_from_engine(frame)
             if isinstance(message, Hello):
@@ -304,11 +313,12 @@ class RemoteEngine:
         self.info, self.kv = message.info, message.kv
         self._queue = Queue(message.queue, 0.0, time.monotonic, lambda request, seconds: None)
         self._see(message.state)
+        self._listen()
         if not self._greeted.done():
             self._greeted.set_result(None)
 
     def _see(self, state: State) -> None:
-        self._stats, self._ailment, self._heard = state.stats, state.ailment, time.monotonic()
+        self._stats, self._ailment = state.stats, state.ailment
         self.leaving, self.arriving = state.leaving, state.arriving
         waiting = self._calls.get(-1 if state.call is None else state.call)
         if waiting is not None and not waiting.done():
@@ -351,6 +361,8 @@ class RemoteEngine:
 
     def _lost(self, why: str) -> None:
         self._gone = why
+        if self._look is not None:
+            self._look.cancel()
         gone = Unavailable(f"{self.name} has ended: {why}")
         if not self._greeted.done():
             self._greeted.set_exception(gone)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import NamedTuple, Protocol
 
-from jaxserve.generation.stops import Automaton, StopStrings
+from jaxserve.generation.stops import Automaton, StopStrings, Thinking, Thoughts
 from jaxserve.sched.api.params import SamplingParams
 
 _WINDOW = 16  # most tokens decoded together: bounds the work per token
@@ -99,20 +99,31 @@ class Gain(NamedTuple):
     text: str
     used: int
     stop: str | None = None
+    thought: int = 0  # how many of the tokens so far are thinking
 
 
 class TextStream:
-    """Converts the tokens of one output to text, up to its first stop string."""
+    """Converts the tokens of one output to text, up to the first stop string of its answer."""
 
     def __init__(
-        self, tokenizer: Decoder, params: SamplingParams, stops: Automaton | None = None, prompt: Sequence[int] = ()
+        self,
+        tokenizer: Decoder,
+        params: SamplingParams,
+        stops: Automaton | None = None,
+        prompt: Sequence[int] = (),
+        thinking: Thinking | None = None,
     ) -> None:
-        """stops: the automaton of `params.stop`, if the outputs of a request share one."""
+        """stops: the automaton of `params.stop`, if the outputs of a request share one.
+
+        thinking: how the output thinks, which stop strings do not end; None: all of its text is the answer.
+        """
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, prompt)
         self._stops = StopStrings(params.stop if stops is None else stops, params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._include = params.include_stop_str_in_output
         self._count = 0
+        self._thoughts = None if thinking is None else Thoughts(thinking)
+        self._thought = 0
 
     def add(self, tokens: Sequence[int], *, final: bool = False, stop_token: int | None = None) -> Gain:
         """Add tokens and return the text that may be emitted.
@@ -129,16 +140,28 @@ class TextStream:
             out, stop = self._push(self._detokenizer.add(token))
             parts.append(out)
             if stop is not None:
-                return Gain("".join(parts), used, stop)
+                return Gain("".join(parts), used, stop, self._thought)
         if final:
             out, stop = self._push(self._detokenizer.flush())
             parts.append(out)
+            if stop is None and self._thoughts is not None:
+                out, stop = self._stop(self._thoughts.flush())
+                parts.append(out)
             if stop is None:
                 parts.append(self._stops.flush())
-            return Gain("".join(parts), len(tokens), stop)
-        return Gain("".join(parts), len(tokens))
+            return Gain("".join(parts), len(tokens), stop, self._thought)
+        return Gain("".join(parts), len(tokens), None, self._thought)
 
     def _push(self, text: str) -> tuple[str, str | None]:
+        if self._thoughts is None or self._thoughts.state == "answer":
+            return self._stop(text)
+        thinking, text = self._thoughts.add(text)
+        if self._thoughts.state == "thinking" or thinking:
+            self._thought = self._count
+        out, stop = self._stop(text)
+        return thinking + out, stop
+
+    def _stop(self, text: str) -> tuple[str, str | None]:
         if self._count < self._min_tokens:
             return self._stops.flush() + text, None  # too early to stop: hold nothing back
         return self._stops.add(text)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-from jaxserve.errors import InvalidValue, JaxserveError, short
+from jaxserve.errors import ContextOverflow, JaxserveError
 from jaxserve.generation.detokenize import TextStream
-from jaxserve.generation.stops import Automaton
+from jaxserve.generation.stops import Automaton, Thinking
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
@@ -46,6 +46,7 @@ class Submission:
     text: str | None = None  # the original prompt, if it was text
     pace: bool = False  # one piece per token, for token pacing
     stops: Automaton | None = None  # of `params.stop`; None: built by `submit`
+    thinking: Thinking | None = None  # how the outputs think; None: all of their text is the answer
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -73,6 +74,7 @@ class Piece(NamedTuple):
     stop_reason: int | str | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None  # in the last piece
+    thought: int = 0  # how many tokens of the output so far are thinking
     pooled: bytes = b""  # in the last piece of a request with `pooling`: its vector, little-endian float32
 
 
@@ -84,15 +86,12 @@ class GenerationFailed(JaxserveError):
         self.reason = reason
 
 
-def check_length(length: int, params: SamplingParams, limit: int) -> None:
-    """Raise InvalidValue, naming the lengths, if prompt and output exceed the context."""
-    check_prompt_length(length, limit)
-    if params.max_tokens is not None and length + params.max_tokens > limit:
-        raise InvalidValue(
-            f"max_tokens={short(params.max_tokens)} after a prompt of {length} tokens is more than the context of "
-            f"{limit} tokens: at most {limit - length} are left",
-            "max_tokens",
-        )
+def check_length(length: int, params: SamplingParams, limit: int, param: str = "prompt") -> None:
+    """Raise InvalidValue if a prompt is empty, or prompt and output exceed the context. param: of the prompt."""
+    output = params.max_tokens or 1
+    if length and length + output > limit:
+        raise ContextOverflow(limit, length, output, param)
+    check_prompt_length(length, limit, param)
 
 
 class Choice:
@@ -103,9 +102,10 @@ class Choice:
         self.request = -1  # set by `submit`
         self.finished = False
         self.count = 0  # tokens of the output
+        self.thought = 0  # those that are thinking
         self._engine = engine
         self._params = job.params
-        self._stream = TextStream(tokenizer, job.params, job.stops, job.prompt)
+        self._stream = TextStream(tokenizer, job.params, job.stops, job.prompt, job.thinking)
         self._stop: str | None = None
 
     def feed(self, delta: Delta) -> Piece:
@@ -116,13 +116,20 @@ class Choice:
         final, text, used = delta.finish_reason is not None, "", 0
         if self._stop is None:
             gain = self._stream.add(delta.tokens, final=final, stop_token=delta.stop_token)
-            text, used = gain.text, gain.used
+            text, used, self.thought = gain.text, gain.used, gain.thought
             self.count += used
             if gain.stop is not None:
                 self._stop = gain.stop
                 if not final:
                     self._engine.cancel(self.request, "stop")
-        piece = Piece(self.index, text, delta.tokens[:used], delta.logprobs[:used], delta.prompt_logprobs)
+        piece = Piece(
+            self.index,
+            text,
+            delta.tokens[:used],
+            delta.logprobs[:used],
+            delta.prompt_logprobs,
+            thought=self.thought,
+        )
         return self._end(piece, delta) if final else piece
 
     def _end(self, piece: Piece, delta: Delta) -> Piece:

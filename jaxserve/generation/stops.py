@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 
 class Automaton:
@@ -85,6 +86,64 @@ class Automaton:
             if self._longest[state]:
                 return state, read, self._longest[state]
         return state, len(text), 0
+
+
+class Thinking(NamedTuple):
+    """How the outputs of a request think: the tags of the thinking, and whether their prompt ends with the first."""
+
+    opening: str
+    closing: str
+    begun: bool
+
+
+def thinking_of(tags: tuple[str, str] | None, prompt: str) -> Thinking | None:
+    """Return how the outputs after a prompt think; None without tags."""
+    return None if tags is None else Thinking(*tags, prompt.rstrip().endswith(tags[0]))
+
+
+class Thoughts:
+    """Separates the thinking at the beginning of an output, with its tags, from the answer.
+
+    An output thinks if its prompt ends with the first tag, or if it begins with it, as `Parser`s read it.
+    """
+
+    def __init__(self, thinking: Thinking) -> None:
+        self._opening, self._closing, begun = thinking
+        self.state: Literal["unknown", "thinking", "answer"] = "thinking" if begun else "unknown"
+        self._before: list[str] = []  # text before the first tag: whitespace, if it is not known yet
+        self._tail = ""  # what may be the beginning of a tag; of the last tag it has been emitted
+
+    def add(self, text: str) -> tuple[str, str]:
+        """Return the text of the thinking and that of the answer."""
+        if self.state == "answer":
+            return "", text
+        if self.state == "unknown":
+            text, self._tail = self._tail + text, ""
+            start = text.lstrip()
+            self._before.append(text[: len(text) - len(start)])
+            if not start.startswith(self._opening):
+                if self._opening.startswith(start):
+                    self._tail = start
+                    return "", ""
+                self.state, self._tail = "answer", start
+                return "", self.flush()
+            self.state, text = "thinking", self.flush() + start
+        seen = self._tail + text
+        at = seen.find(self._closing)
+        if at < 0:
+            self._tail = seen[max(0, len(seen) - len(self._closing) + 1) :]
+            return text, ""
+        self.state, end = "answer", at + len(self._closing) - len(self._tail)
+        self._tail = ""
+        return text[:end], text[end:]
+
+    def flush(self) -> str:
+        """Return the text that was held back."""
+        if self.state == "thinking":
+            held, self._before = "".join(self._before), []
+            return held
+        held, self._before, self._tail = "".join(self._before) + self._tail, [], ""
+        return held
 
 
 class StopStrings:

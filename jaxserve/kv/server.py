@@ -64,6 +64,7 @@ class KVServer:
         self.pages = 0  # given
         self._key = key
         self._clients = set[_Client]()
+        self._unproved: dict[Connection, None] = {}
         self._listening: asyncio.Server | None = None
 
     async def start(self, address: Address) -> Address:
@@ -85,6 +86,7 @@ class KVServer:
             opened=lambda connection: self._clients.add(client),
             received=client.received,
             lost=client.lost,
+            unproved=self._unproved,
         )
         return client.connection
 

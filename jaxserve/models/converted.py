@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.install import needs
 from jaxserve.models.hub import FILES
-from jaxserve.models.layers import Info, Tree
+from jaxserve.models.layers import Info, Tree, is_info
 from jaxserve.models.manifest import FOLDER, NAME, Manifest, find
 from jaxserve.models.quantized import Quantized
 from jaxserve.models.registry import abstract_weights
@@ -80,16 +80,16 @@ def load(
     measured = {part: set(_named(tree)) - set(_named(saved[part])) for part, tree in parts.items()}  # never saved
     _check(path, manifest, parts, spec, measured)
     distinct = list(dict.fromkeys(meshes))
-    made: dict[Mesh, dict[str, Tree]] = {mesh: {} for mesh in distinct}
+    loaded: dict[Mesh, dict[str, Tree]] = {mesh: {} for mesh in distinct}
     total = len(parts) * len(distinct)
     with _orbax().PyTreeCheckpointer() as checkpointer:
         for i, mesh in enumerate(distinct):
             for done, (part, tree) in enumerate(parts.items(), start=1 + i * len(parts)):
                 restored = _restored(checkpointer, path / FOLDER / part, tree, mesh, measured[part])
-                made[mesh][part] = _laid(restored, kept[part], mesh)
+                loaded[mesh][part] = _laid(restored, kept[part], mesh)
                 if progress is not None:
                     progress(done, total)
-    return [_whole(made[mesh]) for mesh in meshes]
+    return [_whole(loaded[mesh]) for mesh in meshes]
 
 
 def _orbax() -> Any:
@@ -129,7 +129,7 @@ def _restored(checkpointer: Any, path: Path, tree: Tree, mesh: Mesh, measured: s
         arrays |= checkpointer.restore(path.absolute(), restore_args=wanted)
     except (OSError, ValueError, KeyError) as error:
         raise WeightsError(f"{path} cannot be restored: {error}; convert again") from error
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_info)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_info)
     assert len(leaves) == len(named)
     return jax.tree.unflatten(structure, [arrays[name] for name in named])
 
@@ -204,13 +204,13 @@ def _whole(parts: Mapping[str, Tree]) -> Tree:
 
 def _named(tree: Tree) -> dict[str, Any]:
     """Return the leaves by path, in the order of the tree."""
-    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_info)}
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_info)}
 
 
 def _params(tree: Tree) -> dict[str, Any]:
     """Return each `Info` or `Quantized` by path."""
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: _is_info(x) or isinstance(x, Quantized))
-    return {_name(path): leaf for path, leaf in found}
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_info(x) or isinstance(x, Quantized))
+    return {_name(path): leaf for path, leaf in leaves}
 
 
 def _name(path: Sequence[Any]) -> str:
@@ -219,7 +219,3 @@ def _name(path: Sequence[Any]) -> str:
 
 def _shapes(infos: Mapping[str, Info]) -> dict[str, Any]:
     return {name: (tuple(info.shape), np.dtype(info.dtype).name) for name, info in infos.items()}
-
-
-def _is_info(x: Any) -> bool:
-    return isinstance(x, Info)

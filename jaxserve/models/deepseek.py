@@ -38,7 +38,7 @@ from jaxserve.models.spec import (
 )
 from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels.attention.api import Attention as Kernel
-from pallas_kernels.attention.api import Pool
+from pallas_kernels.attention.api import AttentionInputs, Pool
 from pallas_kernels.norms import like, rms_norm
 from pallas_kernels.rope import Turn, rotate
 
@@ -170,7 +170,7 @@ class Attention(nnx.Module):
         if self.kv_scale is not None:  # divided in float32, so that values are rounded only once
             q, kept = scaled(q, self.kv_scale[...]), kept / like(self.kv_scale[...], kept)
         kept = jnp.broadcast_to(kept[:, None], (tokens, spec.cache.heads, spec.cache.dim))
-        mixed, pool = kernel(q, kept, None, None, pool, work, scale=spec.scale)  # [T, H, at least R]
+        mixed, pool = kernel(AttentionInputs(q, kept, None, None, scale=spec.scale), pool, work)  # [T, H, at least R]
         mixed = mixed[..., : m.rank]
         if self.kv_scale is not None:
             mixed = scaled(mixed, self.kv_scale[: m.rank])

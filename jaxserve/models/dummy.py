@@ -21,7 +21,7 @@ import numpy.typing as npt
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxserve.models.layers import Info, Source, Tree
+from jaxserve.models.layers import Info, Source, Tree, is_info
 from jaxserve.models.quantization import LARGEST
 from jaxserve.models.quantized import Quantized
 from jaxserve.models.registry import abstract_weights
@@ -41,8 +41,8 @@ def random_weights(spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], *, seed:
 
     Matrices are near normal, the sum of four uniform bytes; norms are 1 and biases 0.
     """
-    made = {mesh: _made(spec, dtype, mesh, seed) for mesh in dict.fromkeys(meshes)}
-    return [made[mesh] for mesh in meshes]
+    trees = {mesh: _made(spec, dtype, mesh, seed) for mesh in dict.fromkeys(meshes)}
+    return [trees[mesh] for mesh in meshes]
 
 
 def _made(spec: ModelSpec, dtype: Any, mesh: Mesh, seed: int) -> Tree:
@@ -70,7 +70,7 @@ def _scaled(param: Info | Quantized) -> Info | Quantized:
 
 def _program(part: Tree, places: Tree) -> Program:
     """Return a program that makes the random weights of a part of the tree, in the order of its leaves."""
-    infos = jax.tree.leaves(part, is_leaf=_is_info)
+    infos = jax.tree.leaves(part, is_leaf=is_info)
     drawn = [pair for pair in zip(infos, jax.tree.leaves(places), strict=True) if _is_drawn(pair[0])]
 
     def make(keys: list[Any]) -> list[jax.Array]:
@@ -80,7 +80,7 @@ def _program(part: Tree, places: Tree) -> Program:
 
 
 def _part(part: Tree, places: Tree, program: Program, seed: int) -> Tree:
-    infos, structure = jax.tree.flatten(part, is_leaf=_is_info)
+    infos, structure = jax.tree.flatten(part, is_leaf=is_info)
     drawn = iter(program([_keys(info, seed) for info in infos if _is_drawn(info)]))
     leaves = [
         next(drawn) if _is_drawn(info) else jax.device_put(_constant(info), place)
@@ -88,10 +88,6 @@ def _part(part: Tree, places: Tree, program: Program, seed: int) -> Tree:
     ]
     jax.block_until_ready(leaves)  # otherwise the temporaries of several parts may be held at a time
     return jax.tree.unflatten(structure, leaves)
-
-
-def _is_info(x: Any) -> bool:
-    return isinstance(x, Info)
 
 
 def _is_drawn(info: Info) -> bool:

@@ -7,12 +7,11 @@ feed-forward, and scaled embeddings.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 
 from jaxserve.models import layers
-from jaxserve.models.layers import Turns, vector
+from jaxserve.models.layers import Stream, vector
 from jaxserve.models.spec import Config, ModelSpec, common, need, read_rope
 from pallas_kernels.attention.api import Attention as Kernel
 from pallas_kernels.attention.api import Pool
@@ -75,9 +74,8 @@ class Block(layers.Block):
         self.mlp_norm = vector(prefix + "pre_feedforward_layernorm.weight", spec.dim)
         self.fed_norm = vector(prefix + "post_feedforward_layernorm.weight", spec.dim)
 
-    def mix(
-        self, x: jax.Array, turns: Turns, pool: Pool, work: Any, kernel: Kernel
-    ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
+    def mix(self, stream: Stream, pool: Pool, kernel: Kernel) -> tuple[jax.Array, Pool]:
+        x, turns, work = stream
         with jax.named_scope("attention"):
             normed = self.normed(x, self.attention_norm)
             mixed, pool = self.attention(normed, turns[self.rope], pool, work, kernel)

@@ -45,9 +45,9 @@ def check_folder(name_or_path: str, setting: str = "model") -> None:
         )
 
 
-def fetch_config(name: str, revision: str | None = None) -> Path:
+def fetch_config(name: str) -> Path:
     """Download config.json of a Hub repository and return its folder. Raises ModelNotFound."""
-    return _fetch(name, revision, ("config.json",))
+    return _fetch(name, None, ("config.json",))
 
 
 def _fetch(name: str, revision: str | None, files: tuple[str, ...], setting: str = "model") -> Path:
@@ -67,6 +67,6 @@ def _fetch(name: str, revision: str | None, files: tuple[str, ...], setting: str
         ) from error
 
 
-def _in_a_line(error: Exception, limit: int = 300) -> str:
+def _in_a_line(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[:limit] + " …"
+    return text if len(text) <= 300 else text[:300] + " …"

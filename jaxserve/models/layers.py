@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jaxserve.models.spec import ModelSpec, Rope
 from jaxserve.models.transposed import product
 from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels.attention.api import Attention as Kernel
-from pallas_kernels.attention.api import Pool
+from pallas_kernels.attention.api import AttentionInputs, Pool
 from pallas_kernels.layout import Scales
 from pallas_kernels.norms import HeadNorms, like, rms_norm
 from pallas_kernels.rope import Turn
@@ -38,6 +38,15 @@ M = TypeVar("M", bound=nnx.Module)
 Array = npt.NDArray[Any]
 Turns = tuple[Turn | None, ...]  # (cos, sin) of each kind of RoPE that a model has
 Tree = Any  # nested dicts and lists of Info, of arrays or of shardings
+
+
+class Stream(NamedTuple):
+    """The state of a step between layers."""
+
+    x: jax.Array  # [T, E]
+    turns: Turns  # see `Decoder.turns`
+    work: Any  # see `Attention.plan`
+
 
 SHARDED = ("vocab", "heads", "ff", "experts")  # logical axes that are split over the mesh axis `tp`
 
@@ -87,6 +96,10 @@ class Info:
             return library(built).moveaxis(built, 0, -1)  # type: ignore[no-any-return]
 
         return replace(self, shape=(*outputs, inputs), axes=(*axes, axis), build=build, contract=len(outputs))
+
+
+def is_info(x: Any) -> bool:
+    return isinstance(x, Info)
 
 
 def library(x: Array) -> Any:
@@ -251,10 +264,11 @@ class Attention(nnx.Module):
         if self.k_scale is not None and self.v_scale is not None:
             scales = Scales(self.k_scale[...], self.v_scale[...])
         cap, sinks = spec.softcap or None, None if self.sinks is None else self.sinks[...]
-        mixed, pool = kernel(
-            q, k, v, turn, pool, work, scale=spec.scale, window=self.window, softcap=cap, sinks=sinks, scales=scales,
+        inputs = AttentionInputs(
+            q, k, v, turn, scale=spec.scale, window=self.window, softcap=cap, sinks=sinks, scales=scales,
             qkv=qkv if whole else None, norms=norms,
-        )  # fmt: skip  # [T, H, D]
+        )  # fmt: skip
+        mixed, pool = kernel(inputs, pool, work)  # [T, H, D]
         out = mixed.reshape(tokens, spec.heads * d) @ self.out[...]
         return (out if self.out_bias is None else out + like(self.out_bias[...], out)), pool
 
@@ -304,10 +318,9 @@ class Block(nnx.Module):
         self.mlp_norm = vector(prefix + "post_attention_layernorm.weight", spec.dim)
         self.mlp = self.feed_forward(prefix, index)
 
-    def mix(
-        self, x: jax.Array, turns: Turns, pool: Pool, work: Any, kernel: Kernel
-    ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
-        """Add the attention output to x, and return it with the updated pool."""
+    def mix(self, stream: Stream, pool: Pool, kernel: Kernel) -> tuple[jax.Array, Pool]:
+        """Add the attention output to the stream's x, and return [T, E] with the updated pool."""
+        x, turns, work = stream
         with jax.named_scope("attention"):
             mixed, pool = self.attention(self.normed(x, self.attention_norm), turns[self.rope], pool, work, kernel)
             return x + mixed, pool
@@ -369,12 +382,13 @@ class Decoder(nnx.Module):
         return tuple(angles(rope, self.spec.head_dim, positions) for rope in ropes)
 
     def layer(
-        self, kind: int, part: Part, leaves: Tree, pool: Pool, x: jax.Array, turns: Turns, work: Any, kernel: Kernel
+        self, kind: int, part: Part, leaves: Tree, pool: Pool, stream: Stream, kernel: Kernel
     ) -> tuple[jax.Array, Pool]:
-        """Apply a layer, or a part of it, to x [T, E]; `kind` indexes the module (see `ModelSpec.kinds`)."""
+        """Apply a layer, or a part of it, to the stream's x [T, E]; `kind` is an index (see `ModelSpec.kinds`)."""
         block: Any = bind(cast(nnx.Module, self.layers[kind]), leaves)
+        x = stream.x
         if part is not Part.FEED:
-            x, pool = block.mix(x, turns, pool, work, kernel)
+            x, pool = block.mix(stream, pool, kernel)
         return (x if part is Part.MIX else cast(jax.Array, block.feed(x, kernel))), pool
 
     def finish(self, weights: Tree, x: jax.Array) -> jax.Array:

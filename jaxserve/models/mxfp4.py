@@ -59,13 +59,13 @@ def dequantized(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) ->
 
 def unpacked(tensors: Mapping[str, tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
     """Replace matching pairs of blocks and scales by one tensor. `tensors` maps names to (path, open file)."""
-    found = dict(tensors)
+    readable = dict(tensors)
     for name in tensors:
         whole = name.removesuffix(BLOCKS)
         if whole != name and whole + SCALES in tensors and _fit(whole, tensors):
-            (path, blocks), (_, scales) = found.pop(name), found.pop(whole + SCALES)
-            found[whole] = path, Unpacked(whole, blocks, scales)
-    return found
+            (path, blocks), (_, scales) = readable.pop(name), readable.pop(whole + SCALES)
+            readable[whole] = path, Unpacked(whole, blocks, scales)
+    return readable
 
 
 def _fit(whole: str, tensors: Mapping[str, tuple[Path, Any]]) -> bool:

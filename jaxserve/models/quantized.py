@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.transposed import Transposed, narrow_product, product
+from jaxserve.models.transposed import Stored, Transposed, narrow_product, product
 from pallas_kernels.ops.grouped_matmul.api import Experts, Gate
 from pallas_kernels.ops.grouped_matmul.plan import Groups
 from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul
@@ -25,19 +24,13 @@ from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["axis", "by"])
 @dataclass(frozen=True)
-class Quantized:
+class Quantized(Stored):
     """An 8-bit weight: its values and scales, as arrays or descriptions."""
 
     values: Any  # int8 or float8
     scale: Any  # float32; of the shape of `values` except along `axis`
     axis: int = 0  # I
     by: QuantizedMatmul | None = None  # the kernel for products that it supports; see `multiplied_by`
-
-    def __getitem__(self, key: Any) -> Quantized:
-        """Return the weight itself for `weight[...]`, as modules write it."""
-        if key is not Ellipsis:
-            raise TypeError(f"weight[{key!r}]: a quantized weight supports weight[...] only")
-        return self
 
     @property
     def transposed(self) -> bool:
@@ -92,14 +85,12 @@ def _by_kernel(x: jax.Array, weight: Quantized) -> jax.Array | None:
     if weight.by is None or x.ndim != 2 or weight.axis != 0:
         return None
     (inputs, *outputs), scales = weight.shape, weight.scale.shape[0]
-    if not weight.by.takes(len(x), inputs, prod(outputs), scales):
-        return None
     out = weight.by(x, weight.values.reshape(inputs, -1), weight.scale.reshape(scales, -1))
-    return out.reshape(len(x), *outputs)
+    return None if out is None else out.reshape(len(x), *outputs)
 
 
-def multiplied_by(tree: Any, products: QuantizedMatmul) -> Any:
-    """Return the tree with `products` as the kernel of its quantized weights.
+def multiplied_by(tree: Any, products: QuantizedMatmul | None) -> Any:
+    """Return the tree with `products` as the kernel of its quantized weights; None: XLA.
 
     Call it within a jitted program, not on the arrays that the engine holds.
     """

@@ -11,13 +11,13 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.models import manifest
-from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Tree, Turns, tree_of
+from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Stream, Tree, is_info, tree_of
 from jaxserve.models.narrow import narrowed
 from jaxserve.models.quantized import Quantized, multiplied_by
 from jaxserve.models.spec import Config, ModelSpec, architecture
@@ -58,8 +58,8 @@ def load_spec(path: Path) -> ModelSpec:
         eos = _read_json(path, "generation_config.json").get("eos_token_id")
         more = eos if isinstance(eos, list) else [] if eos is None else [eos]
         spec = replace(spec, eos=tuple(dict.fromkeys([*spec.eos, *more])))
-    made = manifest.find(path)
-    return spec if made is None else replace(spec, quantized=made.quantized)
+    converted = manifest.find(path)
+    return spec if converted is None else replace(spec, quantized=converted.quantized)
 
 
 def read_config(path: Path) -> Config:
@@ -97,8 +97,8 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 @lru_cache(maxsize=32)
 def decoder(spec: ModelSpec) -> Decoder:
     """Return the module tree of a spec, with descriptions for parameters."""
-    made: Decoder = _family(spec.architecture).Decoder(spec)
-    return made
+    module: Decoder = _family(spec.architecture).Decoder(spec)
+    return module
 
 
 def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
@@ -108,24 +108,16 @@ def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
     """
 
     def typed(info: Info) -> Info | Quantized | Transposed:
-        made = narrowed(replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info, spec.quantized)
-        if spec.transposed and isinstance(made, Info) and made.contract == 0:
-            shared = [at for at, axis in enumerate(made.axes[1:]) if axis in SHARDED]
-            return Transposed(made.inputs_last(), 0 if spec.whole or not shared else shared[0])
-        if spec.whole and isinstance(made, Quantized) and made.axis == 0 and made.per_channel:
-            values = made.values.inputs_last()
-            return Quantized(values, made.scale.inputs_last(), len(values.shape) - 1)
-        return made
+        param = narrowed(replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info, spec.quantized)
+        if spec.transposed and isinstance(param, Info) and param.contract == 0:
+            shared = [at for at, axis in enumerate(param.axes[1:]) if axis in SHARDED]
+            return Transposed(param.inputs_last(), 0 if spec.whole or not shared else shared[0])
+        if spec.whole and isinstance(param, Quantized) and param.axis == 0 and param.per_channel:
+            values = param.values.inputs_last()
+            return Quantized(values, param.scale.inputs_last(), len(values.shape) - 1)
+        return param
 
-    return jax.tree.map(typed, tree_of(decoder(spec)), is_leaf=lambda x: isinstance(x, Info))
-
-
-class Stream(NamedTuple):
-    """The state of a step between layers."""
-
-    x: jax.Array  # [T, E]
-    turns: Turns  # see `Decoder.turns`
-    work: Any  # see `Attention.plan`
+    return jax.tree.map(typed, tree_of(decoder(spec)), is_leaf=is_info)
 
 
 def begin(spec: ModelSpec, weights: Tree, tokens: jax.Array, ragged: Ragged, *, attention: Attention) -> Stream:
@@ -149,13 +141,14 @@ def through(
     part: Part = Part.WHOLE,
 ) -> tuple[jax.Array, list[Pool]]:
     """Apply consecutive layers of the given kinds, or a part of each, and return x [T, E] and their pools."""
-    model, (x, turns, work), filled = decoder(spec), stream, []
+    model, filled = decoder(spec), []
     # Jitted, so that layers of a kind are traced once: kernels that are traced per layer are compiled per layer.
-    one = {kind: jax.jit(partial(model.layer, kind, part, kernel=attention)) for kind in set(kinds)}
+    layer = {kind: jax.jit(partial(model.layer, kind, part, kernel=attention)) for kind in set(kinds)}
     for kind, leaves, pool in zip(kinds, multiplied_by(list(layers), attention.products), pools, strict=True):
-        x, pool = one[kind](leaves, pool, x, turns, work)
+        x, pool = layer[kind](leaves, pool, stream)
+        stream = stream._replace(x=x)
         filled.append(pool)
-    return x, filled
+    return stream.x, filled
 
 
 def finish(spec: ModelSpec, weights: Tree, x: jax.Array) -> jax.Array:

@@ -57,10 +57,10 @@ class TensorFile:
 
     def get_tensor(self, name: str) -> npt.NDArray[Any]:
         """Return a tensor as a memory map. Raises ValueError for an unsupported dtype."""
-        told = self._header[name]
-        if told["dtype"] not in DTYPES:
-            raise ValueError(f"{name} has dtype {told['dtype']}; supported: {', '.join(DTYPES)}")
-        shape, dtype = tuple(told["shape"]), np.dtype(DTYPES[told["dtype"]])
+        described = self._header[name]
+        if described["dtype"] not in DTYPES:
+            raise ValueError(f"{name} has dtype {described['dtype']}; supported: {', '.join(DTYPES)}")
+        shape, dtype = tuple(described["shape"]), np.dtype(DTYPES[described["dtype"]])
         if not np.prod(shape):
             return np.zeros(shape, dtype)
-        return np.memmap(self.path, dtype, "r", self._start + told["data_offsets"][0], shape)
+        return np.memmap(self.path, dtype, "r", self._start + described["data_offsets"][0], shape)

@@ -41,14 +41,14 @@ BEFORE = ("", " ", "\n", "\n\n", "a", ".", ".\n", ".\n\n")
 AFTER = ("", " ", "\n", "\n\n", "a")
 
 
-def thinking_markers(folder: Path, eos: Iterable[int] = ()) -> ThinkingMarkers:
+def thinking_markers(folder: Path, eos: Iterable[int] = (), template: str | None = None) -> ThinkingMarkers:
     """Return the thinking markers of the model in `folder`; none if it has no thinking stage.
 
     A marker is a single token, or plain text in the chat template. Plain text gives one marker for each
-    sequence of tokens that it may be encoded as. eos: token ids that end a turn.
+    sequence of tokens that it may be encoded as. eos: token ids that end a turn. template: replaces the folder's.
     """
     added = dict(_added(folder))
-    template = _template(folder)
+    template = _template(folder) if template is None else template
     opens, closes = set[Marker](), set[Marker]()
     for first, last in PAIRS:
         if last in added:
@@ -71,13 +71,13 @@ def thinking_markers(folder: Path, eos: Iterable[int] = ()) -> ThinkingMarkers:
 
 def _spelled(tokens: Any, marker: str) -> set[Marker]:
     """Return every sequence of tokens that a marker may be encoded as within other text."""
-    made = set[Marker]()
+    markers = set[Marker]()
     for before, after in product(BEFORE, AFTER):
-        found = tokens.encode(before + marker + after, add_special_tokens=False)
+        encoded = tokens.encode(before + marker + after, add_special_tokens=False)
         start, end = len(before), len(before) + len(marker)
-        spans = zip(found.ids, found.offsets, strict=True)
-        made.add(tuple(id for id, (low, high) in spans if high > start and low < end))
-    return made
+        spans = zip(encoded.ids, encoded.offsets, strict=True)
+        markers.add(tuple(id for id, (low, high) in spans if high > start and low < end))
+    return markers
 
 
 def _load(folder: Path) -> Any:
@@ -109,5 +109,5 @@ def _template(folder: Path) -> str:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content

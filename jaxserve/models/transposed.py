@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,23 @@ BLOCK = 1 << 21  # numbers widened at a time at most: 8 MiB of float32 fit a CPU
 LEAST = 4  # blocks at least: without a loop XLA widens on one thread, which takes seven times as long
 
 
+class Stored:
+    """A weight stored in another form."""
+
+    def __getitem__(self, key: Any) -> Self:
+        """Return the weight itself for `weight[...]`, as modules write it."""
+        if key is not Ellipsis:
+            raise TypeError(f"weight[{key!r}]: a {type(self).__name__.lower()} weight supports weight[...] only")
+        return self
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["split"])
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(Stored):
     """A weight [I, ...] stored as values [..., I]: an array, or its description."""
 
     values: Any
     split: int = 0  # output axis that is sharded, if any
-
-    def __getitem__(self, key: Any) -> Transposed:
-        """Return the weight itself for `weight[...]`, as modules write it."""
-        if key is not Ellipsis:
-            raise TypeError(f"weight[{key!r}]: a transposed weight supports weight[...] only")
-        return self
 
     @property
     def shape(self) -> tuple[int, ...]:

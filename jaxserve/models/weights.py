@@ -20,7 +20,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError
 
-from jaxserve.models.layers import Info, Source, Tree
+from jaxserve.models.layers import Info, Source, Tree, is_info
 from jaxserve.models.mxfp4 import unpacked
 from jaxserve.models.narrow import SCALE, Dequantized, quantize
 from jaxserve.models.quantized import Quantized
@@ -53,7 +53,7 @@ def shardings(spec: ModelSpec, mesh: Mesh) -> Tree:
 
 def _shardings(tree: Tree, mesh: Mesh) -> Tree:
     tp = mesh.shape["tp"]
-    return jax.tree.map(lambda info: NamedSharding(mesh, info.partition(tp)), tree, is_leaf=_is_info)
+    return jax.tree.map(lambda info: NamedSharding(mesh, info.partition(tp)), tree, is_leaf=is_info)
 
 
 def load_weights(
@@ -96,8 +96,8 @@ def reader(path: Path, spec: ModelSpec, dtype: Any) -> Iterator[tuple[Tree, Call
                 parts = [list(map(read, info.sources)) for info in (param.values, param.scale)]
             else:
                 assert spec.quantized is not None
-                made = [quantize(read(source), spec.quantized) for source in param.values.sources]
-                parts = [[pair[i] for pair in made] for i in (0, 1)]
+                pairs = [quantize(read(source), spec.quantized) for source in param.values.sources]
+                parts = [[pair[i] for pair in pairs] for i in (0, 1)]
             return Quantized(on_host(param.values, parts[0]), on_host(param.scale, parts[1]), param.axis)
 
         yield abstract, build
@@ -161,11 +161,11 @@ def _widened(tensors: Tensors, abstract: Tree, spec: ModelSpec) -> Tensors:
     if spec.quantized is None or spec.quantized.block is None:
         return tensors
     narrow = {source.name for info in _infos(abstract) for source in info.sources if _is_narrow(info)}
-    found = dict(tensors)
+    widened = dict(tensors)
     for name, (path, file) in tensors.items():
         if name + SCALE in tensors and name not in narrow and file.get_slice(name).get_dtype() in NARROW.values():
-            found[name] = path, Dequantized(file, found.pop(name + SCALE)[1], spec.quantized.block)
-    return found
+            widened[name] = path, Dequantized(file, widened.pop(name + SCALE)[1], spec.quantized.block)
+    return widened
 
 
 def _is_narrow(info: Info) -> bool:
@@ -252,9 +252,5 @@ def _check_tp(spec: ModelSpec, tp: int) -> None:
 
 
 def _infos(abstract: Tree) -> list[Info]:
-    leaves: list[Info] = jax.tree.leaves(abstract, is_leaf=_is_info)
+    leaves: list[Info] = jax.tree.leaves(abstract, is_leaf=is_info)
     return leaves
-
-
-def _is_info(x: Any) -> bool:
-    return isinstance(x, Info)

@@ -11,6 +11,7 @@ from jaxserve.generation.generate import Piece, Submission
 from jaxserve.outputs import RequestMetrics, logprob_dict
 from jaxserve.sched.api.plan import TokenLogprobs
 from jaxserve.server.message import Message
+from jaxserve.server.objectives import Ended, outcome
 from jaxserve.server.tracing import Trace
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.tools.events import Parser
@@ -22,7 +23,8 @@ class Gathered:
 
     parts: list[str] = field(default_factory=list)
     count: int = 0
-    offset: int = 0  # characters of the tokens whose log-probabilities have been sent
+    thought: int = 0  # tokens that are thinking
+    offset: int = 0  # in the text, after the tokens whose log-probabilities have been sent
     begun: bool = False
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -38,6 +40,7 @@ class Gathered:
     def add(self, piece: Piece) -> None:
         self.parts.append(piece.text)
         self.count += len(piece.tokens)
+        self.thought = piece.thought
         self.logprobs.extend(piece.logprobs)
         self.prompt_logprobs.extend(piece.prompt_logprobs)
         if piece.finish_reason is not None:
@@ -62,6 +65,7 @@ class Answer:
     reader: Callable[[], Parser] | None = None  # makes the parser of an output; None: the text is the answer
     reasoning: bool = True  # show the thinking
     trace: Trace | None = None
+    objectives: bool = False  # the request has some of its own: its usage says what was kept
     created: int = field(default_factory=lambda: int(time.time()))
     outputs: list[list[Gathered]] = field(default_factory=list)
     _begun: set[int] = field(default_factory=set)  # submissions with a piece
@@ -94,12 +98,31 @@ class Answer:
         prompt = sum(len(job.prompt) for job in self.jobs)
         output = sum(one.count for outputs in self.outputs for one in outputs)
         cached = sum(one.metrics.cached for outputs in self.outputs for one in outputs[:1] if one.metrics)
-        return {
+        made: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if self.chat:
+            thought = sum(one.thought for outputs in self.outputs for one in outputs)
+            made["completion_tokens_details"] = {"reasoning_tokens": thought}
+        if self.objectives and (found := outcome(self._ended)) is not None:
+            made["slo"] = found
+        return made
+
+    @property
+    def _ended(self) -> list[tuple[Ended, RequestMetrics]]:
+        """The outputs that have ended."""
+        return [
+            (
+                Ended(at, times.arrival, len(job.prompt), job.request.slo, times.token_times, one.finish_reason),
+                times,
+            )
+            for at, (job, outputs) in enumerate(zip(self.jobs, self.outputs, strict=True))
+            for one in outputs
+            if (times := one.metrics) is not None
+        ]
 
     # whole
 
@@ -147,15 +170,15 @@ class Answer:
             made += self._opening(number, piece, one)
         if self.score_only:
             piece = piece._replace(text="", tokens=(), logprobs=())
-        if one.message is not None:
-            made += self._deltas(number, piece, one, one.message)
-        elif piece.text or piece.finish_reason or (piece.logprobs and self.top is not None):
-            if self.chat:
-                new: dict[str, Any] = {"delta": {"content": piece.text} if piece.text or piece.logprobs else {}}
-                logprobs = self._chat_logprobs(piece.logprobs) if self.top is not None and piece.logprobs else None
-            else:
-                new, logprobs = {"text": piece.text}, self._text_logprobs(one, piece.logprobs)
-            made.append(self._chunk(number, piece, new, logprobs, one.finish_reason, one.stop_reason))
+        scored = self.top is not None and piece.logprobs
+        if not self.chat:
+            if piece.text or scored:
+                made.append(self._chunk(number, piece, {"text": piece.text}, self._text_logprobs(one, piece.logprobs)))
+        else:
+            made += self._deltas(number, piece, one)
+        if piece.finish_reason is not None:  # in a chunk of its own: there are clients that read no text from it
+            end: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
+            made.append(self._chunk(number, piece, end, None, self._reason(one), one.stop_reason))
         return made
 
     def _opening(self, number: int, piece: Piece, one: Gathered) -> list[dict[str, Any]]:
@@ -170,20 +193,20 @@ class Answer:
             return [self._chunk(number, piece, {"text": self._prompt_text(job), **scores}, logprobs)]
         return [self._chunk(number, piece, {"text": "", **scores})] if scores else []
 
-    def _deltas(self, number: int, piece: Piece, one: Gathered, message: Message) -> list[dict[str, Any]]:
-        """Return the chunks of an output with a parser; the first has the log-probabilities, the last the end."""
-        deltas = message.add(piece.text)
-        if piece.finish_reason is not None:
-            deltas += message.finish()
+    def _deltas(self, number: int, piece: Piece, one: Gathered) -> list[dict[str, Any]]:
+        """Return the chunks of a chat answer's piece; the first has the log-probabilities."""
+        if one.message is None:
+            deltas: list[dict[str, Any]] = [{"content": piece.text}] if piece.text else []
+        else:
+            deltas = one.message.add(piece.text)
+            if piece.finish_reason is not None:
+                deltas += one.message.finish()
         logprobs = self._chat_logprobs(piece.logprobs) if self.top is not None and piece.logprobs else None
-        if not deltas and (piece.finish_reason or logprobs):
-            deltas = [{}]
-        made = []
-        for at, delta in enumerate(deltas):
-            last = at == len(deltas) - 1
-            reason, stop = (self._reason(one), one.stop_reason) if last else (None, None)
-            made.append(self._chunk(number, piece, {"delta": delta}, None if at else logprobs, reason, stop))
-        return made
+        if logprobs and not deltas:
+            deltas = [{} if one.message else {"content": ""}]
+        return [
+            self._chunk(number, piece, {"delta": delta}, None if at else logprobs) for at, delta in enumerate(deltas)
+        ]
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream with `include_usage`."""
@@ -255,14 +278,20 @@ class Answer:
         if self.top is None:
             return None
         made: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        hidden = self.tokenizer.special if self.jobs[0].params.skip_special_tokens else frozenset()
 
         def add(token: int, logprob: float | None, top: dict[str, float] | None) -> None:
-            name = self._name(token)
-            for key, value in zip(made, (name, logprob, top, one.offset), strict=True):
+            raw = b"" if token in hidden else self.tokenizer.piece_bytes(token)
+            offset = max(0, one.offset - (not _begun(raw[:1]) and bool(raw)))
+            for key, value in zip(made, (self._name(token), logprob, top, offset), strict=True):
                 made[key].append(value)
-            one.offset += len(name)
+            one.offset += _begun(raw)
 
         if job is not None and scored is not None:
+            # Its text may lack a BOS, and the first space of a token: the end is where both agree.
+            tokens = [job.prompt[0], *(at.token for at in scored)]
+            characters = sum(_begun(self.tokenizer.piece_bytes(token)) for token in tokens if token not in hidden)
+            one.offset = len(self._prompt_text(job)) - characters
             add(job.prompt[0], None, None)
         for at in [*(scored or ()), *positions]:
             top = {self._name(token): _finite(value) for token, value in at.top[: self.top]}
@@ -279,6 +308,11 @@ class Answer:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _begun(raw: bytes) -> int:
+    """Return the number of characters that begin in UTF-8."""
+    return sum(byte & 0xC0 != 0x80 for byte in raw)
 
 
 def _finite(logprob: float) -> float:

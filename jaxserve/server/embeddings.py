@@ -11,7 +11,6 @@ from fastapi import FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import InvalidValue
 from jaxserve.generation.generate import Piece, Submission, check_length
 from jaxserve.generation.vectors import (
     Vector,
@@ -102,20 +101,12 @@ async def _prepare(service: Service, body: Pooling, request: Request) -> VectorA
     jobs: list[list[Submission]] = []
     for one in body.inputs:
         jobs.append([])
-        try:
-            texts = service.prompts.texts_of(getattr(body, one), one, special, params, engine.check_outputs)
-            for text, tokens in await texts:
-                check_length(len(tokens), params, engine.info.max_model_len)
-                key = f"{name}-{sum(map(len, jobs))}"
-                jobs[-1].append(
-                    Submission(
-                        NewRequest(tuple(tokens), params, goals.slo, goals.priority, goals.tier, key, salt), text
-                    )
-                )
-        except InvalidValue as error:
-            if error.param == "prompt":  # of a check of lengths
-                raise InvalidValue(str(error), one) from error
-            raise
+        texts = service.prompts.texts_of(getattr(body, one), one, special, params, engine.check_outputs)
+        for text, tokens in await texts:
+            check_length(len(tokens), params, engine.info.max_model_len, one)
+            key = f"{name}-{sum(map(len, jobs))}"
+            new = NewRequest(tuple(tokens), params, goals.slo, goals.priority, goals.tier, key, salt)
+            jobs[-1].append(Submission(new, text))
     every = [job for some in jobs for job in some]
     return VectorAnswer(
         id=name,

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import ECHO, InvalidValue, JaxserveError, QueueFull
+from jaxserve.errors import ECHO, ContextOverflow, InvalidValue, JaxserveError, QueueFull
 from jaxserve.generation.generate import GenerationFailed
 from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.plan import UNAVAILABLE
@@ -42,6 +42,8 @@ _TYPES = {
 class Refused(JaxserveError):
     """An error with its own HTTP status. `retry_after`: seconds after which the request may succeed."""
 
+    overflow: ContextOverflow | None = None  # the error, if the context is too short
+
     def __init__(
         self, status: int, message: str, param: str | None = None, code: Any = None, retry_after: float | None = None
     ) -> None:
@@ -56,6 +58,10 @@ def refusal(error: Exception) -> Refused:
     """Convert any exception to a Refused. An unexpected one becomes a 500 and is logged with its traceback."""
     if isinstance(error, Refused):
         return error
+    if isinstance(error, ContextOverflow):
+        refused = Refused(400, str(error), error.param, "context_length_exceeded")
+        refused.overflow = error
+        return refused
     if isinstance(error, InvalidValue):
         return Refused(400, str(error), error.param)
     if isinstance(error, QueueFull):

@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -55,13 +56,16 @@ class Guard:
         name = given if _ID.fullmatch(given) else secrets.token_hex(16)
         state = scope.setdefault("state", {})
         state["request_id"], state["client"] = name, ""
-        begun = False
+        begun, anthropic = False, _below(str(scope["path"]), ANTHROPIC)
 
         async def named(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                MutableHeaders(scope=message)["X-Request-Id"] = name
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = name
+                if anthropic:
+                    headers["request-id"] = name
             await send(message)
 
         try:
@@ -70,7 +74,7 @@ class Guard:
         except Exception as error:
             if begun:
                 raise
-            shape = anthropic_body if _below(str(scope["path"]), ANTHROPIC) else body_of
+            shape = partial(anthropic_body, request_id=name) if anthropic else body_of
             await response_of(error, shape)(scope, receive, named)
 
     def _check(self, scope: Scope, headers: Headers, state: dict[str, str]) -> None:

@@ -1,17 +1,20 @@
-"""The latency objectives of a request, from its body, its headers, its tier or the server's defaults."""
+"""The latency objectives of a request, from its body, its headers, its tier or the server's defaults; and their end."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from math import isfinite
+from typing import Any, NamedTuple
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import ECHO, InvalidValue, short
+from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.slo import LONGEST, SHORTEST, SLO
+from jaxserve.sched.metrics import measure
 from jaxserve.server.openai import Timed
-from jaxserve.settings.tiers import stages_over
+from jaxserve.settings.tiers import PLAIN, stages_over
 
 # In order of precedence. Gateways send the first name, load generators the second.
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
@@ -30,6 +33,7 @@ class Objectives(NamedTuple):
     priority: int
     tier: str
     pace: bool = False  # send tokens no earlier than the objectives require
+    own: bool = False  # the request asks for them, itself or by a tier: they are not the server's defaults
 
 
 def objectives_of(
@@ -64,7 +68,42 @@ def objectives_of(
         message = f"priority={short(priority)} must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
         raise InvalidValue(message, "priority")
     pace = config.pace_tokens if body.pace_tokens is None else body.pace_tokens
-    return Objectives(slo, priority, name, pace)
+    own = name not in PLAIN or bool(stages) or not (ttft is tpot is tbt is None)
+    return Objectives(slo, priority, name, pace, own)
+
+
+class Ended(NamedTuple):
+    """An output that has ended, as `measure` reads it. Times are seconds on the engine's clock."""
+
+    id: int
+    arrival: float
+    prompt_length: int
+    slo: SLO
+    token_times: Sequence[float]
+    finish_reason: str | None
+
+
+def outcome(outputs: Sequence[tuple[Ended, RequestMetrics]]) -> dict[str, Any] | None:
+    """Return what was promised, predicted and kept of an answer, in ms: the worst of its outputs.
+
+    Without what is not known or has no objective. None if there is no objective, or no output has ended.
+    """
+    found = [measure(one, allowance=times.allowance) for one, times in outputs]
+    if not (found and found[0].promised):
+        return None
+    slo = outputs[0][0].slo
+    seconds: dict[str, list[float | None]] = {
+        "ttft_slo_ms": [slo.ttft],
+        "predicted_ttft_ms": [times.predicted for _, times in outputs],
+        "ttft_ms": [one.ttft for one in found],
+        "tpot_slo_ms": [slo.tpot],
+        "tpot_ms": [one.tpot for one in found],
+        "tbt_slo_ms": [slo.tbt],
+        "gap_ms": [one.largest_gap for one in found],
+    }
+    known = {name: [one for one in given if one is not None and isfinite(one)] for name, given in seconds.items()}
+    made: dict[str, Any] = {name: round(1e3 * max(given), 3) for name, given in known.items() if given}
+    return {**made, "attained": all(one.attained for one in found)}
 
 
 def _gateway_tier(headers: Mapping[str, str], config: ServeConfig, tiers: Collection[str] | None) -> str | None:

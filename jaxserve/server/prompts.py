@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from jaxserve.errors import InvalidValue, short
+from jaxserve.errors import ContextOverflow, InvalidValue, short
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import check_prompt_length
 from jaxserve.server.openai import (
@@ -93,7 +93,7 @@ class Prompts:
         if isinstance(prompt, str):
             return prompt, await self._encode(prompt, special, name)
         prompt = prompt if room is None else prompt[-room:]
-        check_prompt_length(len(prompt), self._context)  # before the check of each id
+        check_prompt_length(len(prompt), self._context, name)  # before the check of each id
         for token in prompt:
             check_token(token, self._vocab_size, name)
         return None, prompt
@@ -101,7 +101,7 @@ class Prompts:
     async def _conversation(self, body: ChatBody | TokenizeBody, special: bool) -> Prompt:
         given: Sequence[dict[str, Any]] = body.messages or []
         if len(given) > self._context:  # a template writes at least one token per message
-            raise self._too_long(f"messages has {len(given)} entries", "messages")
+            raise ContextOverflow(self._context, len(given), 1, "messages", least=True)
         messages = messages_of(given)
         choice = body.tool_choice if isinstance(body, ChatBody) else None
         tools = tools_of(body.tools, choice)
@@ -117,19 +117,9 @@ class Prompts:
         return text, await self._encode(text, special, "messages")
 
     async def _encode(self, text: str, special: bool, param: str) -> list[int]:
-        most = self._context * self._longest
-        if len(text) > most:
-            raise self._too_long(
-                f"the prompt has {len(text)} characters, more than {most} (the longest token has {self._longest})",
-                param,
-            )
+        if len(text) > self._context * self._longest:
+            raise ContextOverflow(self._context, -(-len(text) // self._longest), 1, param, least=True)
         return await self.texts.run(lambda: self._tokenizer.encode(text, special), len(text))
-
-    def _too_long(self, what: str, param: str) -> InvalidValue:
-        return InvalidValue(
-            f"{what}, and this model's context of {self._context} tokens must hold it and at least one token of output",
-            param,
-        )
 
 
 def prompts_of(prompt: Any, name: str = "prompt") -> list[str | list[int]]:

@@ -42,7 +42,7 @@ class Writer(Protocol):
     """The answer of an API as far as it is generated."""
 
     def begin(self) -> list[Event]:
-        """Return the first events."""
+        """Return the first events, when called first; none later."""
 
     def add(self, chunk: Mapping[str, Any]) -> list[Event]:
         """Add a chunk of a chat completion; return its events."""
@@ -64,18 +64,16 @@ async def written(service: Service, answer: Answer, chat: ChatBody, writer: Writ
 async def streamed(
     service: Service, answer: Answer, chat: ChatBody, writer: Writer, dialect: Dialect, request: Request
 ) -> Response:
-    """Return the stream of an answer's events. An error before the first one is raised."""
+    """Return the stream of an answer's events. An early error is raised."""
     source = _events(service, answer, chat, writer)
     return await EventStream.start(source, request.receive, service.ending, dialect)
 
 
 async def _events(service: Service, answer: Answer, chat: ChatBody, writer: Writer) -> AsyncGenerator[Event, None]:
     """Run an answer and yield the events of its stream. A client that does not stream gets the same answer."""
-    begun = False
     async with aclosing(service.chunks(answer, chat)) as chunks:
         async for chunk in chunks:
-            for event in [*([] if begun else writer.begin()), *writer.add(chunk)]:
+            for event in [*writer.begin(), *writer.add(chunk)]:
                 yield event
-            begun = True
     for event in writer.finish():
         yield event

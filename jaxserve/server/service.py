@@ -18,7 +18,7 @@ from jaxserve.fleet.rolling import Rolling
 from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, check_length, merged, pieces
 from jaxserve.generation.session import session_of
-from jaxserve.generation.stops import Automaton
+from jaxserve.generation.stops import Automaton, thinking_of
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
@@ -127,7 +127,7 @@ class Service:
         salt, session = self.keys.salt(client, body.cache_salt), session_of(client, body.session_id, headers)
         jobs = []
         for number, (text, tokens) in enumerate(prompts):
-            check_length(len(tokens), params, self.engine.info.max_model_len)
+            check_length(len(tokens), params, self.engine.info.max_model_len, "messages" if chat else "prompt")
             key = name if len(prompts) == 1 else f"{name}-{number}"
             request = NewRequest(
                 tuple(tokens),
@@ -139,7 +139,8 @@ class Service:
                 salt=salt,
                 session=session,
             )
-            jobs.append(Submission(request, text, goals.pace, stops))
+            thinking = thinking_of(self.parsers.tags, text or "") if chat else None
+            jobs.append(Submission(request, text, goals.pace, stops, thinking))
         return Answer(
             name,
             body.model or self.config.names[0],
@@ -155,6 +156,7 @@ class Service:
             reader=self._reader(tools, jobs[0].text or "") if isinstance(body, ChatBody) else None,
             reasoning=isinstance(body, ChatBody) and body.include_reasoning,
             trace=self.trace_of(headers, name),
+            objectives=goals.own,
         )
 
     def trace_of(self, headers: Mapping[str, str], name: str) -> Trace | None:

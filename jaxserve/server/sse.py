@@ -16,6 +16,9 @@ from jaxserve.server.failures import Refused, body_of, refusal
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+WAITING = b": waiting\n\n"  # a comment: clients skip it, and neither they nor proxies find the stream silent
+PATIENCE = 1.0  # seconds that a stream waits for its first object: a refusal until then has its own status code
+SILENCE = 5.0  # seconds without an object after which the client is told that the stream goes on
 LAST_WORDS = 0.5  # seconds to send the error event of a stream that a shutdown aborts
 
 
@@ -49,6 +52,10 @@ class Dialect:
         """Encode an object of the stream."""
         return event(data)
 
+    def waits(self) -> bytes:
+        """Return what tells the client that the stream goes on while there is no object."""
+        return WAITING
+
     def failure(self, error: Exception) -> bytes:
         """Encode an error after which the stream ends."""
         return event(body_of(refusal(error)))
@@ -80,15 +87,13 @@ async def while_connected(receive: Receive, work: Awaitable[T], ending: asyncio.
             raise Disconnected if left.done() else Ending
         return task.result()
     finally:
-        for one in waited:
-            one.cancel()
-        await asyncio.gather(*waited, return_exceptions=True)
+        await _cancelled(*waited)
 
 
 class EventStream(Response):
     """A response that sends JSON objects as events, in the dialect of an API.
 
-    Create it with `start`, which waits for the first object, so that an error before it gets its own
+    Create it with `start`, which waits for the first object, but not for long: an error until then gets its own
     status code. Later errors and shutdowns become events. A disconnect closes the source at once.
     """
 
@@ -97,7 +102,7 @@ class EventStream(Response):
     def __init__(
         self,
         source: AsyncGenerator[dict[str, Any], None],
-        first: list[dict[str, Any]],
+        first: asyncio.Future[dict[str, Any] | None],
         ending: asyncio.Event,
         dialect: Dialect = COMPLETIONS,
     ) -> None:
@@ -110,6 +115,7 @@ class EventStream(Response):
         self._ending = ending
         self._dialect = dialect
         self._begun = False
+        self._parts = 0  # sent so far
 
     @classmethod
     async def start(
@@ -119,13 +125,17 @@ class EventStream(Response):
         ending: asyncio.Event,
         dialect: Dialect = COMPLETIONS,
     ) -> EventStream:
-        """Wait for the first object and return the response.
+        """Wait for the first object, at most `PATIENCE`, and return the response.
 
-        Raises Disconnected, Ending, or what the source raises before its first object.
+        Raises Disconnected, Ending, or what the source raises until then.
         """
+        first = asyncio.ensure_future(anext(source, None))
         try:
-            first = [item] if (item := await while_connected(receive, anext(source, None), ending)) is not None else []
+            await while_connected(receive, asyncio.wait([first], timeout=PATIENCE), ending)
+            if first.done():
+                first.result()
         except BaseException:
+            await _cancelled(first)
             await source.aclose()
             raise
         return cls(source, first, ending, dialect)
@@ -140,17 +150,30 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         async with aclosing(self._source) as source:
-            await self._begin(send)
-            for item in self._first:
-                await _part(send, self._dialect.item(item))
+            helpers: list[asyncio.Future[Any]] = [self._first]
             try:
+                await self._begin(send)
+                helpers.append(asyncio.ensure_future(self._tell(send)))
+                if (item := await self._first) is not None:
+                    await self._part(send, self._dialect.item(item))
                 async for item in source:
-                    await _part(send, self._dialect.item(item))
+                    await self._part(send, self._dialect.item(item))
             except OSError:
                 raise Disconnected from None
             except Exception as error:
-                await _part(send, self._dialect.failure(error))
-            await _part(send, self._dialect.end, more=False)
+                await self._part(send, self._dialect.failure(error))
+            finally:
+                await _cancelled(*helpers)
+            await self._part(send, self._dialect.end, more=False)
+
+    async def _tell(self, send: Send) -> None:
+        """Tell the client that the stream goes on: after headers without an object, and where none comes for long."""
+        seen = None if self._first.done() else self._parts
+        while True:
+            if self._parts == seen:
+                await self._part(send, self._dialect.waits())
+            seen = self._parts
+            await asyncio.sleep(SILENCE)
 
     async def _begin(self, send: Send) -> None:
         self._begun = True
@@ -160,9 +183,16 @@ class EventStream(Response):
         """End the stream early with an error event."""
         if not self._begun:
             await self._begin(send)
-        await _part(send, self._dialect.failure(error))
-        await _part(send, self._dialect.end, more=False)
+        await self._part(send, self._dialect.failure(error))
+        await self._part(send, self._dialect.end, more=False)
+
+    async def _part(self, send: Send, data: bytes, more: bool = True) -> None:
+        self._parts += 1
+        await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
-async def _part(send: Send, data: bytes, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": more})
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks, and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -27,7 +27,8 @@ def renamed_fields(names: Mapping[str, str], tools: Sequence[str] = ()) -> Itera
                 new = match.expand(own) + field[match.end() :]
                 new = re.sub(r"^tools\[(\d+)\]", lambda at: tools[int(at[1])] if tools else at[0], new)
                 message = re.sub(rf"(?<![\w.]){re.escape(field)}(?!\w)", lambda _, new=new: new, str(error))  # type: ignore[misc]
-                raise InvalidValue(message, new) from error
+                error.args, error.param = (message,), new  # in place: its class stays
+                break
         raise
 
 

@@ -27,7 +27,8 @@ def grammar_of(wanted: StructuredOutputs) -> str:
         assert wanted.regex is not None
         return LLMatcher.grammar_from_regex(wanted.regex)
     if kind == "choice":
-        return "start: " + " | ".join(map(json.dumps, wanted.choice))
+        # A terminal, because the parser allows only 2,000 alternatives of a rule.
+        return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, wanted.choice))
     if kind == "grammar":
         assert wanted.grammar is not None
         return _grammar(wanted.grammar)

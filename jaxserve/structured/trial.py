@@ -16,9 +16,11 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from time import thread_time
 from typing import IO
 
 import msgspec
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from jaxserve.errors import InvalidValue
@@ -26,9 +28,11 @@ from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
 from jaxserve.structured.bounds import check_bounds
 from jaxserve.structured.grammar import grammar_of
+from jaxserve.structured.token_filter import words
 
 STACK = 512 << 20  # bytes of a thread that compiles: about 16 KiB are needed for each object of a chain
 MEMORY = 1 << 30  # bytes of a trial, besides its stack
+SLOW = 0.02  # CPU seconds of a mask that is made again
 TOLD = 200  # most characters of llguidance's explanations that are repeated
 # Bounds of one step of the parser: about 15 ms, after which the request ends with an error.
 LIMITS = LLParserLimits(verbose_errors=False)
@@ -127,13 +131,37 @@ def _read(pipe: IO[bytes]) -> bytes:
 
 
 def compiled(tokenizer: LLTokenizer, grammar: str, kind: str) -> LLMatcher:
-    """Compile a grammar. Raises InvalidValue, with the reason of llguidance."""
+    """Compile a grammar, and make its first mask, so that steps do not wait for what that takes.
+
+    Raises InvalidValue, with the reason of llguidance, or if a mask takes more than SLOW seconds even then.
+    """
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        first_mask(matcher, tokenizer)
+        copied, took = first_mask(matcher, tokenizer)
+        if took > SLOW:
+            raise InvalidValue(f"{kind} takes {took * 1e3:.0f} ms for each token: simplify it", kind)
+        matcher = copied if copied.is_error() else matcher
     if matcher.is_error():
         why = " ".join(matcher.get_error().split())
         why = why if len(why) <= TOLD else why[: TOLD - 1] + "…"
         raise InvalidValue(f"{kind} cannot be enforced: {why}", kind)
     return matcher
+
+
+def first_mask(matcher: LLMatcher, tokenizer: LLTokenizer) -> tuple[LLMatcher, float]:
+    """Let a copy of a matcher make its first mask and consume a token; what it finds on the way is shared.
+
+    Returns the copy, and the CPU seconds of the mask.
+    """
+    copied, mask = matcher.deep_copy(), np.zeros(words(tokenizer.vocab_size), np.int32)
+    began = thread_time()
+    copied.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    took = thread_time() - began
+    if not copied.is_error() and not copied.is_stopped() and mask.any():
+        word = int(mask.nonzero()[0][0])
+        copied.consume_token(32 * word + (int(mask[word]) & -int(mask[word])).bit_length() - 1)
+    return copied, took
 
 
 def _replied(tokenizer: LLTokenizer, ask: Ask) -> Reply:

@@ -2,39 +2,59 @@
 
 from __future__ import annotations
 
-import re
-
-from jaxserve.tools.events import Call, Markers, Parser, Schemas, loaded, written
+from jaxserve.tools.events import Call, Markers, Parser, Schemas, written
 from jaxserve.tools.marked import Marked
-from jaxserve.tools.streamed import CallStream, Form
+from jaxserve.tools.pattern import NAME, SPACE, character, either, many, maybe, sequence, text
+from jaxserve.tools.scan import Cursor
+from jaxserve.tools.streamed import CallStream, Form, Forms
 
 MARKERS = Markers("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-FORMS = (
-    Form(
-        re.compile(
-            rf"[\s`]*(?:{END})?\s*{BEGIN}\s*(?:function{SEPARATOR})?(?P<name>[\w.\-]+)"
-            rf"(?:\s*```json\s*|{SEPARATOR}\s*)(?=\{{)"
-        ),
-        False,
-    ),
-)
-_FENCED = re.compile(r"([^\n]+)\n```json\n(.*)\n```", re.DOTALL)
+FENCE = "```json"
+_BETWEEN = (many(character(lambda one: one.isspace() or one == "`")), maybe(text(END)), SPACE)
+_NAMED = (text(BEGIN), SPACE, maybe(text("function"), text(SEPARATOR)), NAME)
+_OPENED = (either(sequence(SPACE, text(FENCE)), text(SEPARATOR)), SPACE)
 
 
 def deepseek_v3(schemas: Schemas) -> Parser:
     """Return a parser of one output."""
-    return Marked(MARKERS, _read, stream=lambda: CallStream(FORMS, idle=rf"[\s`]*(?:{END})?\s*"))
+    return Marked(MARKERS, _read, stream=lambda: CallStream(FORMS, idle=_end))
 
 
-def _read(body: str) -> list[Call] | None:
+def _head_name(head: Cursor) -> str:
+    head.until(BEGIN)
+    return _name(head)
+
+
+def _name(head: Cursor) -> str:
+    """Return the name between the beginning of a call and its arguments; "" if it is not written like one."""
+    name, separated = head.until(SEPARATOR)
+    if separated and name.strip() == "function" and head.rest.strip():
+        name = head.rest
+    name, fenced = Cursor(name).until(FENCE)
+    return name.strip() if separated or fenced else ""
+
+
+FORMS = Forms(Form((*_BETWEEN, *_NAMED, *_OPENED), _head_name, False))
+
+
+def _end(rest: Cursor) -> None:
+    """Skip the end of a call."""
+    rest.skip("`")
+    rest.take(END)
+    rest.skip()
+
+
+def _read(body: Cursor) -> list[Call] | None:
     calls: list[Call] = []
-    for part in body.split(BEGIN)[1:]:
-        first, _, second = part.strip().removesuffix(END).partition(SEPARATOR)
-        fenced = _FENCED.fullmatch(second.strip()) if first.strip() == "function" else None
-        name, text = (fenced[1], fenced[2]) if fenced else (first, second)
-        arguments = loaded(text.strip())
-        if not name.strip() or not isinstance(arguments, dict):
+    _, begins = body.until(BEGIN)
+    while begins:
+        head, brace = body.until("{")
+        body.at -= brace
+        name, arguments = _name(Cursor(head)), body.value()
+        if not name or not isinstance(arguments, dict):
             return None
-        calls.append(Call(name.strip(), written(arguments)))
-    return calls or None
+        calls.append(Call(name, written(arguments)))
+        _end(body)
+        begins = body.take(BEGIN)
+    return calls if calls and body.done else None

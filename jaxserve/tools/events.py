@@ -76,13 +76,16 @@ def written(arguments: dict[str, Any]) -> str:
     return text
 
 
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
 def loaded(text: str) -> Any:
     """Return the value of a JSON text; None if it is not JSON."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")

@@ -69,6 +69,13 @@ class Parsers(NamedTuple):
         auto = tools is not None and tools.mode == "auto" and self.tools in SPECIAL
         return auto or self.reasoning in ("gpt_oss", "mistral")
 
+    @property
+    def tags(self) -> Tags | None:
+        """The tags around the thinking; None if it is not told from the answer."""
+        if self.reasoning == "gpt_oss":
+            return f"{CHANNEL}analysis", f"{CHANNEL}final"
+        return REASONING_TAGS[self.reasoning] if self.reasoning is not None else None
+
     def start(self, tools: Tools | None, prompt: str) -> Parser:
         """Return a parser for one output after `prompt`."""
         harmony = self.reasoning == "gpt_oss" or (

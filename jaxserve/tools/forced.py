@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.tools.events import Event, Schemas
-from jaxserve.tools.streamed import CallStream, json_form
+from jaxserve.tools.pattern import character, many
+from jaxserve.tools.streamed import CallStream, Forms, json_form
+
+CALLS = Forms(json_form(many(character(lambda one: one.isspace() or one in "[,")), arguments=("arguments",)))
 
 
 def required_schema(schemas: Schemas, parallel: bool) -> dict[str, Any]:
@@ -53,14 +56,13 @@ class Required:
     """Reads a list of calls, and passes on arguments as they arrive."""
 
     def __init__(self) -> None:
-        self._stream = CallStream((json_form(r"[\s\[,]*", "arguments"),))
+        self._stream = CallStream(CALLS)
 
     def feed(self, text: str) -> list[Event]:
         return self._stream.feed(text)
 
     def finish(self) -> list[Event]:
-        text = self._stream.rest
-        return [Event("content", text)] if text and not self._stream.called else []
+        return []  # what is left is a call that was cut before its name
 
 
 class Named:

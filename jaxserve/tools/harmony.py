@@ -5,66 +5,70 @@ openai-harmony reads token ids of one vocabulary, which it downloads; here text 
 
 from __future__ import annotations
 
-import re
-
 from jaxserve.tools.events import Call, Event, Parser, Schemas
-from jaxserve.tools.marked import overlap
-from jaxserve.tools.scan import Scan
+from jaxserve.tools.pattern import SPACE, Match, Pattern, either, text
+from jaxserve.tools.scan import Cursor, Finder, Marks, Scan
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
-_TO = re.compile(r"to=(?:functions\.)?([\w.\-]+)")
+TO = "to="
+HEADER = Pattern(
+    (SPACE, text(MESSAGE)),
+    (SPACE, either(*map(text, (START, CHANNEL, "assistant", "analysis", "commentary", "final", TO)))),
+)
+HEADED, ENDED = Marks(MESSAGE), Marks("<|end|>", "<|call|>", "<|return|>", START)
 
 
 class Harmony:
     """Reads the messages of one output, which are reported as they arrive."""
 
     def __init__(self) -> None:
-        self._header = True  # the text up to <|message|> is a header
-        self._held = ""
-        self._seen: list[str] = []  # of a header
         self._kind = "content"
         self._name = ""  # of a call
         self._scan = Scan()  # of the arguments of a call
+        self._await_header()
+
+    def _await_header(self) -> None:
+        self._header = True  # the text up to <|message|> is a header
+        self._seen: list[str] = []  # of a header
+        self._begins = Match(HEADER)
+        self._finder = Finder(HEADED)
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
-        text = self._held + text
-        self._held = ""
-        while text:
-            marks = (MESSAGE,) if self._header else ENDS
-            at, mark = min(((text.find(one), one) for one in marks if one in text), default=(-1, ""))
-            if mark:
-                header = self._header
-                events += self._add(text[:at])
-                if header and not self._header:  # it was no header: the marker is text
-                    text = text[at:]
-                    continue
-                events += self._begin() if header else self._end()
-                text = text[at + len(mark) :]
+        at = 0
+        while at < len(text):
+            if self._header and not self._begins.decided:
+                end = self._begins.read(text, at)
+                self._seen.append(text[at:end])
+                at = end
+                if self._begins.which == 0:
+                    self._begin()
+                elif self._begins.failed:  # a model that does not write messages
+                    seen, self._kind = "".join(self._seen), "content"
+                    self._await_end()
+                    events += self._add(self._finder.read(seen, 0).text)
                 continue
-            keep = max(overlap(text, one) for one in marks)
-            self._held, rest = text[len(text) - keep :], text[: len(text) - keep]
-            return events + self._add(rest)
+            before, mark, at = self._finder.read(text, at)
+            if self._header:
+                self._seen.append(before)
+            else:
+                events += self._add(before)
+            if mark and self._header:
+                self._begin()
+            elif mark:
+                events += self._end()
         return events
 
     def finish(self) -> list[Event]:
-        events = self._add(self._held)
-        self._held = ""
+        text = self._finder.rest()
         if self._header:
-            header = "".join(self._seen)
-            return events + ([Event("content", header)] if header and START not in header else [])
-        return events + self._end()
+            header = "".join([*self._seen, text])
+            return [Event("content", header)] if header and not Cursor(header).until(START)[1] else []
+        return self._add(text) + self._end()
 
     def _add(self, text: str) -> list[Event]:
+        """Read the text of a message."""
         if not text:
-            return []
-        if self._header:
-            self._seen.append(text)
-            if not _may_be_header("".join(self._seen)):  # a model that does not write messages
-                text, self._seen = "".join(self._seen), []
-                self._header, self._kind = False, "content"
-                return [Event("content", text)]
             return []
         if self._kind in ("call", "arguments"):
             return self._arguments(text)
@@ -86,27 +90,23 @@ class Harmony:
             return []  # after the object
         return [*events, Event("arguments", text[: self._scan.to_depth(text, 0)])]
 
-    def _begin(self) -> list[Event]:
+    def _await_end(self) -> None:
+        self._header, self._seen, self._finder = False, [], Finder(ENDED)
+
+    def _begin(self) -> None:
         header = "".join(self._seen)
-        self._header, self._seen = False, []
-        channel = header.partition(CHANNEL)[2].strip()
-        to = _TO.search(header)
-        if to:
-            self._kind, self._name = "call", to[1]
-        else:
-            self._kind = "reasoning" if channel.startswith("analysis") else "content"
-        return []
+        self._await_end()
+        to, channel = Cursor(header), Cursor(header)
+        to.until(TO)
+        to.take("functions.")
+        self._name = to.word()
+        channel.until(CHANNEL)
+        channel.skip()
+        self._kind = "call" if self._name else "reasoning" if channel.take("analysis") else "content"
 
     def _end(self) -> list[Event]:
-        self._header = True
+        self._await_header()
         return Call(self._name, "{}").events() if self._kind == "call" else []
-
-
-def _may_be_header(text: str) -> bool:
-    """Return whether text may be the header of a message: a role, a recipient and a channel."""
-    text = text.lstrip()
-    starts = (START, CHANNEL, "assistant", "analysis", "commentary", "final", "to=")
-    return any(text.startswith((one[: len(text)], one)) for one in starts)
 
 
 def gpt_oss(schemas: Schemas) -> Parser:

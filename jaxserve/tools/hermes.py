@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from jaxserve.tools.events import Call, Markers, Parser, Schemas, call_of, loaded
+from jaxserve.tools.events import Call, Markers, Parser, Schemas, call_of
 from jaxserve.tools.marked import Marked
-from jaxserve.tools.streamed import CallStream, json_form
+from jaxserve.tools.scan import Cursor
+from jaxserve.tools.streamed import CallStream, Forms, json_form
 
 MARKERS = Markers("<tool_call>", "</tool_call>")
-FORMS = (json_form(),)
+FORMS = Forms(json_form())
 
 
 def hermes(schemas: Schemas) -> Parser:
@@ -15,6 +16,8 @@ def hermes(schemas: Schemas) -> Parser:
     return Marked(MARKERS, _read, stream=lambda: CallStream(FORMS))
 
 
-def _read(body: str) -> list[Call] | None:
-    found = call_of(loaded(body.strip()))
-    return None if found is None else [found]
+def _read(body: Cursor) -> list[Call] | None:
+    body.skip()
+    found = call_of(body.value())
+    body.skip()
+    return [found] if found is not None and body.done else None

@@ -5,38 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxserve.tools.events import Call, Event, Markers
-from jaxserve.tools.streamed import CallStream
+from jaxserve.tools.scan import Cursor, Finder, Marks, Trim
+from jaxserve.tools.streamed import NONE, CallStream
 
-Reader = Callable[[str], list[Call] | None]
+Reader = Callable[[Cursor], list[Call] | None]
 
 
 class Content:
     """The text outside of calls, without the whitespace next to them. Writer: one parser."""
 
     def __init__(self) -> None:
-        self._space = ""  # held back: it is dropped if a call follows
+        self._trim = Trim(False)  # the whitespace that it holds back is dropped if a call follows
         self._called = False
-        self._fresh = True  # nothing but whitespace since the last call
 
     def add(self, text: str) -> list[Event]:
         """Return the content that is certain."""
-        text = self._space + text
-        if self._called and self._fresh:
-            text = text.lstrip()
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        self._fresh = self._fresh and not kept
+        kept = self._trim.add(text)
         return [Event("content", kept)] if kept else []
 
     def calls(self, events: list[Event]) -> list[Event]:
         """Return the events of calls; the whitespace before them is dropped."""
         if events:
-            self._space, self._called, self._fresh = "", True, True
+            self._called, self._trim = True, Trim(True)
         return events
 
     def finish(self) -> list[Event]:
         """Return the whitespace at the end."""
-        text, self._space = self._space, ""
+        text = self._trim.rest()
         return [Event("content", text)] if text and not self._called else []
 
 
@@ -51,69 +46,47 @@ class Marked:
         read: returns the calls in a block, or None. json: a closing marker inside a JSON string does not close.
         stream: makes what passes calls on before the end of a block; `read` gets what it leaves over.
         """
-        self._opening, self._closing = markers
+        self._markers = markers
+        self._opening, self._closing = Marks(markers.opening), Marks(markers.closing)
         self._read = read
         self._json = json
-        self._make = stream or (lambda: CallStream(()))
+        self._make = stream or (lambda: CallStream(NONE))
         self._content = Content()
-        self._held = ""  # text that may begin a marker
+        self._finder = Finder(self._opening)
         self._stream: CallStream | None = None  # of the block that is read
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
-        while text:
+        at = 0
+        while at < len(text):
+            before, mark, at = self._finder.read(text, at)
             if self._stream is None:
-                made, text = self._outside(text)
-            else:
-                made, text = self._inside(self._stream, text)
-            events += made
+                events += self._content.add(before)
+                if mark:
+                    self._stream, self._finder = self._make(), Finder(self._closing)
+                continue
+            events += self._content.calls(self._stream.feed(before))
+            if mark and self._json and self._stream.inside:
+                events += self._content.calls(self._stream.feed(mark))
+            elif mark:
+                events += self._close(self._stream, mark)
         return events
 
     def finish(self) -> list[Event]:
-        text, self._held = self._held, ""
+        text = self._finder.rest()
         if self._stream is None:
             return self._content.add(text) + self._content.finish()
         events = self._content.calls(self._stream.feed(text)) + self._close(self._stream, "")
         return events + self._content.finish()
 
-    def _outside(self, text: str) -> tuple[list[Event], str]:
-        text = self._held + text
-        at = text.find(self._opening)
-        if at >= 0:
-            self._held, self._stream = "", self._make()
-            return self._content.add(text[:at]), text[at + len(self._opening) :]
-        keep = overlap(text, self._opening)
-        self._held = text[len(text) - keep :]
-        return self._content.add(text[: len(text) - keep]), ""
-
-    def _inside(self, stream: CallStream, text: str) -> tuple[list[Event], str]:
-        text = self._held + text
-        at = text.find(self._closing) if self._closing else -1
-        if at < 0:
-            keep = overlap(text, self._closing)
-            self._held = text[len(text) - keep :]
-            return self._content.calls(stream.feed(text[: len(text) - keep])), ""
-        self._held, rest = "", text[at + len(self._closing) :]
-        events = self._content.calls(stream.feed(text[:at]))
-        if self._json and stream.inside:
-            return events + self._content.calls(stream.feed(self._closing)), rest
-        return events + self._close(stream, self._closing), rest
-
     def _close(self, stream: CallStream, closing: str) -> list[Event]:
         """End a block: what was passed on stays a call, and the rest is calls that can be read now, or content."""
-        self._stream = None
-        rest = stream.rest
-        if stream.called and not stream.matters:
+        self._stream, self._finder = None, Finder(self._opening)
+        left = stream.left()
+        if left is None:
             return []
-        calls = self._read(rest)
+        rest = left.rest
+        calls = self._read(left)
         if calls:
             return self._content.calls([event for call in calls for event in call.events()])
-        return self._content.add(rest if stream.called else self._opening + rest + closing)
-
-
-def overlap(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` that begins `marker`, and is not all of it."""
-    for size in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:size]):
-            return size
-    return 0
+        return self._content.add(rest if stream.called else self._markers.opening + rest + closing)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
-from jaxserve.tools.events import Call, Markers, Parser, Schemas, call_of, loaded, written
+from jaxserve.tools.events import Call, Markers, Parser, Schemas, call_of, written
 from jaxserve.tools.marked import Marked
-from jaxserve.tools.streamed import CallStream, Form, json_form
+from jaxserve.tools.pattern import NAME, SPACE, character, many, maybe, text
+from jaxserve.tools.scan import Cursor
+from jaxserve.tools.streamed import CallStream, Form, Forms, json_form
 
-MARKER, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
-FORMS = (
-    json_form(r"[\s\[,]*"),
-    Form(
-        re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*(?P<name>[\w.\-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)"),
-        False,
-    ),
-)
-_ID = re.compile(r"\[CALL_ID\].*", re.DOTALL)
+MARKER, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_ID = maybe(text(ID), many(character(lambda one: one not in "[{")))
 
 
 def mistral(schemas: Schemas) -> Parser:
@@ -24,27 +17,46 @@ def mistral(schemas: Schemas) -> Parser:
     return Marked(Markers(MARKER, ""), _read, stream=lambda: CallStream(FORMS))
 
 
-def _read(body: str) -> list[Call] | None:
-    if not body.lstrip().startswith(("[", "{")):
+def _head_name(head: Cursor) -> str | None:
+    head.skip()
+    head.take(MARKER)
+    return _name(head)
+
+
+def _name(head: Cursor) -> str | None:
+    """Return the name between the beginning of a call and its arguments; None if it is not written like one."""
+    text, _ = head.until(ARGUMENTS)
+    head.skip()
+    return Cursor(text).until(ID)[0].strip() if head.done else None
+
+
+FORMS = Forms(
+    json_form(many(character(lambda one: one.isspace() or one in "[,"))),
+    Form((SPACE, maybe(text(MARKER)), SPACE, NAME, SPACE, _ID, maybe(text(ARGUMENTS)), SPACE), _head_name, False),
+)
+
+
+def _read(body: Cursor) -> list[Call] | None:
+    body.skip()
+    if not body.text.startswith(("[", "{"), body.at):
         return _named(body)
-    found = loaded(body.strip())
+    found = body.value()
+    body.skip()
     calls = [call_of(one) for one in (found if isinstance(found, list) else [found])]
-    return _all(calls)
-
-
-def _named(body: str) -> list[Call] | None:
-    calls: list[Call | None] = []
-    for part in body.split(MARKER):
-        name, mark, text = part.partition(ARGUMENTS)
-        if not mark:
-            name, brace, text = part.partition("{")
-            text = brace + text
-        name, arguments = _ID.sub("", name).strip(), loaded(text.strip())
-        calls.append(Call(name, written(arguments)) if name and isinstance(arguments, dict) else None)
-    return _all(calls)
-
-
-def _all(calls: list[Call | None]) -> list[Call] | None:
-    """Return the calls if all of them could be read."""
     good = [call for call in calls if call is not None]
-    return good if good and len(good) == len(calls) else None
+    return good if good and len(good) == len(calls) and body.done else None
+
+
+def _named(body: Cursor) -> list[Call] | None:
+    calls: list[Call] = []
+    while not body.done:
+        head, brace = body.until("{")
+        body.at -= brace
+        name, arguments = _name(Cursor(head)), body.value()
+        if not name or not isinstance(arguments, dict):
+            return None
+        calls.append(Call(name, written(arguments)))
+        body.skip()
+        if not body.done and not body.take(MARKER):
+            return None
+    return calls or None

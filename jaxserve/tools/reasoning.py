@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from jaxserve.tools.events import Event, Parser
-from jaxserve.tools.marked import overlap
+from jaxserve.tools.pattern import SPACE, Match, Pattern, text
+from jaxserve.tools.scan import Finder, Marks, Trim
 
 Tags = tuple[str, str]  # beginning and end of the thinking
 THINK: Tags = ("<think>", "</think>")
@@ -17,58 +18,44 @@ class Thinking:
     """
 
     def __init__(self, tags: Tags, prompt: str) -> None:
-        self._opening, self._closing = tags
-        self._state = "thinking" if prompt.rstrip().endswith(self._opening) else "begin"
-        self._held = ""
-        self._trim = self._state == "thinking"  # drop whitespace at the beginning of a part
-        self._space = ""  # at the end of the thinking so far
+        opening, closing = tags
+        self._state = "thinking" if prompt.rstrip().endswith(opening) else "begin"
+        self._begin = Match(Pattern((SPACE, text(opening))))
+        self._held: list[str] = []  # while it may begin with the first tag
+        self._end = Finder(Marks(closing))
+        self._part = Trim(True)  # the thinking
+        self._trim = False  # drop whitespace at the beginning of the answer
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
-        text, self._held = self._held + text, ""
+        at = 0
         if self._state == "begin":
-            text = self._begin(text)
-        if self._state == "thinking" and text:
-            at = text.find(self._closing)
-            if at >= 0:
-                events += self._reasoning(text[:at], last=True)
-                self._state, self._trim, text = "answer", True, text[at + len(self._closing) :]
-            else:
-                keep = overlap(text, self._closing)
-                self._held = text[len(text) - keep :]
-                events += self._reasoning(text[: len(text) - keep])
-        if self._state == "answer" and text:
-            text = text.lstrip() if self._trim else text
+            at = self._begin.read(text, 0)
+            self._held.append(text[:at])
+            if self._begin.which is not None:
+                self._state, self._held = "thinking", []
+            elif self._begin.failed:
+                self._state, text, at = "answer", "".join(self._held) + text[at:], 0
+        if self._state == "thinking" and at < len(text):
+            before, mark, at = self._end.read(text, at)
+            events += self._reasoning(before)
+            if mark:
+                self._state, self._trim = "answer", True
+        if self._state == "answer" and at < len(text):
+            text = text[at:].lstrip() if self._trim else text[at:]
             if text:
                 self._trim = False
                 events.append(Event("content", text))
         return events
 
     def finish(self) -> list[Event]:
-        text, self._held = self._held, ""
         if self._state == "thinking":
-            return self._reasoning(text, last=True)
+            return self._reasoning(self._end.rest())
+        text, self._held = "".join(self._held) if self._state == "begin" else "", []
         return [Event("content", text)] if text else []
 
-    def _begin(self, text: str) -> str:
-        """Find out whether the output begins with the first tag, and return the text that is left to read."""
-        start = text.lstrip()
-        if start.startswith(self._opening):
-            self._state, self._trim = "thinking", True
-            return start[len(self._opening) :]
-        if self._opening.startswith(start):
-            self._held = text
-            return ""
-        self._state = "answer"
-        return text
-
-    def _reasoning(self, text: str, last: bool = False) -> list[Event]:
-        text = self._space + text
-        text = text.lstrip() if self._trim else text
-        kept = text.rstrip()
-        self._space = "" if last else text[len(kept) :]
-        if kept:
-            self._trim = False
+    def _reasoning(self, text: str) -> list[Event]:
+        kept = self._part.add(text)
         return [Event("reasoning", kept)] if kept else []
 
 

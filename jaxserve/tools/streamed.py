@@ -2,105 +2,136 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Container, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Container, Sequence
 
 from jaxserve.tools.events import Event
-from jaxserve.tools.scan import Scan, in_string
+from jaxserve.tools.pattern import SPACE, STRING, Match, Part, Pattern, either, maybe, sequence, text
+from jaxserve.tools.scan import Cursor, Scan
 
 HEAD = 256  # characters in which a call must begin; then nothing more is passed on before the end
-_NAMED = r'"name"\s*:\s*(?P<json>"(?:[^"\\]|\\.)+")\s*,\s*'
+ENDS = "],;}"  # may follow the last call
 
 
-class Form(NamedTuple):
-    """How a family writes its calls."""
+class Form:
+    """How a family writes its calls. Immutable."""
 
-    head: re.Pattern[str]  # from the end of the last call to the brace of the arguments; groups `name`, or `json`
-    wrapped: bool  # the arguments are inside an object, which ends after them
+    def __init__(self, head: Sequence[Part], name: Callable[[Cursor], object], wrapped: bool) -> None:
+        """head: from the end of the last call to the brace of the arguments. name: reads the name from a head.
+
+        wrapped: the arguments are inside an object, which ends after them.
+        """
+        self.head = (*head, text("{"))
+        self.name = name
+        self.wrapped = wrapped
 
 
-def json_form(before: str = r"\s*", arguments: str = "arguments|parameters", first: str = "") -> Form:
+def json_form(before: Part = SPACE, *first: Part, arguments: Sequence[str] = ("arguments", "parameters")) -> Form:
     """Return the form {"name": ..., "arguments": {...}}.
 
-    before: an expression for what stands before the object. first: one for the fields before the name.
+    before: what may stand before the object. first: the fields before the name.
     """
-    return Form(re.compile(rf'{before}\{{\s*{first}{_NAMED}"(?:{arguments})"\s*:\s*(?=\{{)', re.DOTALL), True)
+    key = either(*(text(f'"{name}"') for name in arguments))
+    colon, comma = sequence(SPACE, text(":"), SPACE), sequence(SPACE, text(","), SPACE)
+    head = (before, text("{"), SPACE, *first, text('"name"'), colon, STRING, comma, key, colon)
+    return Form(head, _json_name, True)
+
+
+def _json_name(head: Cursor) -> object:
+    head.until("{")
+    value = Cursor("{" + head.rest + "0}").value()
+    return value["name"] if isinstance(value, dict) else None
+
+
+class Forms:
+    """The forms of a family, of which the first that matches is read. Immutable."""
+
+    def __init__(self, *forms: Form) -> None:
+        self.forms = forms
+        self.pattern = Pattern(*(form.head for form in forms))
 
 
 class CallStream:
     """Reads calls, one after another. Writer: one parser."""
 
-    def __init__(self, forms: Sequence[Form], known: Container[str] | None = None, idle: str = r"[\s\],;}]*") -> None:
-        """known: the names that calls may have; None: any. idle: an expression for what may follow the last call."""
+    def __init__(
+        self,
+        forms: Forms,
+        known: Container[str] | None = None,
+        idle: Callable[[Cursor], object] = lambda rest: rest.skip(ENDS),
+    ) -> None:
+        """known: the names that calls may have; None: any. idle: skips what may follow the last call."""
         self._forms = forms
         self._known = known
         self._idle = idle
-        self._held: list[str] = []  # text that belongs to no call
-        self._size = 0  # of it
         self._form: Form | None = None  # of the call that is read
-        self._scan = Scan()
         self.called = False
+        self._restart()
+
+    def _restart(self) -> None:
+        self._held: list[str] = []  # text that belongs to no call
+        self._head = Match(self._forms.pattern, HEAD)
+        self._scan = Scan()  # of the call that is read; else of held text
+        self._scanned = 0  # texts of those held
 
     @property
     def rest(self) -> str:
         """The text after the last call; all text if there is none."""
         return "".join(self._held)
 
-    @property
-    def matters(self) -> bool:
-        """Whether the text after the last call is more than the end of a list."""
-        return re.fullmatch(self._idle, self.rest) is None
+    def left(self) -> Cursor | None:
+        """Return the text after the last call, with its whitespace read, or all text; None: it only ends a list."""
+        left = Cursor(self.rest)
+        if self.called:
+            left.skip()
+            at = left.at
+            self._idle(left)
+            if left.done:
+                return None
+            left.at = at
+        return left
 
     @property
     def inside(self) -> bool:
         """Whether the text ends inside a string."""
-        return in_string(self.rest) if self._form is None else self._scan.inside
+        if self._form is None:
+            for held in self._held[self._scanned :]:
+                self._scan.to_depth(held, None)
+            self._scanned = len(self._held)
+        return self._scan.inside
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
-        while text:
+        at = 0
+        while at < len(text):
             if self._form is None:
-                text = self._begin(text, events)
+                at = self._begin(text, at, events)
                 continue
             outer = int(self._form.wrapped)
             arguments = self._scan.depth > outer
-            size = self._scan.to_depth(text, outer if arguments else 0)
+            end = self._scan.to_depth(text, outer if arguments else 0, at)
             if arguments:
-                events.append(Event("arguments", text[:size]))
-            text = text[size:]
+                events.append(Event("arguments", text[at:end]))
+            at = end
             if self._scan.depth == 0:
                 self._form = None
+                self._restart()
         return events
 
-    def _begin(self, text: str, events: list[Event]) -> str:
-        """Hold text back until a call begins, and return what follows from the brace of its arguments on."""
-        wide = self._size >= HEAD  # no call begins here
-        self._held.append(text)
-        self._size += len(text)
-        if wide:
-            return ""
-        self._held = [held] = ["".join(self._held)]
-        for form in self._forms:
-            found = form.head.match(held[:HEAD])
-            name = None if found is None else _name(found)
-            if found is None or name is None or not (self._known is None or name in self._known):
-                continue
-            events.append(Event("call", name))
-            self._held, self._size, self.called = [], 0, True
+    def _begin(self, text: str, start: int, events: list[Event]) -> int:
+        """Hold text back until a call begins, and return where its arguments go on after their brace."""
+        end = len(text) if self._head.failed else self._head.read(text, start)
+        self._held.append(text[start:end])
+        if self._head.which is not None:
+            form = self._forms.forms[self._head.which]
+            name = form.name(Cursor(self.rest[:-1]))
+            if not isinstance(name, str) or not (self._known is None or name in self._known):
+                self._head.fail()
+                return end
+            events += [Event("call", name), Event("arguments", "{")]
+            self._held, self.called = [], True
             self._form, self._scan = form, Scan(int(form.wrapped) + 1)
-            events.append(Event("arguments", "{"))
-            return held[found.end() + 1 :]
-        return ""
+        return end
 
 
-def _name(found: re.Match[str]) -> str | None:
-    groups = found.groupdict()
-    if (plain := groups.get("name")) is not None:
-        return plain
-    try:
-        name = json.loads(groups["json"])
-    except ValueError:
-        return None
-    return str(name)
+NONE = Forms()
+OPTIONAL_TYPE = maybe(text('"type"'), SPACE, text(":"), SPACE, text('"function"'), SPACE, text(","), SPACE)

@@ -2,40 +2,65 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.tools.events import Call, Markers, Parser, Schemas, loaded, written
 from jaxserve.tools.hermes import MARKERS as QWEN
 from jaxserve.tools.marked import Marked
+from jaxserve.tools.scan import Cursor
 
 MINIMAX = Markers("<minimax:tool_call>", "</minimax:tool_call>")
-_INVOKE = re.compile(r'<invoke name="?([^">]+)"?>(.*?)</invoke>', re.DOTALL)
-_NAMED = re.compile(r'<parameter name="?([^">]+)"?>(.*?)</parameter>', re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>]+)>(.*?)</function>", re.DOTALL)
-_EQUAL = re.compile(r"<parameter=([^>]+)>(.*?)</parameter>", re.DOTALL)
+
+
+class Tag(NamedTuple):
+    """How an element is written: `opening`, its name, `>`, its content and `closing`."""
+
+    opening: str
+    closing: str
+
+
+INVOKE, NAMED = Tag("<invoke name=", "</invoke>"), Tag("<parameter name=", "</parameter>")
+FUNCTION, EQUAL = Tag("<function=", "</function>"), Tag("<parameter=", "</parameter>")
 
 
 def minimax_m2(schemas: Schemas) -> Parser:
     """Return a parser of one output."""
-    return Marked(MINIMAX, partial(_read, schemas, _INVOKE, _NAMED), json=False)
+    return Marked(MINIMAX, partial(_read, schemas, INVOKE, NAMED), json=False)
 
 
 def qwen3_coder(schemas: Schemas) -> Parser:
     """Return a parser of one output."""
-    return Marked(QWEN, partial(_read, schemas, _FUNCTION, _EQUAL), json=False)
+    return Marked(QWEN, partial(_read, schemas, FUNCTION, EQUAL), json=False)
 
 
-def _read(schemas: Schemas, calls: re.Pattern[str], parameters: re.Pattern[str], body: str) -> list[Call] | None:
-    made = []
-    for found in calls.finditer(body):
-        name, given = found[1].strip(), parameters.findall(found[2])
-        if parameters.sub("", found[2]).strip():
-            return None  # something that is no parameter
+def _read(schemas: Schemas, function: Tag, parameter: Tag, body: Cursor) -> list[Call] | None:
+    """Return the calls of a block; None if anything but whitespace stands beside calls or parameters."""
+    calls = []
+    body.skip()
+    while name := _opened(body, function):
         known = schemas.get(name, {}).get("properties", {})
-        made.append(Call(name, written({key.strip(): value_of(text, known.get(key.strip())) for key, text in given})))
-    return None if calls.sub("", body).strip() else made or None
+        arguments = dict[str, Any]()
+        body.skip()
+        while key := _opened(body, parameter):
+            text, closed = body.until(parameter.closing)
+            if not closed:
+                return None
+            arguments[key] = value_of(text, known.get(key))
+            body.skip()
+        if not body.take(function.closing):
+            return None
+        calls.append(Call(name, written(arguments)))
+        body.skip()
+    return calls if calls and body.done else None
+
+
+def _opened(body: Cursor, tag: Tag) -> str:
+    """Skip the beginning of an element and return its name; "" if there is none."""
+    if not body.take(tag.opening):
+        return ""
+    name, closed = body.until(">")
+    return name.removeprefix('"').removesuffix('"').strip() if closed else ""
 
 
 def value_of(text: str, schema: Any) -> Any:

@@ -20,6 +20,7 @@ Side = Literal["front", "engine"]
 LONGEST = 1 << 28  # bytes of a frame
 CHALLENGE = 32  # bytes
 HANDSHAKE = 10.0  # seconds for the proof of the key
+UNPROVED = 64  # connections of a listener without a proof; with more, the oldest of them is closed
 BUFFERED = 1 << 16  # bytes that may wait for the other end when `drained` returns
 UNREAD = 1 << 27  # bytes that may wait for the other end, which has stopped reading if there are more
 
@@ -35,14 +36,18 @@ class Connection(asyncio.Protocol):
         opened: Callable[[Connection], None],
         received: Callable[[bytes], None],
         lost: Callable[[str], None],
+        unproved: dict[Connection, None] | None = None,
     ) -> None:
         """Create the end of `side`, for `loop.create_connection` and its kin.
 
         `opened` is called once the other end has proved the key, `received` with each frame after that,
-        and `lost` once at the end, with the reason.
+        and `lost` once at the end, with the reason. unproved: the connections of the same listener that
+        have not proved the key, oldest first.
         """
         self._key, self._side = key, side
         self._opened, self._received, self._lost = opened, received, lost
+        self._unproved = {} if unproved is None else unproved
+        self._longest = CHALLENGE  # bytes of a frame; LONGEST once the key is proved
         self._mine = secrets.token_bytes(CHALLENGE)
         self._frames: Callable[[bytes], None] = self._challenged
         self._buffer = bytearray()
@@ -86,6 +91,9 @@ class Connection(asyncio.Protocol):
         no_delay(transport.get_extra_info("socket"))
         late = f"no proof of the key within {HANDSHAKE:g} s"
         self._timer = asyncio.get_running_loop().call_later(HANDSHAKE, self.close, late)
+        self._unproved[self] = None
+        if len(self._unproved) > UNPROVED:
+            next(iter(self._unproved)).close("too many connections without proof of the key")
         self.send(self._mine)
 
     def data_received(self, data: bytes) -> None:
@@ -94,8 +102,8 @@ class Connection(asyncio.Protocol):
         at = 0
         while len(buffer) - at >= 4:
             size = int.from_bytes(buffer[at : at + 4], "big")
-            if size > LONGEST:
-                self.close(f"a frame of {size} bytes, at most {LONGEST} are allowed")
+            if size > self._longest:
+                self.close(f"a frame of {size} bytes, at most {self._longest} are allowed")
                 return
             if len(buffer) - at - 4 < size:
                 break
@@ -111,6 +119,7 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._transport = None
+        self._unproved.pop(self, None)
         self._lost(f"{self._why} ({error})" if error is not None else self._why)
 
     # the proof of the key
@@ -128,7 +137,8 @@ class Connection(asyncio.Protocol):
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._frames = self._received
+        self._frames, self._longest = self._received, LONGEST
+        self._unproved.pop(self, None)
         self._opened(self)
 
 

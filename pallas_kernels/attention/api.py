@@ -8,7 +8,7 @@ rotates, writes KV and attends.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -18,17 +18,16 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.attention import mosaic_gpu, tpu, xla
 from pallas_kernels.choice import Choice, Unsupported
 from pallas_kernels.choice import resolve as choose
-from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.norms import HeadNorms
+from pallas_kernels.layout import Ragged
 from pallas_kernels.ops.gated_matmul.api import GatedMatmul
 from pallas_kernels.ops.grouped_matmul.api import Experts, XlaExperts
 from pallas_kernels.ops.paged_attention.api import Attention as Local
-from pallas_kernels.ops.paged_attention.api import AttentionSpec, Backend, Pool
-from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul, XlaQuantizedMatmul
-from pallas_kernels.rope import Turn
+from pallas_kernels.ops.paged_attention.api import AttentionInputs, AttentionSpec, Backend, Pool
+from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul
 
 __all__ = [
     "Attention",
+    "AttentionInputs",
     "AttentionSpec",
     "Choice",
     "Pool",
@@ -45,7 +44,7 @@ BACKENDS: Mapping[str, Backend] = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": 
 
 def resolve(spec: AttentionSpec, name: str = "auto") -> Choice:
     """Resolve the attention backend for `spec`; see `choice.resolve`."""
-    return choose(spec, name, BACKENDS, "attention")
+    return choose(spec, name, {backend: module.supports for backend, module in BACKENDS.items()}, "attention")
 
 
 def pool_row(choice: Choice | None, head_dim: int) -> tuple[int, int]:
@@ -82,8 +81,8 @@ class Attention(Local, Protocol):
         """Return the expert products of a shard."""
 
     @property
-    def products(self) -> QuantizedMatmul:
-        """Return the products with 8-bit weights."""
+    def products(self) -> QuantizedMatmul | None:
+        """Return the products with 8-bit weights; None: XLA's."""
 
     @property
     def mlp(self) -> GatedMatmul | None:
@@ -108,7 +107,7 @@ def attention(
     """
     local = xla.make(None, decode) if choice is None else BACKENDS[choice.backend].make(choice.spec, decode, few)
     pages = P(None, "tp") if heads_first(choice) else P(None, None, "tp")
-    return _Sharded(local, mesh, pages, experts or XlaExperts(), products or XlaQuantizedMatmul(), mlp)
+    return _Sharded(local, mesh, pages, experts or XlaExperts(), products, mlp)
 
 
 @dataclass(frozen=True)
@@ -119,49 +118,26 @@ class _Sharded:
     mesh: Mesh | AbstractMesh | None
     pages: P  # partition of a pool's arrays
     experts: Experts
-    products: QuantizedMatmul
+    products: QuantizedMatmul | None
     mlp: GatedMatmul | None
 
     def plan(self, ragged: Ragged) -> Any:
         return self.local.plan(ragged)
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
-        turn: Turn | None,
-        pool: Pool,
-        work: Any,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        scales: Scales | None = None,
-        qkv: jax.Array | None = None,
-        norms: HeadNorms | None = None,
-    ) -> tuple[jax.Array, Pool]:
+    def __call__(self, inputs: AttentionInputs, pool: Pool, work: Any) -> tuple[jax.Array, Pool]:
         if self.mesh is None or self.mesh.shape["tp"] == 1:
-            rest: dict[str, Any] = {"sinks": sinks, "scales": scales, "qkv": qkv, "norms": norms}
-            return self.local(q, k, v, turn, pool, work, scale=scale, window=window, softcap=softcap, **rest)
-        heads, pages = P(None, "tp"), self.pages
-
-        def layer(
-            q: jax.Array, k: jax.Array, v: jax.Array | None, qkv: jax.Array | None, *rest: Any
-        ) -> tuple[jax.Array, Pool]:
-            turn, pool, work, norms, by_head = rest
-            alike: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "norms": norms}
-            return self.local(q, k, v, turn, pool, work, qkv=qkv, **alike, **by_head)
-
+            return self.local(inputs, pool, work)
+        tokens, by_head, whole = P(None, "tp"), P("tp"), P()  # of arrays [T, heads, ...], [heads] and others
+        specs: dict[str, Any] = dict.fromkeys(("q", "k", "v", "qkv"), tokens) | dict.fromkeys(("turn", "norms"), whole)
+        specs |= dict.fromkeys(("sinks", "scales"), by_head)
         # shard_map cannot infer replication through the loops over pages, whose trip counts depend on
         # replicated arrays only.
         run = jax.shard_map(
-            layer,
+            self.local,
             mesh=self.mesh,
-            in_specs=(heads, heads, heads, heads, P(), pages, P(), P(), P("tp")),
-            out_specs=(heads, pages),
+            in_specs=(replace(inputs, **specs), self.pages, whole),
+            out_specs=(tokens, self.pages),
             check_vma=False,
         )
-        mixed, pool = run(q, k, v, qkv, turn, pool, work, norms, {"sinks": sinks, "scales": scales})
+        mixed, pool = run(inputs, pool, work)
         return mixed, pool

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import tpu
-from pallas_kernels.gate.cases import Case, shapes
+from pallas_kernels.gate.cases import Case, shapes, step_shapes
 from pallas_kernels.layout import Ragged
-from pallas_kernels.ops.paged_attention.api import Attention, AttentionSpec
-from pallas_kernels.ops.paged_attention.tpu.cases import DIM, MODELS, POOL, step_arguments
+from pallas_kernels.ops.paged_attention.api import Attention, AttentionInputs, AttentionSpec
+from pallas_kernels.ops.paged_attention.tpu.cases import CONTEXT, DIM, MODELS, POOL
 from pallas_kernels.ops.paged_attention.tpu.config import shape_of
 
 SMALL_HEADS, SMALL_DIM = {"gpt-oss": (64, 8), "qwen2.5-0.5b": (14, 2)}, 64  # two heads a row, and one padded head
@@ -19,9 +19,9 @@ SMALL_HEADS, SMALL_DIM = {"gpt-oss": (64, 8), "qwen2.5-0.5b": (14, 2)}, 64  # tw
 
 def cases() -> list[Case]:
     """Return a decode layer of every model, and one layer of a mixed step."""
-    found = [in_place(model, 64, 256, 256, 2**23) for model in MODELS]
-    found += [in_place(model, 64, 256, 256, 2**24) for model in SMALL_HEADS]
-    return [*found, in_place("8b-tp4", 64, 2048, 64, 2**26)]
+    layers = [in_place(model, 64, 256, 256, 2**23) for model in MODELS]
+    layers += [in_place(model, 64, 256, 256, 2**24) for model in SMALL_HEADS]
+    return [*layers, in_place("8b-tp4", 64, 2048, 64, 2**26)]
 
 
 def in_place(model: str, page: int, tokens: int, rows: int, scratch: int) -> Case:
@@ -36,7 +36,7 @@ def in_place(model: str, page: int, tokens: int, rows: int, scratch: int) -> Cas
         name=f"tpu layer {model} page{page} {'decode' if decode else 'mixed'}",
         program=partial(_write_and_run, layer=layer),
         arguments=shapes(
-            ((tokens, heads, dim), jnp.bfloat16), new, new, pool, pool, *step_arguments(tokens, rows, page)
+            ((tokens, heads, dim), jnp.bfloat16), new, new, pool, pool, *step_shapes(tokens, rows, CONTEXT // page)
         ),
         donate=(3, 4),
         scratch=scratch,
@@ -46,5 +46,6 @@ def in_place(model: str, page: int, tokens: int, rows: int, scratch: int) -> Cas
 def _write_and_run(
     q: jax.Array, k: jax.Array, v: jax.Array, k_pool: jax.Array, v_pool: jax.Array, *rest: jax.Array, layer: Attention
 ) -> tuple[jax.Array, ...]:
-    mixed, pool = layer(q, k, v, None, (k_pool, v_pool), layer.plan(Ragged.of(rest)), scale=DIM**-0.5)
+    inputs = AttentionInputs(q, k, v, None, scale=DIM**-0.5)
+    mixed, pool = layer(inputs, (k_pool, v_pool), layer.plan(Ragged.of(rest)))
     return mixed, *pool

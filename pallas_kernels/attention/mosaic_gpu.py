@@ -20,14 +20,13 @@ import jax.numpy as jnp
 
 from pallas_kernels import tuned
 from pallas_kernels.attention.xla import XlaAttention, XlaWork
-from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.mosaic.support import unfit
-from pallas_kernels.norms import HeadNorms
+from pallas_kernels.layout import Ragged
+from pallas_kernels.mosaic.spec import why_not
+from pallas_kernels.mosaic.support import interpreter_of, unfit
 from pallas_kernels.ops.mla import api as mla
-from pallas_kernels.ops.paged_attention.api import Attention, AttentionSpec, Pool
+from pallas_kernels.ops.paged_attention.api import Attention, AttentionInputs, AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.cascade import merge
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
-from pallas_kernels.rope import Turn
 
 QUERIES = 16  # tokens of the longest row of a step without prompts
 PAGES = (16, 32, 64, 128, 256)
@@ -62,7 +61,7 @@ def make(spec: AttentionSpec | None, decode: bool, few: bool = False) -> Attenti
 
 def tuning_specs(spec: AttentionSpec) -> list[tuple[str, Any]]:
     """Return the (op, AttentionShape) of every tuned config that the attention of `spec` looks up."""
-    return [(op, _shape(spec, queries)) for op, several in LOOKED_UP.items() for queries in several]
+    return [(op, spec.shape(queries)) for op, several in LOOKED_UP.items() for queries in several]
 
 
 def _refused(spec: AttentionSpec) -> str | None:
@@ -71,33 +70,10 @@ def _refused(spec: AttentionSpec) -> str | None:
         return f"pages of {spec.page} tokens; it reads pages of {', '.join(map(str, PAGES))}"
     if spec.latent:
         return mla.refused(spec)
-    try:
-        for queries in LOOKED_UP["decode"]:
-            decode, wanted = _decode(spec, queries)
-            decode.validate(wanted)
-        if not _left_to_xla(spec):
-            prefill, wanted = _prefill(spec)
-            prefill.validate(wanted)
-    except ValueError as reason:
-        return str(reason)
-    return None
-
-
-def _shape(spec: AttentionSpec, queries: int) -> Any:
-    from pallas_kernels.mosaic.spec import AttentionShape as Wanted
-
-    # The number of rows is unknown until the step, so configs must not depend on it.
-    return Wanted(
-        rows=1,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        dim=spec.head_dim,
-        page=spec.page,
-        queries=queries,
-        dtype=jnp.dtype(spec.dtype),
-        kv_dtype=jnp.dtype(spec.stored),
-        cores=spec.cores,
-    )
+    configs = [(_decode(spec, queries), queries) for queries in LOOKED_UP["decode"]]
+    if not _left_to_xla(spec):
+        configs.append((_prefill(spec), 1))
+    return next((why for config, queries in configs if (why := why_not(config, spec.shape(queries)))), None)
 
 
 def _left_to_xla(spec: AttentionSpec) -> bool:
@@ -105,25 +81,21 @@ def _left_to_xla(spec: AttentionSpec) -> bool:
     return spec.head_dim > 128 and jnp.dtype(spec.stored).itemsize == 1
 
 
-def _config(op: str, module: ModuleType, spec: AttentionSpec, queries: int) -> tuple[Any, Any]:
-    """Return the measured config or, without one, the heuristic config, and the spec it is chosen for."""
+def _config(op: str, kernel: ModuleType, spec: AttentionSpec, queries: int) -> Any:
     assert queries in LOOKED_UP[op], f"{queries=} of {op} must be in tuning_specs"
-    wanted = _shape(spec, queries)
-    measured = None if spec.interpret else tuned.best(op, wanted, spec.device, module.Config)
-    return measured or module.heuristic(wanted), wanted
+    return tuned.chosen(op, kernel, spec.shape(queries), spec)
 
 
-def _decode(spec: AttentionSpec, queries: int) -> tuple[Any, Any]:
+def _decode(spec: AttentionSpec, queries: int) -> Any:
     from pallas_kernels.ops.paged_attention.hopper import decode
 
     return _config("decode", decode, spec, queries)
 
 
-def _prefill(spec: AttentionSpec) -> tuple[Any, Any]:
+def _prefill(spec: AttentionSpec) -> Any:
     from pallas_kernels.ops.paged_attention.hopper import prefill
 
-    config, wanted = _config("prefill", prefill, spec, *LOOKED_UP["prefill"])
-    return replace(config, above=1), wanted
+    return replace(_config("prefill", prefill, spec, *LOOKED_UP["prefill"]), above=1)
 
 
 @dataclass(frozen=True)
@@ -133,12 +105,6 @@ class MosaicAttention:
     spec: AttentionSpec
     decode: bool
     few: bool = False
-
-    @property
-    def _interpret(self) -> Any:
-        from pallas_kernels.mosaic.interpret import interpreter
-
-        return interpreter() if self.spec.interpret else None
 
     @property
     def _by_xla(self) -> bool:
@@ -163,56 +129,44 @@ class MosaicAttention:
             return GpuAttentionWork(ragged, (), (), self._xla.plan(ragged))
         windows, page = self.spec.windows, self.spec.page
         groups = tuple(self._groups(ragged, window) for window in windows if ragged.shared is not None)
-        steps = [one.cascade.rest for one in groups] or [ragged] * len(windows)
+        steps = [each.cascade.rest for each in groups] or [ragged] * len(windows)
 
         def each(config: Any) -> tuple[Any, ...]:
-            return tuple(config.plan(step, page=page, window=one) for step, one in zip(steps, windows, strict=True))
+            return tuple(config.plan(step, page=page, window=each) for step, each in zip(steps, windows, strict=True))
 
-        prefill = each(_prefill(self.spec)[0]) if self._prefills else ()
-        return GpuAttentionWork(ragged, each(_decode(self.spec, self._queries)[0]), prefill, groups=groups)
+        prefill = each(_prefill(self.spec)) if self._prefills else ()
+        return GpuAttentionWork(ragged, each(_decode(self.spec, self._queries)), prefill, groups=groups)
 
     def _groups(self, ragged: Ragged, window: int | None) -> Any:
         from pallas_kernels.ops.paged_attention.hopper import cascade
 
-        return cascade.plan(ragged, _decode(self.spec, QUERIES)[0], page=self.spec.page, window=window)
+        return cascade.plan(ragged, _decode(self.spec, QUERIES), page=self.spec.page, window=window)
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
-        turn: Turn | None,
-        pool: Pool,
-        work: GpuAttentionWork,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        scales: Scales | None = None,
-        qkv: jax.Array | None = None,
-        norms: HeadNorms | None = None,
-    ) -> tuple[jax.Array, Pool]:
-        from pallas_kernels.ops.kv_write.hopper import packed
+    def __call__(self, inputs: AttentionInputs, pool: Pool, work: GpuAttentionWork) -> tuple[jax.Array, Pool]:
+        from pallas_kernels.ops.kv_write.hopper import packed, rope_and_write
         from pallas_kernels.ops.paged_attention.hopper.decode import paged_decode
 
-        assert v is not None, "MlaAttention handles latents"
+        qkv, norms, interpret = inputs.qkv, inputs.norms, interpreter_of(self.spec)
         if qkv is None:  # all of the norms are applied
-            qkv, norms = packed(q, k, v), None
-        q, k_pool, v_pool = self._write(qkv, turn, pool, work.ragged, scales, norms)
-        rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "scales": scales}
+            assert inputs.v is not None, "MlaAttention handles latents"
+            qkv, norms = packed(inputs.q, inputs.k, inputs.v), None
+        k_pool, v_pool = pool
+        q, k_pool, v_pool = rope_and_write(
+            qkv, inputs.turn, k_pool, v_pool, work.ragged, scales=inputs.scales, norms=norms, interpret=interpret
+        )
         if work.xla is not None:
-            return self._xla.attend(q, (k_pool, v_pool), work.xla, sinks, **rest), (k_pool, v_pool)
-        at, rest["interpret"] = self.spec.windows.index(window), self._interpret
+            return self._xla.attend(q, (k_pool, v_pool), work.xla, inputs), (k_pool, v_pool)
+        at, sinks = self.spec.windows.index(inputs.window), inputs.sinks
+        rest: dict[str, Any] = {**inputs.options, "interpret": interpret}
         groups = work.groups[at] if work.groups else None
         ragged = work.ragged if groups is None else groups.cascade.rest
-        config, _ = _decode(self.spec, self._queries)
+        config = _decode(self.spec, self._queries)
         # Every row is in one of the plans, so what decode leaves out is overwritten.
         mixed, lse = paged_decode(q, k_pool, v_pool, ragged, work.decode[at], config=config, clean=False, **rest)
         if self._prefills:
             from pallas_kernels.ops.paged_attention.hopper.prefill import paged_prefill
 
-            config, _ = _prefill(self.spec)
+            config = _prefill(self.spec)
             longer = paged_prefill(q, k_pool, v_pool, ragged, work.prefill[at], config=config, clean=False, **rest)
             mine = work.prefill[at].place >= 0
             mixed = jnp.where(mine[:, None, None], longer[0], mixed)
@@ -220,21 +174,6 @@ class MosaicAttention:
         if groups is not None:
             from pallas_kernels.ops.paged_attention.hopper.cascade import attend_shared
 
-            config, _ = _decode(self.spec, QUERIES)
+            config = _decode(self.spec, QUERIES)
             mixed, lse = merge(*attend_shared(q, k_pool, v_pool, groups, config=config, **rest), mixed, lse)
         return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)
-
-    def _write(
-        self,
-        qkv: jax.Array,
-        turn: Turn | None,
-        pool: Pool,
-        ragged: Ragged,
-        scales: Scales | None,
-        norms: HeadNorms | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        from pallas_kernels.ops.kv_write.hopper import rope_and_write
-
-        k_pool, v_pool = pool
-        rest: dict[str, Any] = {"scales": scales, "norms": norms, "interpret": self._interpret}
-        return rope_and_write(qkv, turn, k_pool, v_pool, ragged, **rest)

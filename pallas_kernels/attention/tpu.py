@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.norms import HeadNorms
+from pallas_kernels.layout import Ragged
 from pallas_kernels.ops.kv_write.xla import quantized
-from pallas_kernels.ops.paged_attention.api import AttentionSpec, Pool
+from pallas_kernels.ops.paged_attention.api import AttentionInputs, AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
-from pallas_kernels.rope import Turn, rotate
+from pallas_kernels.rope import rotate
 
 QUERIES = 16  # tokens of the longest row that the decode plan takes
 
@@ -42,8 +41,8 @@ def row(spec: AttentionSpec) -> tuple[int, int]:
     """Return how many kv heads share a pool row, and the row's width."""
     from pallas_kernels.ops.paged_attention.tpu.lanes import row_of
 
-    found = row_of(spec)
-    return found.heads, found.width
+    layout = row_of(spec)
+    return layout.heads, layout.width
 
 
 def make(spec: AttentionSpec | None, decode: bool, few: bool = False) -> TpuAttention:
@@ -63,10 +62,10 @@ class TpuAttention:
     decode: bool
 
     def _configs(self) -> tuple[Any, Any]:
-        from pallas_kernels.ops.paged_attention.tpu import config, decode, prefill
+        from pallas_kernels.ops.paged_attention.tpu.config import decode_config, prefill_config, shape_of
 
-        shape = config.shape_of(self.spec, self.spec.stored)
-        return decode.heuristic(shape, 1 if self.decode else QUERIES), prefill.heuristic(shape)
+        shape = shape_of(self.spec)
+        return decode_config(shape, 1 if self.decode else QUERIES), prefill_config(shape)
 
     def plan(self, ragged: Ragged) -> TpuAttentionWork:
         from pallas_kernels.ops.paged_attention.tpu.plan import plan_decode, plan_prefill
@@ -75,30 +74,14 @@ class TpuAttention:
         longer = None if self.decode else plan_prefill(ragged, queries=prefill.queries, above=decode.queries)
         return TpuAttentionWork(ragged, plan_decode(ragged, queries=decode.queries), longer)
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
-        turn: Turn | None,
-        pool: Pool,
-        work: TpuAttentionWork,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        scales: Scales | None = None,
-        qkv: jax.Array | None = None,
-        norms: HeadNorms | None = None,
-    ) -> tuple[jax.Array, Pool]:
+    def __call__(self, inputs: AttentionInputs, pool: Pool, work: TpuAttentionWork) -> tuple[jax.Array, Pool]:
         from pallas_kernels.ops.kv_write.tpu import write_kv
         from pallas_kernels.ops.paged_attention.tpu.kernel import paged_attention
         from pallas_kernels.ops.paged_attention.tpu.lanes import row_of
 
+        q, k, v, scales = rotate(inputs.q, inputs.turn), rotate(inputs.k, inputs.turn), inputs.v, inputs.scales
         assert v is not None, "a latent is refused by `supports`"
         interpret = True if self.spec.interpret else None
-        q, k = rotate(q, turn), rotate(k, turn)
         k_pool, v_pool = pool
         if scales is not None:
             k, v = quantized(k, scales.k, k_pool.dtype), quantized(v, scales.v, v_pool.dtype)
@@ -106,8 +89,7 @@ class TpuAttention:
         if not row.plain:
             q, k, v = row.spread(q), row.joined(k), row.joined(v)
         k_pool, v_pool = write_kv(k_pool, v_pool, k, v, work.ragged, interpret=interpret)
-        rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "scales": scales}
-        rest["interpret"] = interpret
+        rest: dict[str, Any] = {**inputs.options, "interpret": interpret}
         decode, prefill = self._configs()
         mixed, lse = paged_attention(q, k_pool, v_pool, work.ragged, work.decode, config=decode, **rest)
         if work.prefill is not None:
@@ -115,4 +97,4 @@ class TpuAttention:
             mine = work.ragged.lengths[jnp.minimum(work.ragged.rows, len(work.ragged.lengths) - 1)] > decode.queries
             mixed, lse = jnp.where(mine[:, None, None], longer, mixed), jnp.where(mine[:, None], more, lse)
         mixed = mixed if row.plain else row.own(mixed)
-        return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)
+        return (mixed if inputs.sinks is None else with_sinks(mixed, lse, inputs.sinks)), (k_pool, v_pool)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.norms import HeadNorms
-from pallas_kernels.ops.kv_write.xla import rope_and_write_xla, write_latent
+from pallas_kernels.choice import anywhere
+from pallas_kernels.layout import Ragged
+from pallas_kernels.ops.kv_write.xla import write_kv, write_latent
 from pallas_kernels.ops.paged_attention import cascade
-from pallas_kernels.ops.paged_attention.api import AttentionSpec, Pool
+from pallas_kernels.ops.paged_attention.api import AttentionInputs, AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
-from pallas_kernels.ops.paged_attention.xla import Options, paged_attention
-from pallas_kernels.rope import Turn, rotate
+from pallas_kernels.ops.paged_attention.xla import Options, paged_attention, paged_attention_lse
+from pallas_kernels.rope import rotate
 
-
-def supports(spec: AttentionSpec) -> str | None:
-    """Return None: XLA runs everywhere."""
-    return None
+supports = anywhere
 
 
 def heads_first(spec: AttentionSpec) -> bool:
@@ -58,56 +55,23 @@ class XlaAttention:
         size = cascade.queries(len(ragged.rows), decode=self.decode)
         return XlaWork(ragged, tuple(cascade.plan(ragged, queries=size, window=each) for each in self.windows))
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
-        turn: Turn | None,
-        pool: Pool,
-        work: XlaWork,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        scales: Scales | None = None,
-        qkv: jax.Array | None = None,
-        norms: HeadNorms | None = None,
-    ) -> tuple[jax.Array, Pool]:
-        q, pool = _written(q, k, v, turn, pool, work.ragged, scales, self.heads_first)
-        return self.attend(q, pool, work, sinks, scale=scale, window=window, softcap=softcap, scales=scales), pool
+    def __call__(self, inputs: AttentionInputs, pool: Pool, work: XlaWork) -> tuple[jax.Array, Pool]:
+        q, k = rotate(inputs.q, inputs.turn), rotate(inputs.k, inputs.turn)
+        if inputs.v is None:
+            pool = (write_latent(pool[0], k, work.ragged.write),)
+        else:
+            k_pool, v_pool = pool
+            pool = write_kv(k_pool, v_pool, k, inputs.v, work.ragged, inputs.scales, self.heads_first)
+        return self.attend(q, pool, work, inputs), pool
 
-    def attend(
-        self, q: jax.Array, pool: Pool, work: XlaWork, sinks: jax.Array | None, **options: Unpack[Options]
-    ) -> jax.Array:
-        """Return the mixed values of rotated queries; the pool holds the step's keys and values."""
-        options = {**options, "decode": self.decode, "heads_first": self.heads_first}
+    def attend(self, q: jax.Array, pool: Pool, work: XlaWork, inputs: AttentionInputs) -> jax.Array:
+        """Return the mixed values of rotated queries q; the pool holds the step's keys and values."""
+        options = Options(**inputs.options, decode=self.decode, queries=None, heads_first=self.heads_first)
         if work.cascades:
-            shared = work.cascades[self.windows.index(options["window"])]
+            shared = work.cascades[self.windows.index(inputs.window)]
             mixed, lse = cascade.cascade_attention(q, pool[0], pool[-1], shared, **options)
-        elif sinks is None:
+        elif inputs.sinks is None:
             return paged_attention(q, pool[0], pool[-1], work.ragged, **options)
         else:
-            mixed, lse = paged_attention(q, pool[0], pool[-1], work.ragged, return_lse=True, **options)
-        return mixed if sinks is None else with_sinks(mixed, lse, sinks)
-
-
-def _written(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array | None,
-    turn: Turn | None,
-    pool: Pool,
-    ragged: Ragged,
-    scales: Scales | None,
-    heads_first: bool,
-) -> tuple[jax.Array, Pool]:
-    """Return the rotated queries, and the pool with this step's keys and values, or latents, written."""
-    if v is None:
-        return rotate(q, turn), (write_latent(pool[0], rotate(k, turn), ragged.write),)
-    k_pool, v_pool = pool
-    q, k_pool, v_pool = rope_and_write_xla(
-        q, k, v, turn, k_pool, v_pool, ragged, scales=scales, heads_first=heads_first
-    )
-    return q, (k_pool, v_pool)
+            mixed, lse = paged_attention_lse(q, pool[0], pool[-1], work.ragged, **options)
+        return mixed if inputs.sinks is None else with_sinks(mixed, lse, inputs.sinks)

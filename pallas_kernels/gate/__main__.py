@@ -33,54 +33,56 @@ LIMIT = 600.0  # seconds per case
 
 def parser() -> argparse.ArgumentParser:
     head, rest = (__doc__ or "").split("\n", 1)
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         prog="python -m pallas_kernels.gate",
         description=head.split(": ", 1)[1] + rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--target", choices=sorted(TARGETS), default="h200", help="what to compile for (default: h200)")
-    made.add_argument(
+    options.add_argument(
+        "--target", choices=sorted(TARGETS), default="h200", help="what to compile for (default: h200)"
+    )
+    options.add_argument(
         "--all", action="store_true", help="also compile the cases that CI leaves out: further models and configs"
     )
-    made.add_argument(
+    options.add_argument(
         "--only",
         metavar="PATTERN",
         action="append",
         default=[],
         help="only cases whose name contains the shell pattern PATTERN; may be repeated; implies --all",
     )
-    made.add_argument(
+    options.add_argument(
         "--cases",
         metavar="MODULE",
         action="append",
         default=[],
         help="take the cases from MODULE.cases() instead of the usual modules; may be repeated",
     )
-    made.add_argument("--list", action="store_true", help="print the names of the cases and exit")
-    made.add_argument(
+    options.add_argument("--list", action="store_true", help="print the names of the cases and exit")
+    options.add_argument(
         "--record",
         action="store_true",
         help="record the figures of cases that break no fixed rule as the bounds for this jax and compiler",
     )
-    made.add_argument(
+    options.add_argument(
         "--bounds",
         metavar="FILE",
         type=Path,
         default=bounds.FILE,
         help="read and write the bounds in FILE instead of the package's",
     )
-    made.add_argument("--json", metavar="FILE", type=Path, help="also write the figures and verdicts to FILE")
-    made.add_argument(
+    options.add_argument("--json", metavar="FILE", type=Path, help="also write the figures and verdicts to FILE")
+    options.add_argument(
         "--jobs", metavar="N", type=int, default=os.cpu_count() or 1, help="number of cases compiled at once"
     )
-    made.add_argument(
+    options.add_argument(
         "--limit",
         metavar="S",
         type=float,
         default=LIMIT,
         help="time limit of a case in seconds (default: %(default).0f)",
     )
-    return made
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,14 +111,14 @@ def choose(target: Target, modules: Sequence[str], patterns: Sequence[str], ever
     from pallas_kernels.gate.cases import GPU, TPU, Case, collect, installed
 
     usual = installed(GPU if target.platform == "cuda" else TPU)
-    found = collect(modules or usual)
+    cases = collect(modules or usual)
     jax = tuple(int(part) for part in version("jax").split(".")[:2])
-    found = [case for case in found if jax >= case.least_jax and target.memory >= case.least_memory]
+    cases = [case for case in cases if jax >= case.least_jax and target.memory >= case.least_memory]
     if patterns:
-        found = [case for case in found if any(fnmatch.fnmatchcase(case.name, f"*{pattern}*") for pattern in patterns)]
+        cases = [case for case in cases if any(fnmatch.fnmatchcase(case.name, f"*{pattern}*") for pattern in patterns)]
     elif not everything:
-        found = [case for case in found if case.usual]
-    return sorted(found, key=lambda case: isinstance(case, Case))
+        cases = [case for case in cases if case.usual]
+    return sorted(cases, key=lambda case: isinstance(case, Case))
 
 
 class Gate:
@@ -183,13 +185,13 @@ class Gate:
     def _record(self, whole: bool) -> None:
         from pallas_kernels.gate.rules import bound_of
 
-        found = {
+        recorded = {
             name: bound_of(outcome)
             for name, outcome in self.outcomes.items()
             if not isinstance(outcome, str) and not self.breaches[name]
         }
-        bounds.record(self.target.bounds, self.jax, found, self.file, ptxas=self.ptxas, whole=whole)
-        print(f"{len(found)} bounds of jax {bounds.key_of(self.jax, self.ptxas)} written to {self.file}")
+        bounds.record(self.target.bounds, self.jax, recorded, self.file, ptxas=self.ptxas, whole=whole)
+        print(f"{len(recorded)} bounds of jax {bounds.key_of(self.jax, self.ptxas)} written to {self.file}")
 
     def _report(self, names: Sequence[str], seconds: float) -> dict[str, object]:
         cases: dict[str, object] = {}
@@ -197,8 +199,8 @@ class Gate:
             outcome = self.outcomes[name]
             figures = {} if isinstance(outcome, str) else asdict(outcome)
             cases[name] = {"ok": not self.breaches[name], "breaches": self.breaches[name], **figures}
-        made = {"target": self.target.name, "jax": self.jax, "compiler": self.target.compiler()}
-        return {**made, "seconds": round(seconds, 1), "cases": cases}
+        head = {"target": self.target.name, "jax": self.jax, "compiler": self.target.compiler()}
+        return {**head, "seconds": round(seconds, 1), "cases": cases}
 
 
 if __name__ == "__main__":

@@ -32,13 +32,13 @@ def load(target: str, jax: str, file: Path = FILE, *, ptxas: str = "") -> tuple[
 
 
 def record(
-    target: str, jax: str, found: Mapping[str, Bound], file: Path = FILE, *, ptxas: str = "", whole: bool = False
+    target: str, jax: str, recorded: Mapping[str, Bound], file: Path = FILE, *, ptxas: str = "", whole: bool = False
 ) -> None:
     """Write `found` over the recorded bounds; cases not in it keep theirs, unless it is the `whole` set."""
     everything = _read(file)
     versions, key = everything.setdefault(target, {}), key_of(jax, ptxas)
     kept = {} if whole else versions.get(key, {})
-    versions[key] = {**kept, **{case: asdict(bound) for case, bound in found.items()}}
+    versions[key] = {**kept, **{case: asdict(bound) for case, bound in recorded.items()}}
     text = json.dumps(everything, indent=1, sort_keys=True)
     # One case per line, so that changing one is a one-line diff.
     file.write_text(re.sub(r"\{[^{}]*\}", lambda leaf: " ".join(leaf[0].split()), text) + "\n", encoding="utf-8")

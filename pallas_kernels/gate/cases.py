@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,85 +30,46 @@ TPU = ("pallas_kernels.ops.paged_attention.tpu.cases", "pallas_kernels.attention
 KERNELS_HOLD, STEPS_HOLD = 1 << 26, 1 << 20
 
 
-class Compilable(Protocol):
+@dataclass(frozen=True)
+class Compilable:
     """A program that the gate can compile and check."""
 
-    @property
-    def name(self) -> str:
-        """The name in reports, under which bounds are recorded."""
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Instructions that the machine code must contain: "wgmma", "mma", "tma"."""
-
-    @property
-    def least_jax(self) -> tuple[int, int]:
-        """The oldest jax version that supports the case."""
-
-    @property
-    def least_memory(self) -> int:
-        """The bytes of the smallest device that holds the program."""
-
-    @property
-    def usual(self) -> bool:
-        """Whether every run compiles it; other cases need `--all`."""
-
-    @property
-    def devices(self) -> int:
-        """The number of devices in the mesh."""
-
-    @property
-    def held(self) -> int:
-        """Arguments of more bytes than this are pools or weights, which must not be copied."""
+    name: str  # in reports, under which bounds are recorded: "decode wgmma bf16 page64 q1", "llama3-8b tp1 decode 64"
+    program: Callable[..., Any]
+    _: KW_ONLY
+    needs: frozenset[str] = frozenset()  # instructions that the machine code must contain: "wgmma", "mma", "tma"
+    least_jax: tuple[int, int] = (0, 10)  # the oldest jax version that supports it
+    least_memory: int = 0  # bytes of the smallest device that holds the program
+    usual: bool = True  # whether every run compiles it; other cases need `--all`
+    devices: int = 1  # of the mesh
+    held: int = 0  # arguments of more bytes than this are pools or weights, which must not be copied
+    command_buffers: int | None = None  # maximum number of CUDA graphs it may be cut into; None: any
+    most_moved: int | None = None  # maximum bytes that its kernels read and write together; None: any
+    layers: int = 0  # of the model that it is a step of; 0: it is no step
+    flags: tuple[str, ...] = ()  # XLA flags beyond the defaults, as in XLA_FLAGS
 
     @property
     def most_temp(self) -> int | None:
         """Maximum bytes of temporaries, whatever is recorded; None: as recorded."""
-
-    @property
-    def command_buffers(self) -> int | None:
-        """Maximum number of CUDA graphs it may be cut into; None: any."""
-
-    @property
-    def most_moved(self) -> int | None:
-        """Maximum bytes that its kernels read and write together; None: any."""
-
-    @property
-    def layers(self) -> int:
-        """Layers of the model that it is a step of; 0: it is no step."""
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """XLA flags beyond the defaults, as in XLA_FLAGS."""
+        return None
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
         """Lower the program for `devices` devices."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Case:
-    """One kernel to compile for a device that is not present.
+class Case(Compilable):
+    """One kernel to compile for a device that is not present; the gate adds shardings to the arguments' shapes.
 
-    `arguments` are shapes and dtypes; the gate adds shardings. `donate` lists the positions of
-    arguments that the program updates in place: it must alias all of them, and have at most
-    `scratch` bytes of temporaries. `needs` and `least_jax` are as in `Compilable`.
+    `donate` lists the positions of arguments that the program updates in place: it must alias all of
+    them, and have at most `scratch` bytes of temporaries.
     """
 
-    name: str  # e.g. "decode wgmma bf16 page64 q1"
-    program: Callable[..., Any]
     arguments: tuple[jax.ShapeDtypeStruct, ...]
     donate: tuple[int, ...] = ()
-    needs: frozenset[str] = frozenset()
-    least_jax: tuple[int, int] = (0, 10)
-    least_memory: int = 0
-    usual: bool = True
-    scratch: int = 0
-    held: int = KERNELS_HOLD
-    devices: int = 1
-    command_buffers: int | None = None
-    most_moved: int | None = None
-    layers: int = 0
-    flags: tuple[str, ...] = ()
+    scratch: int = field(default=0, kw_only=True)
+    held: int = field(default=KERNELS_HOLD, kw_only=True)
 
     @property
     def most_temp(self) -> int | None:
@@ -116,35 +77,29 @@ class Case:
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
         whole = NamedSharding(mesh, PartitionSpec())
-        placed = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=whole) for one in self.arguments]
+        placed = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=whole) for each in self.arguments]
         return jax.jit(partial(self.program), donate_argnums=self.donate).lower(*placed)
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Compilable):
     """A program of an engine; `program(mesh)` lowers it with the engine's shardings and donation."""
 
-    name: str  # e.g. "llama3-8b tp1 decode 64"
-    program: Callable[[Mesh], jax.stages.Lowered]
-    devices: int = 1
-    needs: frozenset[str] = frozenset()
-    least_jax: tuple[int, int] = (0, 10)
-    least_memory: int = 0
-    usual: bool = True
-    command_buffers: int | None = None
-    held: int = STEPS_HOLD
-    most_temp: int | None = None
-    most_moved: int | None = None
-    layers: int = 0
-    flags: tuple[str, ...] = ()
+    held: int = field(default=STEPS_HOLD, kw_only=True)
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
-        return self.program(mesh)
+        lowered: jax.stages.Lowered = self.program(mesh)
+        return lowered
 
 
 def shapes(*pairs: tuple[Sequence[int], Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Make arguments from (shape, dtype) pairs."""
     return tuple(jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in pairs)
+
+
+def step_shapes(tokens: int, rows: int, pages: int) -> list[tuple[tuple[int, ...], Any]]:
+    """Return the shapes and dtypes of the arrays of `Ragged`, with `pages` columns of the block tables."""
+    return [*[((tokens,), np.int32)] * 3, *[((rows,), np.int32)] * 3, ((rows, pages), np.int32)]
 
 
 def mesh_of(devices: Sequence[Any]) -> Mesh:
@@ -154,12 +109,12 @@ def mesh_of(devices: Sequence[Any]) -> Mesh:
 
 def collect(modules: Iterable[str]) -> list[Compilable]:
     """Return the cases of all modules, in order; raise ValueError if two have the same name."""
-    found: list[Compilable] = [case for module in modules for case in import_module(module).cases()]
-    names = [case.name for case in found]
+    cases: list[Compilable] = [case for module in modules for case in import_module(module).cases()]
+    names = [case.name for case in cases]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"duplicate case names: {', '.join(twice)}")
-    return found
+    return cases
 
 
 def installed(modules: Iterable[str]) -> list[str]:

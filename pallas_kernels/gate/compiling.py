@@ -69,12 +69,12 @@ def compile_all(
         while todo or running:
             while todo and len(running) < jobs:
                 running.append(_begin(todo.pop(), target, Path(folder), limit, work or compile_case))
-            ready = wait([one.pipe for one in running], timeout=1.0)
-            for one in list(running):
-                late = time.monotonic() > one.ends
-                if one.pipe in ready or late:
-                    running.remove(one)
-                    tell(one.case, _end(one, late=late and one.pipe not in ready))
+            ready = wait([child.pipe for child in running], timeout=1.0)
+            for child in list(running):
+                late = time.monotonic() > child.ends
+                if child.pipe in ready or late:
+                    running.remove(child)
+                    tell(child.case, _end(child, late=late and child.pipe not in ready))
 
 
 def _begin(case: C, target: Target, folder: Path, limit: float, work: Work) -> _Running[C]:
@@ -89,19 +89,19 @@ def _begin(case: C, target: Target, folder: Path, limit: float, work: Work) -> _
     return _Running(case, process, receiver, time.monotonic() + limit, limit, said)
 
 
-def _end(one: _Running[C], late: bool) -> Outcome:
+def _end(running: _Running[C], late: bool) -> Outcome:
     outcome: Outcome
     if late:
-        one.process.kill()
-        outcome = f"did not finish within {one.limit:.0f} s"
+        running.process.kill()
+        outcome = f"did not finish within {running.limit:.0f} s"
     else:
         try:
-            outcome = one.pipe.recv()
+            outcome = running.pipe.recv()
         except EOFError:
-            one.process.join()
-            outcome = f"the compiler died (exit code {one.process.exitcode}): {_tail(one.said)}"
-    one.process.join()
-    one.pipe.close()
+            running.process.join()
+            outcome = f"the compiler died (exit code {running.process.exitcode}): {_tail(running.said)}"
+    running.process.join()
+    running.pipe.close()
     return outcome
 
 
@@ -127,8 +127,8 @@ def compile_case(case: Compilable, target: Target) -> Figures:
     """Compile a case in this process, which must not have compiled anything before."""
     import jax
 
-    with tempfile.TemporaryDirectory(prefix="aot-case-") as made:
-        xla, mosaic = Path(made) / "xla", Path(made) / "mosaic"
+    with tempfile.TemporaryDirectory(prefix="aot-case-") as scratch:
+        xla, mosaic = Path(scratch) / "xla", Path(scratch) / "mosaic"
         xla.mkdir()
         mosaic.mkdir()
         dump_into(xla, target, case.flags)

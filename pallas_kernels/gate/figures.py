@@ -76,7 +76,7 @@ def assembled(reports: Sequence[str]) -> dict[str, object]:
     """Return the fields of `Figures` in reports of ptxas."""
     return {
         "registers": max((int(n) for report in reports for n in REGISTERS.findall(report)), default=0),
-        "spills": sum(int(n) for report in reports for found in SPILL.findall(report) for n in found),
+        "spills": sum(int(n) for report in reports for sizes in SPILL.findall(report) for n in sizes),
         "serialized": tuple(line.strip() for report in reports for line in SERIALISED.findall(report)),
     }
 
@@ -87,7 +87,7 @@ def spilling(report: str, machine: str) -> Iterator[str]:
     ptxas parks a few values that a loop over tiles does not change, where that fills the registers.
     That costs next to nothing; a kernel without such a loop has no reason to.
     """
-    spilled = sum(int(n) for found in SPILL.findall(report) for n in found)
+    spilled = sum(int(n) for sizes in SPILL.findall(report) for n in sizes)
     most = PARKED if sass.inner_loop(machine) else 0
     if spilled > most:
         yield f"{spilled} bytes of registers spilled, the bound is {most}"
@@ -104,7 +104,9 @@ def kernels(folder: Path) -> dict[str, object]:
     launches = [_launched(path, code) for path, code in codes.items()]
     return {
         "kernels": len(codes),
-        "largest": max(filter(None, launches), key=lambda one: (one.shared, one.registers), default=None),
+        "largest": max(
+            filter(None, launches), key=lambda launched: (launched.shared, launched.registers), default=None
+        ),
         "disassembled": len(machine),
         "hazards": tuple(said for code in machine.values() for said in sass.hazards(code)),
         "spilling": tuple(said for path, text in reports.items() for said in spilling(text, machine.get(path, ""))),
@@ -144,8 +146,8 @@ def thunks(folder: Path) -> dict[str, object]:
     lists = sorted(folder.glob("*thunk_sequence_after_thunk_passes.txt"), key=lambda path: path.stat().st_mtime_ns)
     if not lists:
         return {}
-    found = THUNK.findall(lists[-1].read_text())
+    kinds = THUNK.findall(lists[-1].read_text())
     return {
-        "buffers": sum(kind == "kCommandBuffer" for _, kind in found),
-        "loose": sum(not indent and kind != "kCommandBuffer" for indent, kind in found),
+        "buffers": sum(kind == "kCommandBuffer" for _, kind in kinds),
+        "loose": sum(not indent and kind != "kCommandBuffer" for indent, kind in kinds),
     }

@@ -36,19 +36,19 @@ class Instruction:
     shape: str
     opcode: str
     operands: tuple[str, ...]
-    told: str  # the text after its operands
+    attributes: str  # the text after its operands
 
     @property
     def calls(self) -> str | None:
         """The computation that a wrapper calls."""
-        found = CALLS.search(self.told)
-        return found[1] if found else None
+        match = CALLS.search(self.attributes)
+        return match[1] if match else None
 
     @property
     def array(self) -> Array | None:
         """The dtype and dimensions of its value; for a tuple, of the first array."""
-        found = ARRAY.search(self.shape)
-        return None if found is None else (found[1], tuple(int(size) for size in found[2].split(",") if size))
+        match = ARRAY.search(self.shape)
+        return None if match is None else (match[1], tuple(int(size) for size in match[2].split(",") if size))
 
 
 def size(array: Array) -> int:
@@ -60,36 +60,36 @@ def size(array: Array) -> int:
 
 
 def _instruction(line: str) -> Instruction | None:
-    found = LINE.match(line)
-    if found is None:
+    parts = LINE.match(line)
+    if parts is None:
         return None
-    name, shape, opcode, rest = found.groups()
-    given, _, told = rest.partition(")")
-    return Instruction(name, shape, opcode, tuple(re.findall(r"%([\w.\-]+)", given)), told)
+    name, shape, opcode, rest = parts.groups()
+    given, _, rest = rest.partition(")")
+    return Instruction(name, shape, opcode, tuple(re.findall(r"%([\w.\-]+)", given)), rest)
 
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
     """Return the instructions of every computation by name, and the name of the entry."""
-    found: dict[str, list[Instruction]] = {}
+    code: dict[str, list[Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
         head = HEAD.match(line) if not line.startswith(" ") else None
         if head is not None:
-            current = found.setdefault(head[2], [])
+            current = code.setdefault(head[2], [])
             entry = head[2] if head[1] else entry
         elif current is not None and (instruction := _instruction(line)) is not None:
             current.append(instruction)
-    return found, entry
+    return code, entry
 
 
 def copies(text: str, held: int) -> list[str]:
     """Describe each instruction that copies an argument of more than `held` bytes."""
     code, entry = computations(text)
-    parameters = [one.array for one in code[entry] if one.opcode == "parameter"]
+    parameters = [instruction.array for instruction in code[entry] if instruction.opcode == "parameter"]
     large = {array for array in parameters if array is not None and size(array) > held}
-    inside = {one.calls for body in code.values() for one in body if one.opcode in WRAPPERS}
+    inside = {instruction.calls for body in code.values() for instruction in body if instruction.opcode in WRAPPERS}
     bodies = {name: body for name, body in code.items() if name not in inside}
-    return [told for name, body in bodies.items() for told in _copies(body, code, large, held, name == entry)]
+    return [copy for name, body in bodies.items() for copy in _copies(body, code, large, held, name == entry)]
 
 
 def _copies(
@@ -97,25 +97,25 @@ def _copies(
 ) -> Iterator[str]:
     known: dict[str, Instruction] = {}
     weights: set[str] = set()
-    for one in body:
-        known[one.name] = one
-        if top and one.opcode == "parameter" and one.array in large:
-            weights.add(one.name)
-        if one.opcode in RENAMES and weights.intersection(one.operands):
-            weights.add(one.name)
-        array = one.array
-        if array is None or size(array) <= held or not _moves(one, code) or "S(1)" in one.shape:
+    for instruction in body:
+        known[instruction.name] = instruction
+        if top and instruction.opcode == "parameter" and instruction.array in large:
+            weights.add(instruction.name)
+        if instruction.opcode in RENAMES and weights.intersection(instruction.operands):
+            weights.add(instruction.name)
+        array = instruction.array
+        if array is None or size(array) <= held or not _moves(instruction, code) or "S(1)" in instruction.shape:
             continue  # S(1): a TPU prefetches a weight into fast memory, which is no copy
-        if any(name in weights or (name in known and known[name].array in large) for name in one.operands):
-            yield f"{one.opcode} {one.name} of {array[0]}{list(array[1])}, {size(array) / 1e9:.2f} GB"
+        if any(name in weights or (name in known and known[name].array in large) for name in instruction.operands):
+            yield f"{instruction.opcode} {instruction.name} of {array[0]}{list(array[1])}, {size(array) / 1e9:.2f} GB"
 
 
-def _moves(one: Instruction, code: dict[str, list[Instruction]]) -> bool:
+def _moves(instruction: Instruction, code: dict[str, list[Instruction]]) -> bool:
     """Return whether an instruction only moves data."""
-    if one.opcode in WRAPPERS and one.calls in code:
-        inner = {each.opcode for each in code[one.calls]}
+    if instruction.opcode in WRAPPERS and instruction.calls in code:
+        inner = {each.opcode for each in code[instruction.calls]}
         return inner <= MOVES | HARMLESS and bool(inner & MOVES)
-    return one.opcode in MOVES
+    return instruction.opcode in MOVES
 
 
 def aliased(text: str) -> int:
@@ -125,11 +125,11 @@ def aliased(text: str) -> int:
     if begin < 0:
         return 0
     end = head.find(" }", begin)
-    return len({found[1] for found in ALIAS.finditer(head[begin:end])})
+    return len({match[1] for match in ALIAS.finditer(head[begin:end])})
 
 
-def in_place(one: Instruction) -> dict[int, int]:
+def in_place(call: Instruction) -> dict[int, int]:
     """Return the operand that each output of a custom call changes in place, by the number of the output."""
-    found = IN_PLACE.search(one.told)
-    pairs = re.findall(r"\{(\d*)\}: \((\d+)", found[1]) if found else []
+    aliases = IN_PLACE.search(call.attributes)
+    pairs = re.findall(r"\{(\d*)\}: \((\d+)", aliases[1]) if aliases else []
     return {int(out or 0): int(at) for out, at in pairs}

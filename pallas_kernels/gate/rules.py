@@ -15,7 +15,7 @@ ROOM = 16  # temporaries may exceed the recorded ones by 1/ROOM, because buffer 
 
 @dataclass(frozen=True)
 class Bound:
-    """The figures of a case recorded under one version of jax."""
+    """The figures of a case recorded under one version of jax, named as in `Figures`."""
 
     registers: int
     temp: int  # bytes
@@ -27,17 +27,21 @@ class Bound:
     moved: int | None = None
 
 
+# A figure's name in messages, and what its message adds.
+RECORDED = {
+    "registers": ("registers", ""),
+    "temp": ("bytes of temporaries", f" plus 1/{ROOM} of that"),
+    "buffers": ("command buffers", ""),
+    "kernels": ("kernels compiled", ": is one traced per layer?"),
+    "shared": ("instructions through shared memory", ""),
+    "narrow": ("loads of shared memory of less than 4 bytes", ""),
+    "launches": ("launches", ""),
+    "moved": ("bytes read and written", ""),
+}
+
+
 def bound_of(figures: Figures) -> Bound:
-    return Bound(
-        figures.registers,
-        figures.temp,
-        figures.buffers,
-        figures.kernels,
-        figures.shared,
-        figures.narrow,
-        figures.launches,
-        figures.moved,
-    )
+    return Bound(**{name: getattr(figures, name) for name in RECORDED})
 
 
 def laws(case: Compilable, figures: Figures, memory: int) -> Iterator[str]:
@@ -75,19 +79,8 @@ def excess(figures: Figures, bound: Bound | None) -> Iterator[str]:
     if bound is None:
         yield "no bound is recorded for this case: check its figures, then run with --record"
         return
-    if figures.registers > bound.registers:
-        yield f"{figures.registers} registers, the recorded bound is {bound.registers}"
-    if figures.temp > bound.temp + bound.temp // ROOM:
-        yield f"{figures.temp} bytes of temporaries, the recorded bound is {bound.temp} plus 1/{ROOM} of that"
-    if figures.buffers is not None and bound.buffers is not None and figures.buffers > bound.buffers:
-        yield f"{figures.buffers} command buffers, the recorded bound is {bound.buffers}"
-    if figures.kernels > bound.kernels:
-        yield f"{figures.kernels} kernels compiled, the recorded bound is {bound.kernels}: is one traced per layer?"
-    if bound.shared is not None and figures.shared > bound.shared:
-        yield f"{figures.shared} instructions through shared memory, the recorded bound is {bound.shared}"
-    if bound.narrow is not None and figures.narrow > bound.narrow:
-        yield f"{figures.narrow} loads of shared memory of less than 4 bytes, the recorded bound is {bound.narrow}"
-    if bound.launches is not None and figures.launches > bound.launches:
-        yield f"{figures.launches} launches, the recorded bound is {bound.launches}"
-    if bound.moved is not None and figures.moved > bound.moved:
-        yield f"{figures.moved} bytes read and written, the recorded bound is {bound.moved}"
+    for name, (what, more) in RECORDED.items():
+        figure, most = getattr(figures, name), getattr(bound, name)
+        room = bound.temp // ROOM if name == "temp" else 0
+        if figure is not None and most is not None and figure > most + room:
+            yield f"{figure} {what}, the recorded bound is {most}{more}"

@@ -54,91 +54,95 @@ class Function:
 
     def successors(self) -> list[set[int]]:
         """Return where control may go after each instruction. Raises ValueError for indirect jumps."""
-        after_calls = {at + 1 for at, one in enumerate(self.code) if one.root == "CALL"}
+        after_calls = {at + 1 for at, instruction in enumerate(self.code) if instruction.root == "CALL"}
         joins: dict[str, set[tuple[int, int]]] = {}
-        for at, one in enumerate(self.code):
-            if one.root == "BSSY":
-                joins.setdefault(_barrier(one), set()).update((at, target) for target in self._targets(one))
-        made = [self._after(at, one, after_calls, joins) for at, one in enumerate(self.code)]
-        return [{at for at in each if at < len(self.code)} for each in made]
+        for at, instruction in enumerate(self.code):
+            if instruction.root == "BSSY":
+                joins.setdefault(_barrier(instruction), set()).update(
+                    (at, target) for target in self._targets(instruction)
+                )
+        targets = [self._after(at, instruction, after_calls, joins) for at, instruction in enumerate(self.code)]
+        return [{at for at in each if at < len(self.code)} for each in targets]
 
     def _after(
-        self, at: int, one: Instruction, after_calls: set[int], joins: dict[str, set[tuple[int, int]]]
+        self, at: int, instruction: Instruction, after_calls: set[int], joins: dict[str, set[tuple[int, int]]]
     ) -> set[int]:  # fmt: skip
-        conditional = {at + 1} if one.predicate else set()
-        match one.root:
+        conditional = {at + 1} if instruction.predicate else set()
+        match instruction.root:
             case "BRA" | "JMP":
-                some = any(PREDICATE.match(each) for each in one.operands) or "DIV" in one.name.split(".")
-                return self._targets(one) | ({at + 1} if some else conditional)
+                some = any(PREDICATE.match(each) for each in instruction.operands) or "DIV" in instruction.name.split(
+                    "."
+                )
+                return self._targets(instruction) | ({at + 1} if some else conditional)
             case "CALL":
-                return self._targets(one) | {at + 1}
+                return self._targets(instruction) | {at + 1}
             case "RET":
                 return after_calls | conditional
             case "EXIT" | "KILL":
                 return conditional
             case "BSYNC" | "BREAK":
                 # To where the threads meet: of the regions of this barrier, those around it if there are any.
-                mine = joins.get(_barrier(one), set())
+                mine = joins.get(_barrier(instruction), set())
                 around = {(begin, end) for begin, end in mine if begin < at <= end}
                 return {at + 1} | {end for _, end in around or mine}
             case "BRX" | "JMX" | "BRXU" | "JMXU":
-                raise ValueError(f"{one} of {self.name} jumps where only a register says")
+                raise ValueError(f"{instruction} of {self.name} jumps where only a register says")
         return {at + 1}
 
-    def _targets(self, one: Instruction) -> set[int]:
-        named = TARGET.search(", ".join(one.operands))
+    def _targets(self, instruction: Instruction) -> set[int]:
+        named = TARGET.search(", ".join(instruction.operands))
         if named is None or named[1] not in self.labels:
-            raise ValueError(f"{one} of {self.name} names no label of it")
+            raise ValueError(f"{instruction} of {self.name} names no label of it")
         return {self.labels[named[1]]}
 
 
-def _barrier(one: Instruction) -> str:
-    return next((each for each in one.operands if re.match(r"^B\d+$", each)), "")
+def _barrier(instruction: Instruction) -> str:
+    return next((each for each in instruction.operands if re.match(r"^B\d+$", each)), "")
 
 
 def functions(text: str) -> list[Function]:
     """Parse the output of nvdisasm, with or without control codes."""
-    found: list[Function] = []
+    parsed: list[Function] = []
     name, code, labels = "", list[Instruction](), dict[str, int]()
     for line in [*text.splitlines(), "\t.section .text.,"]:
         if (section := SECTION.match(line)) is not None:
             if code:
-                found.append(Function(name, tuple(code), labels))
+                parsed.append(Function(name, tuple(code), labels))
             name, code, labels = section[1].removeprefix(".text."), [], {}
         elif (label := LABEL.match(line)) is not None:
             labels[label[1]] = len(code)
-        elif (one := LINE.search(line)) is not None:
-            operands = tuple(part.strip() for part in one[3].split(",") if part.strip())
-            code.append(Instruction(one[1] or "", one[2], operands))
-    return found
+        elif (instruction := LINE.search(line)) is not None:
+            operands = tuple(part.strip() for part in instruction[3].split(",") if part.strip())
+            code.append(Instruction(instruction[1] or "", instruction[2], operands))
+    return parsed
 
 
-def written(one: Instruction) -> range:
+def written(instruction: Instruction) -> range:
     """Return the registers that an instruction writes, other than a product in flight."""
-    operands = list(one.operands)
-    if one.root in READS_FIRST or not operands:
+    operands = list(instruction.operands)
+    if instruction.root in READS_FIRST or not operands:
         return range(0)
-    if one.root in PREDICATE_FIRST:
+    if instruction.root in PREDICATE_FIRST:
         while operands and PREDICATE.match(operands[0]):
             operands.pop(0)
-    found = REGISTER.match(operands[0]) if operands else None
-    if found is None:
+    register = REGISTER.match(operands[0]) if operands else None
+    if register is None:
         return range(0)
-    first, suffixes = int(found[1]), one.name.split(".")[1:]
-    if one.root == "LDSM":
+    first, suffixes = int(register[1]), instruction.name.split(".")[1:]
+    if instruction.root == "LDSM":
         return range(first, first + (int(suffixes[-1]) if suffixes[-1] in ("2", "4") else 1))
-    if "128" in suffixes or one.root in ("HMMA", "IMMA", "QMMA"):
+    if "128" in suffixes or instruction.root in ("HMMA", "IMMA", "QMMA"):
         return range(first, first + 4)
-    wide = (one.root == "CS2R" and "32" not in suffixes) or {"64", "WIDE", "F64"} & set(suffixes)
-    return range(first, first + (2 if wide or one.root.startswith("D") else 1))
+    wide = (instruction.root == "CS2R" and "32" not in suffixes) or {"64", "WIDE", "F64"} & set(suffixes)
+    return range(first, first + (2 if wide or instruction.root.startswith("D") else 1))
 
 
-def in_flight(one: Instruction) -> tuple[range, range]:
+def in_flight(instruction: Instruction) -> tuple[range, range]:
     """Return the accumulator and the registers of the left operand of a product."""
-    shape = PRODUCT.match(one.name)
+    shape = PRODUCT.match(instruction.name)
     assert shape is not None
     count = int(shape[1]) // (4 if shape[2] == "F16" else 2)
-    result, left = (REGISTER.match(operand) for operand in one.operands[:2])
+    result, left = (REGISTER.match(operand) for operand in instruction.operands[:2])
     return (
         range(int(result[1]), int(result[1]) + count) if result else range(0),
         range(int(left[1]), int(left[1]) + 4) if left else range(0),
@@ -148,14 +152,16 @@ def in_flight(one: Instruction) -> tuple[range, range]:
 Flying = frozenset[tuple[int, int]]  # (a product, the number of groups that ended since it began)
 
 
-def _through(at: int, one: Instruction, flying: Flying) -> Flying:
+def _through(at: int, instruction: Instruction, flying: Flying) -> Flying:
     """Return the products that may be in flight after an instruction."""
-    if PRODUCT.match(one.name):
+    if PRODUCT.match(instruction.name):
         flying = flying | {(at, 0)}
-        if "gsb0" in one.operands:
+        if "gsb0" in instruction.operands:
             flying = frozenset((each, min(age + 1, OLDEST)) for each, age in flying)
-    elif one.name.startswith("WARPGROUP.DEPBAR") and "gsb0" in one.operands and not one.predicate:
-        newest = int(one.operands[-1], 16)
+    elif (
+        instruction.name.startswith("WARPGROUP.DEPBAR") and "gsb0" in instruction.operands and not instruction.predicate
+    ):
+        newest = int(instruction.operands[-1], 16)
         flying = frozenset((each, age) for each, age in flying if age <= newest)
     return flying
 
@@ -167,16 +173,18 @@ def hazards(text: str) -> list[str]:
 
 def _hazards(function: Function) -> Iterator[str]:
     products = {
-        at: frozenset().union(*in_flight(one)) for at, one in enumerate(function.code) if PRODUCT.match(one.name)
+        at: frozenset().union(*in_flight(instruction))
+        for at, instruction in enumerate(function.code)
+        if PRODUCT.match(instruction.name)
     }
     if not products:
         return
     before = _before(function)
-    for at, one in enumerate(function.code):
-        targets = set(written(one)) if at not in products and before[at] else set()
+    for at, instruction in enumerate(function.code):
+        targets = set(written(instruction)) if at not in products and before[at] else set()
         hit = [each for each, _ in sorted(before[at]) if not targets.isdisjoint(products[each])]
         if hit:
-            yield f"{function.name}: {one} writes a register of {function.code[hit[0]]} in flight"
+            yield f"{function.name}: {instruction} writes a register of {function.code[hit[0]]} in flight"
 
 
 def _before(function: Function) -> list[Flying]:
@@ -205,7 +213,7 @@ def spilling(text: str) -> Iterator[str]:
     Values that do not change may be stored before the loop and loaded in it: up to one instruction of FEW.
     """
     for loop in _inner_loops(text):
-        stores, loads = (sum(one.root == name for one in loop) for name in ("STL", "LDL"))
+        stores, loads = (sum(instruction.root == name for instruction in loop) for name in ("STL", "LDL"))
         if stores:
             yield f"{stores} stores of spilled registers in a loop with matrix products, the bound is 0"
         if loads * FEW > len(loop):
@@ -215,7 +223,11 @@ def spilling(text: str) -> Iterator[str]:
 def _inner_loops(text: str) -> Iterator[list[Instruction]]:
     """Yield the instructions of each loop with matrix products that has no such loop inside."""
     for function in functions(text):
-        products = {at for at, one in enumerate(function.code) if PRODUCT.match(one.name) or one.root == "HMMA"}
+        products = {
+            at
+            for at, instruction in enumerate(function.code)
+            if PRODUCT.match(instruction.name) or instruction.root == "HMMA"
+        }
         loops = [body for body in _loops(function) if products & body] if products else []
         for body in loops:
             if not any(other < body for other in loops):

@@ -2,66 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pallas_kernels.gate.figures import Figures
 
-HEAD = (
-    "case",
-    "regs",
-    "spill",
-    "SMEM KB",
-    "blocks",
-    "est. KB in flight",
-    "est. % of copies",
-    "est. loop cycles",
-    "shared",
-    "instructions",
-    "temp MB",
-    "alias MB",
-    "GB",
-    "moved GB",
-    "of floor",
-    "launches",
-    "a layer",
-    "graphs",
-    "s",
-    "cpu s",
-    "",
-)
+# What a column shows of the figures and the bandwidth of the device in bytes/s.
+COLUMNS: Mapping[str, Callable[[Figures, float], str]] = {
+    "regs": lambda f, _: str(f.registers) if f.kernels else "",
+    "spill": lambda f, _: str(f.spills) if f.kernels else "",
+    "SMEM KB": lambda f, _: f"{f.smem / 1024:.0f}" if f.smem else "",
+    "blocks": lambda f, _: str(f.largest.blocks) if f.largest else "",
+    "est. KB in flight": lambda f, _: f"{f.largest.in_flight / 1024:.0f}" if f.largest and f.largest.copies else "",
+    "est. % of copies": lambda f, b: f"{100 * f.largest.share(b):.0f}" if f.largest and f.largest.copies else "",
+    "est. loop cycles": lambda f, _: f"{f.largest.cycles:.0f}" if f.largest and f.largest.loop else "",
+    "shared": lambda f, _: f"{f.shared}+{f.narrow}" if f.kernels else "",
+    "instructions": lambda f, _: " ".join(f"{count} {what}" for what, count in f.instructions.items()),
+    "temp MB": lambda f, _: f"{f.temp / 1e6:.2f}",
+    "alias MB": lambda f, _: f"{f.alias / 1e6:.1f}" if f.alias else "",
+    "GB": lambda f, _: f"{f.memory / 1e9:.2f}",
+    "moved GB": lambda f, _: f"{f.moved / 1e9:.2f}",
+    "of floor": lambda f, _: f"{f.moved / f.floor:.3f}" if f.layers else "",
+    "launches": lambda f, _: str(f.launches),
+    "a layer": lambda f, _: f"{f.per_layer:.1f}" if f.per_layer else "",
+    "graphs": lambda f, _: "" if f.buffers is None else f"{f.buffers}+{f.loose}",
+    "s": lambda f, _: f"{f.seconds:.1f}",
+    "cpu s": lambda f, _: f"{f.processor:.1f}",
+}
+HEAD = ("case", *COLUMNS, "")
 LEFT = {0, HEAD.index("instructions"), len(HEAD) - 1}  # text columns
 
 
 def row(name: str, outcome: Figures | str, verdict: str, bandwidth: float) -> tuple[str, ...]:
     """Return the cells of a case; `bandwidth` of the device in bytes/s."""
     if isinstance(outcome, str):
-        return (name, *[""] * (len(HEAD) - 2), verdict)
-    mix = " ".join(f"{count} {what}" for what, count in outcome.instructions.items())
-    most = outcome.largest
-    graphs = "" if outcome.buffers is None else f"{outcome.buffers}+{outcome.loose}"
-    return (
-        name,
-        str(outcome.registers) if outcome.kernels else "",
-        str(outcome.spills) if outcome.kernels else "",
-        f"{outcome.smem / 1024:.0f}" if outcome.smem else "",
-        str(most.blocks) if most else "",
-        f"{most.in_flight / 1024:.0f}" if most and most.copies else "",
-        f"{100 * most.share(bandwidth):.0f}" if most and most.copies else "",
-        f"{most.cycles:.0f}" if most and most.loop else "",
-        f"{outcome.shared}+{outcome.narrow}" if outcome.kernels else "",
-        mix,
-        f"{outcome.temp / 1e6:.2f}",
-        f"{outcome.alias / 1e6:.1f}" if outcome.alias else "",
-        f"{outcome.memory / 1e9:.2f}",
-        f"{outcome.moved / 1e9:.2f}",
-        f"{outcome.moved / outcome.floor:.3f}" if outcome.layers else "",
-        str(outcome.launches),
-        f"{outcome.per_layer:.1f}" if outcome.per_layer else "",
-        graphs,
-        f"{outcome.seconds:.1f}",
-        f"{outcome.processor:.1f}",
-        verdict,
-    )
+        return (name, *[""] * len(COLUMNS), verdict)
+    return (name, *(cell(outcome, bandwidth) for cell in COLUMNS.values()), verdict)
 
 
 def show(rows: Sequence[Sequence[str]], title: str) -> None:

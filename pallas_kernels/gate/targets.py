@@ -75,8 +75,8 @@ class Target:
 
         if self.platform == "tpu":
             return list(topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices)
-        made = topologies.get_topology_desc(platform="cuda", topology=self.topology, target_config=self.description)
-        return list(made.devices)
+        topology = topologies.get_topology_desc(platform="cuda", topology=self.topology, target_config=self.description)
+        return list(topology.devices)
 
 
 def _version(name: str) -> str | None:

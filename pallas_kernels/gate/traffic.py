@@ -45,17 +45,19 @@ def traffic(text: str) -> Traffic:
 
     def of(name: str) -> Traffic:
         body = code.get(name, [])
-        known, shared = {one.name: one for one in body}, set[Pool]()
-        return _sum(launched(one, known, shared) for one in body if one.opcode not in FREE)
+        known, shared = {instruction.name: instruction for instruction in body}, set[Pool]()
+        return _sum(launched(instruction, known, shared) for instruction in body if instruction.opcode not in FREE)
 
-    def launched(one: Instruction, known: dict[str, Instruction], shared: set[Pool]) -> Traffic:
-        if one.opcode == "conditional":
-            branches = [name for found in BRANCHES.findall(one.told) for name in re.findall(r"%([\w.\-]+)", found)]
+    def launched(instruction: Instruction, known: dict[str, Instruction], shared: set[Pool]) -> Traffic:
+        if instruction.opcode == "conditional":
+            branches = [
+                name for match in BRANCHES.findall(instruction.attributes) for name in re.findall(r"%([\w.\-]+)", match)
+            ]
             return Traffic(*map(max, zip(*map(of, branches), strict=True)))
-        if one.opcode in ("while", "call", "async-start"):
-            turns = TURNS.search(one.told)
-            return _sum([of(name) for name in CALLED.findall(one.told)] * (int(turns[1]) if turns else 1))
-        return Traffic(_moved(one, known, shared), 1, int(LAYER in one.told))
+        if instruction.opcode in ("while", "call", "async-start"):
+            turns = TURNS.search(instruction.attributes)
+            return _sum([of(name) for name in CALLED.findall(instruction.attributes)] * (int(turns[1]) if turns else 1))
+        return Traffic(_moved(instruction, known, shared), 1, int(LAYER in instruction.attributes))
 
     return of(entry)
 
@@ -64,40 +66,42 @@ def _sum(each: Iterable[Traffic]) -> Traffic:
     return Traffic(*map(sum, zip(Traffic(), *each, strict=True)))
 
 
-def _moved(one: Instruction, known: dict[str, Instruction], shared: set[Pool]) -> int:
+def _moved(instruction: Instruction, known: dict[str, Instruction], shared: set[Pool]) -> int:
     """Return the bytes that one launch reads and writes; `shared` holds the pools that others have read."""
-    pools = [_pool(name, known) for name in one.operands]
-    held = {out: at for out, at in in_place(one).items() if pools[at] is not None}
+    pools = [_pool(name, known) for name in instruction.operands]
+    held = {out: at for out, at in in_place(instruction).items() if pools[at] is not None}
     given = 0
-    for at, (name, pool) in enumerate(zip(one.operands, pools, strict=True)):
+    for at, (name, pool) in enumerate(zip(instruction.operands, pools, strict=True)):
         if name in known and at not in held.values() and pool not in shared:
             given += _bytes(known[name])
             if pool is not None and pool.changed:
                 shared.add(pool)
-    arrays = _arrays(one)
+    arrays = _arrays(instruction)
     changed = sum(arrays[out] for out in held)
     return given + min(changed, given) + sum(arrays) - changed
 
 
 def _pool(name: str, known: dict[str, Instruction]) -> Pool | None:
     """Return which argument of the program a value is, if it is one, possibly changed in place."""
-    one, changed = known.get(name), ""
-    while one is not None and one.opcode != "parameter":
-        if one.opcode not in RENAMES:
+    instruction, changed = known.get(name), ""
+    while instruction is not None and instruction.opcode != "parameter":
+        if instruction.opcode not in RENAMES:
             return None
-        source, index = known.get(one.operands[0]), INDEX.search(one.told)
+        source, index = known.get(instruction.operands[0]), INDEX.search(instruction.attributes)
         if source is not None and index is not None and source.opcode == "custom-call":
             at = in_place(source).get(int(index[1]))
             changed = changed or source.name
             source = None if at is None else known.get(source.operands[at])
-        one = source
-    return None if one is None else Pool(one.name, changed)
+        instruction = source
+    return None if instruction is None else Pool(instruction.name, changed)
 
 
-def _bytes(one: Instruction) -> int:
+def _bytes(instruction: Instruction) -> int:
     """Return the bytes of an instruction's value; for a tuple, of all its arrays."""
-    return sum(_arrays(one))
+    return sum(_arrays(instruction))
 
 
-def _arrays(one: Instruction) -> list[int]:
-    return [size((kind, tuple(int(n) for n in dims.split(",") if n))) for kind, dims in ARRAY.findall(one.shape)]
+def _arrays(instruction: Instruction) -> list[int]:
+    return [
+        size((kind, tuple(int(n) for n in dims.split(",") if n))) for kind, dims in ARRAY.findall(instruction.shape)
+    ]

@@ -50,7 +50,7 @@ def kernel(
     `threads` is (name, count) of warpgroups; `interpret` is described in interpret.py.
     """
     options: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
-    made: Callable[..., Any] = plgpu.kernel(
+    run: Callable[..., Any] = plgpu.kernel(
         body,
         out_type=out,
         scratch_types=scratch,
@@ -63,13 +63,13 @@ def kernel(
         ),
         **options,
     )
-    return made
+    return run
 
 
 def in_place(
     body: Callable[..., None],
     *,
-    made: Sequence[Any] = (),
+    created: Sequence[Any] = (),
     changed: Sequence[jax.Array],
     read: Sequence[jax.Array],
     grid: Sequence[tuple[str, int]],
@@ -77,9 +77,9 @@ def in_place(
     interpret: Any = None,
     fast_math: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Run a body on one warpgroup per block; return the new arrays `made` and those of `changed`.
+    """Run a body on one warpgroup per block; return the new arrays `created` and those of `changed`.
 
-    The body gets the refs (*made, *changed, *read). If the arrays of `changed` are donated, or not
+    The body gets the refs (*created, *changed, *read). If the arrays of `changed` are donated, or not
     used elsewhere, they are updated in place and nothing is copied.
     """
     axes: dict[str, Any] = {
@@ -99,18 +99,18 @@ def in_place(
             given, after = refs[: count + len(read)], refs[count + len(read) :]
             body(*after, *given[count:])
 
-        out = (*made, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed))
-        aliases = {i: i + len(made) for i in range(count)}
+        out = (*created, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed))
+        aliases = {i: i + len(created) for i in range(count)}
         run = _mpmd_map([(plgpu.Mesh(**axes), aliased)], out, input_output_aliases=aliases, name=name, **options)
         done: tuple[jax.Array, ...] = run(*changed, *read)
         return done
 
     def ordered(*refs: Any) -> None:
-        given = len(refs) - len(made)
+        given = len(refs) - len(created)
         body(*refs[given:], *refs[:given])
 
     refs = [jax.new_ref(array) for array in changed]
-    new = plgpu.kernel(ordered, out_type=tuple(made), **axes, **options)(*refs, *read)
+    new = plgpu.kernel(ordered, out_type=tuple(created), **axes, **options)(*refs, *read)
     return (*new, *(jax.freeze(ref) for ref in refs))
 
 

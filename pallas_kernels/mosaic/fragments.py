@@ -95,14 +95,14 @@ def scores(
         q = _turned(q, (6, 1, 2, 3, 0, 4, 5, 7)) if ready else q
         every = jnp.dot(q.astype(jnp.float32), k.astype(jnp.float32).T, preferred_element_type=jnp.float32)
         parts = every.reshape(ROWS, tokens // 64, WARPS, OWN)
-        found = parts.transpose(2, 0, 1, 3).reshape(WARPS * ROWS, tokens // WARPS)
-        return found if into is None else into + found
+        by_warp = parts.transpose(2, 0, 1, 3).reshape(WARPS * ROWS, tokens // WARPS)
+        return by_warp if into is None else into + by_warp
     wgmma = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct((WARPS * ROWS, tokens // WARPS), jnp.float32, layout=wgmma)
     before = () if into is None else (into,)
     make = plgpu.inline_mgpu(arg_types=(queries(), keys(), *(wgmma for _ in before)), return_type=result)
-    made: jax.Array = make(lambda _, *operands: _scores(*operands, ready=ready))(q, k, *before)
-    return made
+    products: jax.Array = make(lambda _, *operands: _scores(*operands, ready=ready))(q, k, *before)
+    return products
 
 
 def mix(mixed: jax.Array, weight: jax.Array, v: jax.Array, interpret: Interpret = None) -> jax.Array:
@@ -117,8 +117,8 @@ def mix(mixed: jax.Array, weight: jax.Array, v: jax.Array, interpret: Interpret 
     wgmma = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(mixed.shape, jnp.float32, layout=wgmma)
     make = plgpu.inline_mgpu(arg_types=(wgmma, wgmma, values(dim)), return_type=result)
-    made: jax.Array = make(lambda _, acc, left, right: _mix(acc, left, right))(mixed, weight, v)
-    return made
+    products: jax.Array = make(lambda _, acc, left, right: _mix(acc, left, right))(mixed, weight, v)
+    return products
 
 
 def _scores(q: Any, k: Any, into: Any = None, *, ready: bool = False) -> Any:
@@ -126,7 +126,7 @@ def _scores(q: Any, k: Any, into: Any = None, *, ready: bool = False) -> Any:
     begun = None if into is None else into.registers.reshape(tokens // 64, 2, 2)  # c, j, a
     left = q.registers.reshape(chunks, 2, 2)  # h, a, eight dimensions
     right = k.registers.reshape(tokens // 64, chunks, 2)  # c, h, j
-    made = np.empty((tokens // 64, 2, 2), object)  # c, j, a
+    registers = np.empty((tokens // 64, 2, 2), object)  # c, j, a
     for c, j in np.ndindex(tokens // 64, 2):
         sums = inline.zeros() if begun is None else [single for half in begun[c, j] for single in inline.singles(half)]
         for h in range(chunks):
@@ -136,8 +136,8 @@ def _scores(q: Any, k: Any, into: Any = None, *, ready: bool = False) -> Any:
                 if ready:
                     fragment = inline.words(left[h, step // 2, step % 2])
                 sums = inline.mma(sums, fragment, inline.halves(word, k.mlir_dtype))
-        made[c, j] = [inline.pair(sums[:2]), inline.pair(sums[2:])]
-    return _product(made, (WARPS * ROWS, tokens // WARPS))
+        registers[c, j] = [inline.pair(sums[:2]), inline.pair(sums[2:])]
+    return _product(registers, (WARPS * ROWS, tokens // WARPS))
 
 
 def _mix(acc: Any, weight: Any, v: Any) -> Any:
@@ -153,7 +153,7 @@ def _mix(acc: Any, weight: Any, v: Any) -> Any:
             pairs = [
                 [
                     half
-                    for both in inline.crossed(*(one[word] for one in two))
+                    for both in inline.crossed(*(words[word] for words in two))
                     for half in inline.halves(both, v.mlir_dtype)
                 ]
                 for two in below
@@ -161,10 +161,10 @@ def _mix(acc: Any, weight: Any, v: Any) -> Any:
             for b in range(4):
                 column = x * wide + 4 * word + b
                 sums[column] = inline.mma(sums[column], fragment, [two[b] for two in pairs])
-    made = np.empty((dim // 8, 2), object)
+    registers = np.empty((dim // 8, 2), object)
     for column, four in enumerate(sums):
-        made[column] = [inline.pair(four[:2]), inline.pair(four[2:])]
-    return _product(made, acc.shape)
+        registers[column] = [inline.pair(four[:2]), inline.pair(four[2:])]
+    return _product(registers, acc.shape)
 
 
 def _product(registers: Any, shape: tuple[int, int]) -> Any:

@@ -57,10 +57,10 @@ def words(register: Any) -> list[Any]:
     return [vector.extract(several, [], [i]) for i in range(kind.shape[0] * bits // 32)]
 
 
-def register_of(found: Sequence[Any]) -> Any:
+def register_of(words: Sequence[Any]) -> Any:
     """Join words into a register of float16."""
-    several = vector.from_elements(ir.VectorType.get((len(found),), _word()), list(found))
-    return vector.bitcast(ir.VectorType.get((2 * len(found),), ir.F16Type.get()), several)
+    several = vector.from_elements(ir.VectorType.get((len(words),), _word()), list(words))
+    return vector.bitcast(ir.VectorType.get((2 * len(words),), ir.F16Type.get()), several)
 
 
 def halves(word: Any, stored: Any) -> tuple[Any, Any]:
@@ -89,10 +89,10 @@ def mma(sums: Sequence[Any], left: Sequence[Any], right: Sequence[Any]) -> list[
     single = ir.F32Type.get()
     text = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
     operands, constraints = [*left, *right, *sums], ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
-    made = llvm.inline_asm(
+    results = llvm.inline_asm(
         llvm.StructType.get_literal([single] * 4), operands, text, constraints, has_side_effects=False
     )
-    return [llvm.extractvalue(single, made, [i]) for i in range(4)]
+    return [llvm.extractvalue(single, results, [i]) for i in range(4)]
 
 
 def zeros() -> list[Any]:

@@ -91,6 +91,11 @@ def fence(interpret: Interpret) -> None:
         plgpu.commit_smem()
 
 
+def filled(value: float, shape: tuple[int, ...], layout: Any, interpret: Interpret) -> jax.Array:
+    """Return a float32 array of one value in registers of `layout`."""
+    return cast(jnp.full(shape, value, jnp.float32), layout, interpret)
+
+
 def wgmma(
     a: Any, b: Any, acc: jax.Array | None = None, *, transposed: bool = False, interpret: Interpret = None
 ) -> jax.Array:
@@ -127,8 +132,8 @@ def wgmma_while(
         return ref[...], done
 
     shape = (a.shape[0], b.shape[0 if transposed else 1])
-    made: tuple[jax.Array, T] = pl.run_scoped(fresh, plgpu.ACC(shape, jnp.float32))
-    return made
+    results: tuple[jax.Array, T] = pl.run_scoped(fresh, plgpu.ACC(shape, jnp.float32))
+    return results
 
 
 def wgmmas(acc: jax.Array, pairs: Sequence[tuple[Any, Any]], interpret: Interpret = None) -> jax.Array:

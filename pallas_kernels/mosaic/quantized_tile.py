@@ -51,9 +51,9 @@ class Tile:
         ]
 
 
-def held(depth: int, stages: int, size: int = 2) -> int:
-    """Return the bytes of shared memory that `Tile.scratch` takes; `size`: bytes of a widened weight."""
-    return depth * COLUMNS * (stages + BUFFERS * size)
+def held(depth: int, stages: int) -> int:
+    """Return the bytes of shared memory that `Tile.scratch` takes; a widened weight has two."""
+    return depth * COLUMNS * (stages + BUFFERS * 2)
 
 
 def bring(values: Any, where: tuple[Any, ...], column: jax.Array, narrow: Any, full: Any, apart: int = ROWS) -> None:

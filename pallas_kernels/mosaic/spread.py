@@ -18,22 +18,22 @@ def spread(heads: tuple[int, ...], columns: int, longest: int = 8) -> Any:
     """
     from jax.experimental.mosaic.gpu import fragmented_array
 
-    found: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = []
+    layouts: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = []
     vector = max(1, columns // 32)  # or a head would be longer than a warp
     while vector <= longest and columns % vector == 0 and (32 * vector) % columns == 0:
         for lanes in _factors(heads, 32 * vector // columns):  # heads of a warp
             left = tuple(size // each for size, each in zip(heads, lanes, strict=True))
             warps = next(split for count in (4, 2, 1) for split in _factors(left, count))
-            found.append((prod(warps), vector, warps, lanes))
+            layouts.append((prod(warps), vector, warps, lanes))
         vector *= 2
-    if not found:
+    if not layouts:
         raise ValueError(f"no layout for {heads=} of {columns=} over 128 threads")
-    count, vector, warps, lanes = max(found)
+    count, vector, warps, lanes = max(layouts)
     rank = len(heads)
     inner = (*lanes, columns)
     outer = tuple(a * b for a, b in zip(warps, lanes, strict=True))
     replicas = () if count == 4 else (fragmented_array.Replicated(4 // count),)
-    made: Any = fragmented_array.TiledLayout(
+    layout: Any = fragmented_array.TiledLayout(
         fragmented_array.Tiling(((*outer, columns), inner, (vector,))),
         warp_dims=(*(-2 * rank - 3 + at for at in range(rank) if warps[at] > 1), *replicas),
         lane_dims=tuple(range(-rank - 2, -1)),
@@ -41,7 +41,7 @@ def spread(heads: tuple[int, ...], columns: int, longest: int = 8) -> Any:
         _check_canonical=False,
     ).canonicalize()
     return compat.plgpu.Layout.TILED(
-        made.tiling, warp_dims=made.warp_dims, lane_dims=made.lane_dims, vector_dim=made.vector_dim
+        layout.tiling, warp_dims=layout.warp_dims, lane_dims=layout.lane_dims, vector_dim=layout.vector_dim
     )
 
 

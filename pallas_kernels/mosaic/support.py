@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from pallas_kernels import ptxas
@@ -15,9 +17,16 @@ def unfit(spec: Here) -> str | None:
     if spec.platform != "gpu":
         return f"it needs a GPU; this is {spec.platform}"
     if not spec.capability.startswith("9."):
-        found = spec.capability or "unknown"
-        return f"it needs Hopper (compute capability 9.0); {spec.device or 'this device'} has {found}"
+        capability = spec.capability or "unknown"
+        return f"it needs Hopper (compute capability 9.0); {spec.device or 'this device'} has {capability}"
     return None
+
+
+def interpreter_of(spec: Here) -> Any:
+    """Return the interpreter of Hopper kernels, if `spec` asks for it; else None."""
+    from pallas_kernels.mosaic.interpret import interpreter
+
+    return interpreter() if spec.interpret else None
 
 
 def _interpreter() -> str | None:

@@ -32,8 +32,8 @@ def widened(tile: Any, dtype: Any, interpret: Interpret = None) -> jax.Array:
         make = plgpu.inline_mgpu(
             arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(tile.shape, dtype, layout=layout)
         )
-        made: jax.Array = make(lambda _, values: _halves(values))(narrow)
-        return made
+        wide: jax.Array = make(lambda _, values: _halves(values))(narrow)
+        return wide
     if narrow.dtype != jnp.int8:
         narrow = narrow.astype(jnp.float16).astype(jnp.float32)  # the hardware converts e4m3 to float16 only
     return narrow.astype(dtype)
@@ -51,9 +51,9 @@ def tiled(*tiles: tuple[int, ...], warps: tuple[Any, ...], lanes: tuple[int, ...
 
 
 def _halves(values: Any) -> Any:
-    made = values.registers.copy()
-    for at, register in np.ndenumerate(made):
-        made[at] = inline.register_of(
+    registers = values.registers.copy()
+    for at, register in np.ndenumerate(registers):
+        registers[at] = inline.register_of(
             [half for word in inline.words(register) for half in inline.halves(word, values.mlir_dtype)]
         )
-    return inline.FragmentedArray(_registers=made, _layout=values.layout, _is_signed=None)
+    return inline.FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)

@@ -14,9 +14,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cache
 from importlib import resources
+from types import ModuleType
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
+
+from pallas_kernels.choice import Here
 
 C = TypeVar("C")
 # the attributes of a spec that identify an entry
@@ -25,8 +28,8 @@ KEYS = ("heads", "kv_heads", "dim", "page", "queries", "dtype", "kv_dtype")
 
 def name_of(device: str) -> str:
     """Return the file name of a device kind: "NVIDIA H200" and "NVIDIA H200 NVL" give h200."""
-    found = re.search(r"\b([A-Z]{1,2}\d+)", device)
-    return (found[1] if found else re.sub(r"\W+", "_", device)).lower()
+    match = re.search(r"\b([A-Z]{1,2}\d+)", device)
+    return (match[1] if match else re.sub(r"\W+", "_", device)).lower()
 
 
 @cache
@@ -46,6 +49,12 @@ def unreachable(found: Iterable[Mapping[str, Any]], specs: Iterable[tuple[str, A
     """Return the entries that none of `specs`, the (op, spec) that are looked up, would find."""
     keys = [{"op": op, **key_of(spec)} for op, spec in specs]
     return [entry for entry in found if not any(all(entry[n] == x for n, x in key.items()) for key in keys)]
+
+
+def chosen(op: str, kernel: ModuleType, shape: Any, here: Here) -> Any:
+    """Return the config measured on this device for the shape, or else the kernel's heuristic config."""
+    measured = None if here.interpret else best(op, shape, here.device, kernel.Config)
+    return measured or kernel.heuristic(shape)
 
 
 def best(op: str, spec: Any, device: str, kind: type[C]) -> C | None:

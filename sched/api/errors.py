@@ -13,6 +13,24 @@ class InvalidValue(JaxserveError, ValueError):
         self.param = param
 
 
+class ContextOverflow(InvalidValue):
+    """A prompt and its output exceed the context of a model.
+
+    The message is OpenAI's, since clients know a request to shorten by it. `prompt` and `output` are numbers of
+    tokens; with `least` the prompt has at least that many. `param`: the field that has the prompt.
+    """
+
+    def __init__(self, context: int, prompt: int, output: int, param: str = "prompt", *, least: bool = False) -> None:
+        more, asked = "at least " * least, short(prompt + output)
+        super().__init__(
+            f"This model's maximum context length is {context} tokens. However, you requested {more}{asked} tokens "
+            f"({more}{prompt} in the {param}, {short(output)} in the completion). Please reduce the length of the "
+            f"{param} or completion.",
+            param,
+        )
+        self.context, self.prompt, self.output, self.least = context, prompt, output, least
+
+
 class QueueFull(JaxserveError):
     """The bounded queue is full. Retry after `retry_after` seconds."""
 

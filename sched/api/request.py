@@ -7,7 +7,7 @@ from math import inf
 from typing import Protocol
 
 from .acceptance import Drafts
-from .errors import InvalidValue
+from .errors import ContextOverflow, InvalidValue
 from .new_request import NewRequest, Progress
 from .pooling import Pooled
 from .slo import ANSWER, SLO, THINKING, deadline
@@ -335,13 +335,12 @@ def tightest(request: RequestView, tpot: float) -> float:
     return min(tpot, request.slo.tpot_of(ANSWER)) if request.slo.stages else tpot
 
 
-def check_prompt_length(length: int, context: int) -> None:
-    """Raise InvalidValue if a prompt of `length` tokens is empty or fills the model's context of `context` tokens."""
+def check_prompt_length(length: int, context: int, param: str = "prompt") -> None:
+    """Raise InvalidValue if a prompt of `length` tokens is empty or fills the model's context of `context` tokens.
+
+    param: the field that has the prompt.
+    """
     if length == 0:
-        raise InvalidValue("the prompt is empty: at least one token is needed", "prompt")
+        raise InvalidValue("the prompt is empty: at least one token is needed", param)
     if length >= context:
-        raise InvalidValue(
-            f"the prompt has {length} tokens, and this model's context of {context} tokens must hold it and at least "
-            "one token of output",
-            "prompt",
-        )
+        raise ContextOverflow(context, length, 1, param)

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.memory.disk_pages import DiskPages
+from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.kv_source import PageCopy
 from jaxserve.sched.cluster.kv_tier import Stored
 from tests.support.examples import examples
@@ -103,6 +105,57 @@ def test_a_damaged_file_is_a_missing_page(tmp_path: Path, at: int, bit: int, cut
     found = asyncio.run(one.read([name(1)]))[0]
     assert found is None or (cut is None and 80 <= place < 88 and same(found, stored))
     one.close()
+
+
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(parents=st.lists(st.integers(0, 6), min_size=1, max_size=6))
+def test_pages_that_name_each_other_as_the_page_before_are_none(tmp_path_factory: Any, parents: list[int]) -> None:
+    """Whatever the files say: a start ends, and each page comes after the one before it, if that is there."""
+    folder = tmp_path_factory.mktemp("disk")
+    pages = [
+        Stored(PageCopy(name(at + 1), (parent and name(parent)) or b"", 1.0), page(at))
+        for at, parent in enumerate(parents)
+    ]
+    medium = disk(folder)
+    assert len(asyncio.run(medium.write(pages))) == len(pages)
+    medium.close()
+    medium = disk(folder)
+    seen = [copy.digest for copy in medium.stored()]
+    medium.close()
+
+    def rooted(number: int, left: int = 6) -> bool:
+        parent = parents[number - 1]
+        return not 1 <= parent <= len(parents) or (left > 0 and rooted(parent, left - 1))
+
+    assert {name(at + 1) for at in range(len(parents)) if rooted(at + 1)} <= set(seen) and len(set(seen)) == len(seen)
+    for at, digest in enumerate(seen):
+        parent = parents[int.from_bytes(digest, "little") - 1]
+        assert name(parent) not in seen[at:], "a page came before the page before it"
+
+
+def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    disk(tmp_path).close()
+    used = tmp_path / MODEL.hex()
+    used.chmod(0o777)
+    with pytest.raises(InvalidValue, match=r"kv_disk='.*' cannot be used: .* can be written by others \(mode 777\)"):
+        disk(tmp_path)
+    used.chmod(0o700)
+    tmp_path.chmod(0o777)
+    with pytest.raises(InvalidValue, match="can be written by others"):
+        disk(tmp_path)
+    tmp_path.chmod(0o1777)  # as /tmp: nobody else can replace what is ours
+    disk(tmp_path).close()
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+    disk(tmp_path).close()
+    precious, lock = tmp_path / "precious", tmp_path / MODEL.hex() / "0" / "lock"
+    precious.write_text("data")
+    lock.unlink()
+    lock.symlink_to(precious)
+    with pytest.raises(InvalidValue, match="kv_disk"):
+        disk(tmp_path)
+    assert precious.read_text() == "data"
 
 
 def test_a_full_disk_is_a_page_that_was_not_written(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ PREFILL: Cases = {
 PREFILL_8BIT: Cases = {
     **of_cases("int8, one stage"),
     **{
-        f"{name_of(stored)}, dim {dim}, page {page}": chunked(dim=dim, page=page, kv_dtype=stored)
+        f"{name_of(stored)}, dim {dim}, page {page}": chunked(dim=dim, page=page, stored=stored)
         for dim in DIMS[:2]
         for page in PAGES
         for stored in BYTES
@@ -166,9 +166,9 @@ PREFILL_8BIT: Cases = {
         "float8 beside float16", "int8, a page of two tiles", "int8, a window, a soft cap and padding",
         "int8, each block one item",
     ),
-    "sinks": chunked(sinks=True, kv_dtype=BYTES[0]),
+    "sinks": chunked(sinks=True, stored=BYTES[0]),
     **{
-        f"served {name_of(stored)}": chunked(CHUNKS, heads=16, kv_heads=4, dim=128, page=64, pool=80, kv_dtype=stored)
+        f"served {name_of(stored)}": chunked(CHUNKS, heads=16, kv_heads=4, dim=128, page=64, pool=80, stored=stored)
         for stored in BYTES
     },
     **{f"foreign {name_of(stored)}": partial(foreign.prefill, stored) for stored in BYTES},

@@ -40,13 +40,13 @@ def dense(q: Floats, k_pool: Floats, v_pool: Floats, ragged: Ragged, **options: 
     return reference.attention(q, k_pool, v_pool, ragged, scale=SCALE, **options)[0]
 
 
-@partial(jax.jit, static_argnames=("decode", "queries", "window", "softcap", "return_lse", "heads_first"))
+@partial(jax.jit, static_argnames=("decode", "queries", "window", "softcap", "heads_first"))
 def attend(q: Any, k_pool: Any, v_pool: Any, ragged: Ragged, **options: Any) -> Any:
-    """Run XLA's attention on pools [N, B, K, D], transposed first if `heads_first`."""
+    """Return XLA's attention on pools [N, B, K, D], transposed first if `heads_first`."""
     if options.get("heads_first"):
         k_pool, v_pool = (jnp.swapaxes(pool, 1, 2) for pool in (k_pool, v_pool))
     with jax.default_matmul_precision("highest"):
-        return attention_xla.paged_attention(q, k_pool, v_pool, ragged, scale=SCALE, **options)
+        return attention_xla.paged_attention_lse(q, k_pool, v_pool, ragged, scale=SCALE, **options)
 
 
 # The options to combine. Decode has one row more than are computed together, and some rows share pages.
@@ -88,7 +88,7 @@ def test_a_step_equals_the_reference(
         k, v = (reference.quantized(x, scale, stored) for x, scale in zip((k, v), scales, strict=True))
     promise = {"decode": {"decode": True}, "verify": {"queries": 16}, "mixed": {}}[kind]
     rule = {"window": window, "softcap": softcap, "scales": scales}
-    out, lse = attend(q, k, v, ragged, return_lse=True, heads_first=first, **rule, **promise)
+    out, lse = attend(q, k, v, ragged, heads_first=first, **rule, **promise)
     want, want_lse = reference.attention(q, k, v, ragged, scale=SCALE, **rule)
     np.testing.assert_allclose(out, want, atol=1e-5, rtol=0)
     np.testing.assert_allclose(lse, want_lse, atol=1e-5, rtol=1e-6)
@@ -110,7 +110,7 @@ def test_any_step_equals_the_dense_twin(rows: list[tuple[int, int]], seed: int) 
     )
     q = values(45, 4, DIM, seed=seed)
     for first in (False, True):
-        got = attend(q, *pools(2), ragged, heads_first=first)
+        got, _ = attend(q, *pools(2), ragged, heads_first=first)
         np.testing.assert_allclose(got, dense(q, *pools(2), ragged), atol=1e-5, rtol=0)
 
 
@@ -123,7 +123,7 @@ def test_prompts_of_several_tiles(monkeypatch: pytest.MonkeyPatch, window: int |
     rows = [(50, 70), (40, 40), (12, 30), (1, 20), (17, 17)]
     ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL, tokens=121, width=32)
     q = values(121, 4, DIM)  # 121 tokens, so that a last tile reaches past them
-    got = attend(q, *pools(2), ragged, window=window)
+    got, _ = attend(q, *pools(2), ragged, window=window)
     np.testing.assert_allclose(got, dense(q, *pools(2), ragged, window=window), atol=1e-5, rtol=0)
     jax.clear_caches()
 
@@ -131,7 +131,7 @@ def test_prompts_of_several_tiles(monkeypatch: pytest.MonkeyPatch, window: int |
 def test_a_step_of_padding_only_gives_zeros() -> None:
     ragged = make([(0, 0)], [[]], page=PAGE, pool=POOL, tokens=3, padded_rows=3)
     for decode in (True, False):
-        assert not np.any(attend(values(3, 4, DIM), *pools(2), ragged, decode=decode))
+        assert not np.any(attend(values(3, 4, DIM), *pools(2), ragged, decode=decode)[0])
 
 
 @pytest.mark.parametrize("decode", [False, True])
@@ -142,7 +142,7 @@ def test_key_scales_of_any_size(k_scale: float, decode: bool) -> None:
     q, (k, v), scales = values(len(ragged.rows), 4, DIM), pools(2), Scales(*np.ones((2, 2), np.float32))
     k, v = (reference.quantized(x, np.full(2, 0.03), jnp.int8) for x in (k, v))
     scales = scales._replace(k=scales.k * np.float32(k_scale))
-    got = attend(q, k, v, ragged, decode=decode, scales=scales)
+    got, _ = attend(q, k, v, ragged, decode=decode, scales=scales)
     np.testing.assert_allclose(got, dense(q, k, v, ragged, scales=scales), atol=2e-3, rtol=0)
 
 
@@ -153,7 +153,7 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(window: int | None, que
     rows = [(1, 30), (1, 44), (6, 21), (1, 3), (3, 30)]
     tables = deal(rows, page=PAGE, pool=POOL)
     q, shape = values(12, 4, DIM), {"page": PAGE, "pool": POOL, "width": 16, "tokens": 12, "padded_rows": 5}
-    options = {"window": window, "queries": queries, "return_lse": True, "heads_first": first}
+    options = {"window": window, "queries": queries, "heads_first": first}
     together = attend(q, *pools(2), make(rows, tables, **shape), **options)
     begin = 0
     for row, table in zip(rows, tables, strict=True):
@@ -172,20 +172,20 @@ def test_what_a_page_held_before_is_not_seen_even_if_nan(window: int | None, fir
     ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL, width=8)
     k, v = pools(2)
     q = values(5, 4, DIM)
-    want = attend(q, k, v, ragged, window=window, heads_first=first)
+    want, _ = attend(q, k, v, ragged, window=window, heads_first=first)
     seen = np.zeros((POOL, PAGE), bool)
     for (length, context), pages in zip(rows, np.asarray(ragged.block_tables), strict=True):
         at = np.arange(max(0, context - length + 1 - (window or context)), context)
         seen[pages[at // PAGE], at % PAGE] = True
     k[~seen], v[~seen] = np.nan, np.nan
-    np.testing.assert_array_equal(attend(q, k, v, ragged, window=window, heads_first=first), want)
+    np.testing.assert_array_equal(attend(q, k, v, ragged, window=window, heads_first=first)[0], want)
 
 
 def test_reads_of_lower_precision_sum_in_float32() -> None:
     rows = [(1, 30), (5, 20)]
     ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL)
     q, (k, v) = values(6, 4, DIM), pools(2)
-    got = attend(*(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)), ragged)
+    got, _ = attend(*(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)), ragged)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(got, np.float32), dense(q, k, v, ragged), atol=3e-2, rtol=0)
 

@@ -6,9 +6,7 @@ share of the mass above the threshold is top-p's within rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +18,8 @@ from hypothesis import strategies as st
 from pallas_kernels.choice import Unsupported
 from pallas_kernels.ops.sampling_threshold.api import (
     MosaicThresholds,
+    Thresholds,
     ThresholdSpec,
-    XlaThresholds,
     resolve_sampling,
     thresholds,
 )
@@ -172,23 +170,23 @@ def test_a_vocabulary_has_a_config_or_a_reason(quarter: int) -> None:
 # ---- the choice ----------------------------------------------------------------------------------------------------
 
 HOPPER = ThresholdSpec(128256, platform="gpu", device="NVIDIA H200", capability="9.0")
-MADE: list[tuple[ThresholdSpec, Callable[..., Any]]] = [
-    (HOPPER, MosaicThresholds),
-    (replace(HOPPER, vocab=50257), XlaThresholds),
-    (replace(HOPPER, capability="8.0"), XlaThresholds),
-    (ThresholdSpec(4096, platform="cpu"), XlaThresholds),
-    (ThresholdSpec(4096, platform="tpu"), XlaThresholds),
+CHOSEN: list[tuple[ThresholdSpec, Thresholds]] = [
+    (HOPPER, MosaicThresholds(HOPPER)),
+    (replace(HOPPER, vocab=50257), by_xla),
+    (replace(HOPPER, capability="8.0"), by_xla),
+    (ThresholdSpec(4096, platform="cpu"), by_xla),
+    (ThresholdSpec(4096, platform="tpu"), by_xla),
 ]
 
 
-@pytest.mark.parametrize(("spec", "kind"), MADE)
-def test_what_is_chosen(spec: ThresholdSpec, kind: type) -> None:
+@pytest.mark.parametrize(("spec", "backend"), CHOSEN)
+def test_what_is_chosen(spec: ThresholdSpec, backend: Thresholds) -> None:
     choice = resolve_sampling(spec)
-    assert isinstance(thresholds(choice), kind)
-    assert bool(choice.refusals) == (spec.platform == "gpu" and kind is XlaThresholds)
+    assert thresholds(choice) == backend
+    assert bool(choice.refusals) == (spec.platform == "gpu" and backend is by_xla)
 
 
 def test_what_is_named_runs_or_is_an_error() -> None:
-    assert isinstance(thresholds(resolve_sampling(HOPPER, "xla")), XlaThresholds)
+    assert thresholds(resolve_sampling(HOPPER, "xla")) is thresholds(None) is by_xla
     with pytest.raises(Unsupported, match=r"vocab=50257 must be a multiple of 4.*allowed: auto, xla"):
         resolve_sampling(replace(HOPPER, vocab=50257), "mosaic_gpu")

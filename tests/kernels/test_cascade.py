@@ -1,7 +1,8 @@
-"""Cascade attention against the float64 reference: any groups, windows, soft caps, pools and sinks."""
+"""Attention that reads shared prefixes once: its plan, XLA and the Hopper kernel against float64."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,9 +17,12 @@ from hypothesis import strategies as st
 from pallas_kernels.layout import Ragged, Scales, SharedPrefixes
 from pallas_kernels.ops.paged_attention import cascade
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
-from pallas_kernels.ops.paged_attention.xla import paged_attention
+from pallas_kernels.ops.paged_attention.xla import paged_attention_lse
 from tests.support.examples import examples
 from tests.support.kernels import reference
+from tests.support.kernels.checks.cascade import CHUNKS, DECODES, DRAFTS, PREFIXES, Problem, check, check_shared
+from tests.support.kernels.checks.decode import SMALL
+from tests.support.kernels.interpreted import needs_interpreter
 from tests.support.kernels.ragged import make
 
 PAGE, POOL, DIM, SCALE, WIDTH, GROUPS = 4, 96, 8, 0.3, 14, 3
@@ -99,7 +103,7 @@ def attend(q: Any, k: Any, v: Any, ragged: Ragged, *, window: int | None, decode
     size = cascade.queries(len(q), decode=decode)
     work = cascade.plan(ragged, queries=size, window=window)
     with jax.default_matmul_precision("highest"):
-        plain = paged_attention(q, k, v, ragged, return_lse=True, **options)
+        plain = paged_attention_lse(q, k, v, ragged, **options)
         return cascade.cascade_attention(q, k, v, work, **options), plain
 
 
@@ -144,3 +148,50 @@ def test_cascade_equals_plain_attention(
     alone = np.array([row >= len(groups) or not groups[row] for row in ragged.rows])
     for got, bits in zip((out, lse), plain, strict=True):
         np.testing.assert_array_equal(np.asarray(got)[alone], np.asarray(bits)[alone])
+
+
+BODIES = [False, pytest.param(True, marks=needs_interpreter)]
+
+
+@needs_interpreter
+def test_queries_of_one_group_see_all_shared_keys() -> None:
+    check_shared(Problem(PREFIXES, DECODES[2:], decode=True), replace(SMALL, queries=3))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("warps", BODIES)
+@pytest.mark.parametrize(
+    ("options", "queries"),
+    [
+        ({}, 16),
+        ({"softcap": 2.0}, 7),
+        ({"window": 75}, 16),
+        ({"dim": 128, "heads": 16}, 8),
+        ({"dim": 256, "heads": 2}, 16),
+        ({"dtype": jnp.float16, "page": 64, "rows": ((1, 3, 300), (1, 1, 260), (2, 2, 131))}, 16),
+        ({"stored": jnp.int8}, 8),
+        ({"stored": jnp.float8_e4m3fn, "dim": 128, "softcap": 2.0}, 4),
+    ],
+    ids=str,
+)
+def test_tiles_of_several_rows(options: dict[str, Any], queries: int, warps: bool) -> None:
+    check_shared(Problem(PREFIXES, **{"rows": DRAFTS, **options}), replace(SMALL, warps=warps, queries=queries))
+
+
+@pytest.mark.full
+@needs_interpreter
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(PREFIXES, DECODES, decode=True),
+        Problem(PREFIXES, DRAFTS, few=True, softcap=2.0),
+        Problem(PREFIXES, CHUNKS),
+        Problem(PREFIXES, CHUNKS, window=75, sinks=True),
+        Problem(PREFIXES, CHUNKS, stored=jnp.float8_e4m3fn),
+        Problem(PREFIXES, DECODES, decode=True, stored=jnp.int8),
+        Problem(PREFIXES, CHUNKS, dim=256, heads=2, stored=jnp.int8, window=75),  # prompts are left to XLA
+    ],
+    ids=str,
+)
+def test_a_layer_equals_plain_attention(problem: Problem) -> None:
+    check(problem)

@@ -21,7 +21,15 @@ from jaxserve.config import ServeConfig
 from pallas_kernels import tuned
 from pallas_kernels.attention import api as dispatch
 from pallas_kernels.attention import mosaic_gpu, tpu
-from pallas_kernels.attention.api import BACKENDS, AttentionSpec, Choice, Unsupported, attention, resolve
+from pallas_kernels.attention.api import (
+    BACKENDS,
+    AttentionInputs,
+    AttentionSpec,
+    Choice,
+    Unsupported,
+    attention,
+    resolve,
+)
 from pallas_kernels.choice import ORDER
 from pallas_kernels.layout import Ragged
 from pallas_kernels.mosaic.spec import AttentionShape as Wanted
@@ -159,7 +167,7 @@ def test_the_engine_finds_the_entry_of_each_spec_that_it_looks_up(
     entry = {"op": op, **tuned.key_of(spec), "us": 1.0, "config": asdict(chosen)}
     monkeypatch.setattr(tuned, "entries", lambda device: (entry,))
     for name, other in LOOKUPS:
-        config, _ = mosaic_gpu._config(name, module[name], H200, other)
+        config = mosaic_gpu._config(name, module[name], H200, other)
         heuristic = module[name].heuristic(wanted[name, other])
         assert chosen != heuristic or name != op
         assert config == (chosen if (name, other) == (op, queries) else heuristic)
@@ -207,7 +215,7 @@ def step(decode: bool) -> tuple[Any, ...]:
 def program(
     one: dispatch.Attention, q: Any, k: Any, v: Any, turn: Any, pool: Any, ragged: Ragged, **options: Any
 ) -> Any:
-    return one(q, k, v, turn, pool, one.plan(ragged), scale=SCALE, **options)
+    return one(AttentionInputs(q, k, v, turn, scale=SCALE, **options), pool, one.plan(ragged))
 
 
 @pytest.mark.parametrize("decode", [True, False])

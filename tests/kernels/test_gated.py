@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxserve.models.layers import ACTIVATIONS
 from pallas_kernels.choice import Choice, Unsupported
 from pallas_kernels.ops.gated_matmul import hopper
-from pallas_kernels.ops.gated_matmul.api import GATES, GatedSpec, MosaicGatedMatmul, gated, resolve_gated_matmul
+from pallas_kernels.ops.gated_matmul.api import GATES, GatedMatmul, GatedSpec, gated, resolve_gated_matmul
 from pallas_kernels.ops.grouped_matmul.hopper.body import Dense
 from pallas_kernels.ops.grouped_matmul.hopper.matmul import Config
 from tests.support.examples import cases, examples
@@ -90,12 +90,12 @@ def test_what_does_not_fit_is_left_to_xla() -> None:
     x, weight = jnp.zeros((8, 128), jnp.bfloat16), jnp.zeros((64, 256), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"bfloat16\(8, 128\) and bfloat16\(64, 256\) do not match"):
         hopper.gated_matmul(x, weight, gate=GATES["silu"], config=FORMS["swapped"])
-    assert MosaicGatedMatmul(H200)(x[:4], weight.reshape(64, 2, 128)) is None
+    assert GatedMatmul(H200)(x[:4], weight.reshape(64, 2, 128)) is None
 
 
 def test_the_kernel_is_used_on_request_only() -> None:
     assert resolve_gated_matmul(H200) == Choice("xla", H200) and gated(Choice("xla", H200)) is gated(None) is None
-    assert isinstance(gated(resolve_gated_matmul(H200, "mosaic_gpu")), MosaicGatedMatmul)
+    assert isinstance(gated(resolve_gated_matmul(H200, "mosaic_gpu")), GatedMatmul)
     for changes, reason in (
         ({"capability": "8.0"}, "it needs Hopper"),
         ({"dtype": "float32"}, "must be bfloat16 or float16"),

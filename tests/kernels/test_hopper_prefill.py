@@ -14,18 +14,15 @@ import pytest
 from pallas_kernels.layout import Scales
 from pallas_kernels.mosaic.spec import SMEM, AttentionShape
 from pallas_kernels.ops.paged_attention.hopper.prefill import Config, candidates, heuristic, paged_prefill, supports
+from tests.support.kernels.checks.decode import compute
 from tests.support.kernels.checks.prefill import (
     CASES,
     MIXED,
-    POOL,
-    SCALE,
     SMALL,
     Problem,
     check,
-    compute,
 )
 from tests.support.kernels.interpreted import needs_interpreter, without_races
-from tests.support.kernels.ragged import deal
 
 
 @needs_interpreter
@@ -35,13 +32,13 @@ def test_a_mix_of_chunks_equals_the_dense_twin_without_races() -> None:
 
 @needs_interpreter
 def test_pools_of_8_bits_are_widened_without_races() -> None:
-    check(Problem(heads=4, kv_heads=2, kv_dtype=jnp.int8), SMALL)
+    check(Problem(heads=4, kv_heads=2, stored=jnp.int8), SMALL)
 
 
 @needs_interpreter
 @pytest.mark.parametrize("k_factor", [0.0, 1e-35, 1e3])
 def test_key_scales_of_any_size(k_factor: float) -> None:
-    check(Problem(rows=((20, 70),), kv_dtype=jnp.float8_e4m3fn, k_factor=k_factor), SMALL)
+    check(Problem(rows=((20, 70),), stored=jnp.float8_e4m3fn, k_factor=k_factor), SMALL)
 
 
 @needs_interpreter
@@ -54,15 +51,15 @@ def test_equals_the_dense_twin_without_races(name: str) -> None:
 @needs_interpreter
 @pytest.mark.full
 def test_a_row_does_not_depend_on_the_others() -> None:
-    together, _ = compute(Problem(), SMALL)
-    row = Problem(rows=MIXED[:1], tables=(tuple(deal(MIXED, page=16, pool=POOL)[0]),))
+    together, _ = compute(Problem(), SMALL, paged_prefill)
+    row = Problem(rows=MIXED[:1], tables=(tuple(Problem().dealt[0]),))
     # The same values: the first row's tokens come first, and the pools are drawn after q.
-    q, k, v = Problem().arrays()
-    ragged = row.ragged()
+    q, k, v, _ = Problem().arrays()
+    ragged = jax.tree.map(jnp.asarray, row.ragged())
     work = SMALL.plan(ragged, page=16)
     with without_races() as interpret:
         alone, _ = jax.block_until_ready(
-            paged_prefill(q[:40], k, v, ragged, work, scale=SCALE, config=SMALL, interpret=interpret)
+            paged_prefill(q[:40], k, v, ragged, work, scale=row.scale, config=SMALL, interpret=interpret)
         )
     np.testing.assert_array_equal(alone, together[:40])
 
@@ -103,11 +100,11 @@ def test_what_is_not_supported_is_named() -> None:
         Config(heads=4, stages=3).validate(spec)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, jnp.int8])
-def test_scales_go_with_pools_of_8_bits(kv_dtype: Any) -> None:
-    problem, one = Problem(kv_dtype=kv_dtype), jnp.ones(1)
-    scales = Scales(one, one) if kv_dtype is None else None
+@pytest.mark.parametrize("stored", [None, jnp.int8])
+def test_scales_go_with_pools_of_8_bits(stored: Any) -> None:
+    problem, one = Problem(stored=stored), jnp.ones(1)
+    scales = Scales(one, one) if stored is None else None
     ragged = problem.ragged()
     work = jax.eval_shape(partial(SMALL.plan, page=16), ragged)
     with pytest.raises(ValueError, match="8-bit pools need scales, others take none"):
-        paged_prefill(*problem.arrays(), ragged, work, scale=SCALE, scales=scales, config=SMALL)
+        paged_prefill(*problem.arrays()[:3], ragged, work, scale=1.0, scales=scales, config=SMALL)

@@ -1,4 +1,4 @@
-"""RoPE and KV write: the XLA twin against float64, and the Hopper kernel against both."""
+"""RoPE and KV write: XLA against float64, and the kernels for Hopper and TPU against both."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.kv_write.hopper import Config, candidates, heuristic, packed, rope_and_write
-from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
+from pallas_kernels.ops.kv_write.tpu import write_kv
 from tests.support.examples import cases
 from tests.support.kernels import reference
 from tests.support.kernels.checks.kv_write import (
@@ -21,9 +22,12 @@ from tests.support.kernels.checks.kv_write import (
     SHAPES,
     check,
     right,
+    rope_and_write_xla,
     step,
 )
 from tests.support.kernels.interpreted import needs_interpreter
+from tests.support.kernels.ragged import deal, make
+from tests.support.kernels.tpu import races_found
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda x: jnp.dtype(x).name)
@@ -109,3 +113,16 @@ def test_configs_are_valid_for_what_they_are_chosen_for() -> None:
         for config in (heuristic(tokens), *candidates(tokens)):
             config.validate(spec)
             assert config.tokens <= tokens
+
+
+def test_tokens_land_on_their_pages_and_padding_nowhere() -> None:
+    rows = [(3, 9), (1, 4), (0, 0), (5, 5)]
+    ragged = make(rows, deal(rows, page=4, pool=12), page=4, pool=12, tokens=12, padded_rows=5)
+    rng = np.random.default_rng(0)
+    pools = [jnp.asarray(rng.standard_normal((12, 4, 2, 8)), jnp.bfloat16) for _ in "kv"]
+    new = [jnp.asarray(rng.standard_normal((12, 2, 8)), jnp.float32) for _ in "kv"]
+    interpret = pltpu.InterpretParams(detect_races=True)
+    got = jax.jit(lambda *xs: write_kv(*xs, interpret=interpret))(*pools, *new, jax.tree.map(jnp.asarray, ragged))
+    for after, pool, values in zip(got, pools, new, strict=True):
+        np.testing.assert_array_equal(np.asarray(after), reference.written(pool, values, ragged.write))
+    assert not races_found()

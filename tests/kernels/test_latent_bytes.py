@@ -18,6 +18,7 @@ import pytest
 from pallas_kernels.attention import xla
 from pallas_kernels.layout import Ragged
 from pallas_kernels.ops.kv_write.xla import LARGEST
+from pallas_kernels.ops.paged_attention.api import AttentionInputs
 from tests.support.examples import cases
 from tests.support.kernels import reference
 from tests.support.kernels.ragged import deal, make
@@ -66,9 +67,8 @@ def test_a_step_equals_the_reference(kind: str, stored: Any, copies: int) -> Non
     def step(q: jax.Array, new: jax.Array, pool: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
         attention = xla.make(None, decode)
         with jax.default_matmul_precision("highest"):
-            mixed, (pool,) = attention(
-                q * scale[None, None], new / scale[None, None], None, None, (pool,), attention.plan(ragged), scale=SCALE
-            )
+            inputs = AttentionInputs(q * scale[None, None], new / scale[None, None], None, None, scale=SCALE)
+            mixed, (pool,) = attention(inputs, (pool,), attention.plan(ragged))
         return mixed * scale[None, None], pool
 
     mixed, pool = step(q, new, held, ragged)
@@ -85,9 +85,8 @@ def test_rounding_is_to_the_nearest_and_never_nan(stored: Any) -> None:
     x = np.array([np.inf, -np.inf, 1e9, -500.0, 0.5, 1.5, -0.3, 0.0], np.float32).reshape(1, 1, 8)
     attention = xla.make(None, True)
     work = attention.plan(jax.tree.map(jnp.asarray, make([(1, 1)], [[0]], page=1, pool=1)))
-    pool = attention(
-        jnp.zeros((1, 1, 8)), jnp.asarray(x), None, None, (jnp.zeros((1, 1, 1, 8), stored),), work, scale=1.0
-    )[1][0]  # fmt: skip
+    inputs = AttentionInputs(jnp.zeros((1, 1, 8)), jnp.asarray(x), None, None, scale=1.0)
+    _, (pool,) = attention(inputs, (jnp.zeros((1, 1, 1, 8), stored),), work)
     largest = LARGEST[jnp.dtype(stored).name]
     small = [0.0, 2.0, -0.0, 0.0] if stored == jnp.int8 else [0.5, 1.5, -0.3125, 0.0]
     np.testing.assert_array_equal(reference.doubles(pool).reshape(-1), [largest, -largest, largest, -largest, *small])

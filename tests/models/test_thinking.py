@@ -10,8 +10,12 @@ import pytest
 from jinja2 import Template
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from jaxserve.config import ServeConfig
+from jaxserve.engine.startup.assemble import markers_of
 from jaxserve.models.thinking import thinking_markers
 from jaxserve.sched.api.thinking import ThinkingMarkers
+from jaxserve.tokenizer import template_of
+from jaxserve.tools.families import Parsers
 
 QWEN3 = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
@@ -122,6 +126,25 @@ def test_the_final_channel_of_gpt_oss(tmp_path: Path) -> None:
     assert read(asked + "<|channel|>", "final<|message|>7") == begun, "the marker begins in the prompt"
     earlier = "<|start|>assistant<|channel|>final<|message|>7<|end|>" + asked
     assert read(earlier, thought) is None and read(earlier, thought + final) is not None
+
+
+@pytest.mark.parametrize("file", [False, True])
+@pytest.mark.parametrize(("template", "thinks"), [(QWEN3, True), ("{{ messages }}", False)])
+def test_parser_and_engine_read_the_same_template(tmp_path: Path, template: str, file: bool, thinks: bool) -> None:
+    """A template of the server's replaces that of the folder for both."""
+    make(tmp_path, ["<|im_start|>", "<|im_end|>"], "{{ messages }}" if thinks else QWEN3)
+    given = template
+    if file:
+        (own := tmp_path / "own.jinja").write_text(template)
+        given = str(own)
+    markers = markers_of(ServeConfig.load(chat_template=given), tmp_path, [1])
+    parsers = Parsers.of("auto", "auto", template_of(given) or "")
+    assert (bool(markers.closes), parsers.tags is not None) == (thinks, thinks)
+    other = tmp_path / "other"
+    other.mkdir()
+    tokens = make(other, ["<think>", "</think>"])
+    markers = markers_of(ServeConfig.load(tokenizer=str(other)), tmp_path, [1])
+    assert markers.closes == ((tokens.token_to_id("</think>"),),)
 
 
 @pytest.mark.parametrize("template", ["", "{{ messages }}"])

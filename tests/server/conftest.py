@@ -16,6 +16,7 @@ from jaxserve.tokenizer import Tokenizer
 from jaxserve.wire.address import Address
 from tests.support import workers
 from tests.support.server.live import ADMIN, ALONE, SMALL, Live
+from tests.support.timing import PATIENCE
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +38,12 @@ def _little_memory() -> None:
 def _few_mappings(compiled_is_let_go: Callable[[int], None]) -> None:
     """Forget compiled programs before the first engine only: engines here stay alive and count compilations."""
     compiled_is_let_go(10_000)
+
+
+@pytest.fixture(autouse=True)
+def _statuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give refusals of streams their own status code also on a slow machine."""
+    monkeypatch.setattr("jaxserve.server.sse.PATIENCE", PATIENCE)
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,12 @@ BODY = {"prompt": "def main(args):", "max_tokens": 6, "ignore_eos": True}
 LONG = 600_000  # ms: longer than any test
 
 
+def test_usage_has_the_prediction(live: Any) -> None:
+    made = live.http.post("/v1/completions", json={**BODY, "ttft_slo_ms": LONG, "tpot_slo_ms": LONG}).json()
+    slo = made["usage"]["slo"]
+    assert slo["attained"] and slo["predicted_ttft_ms"] > 0 < slo["ttft_ms"]
+
+
 def done(slo: SLO, times: list[float], reason: str = "length", thinks: int = 0) -> Request:
     """Return a request of class `a` that arrived at 0, with its first `thinks` tokens thinking."""
     end = ThinkingEnd([(7,)]) if thinks else None

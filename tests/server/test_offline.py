@@ -276,7 +276,7 @@ def test_chat(llm):
 
 def test_prompts_that_do_not_fit_are_refused_before_any_runs(llm):
     before = llm.engine.stats().counters.steps
-    with pytest.raises(InvalidValue, match="300 tokens"):
+    with pytest.raises(InvalidValue, match="300 in the prompt"):
         llm.generate(["a", [5] * 300], GREEDY)
     with pytest.raises(InvalidValue, match="empty"):
         llm.generate("", GREEDY)

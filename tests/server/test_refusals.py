@@ -27,7 +27,7 @@ UNSUPPORTED = {
 }  # fmt: skip
 # A field, its value, and what is refused of it.
 FIELDS = (
-    ("max_tokens", "many", ""), ("max_tokens", 0, ""), ("max_tokens", 100_000, ""), ("temperature", [1], ""),
+    ("max_tokens", "many", ""), ("max_tokens", 0, ""), ("temperature", [1], ""),
     ("temperature", -1, ""), ("top_p", 0, ""), ("n", 0, ""), ("n", 100_000, ""), ("stop", [""], ""),
     ("stop", ["a", 1], ""), ("logprobs", 21, ""), ("stop_token_ids", [10**9], ""), ("logit_bias", {"x": 1}, ""),
     ("logit_bias", {"4096": 1}, ""), ("logit_bias", {"1": 101}, ""), ("service_tier", "gold", ""),
@@ -114,8 +114,8 @@ def test_a_prompt_longer_than_the_context_names_both_lengths(fake):
     live = fake(max_model_len=64)
     error = check(live.http.post("/v1/completions", json={"prompt": [5] * 100}), 400, "prompt")
     assert "100" in error["message"] and "64" in error["message"]
-    error = check(live.http.post("/v1/completions", json={"prompt": [5] * 60, "max_tokens": 10}), 400, "max_tokens")
-    assert "at most 4" in error["message"]
+    error = check(live.http.post("/v1/completions", json={"prompt": [5] * 60, "max_tokens": 10}), 400, "prompt")
+    assert "60 in the prompt, 10 in the completion" in error["message"]
 
 
 def test_a_large_body_is_refused(fake):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -188,11 +190,58 @@ def test_roles_and_the_prefix_cache(beside: Any) -> None:
     beside(work)
 
 
-def test_silence_is_an_ailment(beside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_that_reads_slowly_loses_nothing(beside: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs wait for it: one request with many log-probabilities ends no other stream."""
+    monkeypatch.setattr(connection, "UNREAD", 1 << 18)
+
     async def work(remote: RemoteEngine) -> None:
+        params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=20, prompt_logprobs=20)
+        told = [Told() for _ in range(32)]
+        for number, one in enumerate(told):
+            remote.submit(NewRequest([number + 20] * 200, params, SLO()), one)
+        await told[0].begun.wait()
+        transport: Any = remote._connection._transport
+        transport.pause_reading()
+        await asyncio.to_thread(at_rest, engine)
+        transport.resume_reading()
+        await asyncio.gather(*(one.ended.wait() for one in told))
+        assert {one.scores for one in told} == {(20, 199)} and not remote.lost
+
+    beside(work)
+
+
+def test_an_engine_that_hangs_is_lost(beside: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests end, or go on elsewhere, and `refresh` waits for it no longer than a moment."""
+    monkeypatch.setattr(under_test, "TICK", 0.01)
+    monkeypatch.setattr(under_test, "SILENT", 1 << 30)
+    monkeypatch.setattr(under_test, "REFRESHING", 0.01)
+    hanging = threading.Event()
+
+    async def work(remote: RemoteEngine) -> None:
+        told = Told()
+        remote.submit(NewRequest(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), SLO()), told)
+        await told.begun.wait()
+        engine._loop.call_soon_threadsafe(hanging.wait, PATIENCE)
+        try:
+            await remote.refresh()
+            assert not told.ended.is_set()
+            monkeypatch.setattr(under_test, "SILENT", 30)
+            await told.ended.wait()
+            assert told.deltas[-1].finish_reason == "unavailable" and "has not responded for" in (remote.ailment or "")
+        finally:
+            hanging.set()
+
+    beside(work)
+
+
+def test_a_front_that_stood_still_itself_does_not_give_up(beside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "TICK", 0.01)
+    monkeypatch.setattr("jaxserve.fleet.engine_server.SHARING", 0.01)
+
+    async def work(remote: RemoteEngine) -> None:
+        time.sleep(under_test.SILENT * 0.02)
+        await asyncio.sleep(0.05)
         assert remote.healthy
-        monkeypatch.setattr(under_test, "SILENT", -1.0)
-        assert "has not responded for" in (remote.ailment or "")
 
     beside(work)
 

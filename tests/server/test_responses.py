@@ -206,7 +206,6 @@ REFUSALS: tuple[Any, ...] = (
     ("truncation", {"truncation": "auto"}, "auto"),
     ("include", {"include": ["message.everything"]}, "message.everything"),
     ("max_output_tokens", {"max_output_tokens": 0}, "max_output_tokens=0"),
-    ("max_output_tokens", {"max_output_tokens": 100_000}, "max_output_tokens=100000"),
     ("top_logprobs", {"top_logprobs": 21}, "0 to 20"),
     ("input[0].role", {"input": [{"role": "robot", "content": "x"}]}, "robot"),
     ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "text"),

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
 from jaxserve.generation.detokenize import Detokenizer, TextStream, common
-from jaxserve.generation.stops import Automaton, StopStrings
+from jaxserve.generation.stops import Automaton, StopStrings, Thinking, Thoughts
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
@@ -113,6 +113,22 @@ def test_streamed_stop_strings_match_a_single_search(stops, text, rng):
         assert (out, found) == (text, None)
     else:
         assert found in stops and text.startswith(out + found) and len(out + found) == min(ends)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@given(st.lists(st.sampled_from(["<t>", "</t>", "<", "/t>", "t", " ", "\n"]), max_size=8).map("".join), st.randoms())
+def test_thinking_ends_at_its_tag_however_it_is_cut(begun, text, rng):
+    finder, rest, thinking, answer = Thoughts(Thinking("<t>", "</t>", begun)), text, "", ""
+    while rest:
+        cut = rng.randint(1, 4)
+        new = finder.add(rest[:cut])
+        assert not (answer and new[0]), "the answer comes last"
+        thinking, answer, rest = thinking + new[0], answer + new[1], rest[cut:]
+    answer += finder.flush()
+    assert thinking + answer == text
+    thinks = begun or text.lstrip().startswith("<t>")
+    end = text.find("</t>") + 4 if "</t>" in text else len(text)
+    assert thinking == (text[:end] if thinks else "")
 
 
 def test_a_possible_start_of_a_stop_string_is_held_back():

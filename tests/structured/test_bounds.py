@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
-from jaxserve.sched.api.structured_outputs import StructuredOutputs
+from jaxserve.sched.api.structured_outputs import MAX_CHOICES, StructuredOutputs
 from jaxserve.structured import compiler as under_test
 from jaxserve.structured import trial
-from jaxserve.structured.bounds import MAX_ALTERNATIVES, MAX_NODES, MAX_RULES
+from jaxserve.structured.bounds import MAX_ALTERNATIVES, MAX_EXPRESSION, MAX_NODES, MAX_RULES, MAX_TEXT
 from jaxserve.structured.compiler import Compiler
 from tests.support.structured.bytes import END, tokenizer_json
 
@@ -100,6 +101,54 @@ def test_chains_without_definitions_are_refused_or_compiled(compiler: Compiler) 
 def test_alternatives_are_bounded(compiler: Compiler) -> None:
     with pytest.raises(InvalidValue, match=f"has 79999 alternatives: at most {MAX_ALTERNATIVES} are allowed"):
         compiler.check(StructuredOutputs(grammar="root ::= " + " | ".join(f'"w{at}"' for at in range(80_000))))
+
+
+TEXT = "b" * (MAX_TEXT + 1)
+LONG: dict[str, dict[str, Any]] = {
+    "choice": {"choice": ["a", TEXT]},
+    "regex": {"regex": "b" * (MAX_EXPRESSION + 1)},
+    "grammar": {"grammar": f'start: "a" "{"b" * MAX_EXPRESSION}"'},
+    "const": {"json": {"type": "object", "properties": {"a": {"const": TEXT}}}},
+    "enum": {"json": {"enum": [1, [TEXT]]}},
+    "name": {"json": {"type": "object", "properties": {TEXT: {}}}},
+    "tag": {"structural_tag": {"structures": [{"begin": "<a", "schema": {}, "end": TEXT}], "triggers": ["<"]}},
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_long_texts_are_refused_because_each_mask_copies_them(compiler: Compiler, kind: str) -> None:
+    with pytest.raises(InvalidValue, match=r"has \d+ characters.*: at most \d+ are allowed"):
+        compiler.check(StructuredOutputs(**LONG[kind]))
+
+
+def test_texts_that_no_output_contains_may_be_long(compiler: Compiler) -> None:
+    compiler.check(StructuredOutputs(json={"type": "integer", "description": TEXT}))  # type: ignore[arg-type]
+
+
+def test_a_constraint_is_ready_once_it_has_made_a_mask(monkeypatch: pytest.MonkeyPatch, compiler: Compiler) -> None:
+    """What the first mask finds is shared by all matchers of a constraint, so that no step waits for that."""
+    inner, threads = trial.first_mask, []
+
+    def recorded(matcher: LLMatcher, tokenizer: LLTokenizer) -> tuple[LLMatcher, float]:
+        threads.append(threading.current_thread().name)
+        return inner(matcher, tokenizer)
+
+    monkeypatch.setattr(trial, "first_mask", recorded)
+    compiler.check(StructuredOutputs(regex="[a-z]{3}"))
+    assert threads and all(name.startswith("jaxserve-grammar") for name in threads)
+
+
+def test_slow_masks_and_first_masks_that_fail_are_refused(monkeypatch: pytest.MonkeyPatch, compiler: Compiler) -> None:
+    with pytest.raises(InvalidValue, match=r"grammar cannot be enforced: .* items"):
+        compiler.check(StructuredOutputs(grammar="start: " + " | ".join(f'"{at} of"' for at in range(4_000))))
+    monkeypatch.setattr(trial, "SLOW", 0.0)
+    with pytest.raises(InvalidValue, match=r"regex takes \d+ ms for each token: simplify it"):
+        compiler.check(StructuredOutputs(regex="[a-z]{3}"))
+
+
+def test_as_many_choices_as_are_allowed_can_be_sampled(compiler: Compiler) -> None:
+    matcher = compiler.matcher(StructuredOutputs(choice=tuple(f"{at} of them" for at in range(MAX_CHOICES))))
+    assert matcher.consume_tokens(list(b"9999 of them")) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize("kind", BOMBS)

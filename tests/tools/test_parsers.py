@@ -7,15 +7,14 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from jaxserve.server.message import Message
 from jaxserve.tools.definitions import tools_of
 from jaxserve.tools.events import Event, Parser
 from jaxserve.tools.families import REASONING_PARSERS, TOOL_PARSERS, Parsers
-from jaxserve.tools.marked import overlap
-from jaxserve.tools.scan import in_string
+from jaxserve.tools.scan import Finder, Marks, Scan
 
 WEATHER = {
     "type": "object",
@@ -367,16 +366,31 @@ def test_calls_after_thinking():
     assert events == [Event("reasoning", "so"), Event("call", "time"), Event("arguments", "{}")]
 
 
-@given(st.text(alphabet="ab<", max_size=8), st.text(alphabet="ab<", min_size=1, max_size=4))
-def test_overlap(text, marker):
-    sizes = [size for size in range(len(marker)) if text.endswith(marker[:size])]
-    assert overlap(text, marker) == max(sizes)
+@given(
+    st.text(alphabet="ab<", max_size=30),
+    st.lists(st.text(alphabet="ab<", max_size=4).map("<".__add__), min_size=1, max_size=3),
+    st.lists(st.integers(0, 30), max_size=5),
+)
+def test_the_first_mark_is_found_however_the_text_is_cut(text, marks, points):
+    assume(not any(one != other and one in other for one in marks for other in marks))
+    ends = [(text.find(mark) + len(mark), -len(mark), mark) for mark in marks if mark in text]
+    finder, found = Finder(Marks(*marks)), ""
+    for piece in cut(text, points):
+        before, mark, _ = finder.read(piece, 0)
+        found += before
+        if mark:
+            end, size, expected = min(ends)
+            assert (found, mark) == (text[: end + size], expected)
+            return
+    assert not ends and found + finder.rest() == text
 
 
 @given(st.text(), st.integers(0, 40))
-def test_in_string(value, at):
+def test_scan_knows_whether_text_ends_inside_a_string(value, at):
     text = json.dumps({"k": value}, ensure_ascii=False)
     start, end = len('{"k": "'), len(text) - 2
     at = min(at, end - start)
-    assert in_string(text[: start + at])
-    assert not in_string(text)
+    first, whole = Scan(), Scan()
+    first.to_depth(text[: start + at], None)
+    whole.to_depth(text, None)
+    assert first.inside and not whole.inside

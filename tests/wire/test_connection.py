@@ -98,7 +98,7 @@ async def test_frames_arrive_in_order_both_ways(room: Room) -> None:
 def test_any_split_of_the_bytes_gives_the_same_frames(frames: list[bytes], sizes: Sequence[int]) -> None:
     seen = list[bytes]()
     end = Connection(b"k", "engine", opened=lambda _: None, received=seen.append, lost=lambda why: None)
-    end._transport, end._frames = Open(), end._received  # as after the proof of the key
+    end._transport, end._frames, end._longest = Open(), end._received, under_test.LONGEST  # as after the proof
     stream, at = b"".join(len(frame).to_bytes(4, "big") + frame for frame in frames), 0
     for number in range(len(stream) + 1):
         size = sizes[number % len(sizes)]
@@ -122,7 +122,7 @@ async def test_the_wrong_proof_opens_nothing(room: Room, keys: Any, sides: Any) 
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes, at most 268435456 are allowed"),
+        (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes, at most 32 are allowed"),
         (b"\0\0\0\3abc", "not a jaxserve process"),
     ],
 )
@@ -134,6 +134,30 @@ async def test_other_protocols_are_refused(room: Room, sent: bytes, why: str) ->
     writer.write(sent)
     assert await end.why == why
     writer.close()
+
+
+@in_loop
+async def test_the_oldest_of_many_connections_without_a_proof_is_closed(room: Room) -> None:
+    unproved: dict[Connection, None] = {}
+    why = list[str]()
+
+    def accept() -> Connection:
+        return Connection(b"k", "engine", opened=lambda _: None, received=bytes, lost=why.append, unproved=unproved)
+
+    server = await asyncio.get_running_loop().create_unix_server(accept, room.path)
+    room._servers.append(server)
+    writers = [(await asyncio.open_unix_connection(room.path))[1] for _ in range(under_test.UNPROVED + 3)]
+    while len(why) < 3:
+        await asyncio.sleep(0.001)
+    assert set(why) == {"too many connections without proof of the key"} and len(unproved) == under_test.UNPROVED
+    mine = room.end("front")
+    await Address(path=room.path).connect(lambda: mine.connection)
+    await mine.opened.wait()  # in spite of the others
+    assert len(unproved) == under_test.UNPROVED - 1
+    for writer in writers:
+        writer.close()
+    while unproved:
+        await asyncio.sleep(0.001)
 
 
 @in_loop

@@ -29,15 +29,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
-from pallas_kernels.attention.api import Pool
-from pallas_kernels.layout import MASKED, Ragged, Scales
-from pallas_kernels.norms import HeadNorms
+from pallas_kernels.attention.api import AttentionInputs, Pool
+from pallas_kernels.layout import MASKED, Ragged
 from pallas_kernels.ops.gated_matmul.api import GatedMatmul
 from pallas_kernels.ops.grouped_matmul.api import Experts, XlaExperts
 from pallas_kernels.ops.kv_write.xla import LARGEST
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
-from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul, XlaQuantizedMatmul
-from pallas_kernels.rope import Turn, rotate
+from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul
+from pallas_kernels.rope import rotate
 
 log = logging.getLogger(__name__)
 
@@ -61,40 +60,24 @@ class Observer:
 
     mesh: Mesh
     experts: Experts = field(default_factory=XlaExperts)
-    products: QuantizedMatmul = field(default_factory=XlaQuantizedMatmul)
+    products: QuantizedMatmul | None = None
     mlp: GatedMatmul | None = None
 
     def plan(self, ragged: Ragged) -> Ragged:
         return ragged
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
-        turn: Turn | None,
-        pool: Pool,
-        work: Ragged,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        scales: Scales | None = None,
-        qkv: jax.Array | None = None,
-        norms: HeadNorms | None = None,
-    ) -> tuple[jax.Array, Pool]:
-        """Attend over one row that starts at position 0: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
+    def __call__(self, inputs: AttentionInputs, pool: Pool, work: Ragged) -> tuple[jax.Array, Pool]:
+        """Attend over one row that starts at position 0."""
+        q, k, softcap, sinks = inputs.q, rotate(inputs.k, inputs.turn), inputs.softcap, inputs.sinks
         tokens, kv_heads, dim = k.shape
-        k = rotate(k, turn)
-        kept, axes = ((k,), (0,)) if v is None else ((k, v), (0, 2))
-        v = (k if v is None else v).astype(q.dtype)
-        grouped = rotate(q, turn).reshape(tokens, kv_heads, -1, dim)
-        score = jnp.einsum("tkgd,ckd->kgtc", grouped, k, preferred_element_type=jnp.float32) * scale
+        kept, axes = ((k,), (0,)) if inputs.v is None else ((k, inputs.v), (0, 2))
+        v = kept[-1].astype(q.dtype)
+        grouped = rotate(q, inputs.turn).reshape(tokens, kv_heads, -1, dim)
+        score = jnp.einsum("tkgd,ckd->kgtc", grouped, k, preferred_element_type=jnp.float32) * inputs.scale
         if softcap is not None:
             score = softcap * jnp.tanh(score / softcap)
         ahead = work.positions[:, None] - work.positions[None, :]  # [T, T]
-        seen = (ahead >= 0) & (ahead < (window or tokens))
+        seen = (ahead >= 0) & (ahead < (inputs.window or tokens))
         score = jnp.where(seen[None, None], score, MASKED)
         mixed = jnp.einsum("kgtc,ckd->tkgd", jax.nn.softmax(score, axis=-1).astype(v.dtype), v).reshape(q.shape)
         if sinks is not None:

@@ -3,7 +3,8 @@
     PATH/MODEL/N/DIGEST    a page of the model with digest MODEL, of process N of the machine
     PATH/MODEL/N/lock      locked as long as a process uses the folder
 
-A process uses the first folder that no other one has locked, and never touches the others. A file
+A process uses the first folder that no other one has locked, and never touches the others. Only
+folders of this user that nobody else can write are used: what lies there becomes KV. A file
 is a header (`HEADER`) and the bytes of the page. It is written under another name first, and its
 checksum is verified when it is read: a file that is incomplete, damaged or gone is a missing page.
 """
@@ -16,13 +17,13 @@ import fcntl
 import logging
 import os
 import re
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from jaxserve.engine.memory.host_pages import Bytes, Page, PageCodec
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.kv_source import PageCopy
 from jaxserve.sched.cluster.kv_tier import Stored
+from jaxserve.whole_file import not_ours
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +56,11 @@ class DiskPages:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-kv-disk-write")  # writes and removes in order
         self._readers = ThreadPoolExecutor(4, thread_name_prefix="jaxserve-kv-disk-read")
         try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if path.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+                raise ValueError(f"{path} can be written by others: chmod o-w")
             self.folder, self._lock = _own_folder(path / model.hex())
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise InvalidValue(f"kv_disk={str(path)!r} cannot be used: {error}", "kv_disk") from error
 
     async def write(self, several: Sequence[Stored]) -> Sequence[bytes]:
@@ -112,7 +117,10 @@ class DiskPages:
         return None
 
     def stored(self) -> Iterator[PageCopy]:
-        """Yield the pages of an earlier process, each after the page before it, and remove other files of pages."""
+        """Yield the pages of an earlier process, each after the page before it, and remove other files of pages.
+
+        Pages that name each other as the page before are none.
+        """
         found: dict[bytes, PageCopy] = {}
         for entry in os.scandir(self.folder):
             copy = self._header(Path(entry.path), entry.stat().st_size)
@@ -122,13 +130,19 @@ class DiskPages:
                 os.unlink(entry.path)
         done: set[bytes] = set()
         for copy in found.values():
-            line = [copy]
-            while line[-1].parent in found and line[-1].parent not in done and line[-1].digest not in done:
-                line.append(found[line[-1].parent])
-            for one in reversed(line):
-                if one.digest not in done:
-                    done.add(one.digest)
-                    yield one
+            line: dict[bytes, PageCopy] = {}
+            while copy.digest not in done and copy.digest not in line:
+                line[copy.digest] = copy
+                if copy.parent not in found:
+                    break
+                copy = found[copy.parent]
+            circle = copy.digest in line and copy.parent in found
+            done.update(line)
+            for page in reversed(line.values()):
+                if circle:
+                    os.unlink(self.folder / page.digest.hex())
+                else:
+                    yield page
 
     def _header(self, path: Path, size: int) -> PageCopy | None:
         if size != self.page_bytes:
@@ -143,21 +157,27 @@ class DiskPages:
         """Wait for the writes, and leave the folder to the next process."""
         self._writer.shutdown()
         self._readers.shutdown()
-        self._lock.close()
+        os.close(self._lock)
 
 
-def _own_folder(root: Path) -> tuple[Path, IO[bytes]]:
-    """Return the first folder in `root` that no process uses, and its lock."""
+def _own_folder(root: Path) -> tuple[Path, int]:
+    """Return the first folder in `root` that no process uses, and its lock. Raises OSError, or ValueError if others can
+    write it.
+    """
     for number in count():
         folder = root / str(number)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = (folder / LOCK).open("wb")  # held as long as the folder is used
+        for path in (root, folder):
+            if why := not_ours(path.lstat()):
+                raise ValueError(f"{path} {why}")
+        # Held as long as the folder is used. A link would be another file.
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.close()
+            os.close(lock)
         else:
-            return folder, file
+            return folder, lock
     raise AssertionError("unreachable")
 
 

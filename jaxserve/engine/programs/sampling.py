@@ -21,8 +21,9 @@ from jax import lax
 
 from jaxserve.engine.programs.logprobs import logprobs_of
 from jaxserve.sched.api.params import MAX_LOGPROBS
-from pallas_kernels.ops.sampling_threshold.api import Thresholds, XlaThresholds
+from pallas_kernels.ops.sampling_threshold.api import Thresholds
 from pallas_kernels.ops.sampling_threshold.search import LOG2_E, Options
+from pallas_kernels.ops.sampling_threshold.xla import thresholds as by_xla
 
 BAD = -1  # in place of a token if the logits are not finite
 SEEN_IN_PROMPT = 1 << 14  # flag in a count: the token is in the prompt; the lower bits count how often it was sampled
@@ -30,7 +31,6 @@ MOST_COUNTED = SEEN_IN_PROMPT - 1
 MASKED = -1e30
 ADJUSTED = 512  # A: 300 biases and 212 banned ids
 ADJUST_BLOCK = 32
-BY_XLA = XlaThresholds()
 
 
 class Column(IntEnum):
@@ -71,7 +71,7 @@ class Adjust(NamedTuple):
     used: jax.Array  # [] int32, largest number of columns that a row uses
 
 
-def draw(logits: jax.Array, rows: SamplingRows, thresholds: Thresholds = BY_XLA) -> jax.Array:
+def draw(logits: jax.Array, rows: SamplingRows, thresholds: Thresholds = by_xla) -> jax.Array:
     """Sample tokens [G] int32 by temperature, min-p, top-k and top-p from logits [G, V] float32.
 
     BAD if a row's logits are not finite.
@@ -108,7 +108,7 @@ def _drawn(x: jax.Array, rows: SamplingRows, thresholds: Thresholds) -> tuple[ja
     return drawn
 
 
-def heated_and_cut(x: jax.Array, rows: SamplingRows, thresholds: Thresholds = BY_XLA) -> jax.Array:
+def heated_and_cut(x: jax.Array, rows: SamplingRows, thresholds: Thresholds = by_xla) -> jax.Array:
     """Return the logits [G, V] that a row's token is sampled from.
 
     Tokens cut by min-p, then top-k, then top-p are MASKED; ties at a threshold stay. Greedy rows are
@@ -143,7 +143,7 @@ def draw_full(
     rows: SamplingRows,
     adjust: Adjust,
     counts: jax.Array,  # [slots, V] int16
-    thresholds: Thresholds = BY_XLA,
+    thresholds: Thresholds = by_xla,
     masks: jax.Array | None = None,  # [G, W] int32
     processed: jax.Array | None = None,  # [G, V] float32
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -22,8 +22,7 @@ from jaxserve.engine.programs.inputs import Batch, Bucket, Layout, Limits
 from jaxserve.engine.programs.program import Program
 from jaxserve.engine.programs.step import Tree, gathered, unpack
 from jaxserve.models import registry
-from jaxserve.models.layers import Part
-from jaxserve.models.registry import Stream
+from jaxserve.models.layers import Part, Stream
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.preemption import PARTS, SHORT, Boundary
 from pallas_kernels.attention.api import Attention, Pool

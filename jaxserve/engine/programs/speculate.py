@@ -22,7 +22,6 @@ import jax.numpy as jnp
 
 from jaxserve.engine.programs.sampling import (
     BAD,
-    BY_XLA,
     Column,
     SamplingRows,
     argmax,
@@ -32,6 +31,7 @@ from jaxserve.engine.programs.sampling import (
     heated_and_cut,
 )
 from pallas_kernels.ops.sampling_threshold.api import Thresholds
+from pallas_kernels.ops.sampling_threshold.xla import thresholds as by_xla
 
 NONE = -2  # in place of a token that a row did not gain
 JUDGED, GUESSED = 0x5EED0001, 0x5EED0002  # salts of the noise that accepts a drafted token, and that drafts one
@@ -46,7 +46,7 @@ def repeated(packed: jax.Array, times: int) -> SamplingRows:
 
 
 def strict(
-    logits: jax.Array, packed: jax.Array, draft: jax.Array, lengths: jax.Array, thresholds: Thresholds = BY_XLA
+    logits: jax.Array, packed: jax.Array, draft: jax.Array, lengths: jax.Array, thresholds: Thresholds = by_xla
 ) -> jax.Array:
     """Verify drafts exactly: return the tokens [G, D] that rows gain, then NONE; BAD if not finite.
 
@@ -65,7 +65,7 @@ def probabilistic(
     draft: jax.Array,
     lengths: jax.Array,
     scores: jax.Array,
-    thresholds: Thresholds = BY_XLA,
+    thresholds: Thresholds = by_xla,
 ) -> jax.Array:
     """Verify drafts by rejection sampling (arXiv 2211.17192, Algorithm 1); returns as `strict` does.
 

@@ -187,7 +187,7 @@ def served_steps(served: Served) -> Iterator[Step]:
             yield Step(
                 f"{named} {kind}",
                 partial(_program, partial(config_of, served, boundary=boundary), partial(_segment, part=part)),
-                served.tp,
+                devices=served.tp,
                 needs=frozenset() if part is Part.FEED else frozenset({"tma", "wgmma"}),
                 usual=kind in served.usual,
                 layers=1,
@@ -263,7 +263,7 @@ def steps(
         yield Step(
             f"{named} {name}",
             partial(_program, config, kind.program),
-            tp,
+            devices=tp,
             needs=kind.needs,
             usual=name in usual,
             command_buffers=1 if kind.graph and graphs else None,

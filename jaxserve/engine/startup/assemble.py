@@ -26,7 +26,7 @@ from jaxserve.engine.startup.executables import Shipped
 from jaxserve.engine.startup.tiers import KVTiers
 from jaxserve.engine.startup.warmup import Ladder, ProgramCounts, Progress
 from jaxserve.errors import InvalidValue
-from jaxserve.models.source import DUMMY, find_model, tokenizer_json
+from jaxserve.models.source import DUMMY, find_model, tokenizer_folder, tokenizer_json
 from jaxserve.models.thinking import thinking_markers
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.log import Log, no_log
@@ -44,6 +44,7 @@ from jaxserve.sched.perf.profile import priced, probes
 from jaxserve.sched.perf.recipe import DEFAULT, Recipe
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.structured.compiler import Compiler
+from jaxserve.tokenizer import template_of
 
 log = logging.getLogger(__name__)
 
@@ -341,7 +342,7 @@ def build(
         **_draft(config),
         compiler=compiler_of(config, spec.vocab, spec.eos),
         processors=processors.load(config.logits_processors, spec.vocab),
-        markers=_markers(path, spec.eos),
+        markers=markers_of(config, path, spec.eos),
     )
     executors, made = build_early(built, progress, early=early)
     drafted = 0 if config.speculative is None else config.speculative.num_speculative_tokens
@@ -435,8 +436,12 @@ def compiler_of(config: ServeConfig, vocab: int, eos: Iterable[int]) -> Compiler
     return Compiler(read, vocab, eos)
 
 
-def _markers(path: Path | None, eos: Iterable[int]) -> ThinkingMarkers:
-    return ThinkingMarkers() if path is None else thinking_markers(path, eos)
+def markers_of(config: ServeConfig, path: Path | None, eos: Iterable[int]) -> ThinkingMarkers:
+    """Return the thinking markers of the tokenizer and the chat template that are served; none for random weights."""
+    if path is None:
+        return ThinkingMarkers()
+    folder = path if config.tokenizer is None else tokenizer_folder(config)
+    return thinking_markers(folder, eos, template_of(config.chat_template))
 
 
 def _draft(config: ServeConfig) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import logging
 import os
 import pickle
 import shutil
-import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +31,7 @@ import jax
 from jaxserve.engine.programs import serialize
 from jaxserve.engine.speculation.drafters import Call
 from jaxserve.sched.api.errors import InvalidValue
-from jaxserve.whole_file import write_whole
+from jaxserve.whole_file import not_ours, write_whole
 from pallas_kernels import ptxas
 
 log = logging.getLogger(__name__)
@@ -229,17 +228,6 @@ class Shipped:
         if hashlib.sha256(data).hexdigest() != self._files[name]:
             raise ValueError(f"it is not the one in {MANIFEST}")
         return data
-
-
-def not_ours(found: os.stat_result) -> str | None:
-    """Return why a file or folder may hold what another user wrote, or None."""
-    if stat.S_ISLNK(found.st_mode):
-        return "is a link"
-    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid}, not to {os.geteuid()}"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"can be written by others (mode {stat.S_IMODE(found.st_mode):o}): chmod go-w"
-    return None
 
 
 def facts_of(device: Any, **more: Any) -> dict[str, Any]:

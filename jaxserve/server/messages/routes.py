@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,6 @@ from jaxserve.server.sse import while_connected
 from jaxserve.server.translated import renamed_fields
 
 OLDEST = "2023-06-01"  # version of Anthropic's API whose streams have named events
-_failed = partial(response_of, shape=anthropic_body)
 
 
 def add_messages(app: FastAPI, service: Service) -> None:
@@ -31,11 +31,16 @@ def add_messages(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages", openapi_extra=body_schema(MessagesBody))
     async def create(request: Request) -> Response:
-        return await replied(request, _create(service, request), _failed)
+        return await _replied(request, _create(service, request))
 
     @app.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountBody))
     async def count(request: Request) -> Response:
-        return await replied(request, _count(service, request), _failed)
+        return await _replied(request, _count(service, request))
+
+
+async def _replied(request: Request, made: Awaitable[Response]) -> Response:
+    shape = partial(anthropic_body, request_id=request.state.request_id)
+    return await replied(request, made, partial(response_of, shape=shape))
 
 
 def _check_version(request: Request) -> None:
@@ -53,7 +58,7 @@ async def _create(service: Service, request: Request) -> Response:
         chat = chat_of(body)
         preparing = service.prepare(chat, request.headers, request.state.request_id, request.state.client)
         answer = await while_connected(request.receive, preparing, service.ending)
-    writer = Writer(new_message(answer))
+    writer = Writer(new_message(answer), request.state.request_id)
     if body.stream:
         return await streamed(service, answer, chat, writer, writer, request)
     await written(service, answer, chat, writer, request)

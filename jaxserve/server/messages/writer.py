@@ -14,6 +14,7 @@ from jaxserve.server.sse import Dialect, named_event
 
 Event = dict[str, Any]
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+PING: Event = {"type": "ping"}
 KINDS = {  # of blocks: of their deltas, and the field that these have
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -42,9 +43,11 @@ class Writer(Dialect):
 
     end = b""
 
-    def __init__(self, message: dict[str, Any]) -> None:
+    def __init__(self, message: dict[str, Any], request_id: str | None = None) -> None:
         """message: without content; changed here."""
         self.message = message
+        self._request_id = request_id
+        self._begun = False
         self._kind: object = None  # of the block that is being written
         self._texts: list[str] = []  # of that block
 
@@ -53,14 +56,20 @@ class Writer(Dialect):
     def item(self, data: Mapping[str, Any]) -> bytes:
         return named_event(data)
 
+    def waits(self) -> bytes:
+        return b"".join(map(named_event, self.begin() or [PING]))
+
     def failure(self, error: Exception) -> bytes:
-        return named_event(anthropic_body(refusal(error)))
+        return named_event(anthropic_body(refusal(error), self._request_id))
 
     # events
 
     def begin(self) -> list[Event]:
-        """Return the first events."""
-        return [{"type": "message_start", "message": {**self.message, "content": []}}, {"type": "ping"}]
+        """Return the first events, when called first; none later."""
+        if self._begun:
+            return []
+        self._begun = True
+        return [{"type": "message_start", "message": {**self.message, "content": []}}, PING]
 
     def add(self, chunk: Mapping[str, Any]) -> list[Event]:
         """Add a chunk of a chat completion; return its events."""
@@ -68,6 +77,8 @@ class Writer(Dialect):
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
             told = {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
             self.message["usage"] |= {**told, "output_tokens": usage["completion_tokens"]}
+            if "slo" in usage:
+                self.message["usage"]["slo"] = usage["slo"]
         made = []
         for choice in chunk["choices"]:
             delta = choice.get("delta") or {}

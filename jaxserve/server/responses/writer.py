@@ -11,7 +11,7 @@ from jaxserve.server.answers import Answer
 from jaxserve.server.failures import Refused, body_of, refusal
 from jaxserve.server.responses.request import ResponsesBody
 from jaxserve.server.responses.tools import Tool, arguments_read, new_call
-from jaxserve.server.sse import Dialect, named_event
+from jaxserve.server.sse import WAITING, Dialect, named_event
 
 Event = dict[str, Any]
 
@@ -91,14 +91,17 @@ class Writer(Dialect):
     def item(self, data: Mapping[str, Any]) -> bytes:
         return named_event(data)
 
+    def waits(self) -> bytes:
+        return b"".join(map(named_event, self.begin())) + WAITING
+
     def failure(self, error: Exception) -> bytes:
         return b"".join(map(named_event, self._failed(refusal(error))))
 
     # events
 
     def begin(self) -> list[Event]:
-        """Return the first events."""
-        return [self._whole("response.created"), self._whole("response.in_progress")]
+        """Return the first events, when called first; none later."""
+        return [] if self._sequence else [self._whole("response.created"), self._whole("response.in_progress")]
 
     def add(self, chunk: Mapping[str, Any]) -> list[Event]:
         """Add a chunk of a chat completion; return its events."""
@@ -247,4 +250,5 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": usage["total_tokens"],
+        **_some("slo", usage.get("slo")),
     }

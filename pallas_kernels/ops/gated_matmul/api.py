@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.choice import Choice, Here, resolve
+from pallas_kernels.choice import Choice, Here, anywhere, resolve
+from pallas_kernels.mosaic.support import interpreter_of, unfit
 from pallas_kernels.ops.grouped_matmul.api import Gate
 
 CURVE = 1.5957691216057308  # 2 sqrt(2 / pi), of the approximation of GELU by tanh
@@ -48,27 +47,15 @@ class GatedSpec(Here):
     shards: int = 1  # devices that F is split over
 
 
-class GatedMatmul(Protocol):
-    """The gated product of a model's dense feed-forwards."""
-
-    def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array | None:
-        """Multiply x [T, E] by weight [E, 2, F] and gate: [T, F] in the dtype of x; None: left to XLA."""
-
-
 @dataclass(frozen=True)
-class MosaicGatedMatmul:
-    """The kernel of `hopper.py`. With several devices, each has a slice of F."""
+class GatedMatmul:
+    """The gated product of dense feed-forwards by `hopper.py`. With several devices, each has a slice of F."""
 
     spec: GatedSpec
     mesh: Mesh | AbstractMesh | None = None
 
-    @cached_property
-    def _interpret(self) -> Any:
-        from pallas_kernels.mosaic.interpret import interpreter
-
-        return interpreter() if self.spec.interpret else None
-
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array | None:
+        """Multiply x [T, E] by weight [E, 2, F] and gate: [T, F] in the dtype of x; None: left to XLA."""
         from pallas_kernels.ops.gated_matmul import hopper
 
         (tokens, inputs), results = x.shape, weight.shape[2] // self.spec.shards
@@ -79,7 +66,7 @@ class MosaicGatedMatmul:
 
         def local(x: jax.Array, weight: jax.Array) -> jax.Array:
             gate, flat = GATES[self.spec.activation], weight.reshape(inputs, 2 * results)
-            return hopper.gated_matmul(x, flat, gate=gate, config=config, interpret=self._interpret)
+            return hopper.gated_matmul(x, flat, gate=gate, config=config, interpret=interpreter_of(self.spec))
 
         if self.mesh is None or self.spec.shards == 1:
             return local(x, weight)
@@ -90,42 +77,27 @@ class MosaicGatedMatmul:
         return out
 
 
-class _Mosaic:
-    """The backend `mosaic_gpu`."""
+def supports(spec: GatedSpec) -> str | None:
+    """Return None, or the reason why the Hopper kernel cannot run `spec`."""
+    from pallas_kernels.ops.gated_matmul import hopper
 
-    @staticmethod
-    def supports(spec: GatedSpec) -> str | None:
-        from pallas_kernels.mosaic.support import unfit
-        from pallas_kernels.ops.gated_matmul import hopper
-
-        if (reason := unfit(spec)) is not None:
-            return reason
-        if spec.weights:
-            return f"weights are {spec.weights}; it takes 16 bits"
-        if spec.biased:
-            return "gate and up have biases"
-        if spec.activation not in GATES:
-            return f"the activation is {spec.activation}; it takes {', '.join(GATES)}"
-        dtype = jnp.dtype(spec.dtype)
-        return hopper.supports(hopper.spec_of(hopper.MOST, spec.dim, 2 * spec.ff_dim, dtype, spec.cores))
-
-
-class _Xla:
-    """The backend `xla`: layers write its products themselves, in the forms that their weights have."""
-
-    @staticmethod
-    def supports(spec: GatedSpec) -> str | None:
-        return None
-
-
-BACKENDS: Mapping[str, Any] = {"mosaic_gpu": _Mosaic, "xla": _Xla}
+    if (reason := unfit(spec)) is not None:
+        return reason
+    if spec.weights:
+        return f"weights are {spec.weights}; it takes 16 bits"
+    if spec.biased:
+        return "gate and up have biases"
+    if spec.activation not in GATES:
+        return f"the activation is {spec.activation}; it takes {', '.join(GATES)}"
+    return hopper.supports(hopper.spec_of(hopper.MOST, spec.dim, 2 * spec.ff_dim, jnp.dtype(spec.dtype), spec.cores))
 
 
 def resolve_gated_matmul(spec: GatedSpec, name: str = "auto") -> Choice:
     """Resolve the backend of gated products; see `choice.resolve`. "auto" is XLA."""
-    return resolve(spec, "xla" if name == "auto" else name, BACKENDS, "mlp")
+    backends = {"mosaic_gpu": supports, "xla": anywhere}  # layers write XLA's products themselves
+    return resolve(spec, "xla" if name == "auto" else name, backends, "mlp")
 
 
 def gated(choice: Choice | None = None, mesh: Mesh | AbstractMesh | None = None) -> GatedMatmul | None:
     """Build the gated product that `choice` resolved to, over the devices of `mesh`; None: XLA."""
-    return None if choice is None or choice.backend == "xla" else MosaicGatedMatmul(choice.spec, mesh)
+    return None if choice is None or choice.backend == "xla" else GatedMatmul(choice.spec, mesh)

@@ -7,16 +7,16 @@ call it once per shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import gcd
-from typing import Any, Protocol
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.choice import Choice, Here, resolve
+from pallas_kernels.choice import Choice, Here, anywhere, resolve
+from pallas_kernels.mosaic.support import interpreter_of, unfit
 from pallas_kernels.ops.grouped_matmul import xla
 from pallas_kernels.ops.grouped_matmul.plan import Groups, plan_experts
 
@@ -37,26 +37,12 @@ class ExpertsSpec(Here):
     block: int = 0  # maximum inputs that share a scale; 0: all
 
 
-class Experts(Protocol):
-    """The products of one shard's experts."""
+class ProductOptions(TypedDict, total=False):
+    """The options of an expert product."""
 
-    def plan(self, chosen: jax.Array, experts: int) -> Groups:
-        """Plan the work for chosen [Q] int32, out of `experts`; out-of-range choices are not computed."""
-
-    def __call__(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        work: Groups,
-        *,
-        scale: jax.Array | None = None,
-        out_dtype: Any = None,
-        gate: Gate | None = None,
-    ) -> jax.Array:
-        """Multiply x [R, I] by the weights [X, I, O] of each row's expert, [R, O]; see `xla.grouped_matmul`.
-
-        `gate`: return its result for the two halves of each product, [R, O / 2].
-        """
+    scale: jax.Array | None  # [X, n, O] float32, of 8-bit weights
+    out_dtype: Any  # None: that of x
+    gate: Gate | None  # return its result for the two halves of each product, [R, O / 2]
 
 
 @dataclass(frozen=True)
@@ -66,18 +52,12 @@ class XlaExperts:
     tile: int = TILE
 
     def plan(self, chosen: jax.Array, experts: int) -> Groups:
+        """Plan the work for chosen [Q] int32, out of `experts`; out-of-range choices are not computed."""
         return plan_experts(chosen, experts=experts, tile=self.tile)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        work: Groups,
-        *,
-        scale: jax.Array | None = None,
-        out_dtype: Any = None,
-        gate: Gate | None = None,
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, weight: jax.Array, work: Groups, **options: Unpack[ProductOptions]) -> jax.Array:
+        """Multiply x [R, I] by the weights [X, I, O] of each row's expert, [R, O]; see `xla.grouped_matmul`."""
+        scale, out_dtype, gate = options.get("scale"), options.get("out_dtype"), options.get("gate")
         out = xla.grouped_matmul(x, weight, work, tile=self.tile, scale=scale, out_dtype=out_dtype)
         return out if gate is None else gate(*jnp.split(out, 2, axis=1))
 
@@ -88,88 +68,49 @@ class MosaicExperts:
 
     spec: ExpertsSpec
 
-    @cached_property
-    def _interpret(self) -> Any:
-        from pallas_kernels.mosaic.interpret import interpreter
-
-        return interpreter() if self.spec.interpret else None
-
     def plan(self, chosen: jax.Array, experts: int) -> Groups:
         from pallas_kernels.ops.grouped_matmul.hopper import matmul
 
         return matmul.plan(chosen, experts)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        work: Groups,
-        *,
-        scale: jax.Array | None = None,
-        out_dtype: Any = None,
-        gate: Gate | None = None,
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, weight: jax.Array, work: Groups, **options: Unpack[ProductOptions]) -> jax.Array:
         from pallas_kernels.ops.grouped_matmul.hopper import matmul
 
-        experts, width, outputs = weight.shape
-        shape = matmul.GroupedSpec(len(work.place), experts, width, outputs, x.dtype, cores=self.spec.cores)
-        shape = replace(shape, gated=gate is not None)
-        if scale is not None:
-            shape = replace(shape, stored=weight.dtype, scales=scale.shape[1])
-        config = matmul.heuristic(shape)
-        return matmul.grouped_matmul(
-            x, weight, work, scale=scale, out_dtype=out_dtype, gate=gate, config=config, interpret=self._interpret
+        gated = options.get("gate") is not None
+        spec = matmul.spec_of(len(work.place), x, weight, options.get("scale"), gated, self.spec.cores)
+        config = matmul.heuristic(spec)
+        return matmul.grouped_matmul(x, weight, work, **options, config=config, interpret=interpreter_of(self.spec))
+
+
+Experts = XlaExperts | MosaicExperts  # the products of one shard's experts
+
+
+def supports(spec: ExpertsSpec) -> str | None:
+    """Return None, or the reason why the Hopper kernel cannot run `spec`."""
+    from pallas_kernels.ops.grouped_matmul.hopper import matmul
+
+    if (reason := unfit(spec)) is not None:
+        return reason
+    stored = jnp.dtype(spec.weights) if spec.weights not in ("", spec.dtype) else None
+    for width, outputs, gated in ((spec.dim, 2 * spec.ff_dim, True), (spec.ff_dim, spec.dim, False)):
+        scales = width // gcd(width, spec.block) if spec.block else 1
+        shape = matmul.GroupedSpec(
+            1, spec.experts, width, outputs, jnp.dtype(spec.dtype), stored, scales, spec.cores, gated
         )
-
-
-class _Mosaic:
-    """The backend `mosaic_gpu`."""
-
-    @staticmethod
-    def supports(spec: ExpertsSpec) -> str | None:
-        from pallas_kernels.mosaic.support import unfit
-        from pallas_kernels.ops.grouped_matmul.hopper import matmul
-
-        if (reason := unfit(spec)) is not None:
+        if (reason := matmul.supports(shape)) is not None:
             return reason
-        stored = jnp.dtype(spec.weights) if spec.weights not in ("", spec.dtype) else None
-        for width, outputs, gated in ((spec.dim, 2 * spec.ff_dim, True), (spec.ff_dim, spec.dim, False)):
-            scales = width // gcd(width, spec.block) if spec.block else 1
-            shape = matmul.GroupedSpec(
-                1, spec.experts, width, outputs, jnp.dtype(spec.dtype), stored, scales, spec.cores, gated
-            )
-            if (reason := matmul.supports(shape)) is not None:
-                return reason
-        return None
-
-    @staticmethod
-    def make(spec: ExpertsSpec) -> Experts:
-        return MosaicExperts(spec)
-
-
-class _Xla:
-    """The backend `xla`."""
-
-    @staticmethod
-    def supports(spec: ExpertsSpec) -> str | None:
-        return None
-
-    @staticmethod
-    def make(spec: ExpertsSpec) -> Experts:
-        return XlaExperts(GPU_TILE if spec.platform == "gpu" else TILE)
-
-
-BACKENDS: Mapping[str, Any] = {"mosaic_gpu": _Mosaic, "xla": _Xla}
+    return None
 
 
 def resolve_experts(spec: ExpertsSpec, name: str = "auto") -> Choice:
     """Resolve the backend of expert products; see `choice.resolve`."""
-    return resolve(spec, name, BACKENDS, "experts")
+    return resolve(spec, name, {"mosaic_gpu": supports, "xla": anywhere}, "experts")
 
 
 def experts(choice: Choice | None = None) -> Experts:
     """Build the products that `choice` resolved to; None for XLA."""
     if choice is None:
         return XlaExperts()
-    made: Experts = BACKENDS[choice.backend].make(choice.spec)
-    return made
+    if choice.backend == "mosaic_gpu":
+        return MosaicExperts(choice.spec)
+    return XlaExperts(GPU_TILE if choice.spec.platform == "gpu" else TILE)

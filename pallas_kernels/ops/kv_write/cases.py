@@ -19,14 +19,14 @@ MODELS = {"8b": (32, 8, 128), "8b tp4": (8, 2, 128), "70b tp8": (8, 1, 128), "qw
 def cases() -> list[Case]:
     """Return every config in use: decode and prefill steps, dtypes and head dims of served models."""
     bf16 = jnp.bfloat16
-    found = [_case(name, 256, *shape, bf16, bf16) for name, shape in MODELS.items()]
-    found += [_case("8b", 8192, *MODELS["8b"], bf16, bf16), _case("8b", 1, *MODELS["8b"], bf16, bf16)]
-    found += [_case(f"d{dim}", 256, 16, 4, dim, bf16, bf16) for dim in (64, 256)]
-    found.append(_case("8b", 256, *MODELS["8b"], jnp.float16, jnp.float16))
-    found += [_case("8b", 256, *MODELS["8b"], bf16, stored) for stored in (jnp.float8_e4m3fn, jnp.int8)]
-    found += [_case(name, 256, *MODELS[name], jnp.float16, jnp.float8_e4m3fn) for name in ("8b tp4", "70b tp8")]
+    writes = [_case(name, 256, *shape, bf16, bf16) for name, shape in MODELS.items()]
+    writes += [_case("8b", 8192, *MODELS["8b"], bf16, bf16), _case("8b", 1, *MODELS["8b"], bf16, bf16)]
+    writes += [_case(f"d{dim}", 256, 16, 4, dim, bf16, bf16) for dim in (64, 256)]
+    writes.append(_case("8b", 256, *MODELS["8b"], jnp.float16, jnp.float16))
+    writes += [_case("8b", 256, *MODELS["8b"], bf16, stored) for stored in (jnp.float8_e4m3fn, jnp.int8)]
+    writes += [_case(name, 256, *MODELS[name], jnp.float16, jnp.float8_e4m3fn) for name in ("8b tp4", "70b tp8")]
     normed = {"qwen3": (16, 8, 128), "qwen3-moe tp4": (8, 1, 128), "gemma3": (4, 1, 256)}
-    return found + [_case(name, 256, *shape, bf16, bf16, normed=True) for name, shape in normed.items()]
+    return writes + [_case(name, 256, *shape, bf16, bf16, normed=True) for name, shape in normed.items()]
 
 
 def _case(

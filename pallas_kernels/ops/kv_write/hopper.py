@@ -11,9 +11,9 @@ first would take a launch for each part.
 A block takes `tokens` tokens. Its 128 threads load whole rows of heads straight into registers, 16
 bytes each if the shape allows, rotate them and store them. Nothing is shared, so there is no shared
 memory, and several blocks per multiprocessor hide each other's latency. Padding tokens (`write` out
-of range) rotate their queries and write nothing. The numbers are those of `rope_and_write_xla`
-(xla.py): normed in float32, rounded to the dtype of k, rotated in float32, rounded again, then
-divided, clipped to the largest value and rounded. Both pools alias the results if they are donated.
+of range) rotate their queries and write nothing. The numbers are those of XLA (xla.py): normed in
+float32, rounded to the dtype of k, rotated in float32, rounded again, then divided, clipped to the
+largest value and rounded. Both pools alias the results if they are donated.
 
 Head dims other than 64, 128 and 256 and dtypes other than bfloat16 and float16 are refused.
 
@@ -38,7 +38,7 @@ from jax import lax
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.interpret import Interpret, cast
-from pallas_kernels.mosaic.spec import AttentionShape
+from pallas_kernels.mosaic.spec import AttentionShape, check_dtype
 from pallas_kernels.mosaic.spread import spread
 from pallas_kernels.norms import HeadNorms
 from pallas_kernels.ops.kv_write.xla import LARGEST
@@ -58,8 +58,7 @@ class Config:
             raise ValueError(f"{self.tokens=} must be 1 to 16")
         if spec.dim not in (64, 128, 256):
             raise ValueError(f"{spec.dim=} must be 64, 128 or 256")
-        if jnp.dtype(spec.dtype) not in (jnp.bfloat16, jnp.float16):
-            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
+        check_dtype(spec)
         if spec.quantized and jnp.dtype(spec.kv_dtype).name not in LARGEST:
             raise ValueError(f"{spec.kv_dtype=} must be one of {', '.join(LARGEST)}, or the dtype of the keys")
 
@@ -109,13 +108,13 @@ def rope_and_write(
     several = next(n for n in range(config.tokens, 0, -1) if tokens % n == 0)
     facts = {"turned": turn is not None, "quantized": scales is not None}
     rule = None if norms is None else (norms.eps, norms.offset)
-    body = partial(_body, several=several, end=pages * page, rule=rule, told=interpret, **facts)
+    body = partial(_body, several=several, end=pages * page, rule=rule, interpret=interpret, **facts)
     weights = () if norms is None else (norms.q, norms.k)
     # cos and sin are passed twice: the compiler merges two loads of one address, which cannot have both layouts.
     read = (qkv, ragged.write, *weights, *(turn or ()), *(turn or ()), *(scales or ()))
     q, *pools = compat.in_place(
         body,
-        made=(jax.ShapeDtypeStruct((tokens, kv_heads, group, dim), qkv.dtype),),
+        created=(jax.ShapeDtypeStruct((tokens, kv_heads, group, dim), qkv.dtype),),
         changed=(k_pool, v_pool),
         read=read,
         grid=[("block", tokens // several)],
@@ -139,7 +138,7 @@ def _body(
     rule: tuple[float, float] | None,  # of the norms: eps, and what is added to the weights
     turned: bool,
     quantized: bool,
-    told: Interpret,
+    interpret: Interpret,
 ) -> None:
     (kv_heads, group, dim), page = q.shape[1:], k_pool.shape[1]
     scales = rest[-2:] if quantized else (None, None)
@@ -157,11 +156,11 @@ def _body(
         queries = _halves(qkv.at[(t, *every)], wide)
         keys = _halves(qkv.at[(t, *row, group)], narrow)
         if rule:
-            queries = _normed(queries, weights[0], rule, wide, told)
-            keys = _normed(keys, weights[1], rule, narrow, told)
+            queries = _normed(queries, weights[0], rule, wide, interpret)
+            keys = _normed(keys, weights[1], rule, narrow, interpret)
         if turned:
-            queries = _turned(queries, [part.at[t, 0] for part in rest[:2]], wide, told)
-            keys = _turned(keys, [part.at[t, 0] for part in rest[2:4]], narrow, told)
+            queries = _turned(queries, [part.at[t, 0] for part in rest[:2]], wide, interpret)
+            keys = _turned(keys, [part.at[t, 0] for part in rest[2:4]], narrow, interpret)
         values = compat.load(qkv.at[(t, *row, group + 1)], whole, optimized=False)
         place = write[t]
 
@@ -187,17 +186,17 @@ def _halves(x: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
     return left, right
 
 
-def _row(x: Any, shape: tuple[int, ...], layout: Any, told: Interpret) -> jax.Array:
+def _row(x: Any, shape: tuple[int, ...], layout: Any, interpret: Interpret) -> jax.Array:
     """Load x [D / 2] for all heads of `shape`."""
     if len(shape) == 1:
         return compat.load(x, layout, optimized=False)
     heads = tuple(range(len(shape) - 1))
     loaded = compat.load(x, layout.reduce(heads), optimized=False)
-    return cast(lax.broadcast_in_dim(loaded, shape, [len(heads)]), layout, told)
+    return cast(lax.broadcast_in_dim(loaded, shape, [len(heads)]), layout, interpret)
 
 
 def _normed(
-    halves: tuple[jax.Array, jax.Array], weight: Any, rule: tuple[float, float], layout: Any, told: Interpret
+    halves: tuple[jax.Array, jax.Array], weight: Any, rule: tuple[float, float], layout: Any, interpret: Interpret
 ) -> tuple[jax.Array, jax.Array]:
     """Norm each head, of which `halves` [..., D / 2] are the halves, with weight [D]; see `norms.rms_norm`."""
     (eps, offset), shape, dtype = rule, halves[0].shape, halves[0].dtype
@@ -206,20 +205,22 @@ def _normed(
     factor = lax.rsqrt(mean + eps)
     if len(shape) > 1:
         factor = lax.broadcast_in_dim(factor, shape, tuple(range(len(shape) - 1)))
-    gains = (_row(weight.at[half], shape, layout, told).astype(jnp.float32) + offset for half in _both(weight.shape[0]))
-    made = [part * factor * gain for part, gain in zip((left, right), gains, strict=True)]
-    return cast(made[0].astype(dtype), layout, told), cast(made[1].astype(dtype), layout, told)
+    gains = (
+        _row(weight.at[half], shape, layout, interpret).astype(jnp.float32) + offset for half in _both(weight.shape[0])
+    )
+    normed = [part * factor * gain for part, gain in zip((left, right), gains, strict=True)]
+    return cast(normed[0].astype(dtype), layout, interpret), cast(normed[1].astype(dtype), layout, interpret)
 
 
 def _turned(
-    halves: tuple[jax.Array, jax.Array], turn: list[Any], layout: Any, told: Interpret
+    halves: tuple[jax.Array, jax.Array], turn: list[Any], layout: Any, interpret: Interpret
 ) -> tuple[jax.Array, jax.Array]:
     """Rotate two halves [..., D / 2] by cos and sin [D / 2]."""
     dtype = halves[0].dtype
-    cos, sin = (_row(part, halves[0].shape, layout, told) for part in turn)
+    cos, sin = (_row(part, halves[0].shape, layout, interpret) for part in turn)
     left, right = (part.astype(jnp.float32) for part in halves)
     done = (left * cos - right * sin), (right * cos + left * sin)
-    return cast(done[0].astype(dtype), layout, told), cast(done[1].astype(dtype), layout, told)
+    return cast(done[0].astype(dtype), layout, interpret), cast(done[1].astype(dtype), layout, interpret)
 
 
 def _stored(x: jax.Array, scale: Any, layout: Any, dtype: Any) -> jax.Array:

@@ -62,8 +62,8 @@ def _body(where: Ref, k: Ref, v: Ref, k_in: Ref, v_in: Ref, k_pool: Ref, v_pool:
         @pl.when(slot < pages * size)
         def copy() -> None:
             for new, pool in ((k, k_pool), (v, v_pool)):
-                one = pltpu.make_async_copy(new.at[token], pool.at[slot // size, slot % size], landed)
-                one.wait() if wait else one.start()
+                write = pltpu.make_async_copy(new.at[token], pool.at[slot // size, slot % size], landed)
+                write.wait() if wait else write.start()
 
     def start(token: jax.Array, _: None) -> None:
         each(token, False)

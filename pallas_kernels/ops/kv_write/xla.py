@@ -1,13 +1,12 @@
-"""Rotate queries and keys, and write keys and values to their pages, in plain XLA.
+"""Write rotated keys and values to their pages, in plain XLA.
 
-    pool[write[t]] = rotate(x[t])              in the dtype of the pool
-    pool[write[t]] = rotate(x[t]) / scale[k]   with `scales` (fp8 e4m3, int8), clipped to the largest value
+    pool[write[t]] = x[t]              in the dtype of the pool
+    pool[write[t]] = x[t] / scale[k]   with `scales` (fp8 e4m3, int8), clipped to the largest value
 
-Gives the same numbers as `hopper.rope_and_write`: rotated in float32, rounded to the dtype of x,
-then quantized. A latent (one pool) is already divided by its scales, if it has any, and is clipped
-alike.
+After `rope.rotate`, gives the same numbers as `hopper.rope_and_write`. A latent (one pool) is
+already divided by its scales, if it has any, and is clipped alike.
 
-Letters: T tokens, N pages in the pool, B page size, H query heads, K kv heads, D head dim.
+Letters: T tokens, N pages in the pool, B page size, K kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -16,33 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.norms import HeadNorms
-from pallas_kernels.rope import Turn, rotate
 from pallas_kernels.words import narrow, wide
 
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}  # largest quantized value, by dtype of the pool
-
-
-def rope_and_write_xla(
-    q: jax.Array,  # [T, H, D]
-    k: jax.Array,  # [T, K, D]
-    v: jax.Array,  # [T, K, D]
-    turn: Turn | None,
-    k_pool: jax.Array,  # [N, B, K, D]
-    v_pool: jax.Array,  # [N, B, K, D]
-    ragged: Ragged,
-    *,
-    scales: Scales | None = None,
-    norms: HeadNorms | None = None,
-    heads_first: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the rotated queries, and the pools with this step's keys and values; padding tokens are dropped.
-
-    `norms`: those to apply to q and k first.
-    """
-    if norms is not None:
-        q, k = norms.apply(q, k)
-    return rotate(q, turn), *write_kv(k_pool, v_pool, rotate(k, turn), v, ragged, scales, heads_first)
 
 
 def write_kv(

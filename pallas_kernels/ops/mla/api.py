@@ -10,50 +10,33 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import tuned
-from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.norms import HeadNorms
+from pallas_kernels.layout import Ragged
+from pallas_kernels.mosaic.spec import AttentionShape, why_not
+from pallas_kernels.mosaic.support import interpreter_of
 from pallas_kernels.ops.kv_write.xla import write_latent
-from pallas_kernels.ops.paged_attention.api import AttentionSpec, Pool
+from pallas_kernels.ops.paged_attention.api import AttentionInputs, AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
-from pallas_kernels.rope import Turn, rotate
+from pallas_kernels.rope import rotate
 
 MANY = 64  # query tokens of a row that may be a prompt: enough to fill the products
 
 
 def refused(spec: AttentionSpec) -> str | None:
     """Return None, or the reason why the kernel cannot run `spec`, in steps of single tokens or in others."""
-    try:
-        for decode in (True, False):
-            config, wanted = _config(spec, decode)
-            config.validate(wanted)
-    except ValueError as reason:
-        return str(reason)
-    return None
+    steps = (True, False)
+    return next((why for decode in steps if (why := why_not(_config(spec, decode), _shape(spec, decode)))), None)
 
 
-def _config(spec: AttentionSpec, decode: bool) -> tuple[Any, Any]:
-    """Return the measured config or, without one, the heuristic config, and the spec it is chosen for."""
-    from pallas_kernels.mosaic.spec import AttentionShape as Wanted
+def _shape(spec: AttentionSpec, decode: bool) -> AttentionShape:
+    return spec.shape(1 if decode else MANY)
+
+
+def _config(spec: AttentionSpec, decode: bool) -> Any:
     from pallas_kernels.ops.mla import hopper
 
-    # The number of rows is unknown until the step, so configs must not depend on it.
-    wanted = Wanted(
-        rows=1,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        dim=spec.head_dim,
-        page=spec.page,
-        queries=1 if decode else MANY,
-        dtype=jnp.dtype(spec.dtype),
-        kv_dtype=jnp.dtype(spec.stored),
-        cores=spec.cores,
-        values=spec.latent,
-    )
-    measured = None if spec.interpret else tuned.best("mla", wanted, spec.device, hopper.Config)
-    return measured or hopper.heuristic(wanted), wanted
+    return tuned.chosen("mla", hopper, _shape(spec, decode), spec)
 
 
 @dataclass(frozen=True)
@@ -65,44 +48,29 @@ class MlaAttention:
 
     def plan(self, ragged: Ragged) -> tuple[Ragged, tuple[Any, ...]]:
         """Plan the step once per distinct window; layers with the same window share a plan."""
-        config, _ = _config(self.spec, self.decode)
+        config = _config(self.spec, self.decode)
         works = tuple(
             config.plan(ragged, page=self.spec.page, window=window, short=self.decode) for window in self.spec.windows
         )
         return ragged, works
 
     def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
-        turn: Turn | None,
-        pool: Pool,
-        work: tuple[Ragged, tuple[Any, ...]],
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        scales: Scales | None = None,
-        qkv: jax.Array | None = None,
-        norms: HeadNorms | None = None,
+        self, inputs: AttentionInputs, pool: Pool, work: tuple[Ragged, tuple[Any, ...]]
     ) -> tuple[jax.Array, Pool]:
-        from pallas_kernels.mosaic.interpret import interpreter
         from pallas_kernels.ops.mla.hopper import paged_mla
 
-        assert v is None and scales is None, "a latent has no separate values and no scales"
-        ragged, works = work
-        latents = write_latent(pool[0], rotate(k, turn), ragged.write)
+        assert inputs.v is None and inputs.scales is None, "a latent has no separate values and no scales"
+        (ragged, works), sinks = work, inputs.sinks
+        latents = write_latent(pool[0], rotate(inputs.k, inputs.turn), ragged.write)
         mixed, lse = paged_mla(
-            rotate(q, turn),
+            rotate(inputs.q, inputs.turn),
             latents,
-            works[self.spec.windows.index(window)],
+            works[self.spec.windows.index(inputs.window)],
             values=self.spec.latent,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            config=_config(self.spec, self.decode)[0],
-            interpret=interpreter() if self.spec.interpret else None,
+            scale=inputs.scale,
+            window=inputs.window,
+            softcap=inputs.softcap,
+            config=_config(self.spec, self.decode),
+            interpret=interpreter_of(self.spec),
         )
         return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (latents,)

@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gate.cases import Case, shapes
+from pallas_kernels.gate.cases import Case, shapes, step_shapes
 from pallas_kernels.layout import Ragged
 from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.mla.hopper import FEW, Config, heuristic, paged_mla
@@ -47,7 +47,6 @@ def cases() -> Iterator[Case]:
 
 
 def _case(name: str, spec: AttentionShape, config: Config, tokens: int) -> Case:
-    row = ((spec.rows,), jnp.int32)
     return Case(
         name=f"mla {name} {'mma' if config.warps else 'wgmma'} {jnp.dtype(spec.kv_dtype).name} page{spec.page}"
         f" t{tokens}",
@@ -55,9 +54,7 @@ def _case(name: str, spec: AttentionShape, config: Config, tokens: int) -> Case:
         arguments=shapes(
             ((tokens, spec.heads, spec.dim), spec.dtype),
             ((4096, spec.page, 1, spec.dim), spec.kv_dtype),
-            *[((tokens,), jnp.int32)] * 3,
-            *[row] * 3,
-            ((spec.rows, 32768 // spec.page), jnp.int32),
+            *step_shapes(tokens, spec.rows, 32768 // spec.page),
         ),
         needs=frozenset({"mma" if config.warps else "wgmma", "tma"}),
         least_jax=(0, 11) if config.warps and not spec.quantized else (0, 10),

@@ -33,7 +33,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -43,8 +44,8 @@ from jax import lax
 from pallas_kernels.layout import MASKED, Ragged
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
-from pallas_kernels.mosaic.interpret import Interpret, cast, wgmma, wgmmas
-from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed
+from pallas_kernels.mosaic.interpret import Interpret, filled, wgmma, wgmmas
+from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed, check_attention, check_smem
 from pallas_kernels.ops.mla.plan import sliced
 from pallas_kernels.ops.paged_attention.hopper.decode import attend
 from pallas_kernels.ops.paged_attention.hopper.decode_block import (
@@ -82,6 +83,11 @@ class Config:
     stages: int = 2  # slots of the ring, each a tile, or half of a shared one
     workers: int = CORES  # blocks per 64 heads, or per 16 with 8-bit latents
 
+    # What the decode kernel also asks; its split rows are combined by another kernel.
+    consumers: ClassVar[int] = CONSUMERS
+    p_in_smem: ClassVar[bool] = True
+    merge: ClassVar[bool] = False
+
     def plan(self, ragged: Ragged, *, page: int, window: int | None = None, short: bool = False) -> MlaWork:
         """Plan a step; all layers share it. `short` promises that no row has more than `queries` tokens."""
         slices = ragged if short else sliced(ragged, self.queries)
@@ -97,8 +103,7 @@ class Config:
             )
         if spec.values % 128 or not spec.values or spec.dim != spec.values + TURNING:
             raise ValueError(f"{spec.values=} must be a multiple of 128, and {spec.dim=} must be {TURNING} more")
-        if spec.page % 8 or not 8 <= spec.page <= 256:
-            raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
+        check_attention(spec)
         if spec.quantized and not self.warps:
             raise ValueError(f"{self.warps=} must be True for {spec.kv_dtype=}, which needs warp-level products")
         tiles = (64, 128) if spec.quantized else (32, 64, 128) if self.warps else (JOINT,)
@@ -110,12 +115,7 @@ class Config:
             raise ValueError(f"{self.queries=} times {self.group(spec)} heads must be 1 to {self.rows(spec)} rows")
         if self.warps and not (compat.HAS_MMA or spec.quantized):
             raise ValueError(f"{self.warps=} needs jax 0.11 or later; this is {jax.__version__}")
-        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
-        if not spec.quantized and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
-            raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
-        if (size := self.smem_bytes(spec)) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
+        check_smem(self, self.smem_bytes(spec), spec)
 
     def blocks(self, spec: AttentionShape) -> int:
         """Return the number of blocks that the query heads are split over."""
@@ -124,6 +124,10 @@ class Config:
     def group(self, spec: AttentionShape) -> int:
         """Return the query heads of a block."""
         return spec.heads // self.blocks(spec)
+
+    def block(self, spec: AttentionShape) -> int:
+        """Return the query tokens of a block."""
+        return self.queries
 
     def rows(self, spec: AttentionShape) -> int:
         """Return M, the rows of a product."""
@@ -204,27 +208,7 @@ def paged_mla(
     config.validate(spec)
     if work.decode.workers != config.workers or work.decode.row.shape[0] != config.workers + rows:
         raise ValueError(f"the work has {work.decode.workers} workers but {config.workers=}; plan with this config")
-    shape = DecodeShape(
-        rows=config.rows(spec),
-        group=config.group(spec),
-        block=config.queries,
-        dim=dim,
-        page=page,
-        tile=config.tile,
-        stages=config.stages,
-        consumers=CONSUMERS,
-        dtype=jnp.dtype(spec.compute_dtype),
-        outer_dtype=jnp.dtype(spec.dtype),
-        kv_dtype=jnp.dtype(pool.dtype),
-        warps=config.warps,
-        p_in_smem=True,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        scaled=False,
-        interpret=interpret,
-        latent=values,
-    )
+    shape = DecodeShape(spec, config, scale, window, softcap, interpret)
     return attend(
         shape, q, (pool,), work.slices, work.decode, None, kv_heads=config.blocks(spec), blocks=1, joint=consume
     )
@@ -237,17 +221,17 @@ def consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
     """Attend to every item of a block, sharing each tile with the other consumer."""
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
 
-    def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
+    def attend_item(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
         plgpu.barrier_wait(s["q_full"].at[0])
         position = last_key(shape, refs, row)
 
         def step(i: Any, state: State) -> State:
-            key = (refs.first[item] + i) * shape.tile + me * shape.slot
+            key = (refs.first[item] + i) * shape.config.tile + me * shape.slot
             return _tile(shape, s, me, done + i, key, position, state)
 
         acc, peak, total = lax.fori_loop(0, tiles, step, _begin(shape))
         release(shape, s["q_free"].at[0])
-        total = total + _told(shape, s, me, total)
+        total = total + _exchange(shape, s, me, total)
         _meet(s, 1)
         safe = jnp.maximum(total, 1e-30)
         mixed = acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, (0,))
@@ -257,15 +241,11 @@ def consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
         def _() -> None:
             refs.weight[item, head, block] = jnp.where(total > 0, peak + jnp.log(safe) * LOG2E, MASKED)
 
-    each_item(shape, refs, one)
+    each_item(shape, refs, attend_item)
 
 
 def _begin(shape: DecodeShape) -> State:
-    layout = shape.layout("ACC")
-
-    def full(value: float, dims: tuple[int, ...], layout: Any) -> jax.Array:
-        return cast(jnp.full(dims, value, jnp.float32), layout, shape.interpret)
-
+    layout, full = shape.layout("ACC"), partial(filled, interpret=shape.interpret)
     row = layout.reduce(1)
     return full(0.0, (shape.rows, shape.width), layout), full(MASKED, (shape.rows,), row), full(0.0, (shape.rows,), row)
 
@@ -280,11 +260,11 @@ def _tile(shape: DecodeShape, s: dict[str, Any], me: Any, tile: Any, key: Any, p
     score = wgmma(s["q"].at[0], s["k"].at[mine], transposed=True, interpret=shape.interpret)
     score = mask(shape, score, key, position, shape.scale)
     top = jnp.maximum(peak, jnp.max(score, axis=1) * unit)
-    top = jnp.maximum(top, _told(shape, s, me, top))
+    top = jnp.maximum(top, _exchange(shape, s, me, top))
     weight = jnp.exp2(score * unit - lax.broadcast_in_dim(top, score.shape, (0,)))
     fade = jnp.exp2(peak - top)
     turning = pl.ds(shape.values, shape.slot)
-    s["k"][mine, :, turning] = weight.astype(shape.dtype)
+    s["k"][mine, :, turning] = weight.astype(shape.spec.compute_dtype)
     plgpu.commit_smem()
     total = total * fade + jnp.sum(weight, axis=1)
     acc = acc * lax.broadcast_in_dim(fade, acc.shape, (0,))
@@ -296,11 +276,11 @@ def _tile(shape: DecodeShape, s: dict[str, Any], me: Any, tile: Any, key: Any, p
     return acc, top, total
 
 
-def _told(shape: DecodeShape, s: dict[str, Any], me: Any, x: jax.Array) -> jax.Array:
+def _exchange(shape: DecodeShape, s: dict[str, Any], me: Any, x: jax.Array) -> jax.Array:
     """Exchange x [M] between the two warpgroups; both must `_meet` before the next exchange."""
-    s["told"][me] = x
+    s["traded"][me] = x
     _meet(s, 0)
-    return compat.load(s["told"].at[1 - me], shape.layout("ACC").reduce(1), optimized=False)
+    return compat.load(s["traded"].at[1 - me], shape.layout("ACC").reduce(1), optimized=False)
 
 
 def _meet(s: dict[str, Any], which: int) -> None:

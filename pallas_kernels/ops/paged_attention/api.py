@@ -5,13 +5,15 @@ Letters: T tokens, S rows, N pages in the pool, B page size, H query heads, K kv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any, Protocol, TypedDict
 
 import jax
 
 from pallas_kernels.choice import Here
 from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.norms import HeadNorms
 from pallas_kernels.rope import Turn
 
@@ -38,6 +40,54 @@ class AttentionSpec(Here):
         """The dtype of pools."""
         return self.kv_dtype or self.dtype
 
+    def shape(self, queries: int) -> AttentionShape:
+        """Return what the configs of Hopper kernels are chosen for, for rows of up to `queries` tokens.
+
+        The number of rows is unknown until the step, so configs must not depend on it.
+        """
+        sizes = 1, self.heads, self.kv_heads, self.head_dim, self.page, queries
+        return AttentionShape(*sizes, self.dtype, self.stored, self.cores, self.latent)
+
+
+class ScoreOptions(TypedDict):
+    """The options of scores that every attention function takes."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    scales: Scales | None
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("q", "k", "v", "qkv", "turn", "norms", "sinks", "scales"),
+    meta_fields=("scale", "window", "softcap"),
+)
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What one layer attends with, besides its pool and the step's work."""
+
+    q: jax.Array  # [T, H, D]
+    k: jax.Array  # [T, K, D]
+    v: jax.Array | None  # [T, K, D]; None: k holds the values too (a latent), and the pool is one array
+    turn: Turn | None  # rotates q and k; None: no rotation
+    _: KW_ONLY
+    scale: float  # of scores
+    window: int | None = None  # number of keys a query sees, its own included
+    softcap: float | None = None  # a score s becomes softcap * tanh(s / softcap)
+    sinks: jax.Array | None = None  # [H], see sinks.py
+    # Of the kv heads of 8-bit pools. Latents have none: k is stored in an 8-bit pool as it is, so the caller divides k
+    # by its scales, and multiplies q and the mixed values by them.
+    scales: Scales | None = None
+    # [T, K, (G + 2) * D]: q, k and v as the projection returns them, if nothing but `norms` was applied to them since;
+    # a backend that reads it saves splitting it, and the norms.
+    qkv: jax.Array | None = None
+    norms: HeadNorms | None = None
+
+    @property
+    def options(self) -> ScoreOptions:
+        return {"scale": self.scale, "window": self.window, "softcap": self.softcap, "scales": self.scales}
+
 
 class Attention(Protocol):
     """One bucket's attention, on one shard or on all shards of a mesh."""
@@ -45,35 +95,11 @@ class Attention(Protocol):
     def plan(self, ragged: Ragged) -> Any:
         """Plan what all layers of a step share: a pytree, made inside the jitted step."""
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
-        turn: Turn | None,
-        pool: Pool,
-        work: Any,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        scales: Scales | None = None,
-        qkv: jax.Array | None = None,
-        norms: HeadNorms | None = None,
-    ) -> tuple[jax.Array, Pool]:
-        """Rotate q [T, H, D] and k [T, K, D] by `turn`, write k and v [T, K, D] to the pool, and attend.
+    def __call__(self, inputs: AttentionInputs, pool: Pool, work: Any) -> tuple[jax.Array, Pool]:
+        """Rotate queries and keys, write keys and values to the pool, and attend.
 
         Returns the mixed values [T, H, D] and the updated pool. With a latent cache, the mixed
-        values have D columns, or only the first `Spec.latent`.
-
-        `window`: number of keys a query sees, its own included. `softcap`: a score s becomes
-        softcap * tanh(s / softcap). `sinks` [H]: see sinks.py. `v` None: k [T, K, D] holds the
-        values too, and the pool is one array. `scales`: scales of the kv heads of 8-bit pools.
-        Latents have none: k is stored in an 8-bit pool as it is, so the caller divides k by its
-        scales, and multiplies q and the mixed values by them. `qkv`: q, k and v as the projection
-        returns them, [T, K, (G + 2) * D], if nothing but `norms` was applied to them since; a backend
-        that reads it saves splitting it, and the norms.
+        values have D columns, or only the first `AttentionSpec.latent`.
         """
 
 

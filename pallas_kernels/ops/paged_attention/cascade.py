@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.layout import MASKED, Ragged
-from pallas_kernels.ops.paged_attention.xla import Options, Pages, Rule, attend_block, paged_attention, scaled
+from pallas_kernels.ops.paged_attention.xla import Options, Pages, Rule, attend_block, paged_attention_lse, scaled
 
 DECODE_QUERIES, QUERIES = 16, 64  # Q in XLA
 KEYS = 256  # keys that a tile reads at a time in XLA
@@ -116,7 +116,7 @@ def cascade_attention(
     **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]:
     """Attend as `xla.paged_attention` does, up to rounding; return [T, H, D] and lse [T, H]."""
-    rest, lse = paged_attention(q, k_pool, v_pool, work.rest, return_lse=True, **options)
+    rest, lse = paged_attention_lse(q, k_pool, v_pool, work.rest, **options)
     pages, scales = Pages(k_pool, v_pool, options.get("heads_first", False)), options.get("scales")
     grouped = scaled(q, pages.heads, options["scale"], scales)  # [T, K, G, D]
     rule = Rule(None, options.get("softcap"), None if scales is None else scales.v, lse=True)

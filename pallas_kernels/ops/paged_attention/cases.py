@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gate.cases import Case, shapes
+from pallas_kernels.gate.cases import Case, shapes, step_shapes
 from pallas_kernels.layout import ARRAYS, Ragged, Scales, SharedPrefixes
 from pallas_kernels.mosaic.fragments import ROWS
 from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.paged_attention.hopper import cascade, decode, prefill
+from pallas_kernels.ops.paged_attention.hopper.decode_block import DecodeShape, Results
 
 # H, K and D of a shard of Llama 3, and whether every run of the gate compiles it.
 DECODE_MODELS = {"8b": ((32, 8, 128), True), "8b-tp4": ((8, 2, 128), False), "70b-tp4": ((16, 2, 128), False)}
@@ -28,30 +29,30 @@ def cases() -> list[Case]:
 
 def decode_cases() -> list[Case]:
     """Return every decode config in use: pages, dtypes, query tokens and head dims of served models."""
-    found: list[Case] = []
+    cases: list[Case] = []
     for model, ((heads, kv_heads, dim), usual) in DECODE_MODELS.items():
         spec = AttentionShape(64, heads, kv_heads, dim, 64)
-        found += _decode_both(model, spec)
+        cases += _decode_both(model, spec)
         for page in (16, 128):
-            found += _decode_both(model, replace(spec, page=page), usual=usual)
+            cases += _decode_both(model, replace(spec, page=page), usual=usual)
         for queries in (4, 16):
-            found += _decode_both(model, replace(spec, queries=queries), usual=usual)
-        found += _decode_both(model, replace(spec, dtype=jnp.float16, kv_dtype=jnp.float16), usual=usual)
+            cases += _decode_both(model, replace(spec, queries=queries), usual=usual)
+        cases += _decode_both(model, replace(spec, dtype=jnp.float16, kv_dtype=jnp.float16), usual=usual)
         for stored in (jnp.float8_e4m3fn, jnp.int8):
-            found += _decode_both(model, replace(spec, kv_dtype=stored), usual=usual)
+            cases += _decode_both(model, replace(spec, kv_dtype=stored), usual=usual)
     for dim in (64, 256):
-        found += _decode_both(f"d{dim}", AttentionShape(64, 16, 4, dim, 64))
+        cases += _decode_both(f"d{dim}", AttentionShape(64, 16, 4, dim, 64))
         for stored in (jnp.float8_e4m3fn, jnp.int8):
-            found.append(
+            cases.append(
                 _decode_case(f"d{dim}", AttentionShape(64, 16, 4, dim, 64, kv_dtype=stored), warps=True, usual=False)
             )
     drafts = AttentionShape(64, 32, 8, 128, 16, 16, kv_dtype=jnp.int8)
-    found.append(_decode_case("8b", drafts, warps=False, usual=False))
+    cases.append(_decode_case("8b", drafts, warps=False, usual=False))
     eight = AttentionShape(64, 32, 8, 128, 64, 4, kv_dtype=jnp.float8_e4m3fn)
-    found.append(_decode_case("softcap window", eight, warps=True, usual=False, window=4096, softcap=50.0))
-    found += _decode_both("d256 window", AttentionShape(64, 4, 1, 256, 64, queries=16), window=512)
-    found += _decode_both("softcap window", AttentionShape(64, 16, 8, 128, 64), window=4096, softcap=50.0)
-    return found
+    cases.append(_decode_case("softcap window", eight, warps=True, usual=False, window=4096, softcap=50.0))
+    cases += _decode_both("d256 window", AttentionShape(64, 4, 1, 256, 64, queries=16), window=512)
+    cases += _decode_both("softcap window", AttentionShape(64, 16, 8, 128, 64), window=4096, softcap=50.0)
+    return cases
 
 
 def _decode_both(name: str, spec: AttentionShape, *, usual: bool = True, **options: Any) -> Iterator[Case]:
@@ -63,51 +64,45 @@ def _decode_both(name: str, spec: AttentionShape, *, usual: bool = True, **optio
 
 
 def _decode_case(name: str, spec: AttentionShape, warps: bool, *, usual: bool = True, **options: Any) -> Case:
-    stored = "" if spec.kv_dtype == spec.dtype else f" {jnp.dtype(spec.kv_dtype).name}"
     config = decode.heuristic(spec, warps=warps)
-    shape = decode.shape_of(spec, config, spec.dim**-0.5, options.get("window"), options.get("softcap"), None)
+    shape = DecodeShape(spec, config, spec.dim**-0.5, options.get("window"), options.get("softcap"), None)
+    merges = shape.results is Results.MERGED
     return Case(
-        name=f"decode {name} {'mma' if warps else 'wgmma'} {jnp.dtype(spec.dtype).name}{stored}"
-        f" page{spec.page} q{spec.queries}",
-        program=partial(_decode_step, spec=spec, config=config, **options),
-        arguments=_decode_arguments(spec),
-        needs=frozenset({"mma" if warps else "wgmma", "tma"} | ({"atom"} if shape.merged else set())),
+        name=f"decode {name} {'mma' if warps else 'wgmma'} {_dtypes(spec)} page{spec.page} q{spec.queries}",
+        program=partial(_step, attend=decode.paged_decode, spec=spec, config=config, **options),
+        arguments=_arguments(spec, spec.rows * spec.queries),
+        needs=frozenset({"mma" if warps else "wgmma", "tma"} | ({"atom"} if merges else set())),
         least_jax=(0, 11) if warps and not spec.quantized else (0, 10),
         usual=usual,
     )
 
 
-def _decode_arguments(spec: AttentionShape) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _dtypes(spec: AttentionShape) -> str:
+    return " ".join(dict.fromkeys((spec.dtype.name, spec.kv_dtype.name)))
+
+
+def _arguments(spec: AttentionShape, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Return q, the pools, the fields of `Ragged`, and scales; contexts of up to 32768 tokens, 4096 pages."""
-    tokens, pool = spec.rows * spec.queries, (4096, spec.page, spec.kv_heads, spec.dim)
-    rows = [((spec.rows,), jnp.int32)] * 3
+    pool = ((4096, spec.page, spec.kv_heads, spec.dim), spec.kv_dtype)
     scales = [((spec.kv_heads,), jnp.float32)] * 2 if spec.quantized else []
-    return shapes(
-        ((tokens, spec.heads, spec.dim), spec.dtype),
-        (pool, spec.kv_dtype),
-        (pool, spec.kv_dtype),
-        *[((tokens,), jnp.int32)] * 3,
-        *rows,
-        ((spec.rows, 32768 // spec.page), jnp.int32),
-        *scales,
-    )
+    step = step_shapes(tokens, spec.rows, 32768 // spec.page)
+    return shapes(((tokens, spec.heads, spec.dim), spec.dtype), pool, pool, *step, *scales)
 
 
-def _decode_step(
+def _step(
     q: jax.Array,
     k_pool: jax.Array,
     v_pool: jax.Array,
     *rest: jax.Array,
+    attend: Callable[..., tuple[jax.Array, jax.Array]],
     spec: AttentionShape,
-    config: decode.Config,
+    config: Any,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Plan and attend, as one layer of a step does."""
     ragged, scales = Ragged.of(rest[:ARRAYS]), Scales(*rest[ARRAYS:]) if spec.quantized else None
     work = config.plan(ragged, page=spec.page, window=options.get("window"))
-    return decode.paged_decode(
-        q, k_pool, v_pool, ragged, work, scale=spec.dim**-0.5, scales=scales, config=config, **options
-    )
+    return attend(q, k_pool, v_pool, ragged, work, scale=spec.dim**-0.5, scales=scales, config=config, **options)
 
 
 def shared_cases() -> Iterator[Case]:
@@ -127,10 +122,9 @@ def shared_cases() -> Iterator[Case]:
 def _shared_case(name: str, spec: AttentionShape, *, usual: bool = True, **options: Any) -> Case:
     config = decode.heuristic(spec)
     groups, rows = [((spec.rows // 4,), jnp.int32)] * 3, [((spec.rows,), jnp.int32)]
-    stored = "" if spec.kv_dtype == spec.dtype else f" {jnp.dtype(spec.kv_dtype).name}"
-    q, *rest = _decode_arguments(replace(spec, queries=1))
+    q, *rest = _arguments(spec, spec.rows)
     return Case(
-        name=f"shared prefixes {name} {jnp.dtype(spec.dtype).name}{stored} page{spec.page}",
+        name=f"shared prefixes {name} {_dtypes(spec)} page{spec.page}",
         program=partial(_shared_step, spec=spec, config=config, **options),
         arguments=(q, *rest[: 2 + ARRAYS], *shapes(*rows, *groups), *rest[2 + ARRAYS :]),
         needs=frozenset({"mma" if config.warps else "wgmma", "tma"}),
@@ -176,8 +170,8 @@ def prefill_cases() -> Iterator[Case]:
     wide = AttentionShape(64, 16, 8, 256, 64)  # Gemma 3 12B
     yield _prefill_case("d256", wide, 2048)
     yield _prefill_case("d256 window", wide, 2048, prefill.heuristic(wide, window=1024), window=1024)
-    one = replace(wide, heads=4, kv_heads=1)  # Gemma 3 1B
-    yield _prefill_case("d256 group 4 window", one, 8192, prefill.heuristic(one, window=512), window=512)
+    narrow = replace(wide, heads=4, kv_heads=1)  # Gemma 3 1B
+    yield _prefill_case("d256 group 4 window", narrow, 8192, prefill.heuristic(narrow, window=512), window=512)
     for stored in (jnp.float8_e4m3fn, jnp.int8):
         yield _prefill_case("8b", replace(spec, kv_dtype=stored), 2048)
     yield _prefill_case("group 5", AttentionShape(64, 40, 8, 128, 64), 2048)
@@ -190,35 +184,11 @@ def prefill_cases() -> Iterator[Case]:
 def _prefill_case(
     name: str, spec: AttentionShape, tokens: int, config: prefill.Config | None = None, **options: Any
 ) -> Case:
-    stored = f" {jnp.dtype(spec.kv_dtype).name}" if spec.quantized else ""
-    scales = [((spec.kv_heads,), jnp.float32)] * 2 if spec.quantized else []
-    pool, row = (4096, spec.page, spec.kv_heads, spec.dim), ((spec.rows,), jnp.int32)
     return Case(
-        name=f"prefill {name} {jnp.dtype(spec.dtype).name}{stored} page{spec.page} t{tokens}",
-        program=partial(_prefill_step, spec=spec, config=config or prefill.heuristic(spec), **options),
-        arguments=shapes(
-            ((tokens, spec.heads, spec.dim), spec.dtype),
-            (pool, spec.kv_dtype),
-            (pool, spec.kv_dtype),
-            *[((tokens,), jnp.int32)] * 3,
-            *[row] * 3,
-            ((spec.rows, 32768 // spec.page), jnp.int32),
-            *scales,
+        name=f"prefill {name} {_dtypes(spec)} page{spec.page} t{tokens}",
+        program=partial(
+            _step, attend=prefill.paged_prefill, spec=spec, config=config or prefill.heuristic(spec), **options
         ),
+        arguments=_arguments(spec, tokens),
         needs=frozenset({"wgmma", "tma"}),
     )
-
-
-def _prefill_step(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *rest: jax.Array,
-    spec: AttentionShape,
-    config: prefill.Config,
-    **options: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Plan and attend, as one layer of a step does."""
-    step, scales = Ragged.of(rest[:ARRAYS]), Scales(*rest[ARRAYS:]) if spec.quantized else None
-    work = config.plan(step, page=spec.page, window=options.get("window"))
-    return prefill.paged_prefill(q, k, v, step, work, scale=spec.dim**-0.5, scales=scales, config=config, **options)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
+from typing import Any, NamedTuple, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -124,8 +124,8 @@ class Pages:
         )
 
         def taken(pool: jax.Array) -> jax.Array:
-            got = lax.gather(pool, ids[..., None], dims, (1, *pool.shape[1:]), mode="clip")
-            return got.reshape(*rows, *merged, pool.shape[3]).astype(dtype)
+            gathered = lax.gather(pool, ids[..., None], dims, (1, *pool.shape[1:]), mode="clip")
+            return gathered.reshape(*rows, *merged, pool.shape[3]).astype(dtype)
 
         return taken(self.k), taken(self.v)
 
@@ -293,14 +293,14 @@ def many(q: jax.Array, pool: Pages, ragged: Ragged, rule: Rule, queries: int | N
         def blocks(tile: Tile, first: jax.Array | int, count: jax.Array, out: Parts) -> Parts:
             """Compute `count` blocks of the row from its token `first` on."""
 
-            def one(b: jax.Array, out: Parts) -> Parts:
+            def block(b: jax.Array, out: Parts) -> Parts:
                 token = first + b * tile.queries
                 here = lax.dynamic_slice_in_dim(padded, start + token, tile.queries)  # [Q, K, G, D]
                 mine = token + jnp.arange(tile.queries) < length
                 fresh = attend_block(here, pool, table, offset + token, ragged.contexts[r], rule, tile.keys)
                 return tuple(_stored(old, new, start + token, mine) for old, new in zip(out, fresh, strict=True))
 
-            filled: Parts = lax.fori_loop(0, count, one, out)
+            filled: Parts = lax.fori_loop(0, count, block, out)
             return filled
 
         done: jax.Array | int = 0
@@ -322,13 +322,7 @@ def _stored(old: jax.Array, new: jax.Array, at: jax.Array, mine: jax.Array) -> j
 
 
 def attend_block(
-    q: jax.Array,
-    pool: Pages,
-    table: jax.Array,
-    position: jax.Array,
-    context: jax.Array,
-    rule: Rule,
-    keys: int,
+    q: jax.Array, pool: Pages, table: jax.Array, position: jax.Array, context: jax.Array, rule: Rule, keys: int
 ) -> Parts:
     """Compute a query block [Q, K, G, D] of one row from `position` on, `keys` keys at a time."""
     block, kv_heads, group, dim = q.shape
@@ -338,7 +332,6 @@ def attend_block(
     stacked = q.transpose(1, 2, 0, 3).reshape(kv_heads, group * block, dim)  # one matrix product per kv head
     last = jnp.tile(position + jnp.arange(block), group)[:, None]  # [G * Q, 1], each query's own position
     lowest = rule.begin(position)
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def body(i: jax.Array, state: Running) -> Running:
         ids = lax.dynamic_slice_in_dim(table, i * pages, pages)
@@ -368,72 +361,54 @@ def attend_block(
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of `paged_attention`, for the overloads."""
+    """The options of `paged_attention`.
+
+    `decode` promises that token i is all of row i (T = S, lengths 0 or 1), and skips the general
+    case. `queries` promises that no row has more tokens than that: verifying rows of 4 tokens is
+    four times as fast with it.
+    """
 
     scale: Required[float]
-    decode: bool
-    queries: int | None
     window: int | None
     softcap: float | None
     scales: Scales | None
+    decode: bool
+    queries: int | None
     heads_first: bool
-
-
-@overload
-def paged_attention(
-    q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    ragged: Ragged,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[Options],
-) -> jax.Array: ...
-
-
-@overload
-def paged_attention(
-    q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    ragged: Ragged,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array]: ...
 
 
 def paged_attention(
     q: jax.Array,  # [T, H, D]
-    k_pool: jax.Array,  # [N, B, K, D], or [N, K, B, D] if heads_first
+    k_pool: jax.Array,  # [N, B, K, D], or [N, K, B, D] if `heads_first`
     v_pool: jax.Array,  # as k_pool
     ragged: Ragged,
-    *,
-    scale: float,
-    decode: bool = False,
-    queries: int | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    scales: Scales | None = None,
-    heads_first: bool = False,
-    return_lse: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attend from every token to its own row's pages, causally; [T, H, D] in the dtype of q, and lse [T, H] float32.
+    **options: Unpack[Options],
+) -> jax.Array:
+    """Attend from every token to its own row's pages, causally; [T, H, D] in the dtype of q."""
+    return _attended(q, k_pool, v_pool, ragged, False, **options)[0]
 
-    `decode=True` promises that token i is all of row i (T = S, lengths 0 or 1), and skips the
-    general case. `queries` promises that no row has more tokens than that: verifying rows of 4
-    tokens is four times as fast with it.
-    """
-    pages = Pages(k_pool, v_pool, heads_first)
+
+def paged_attention_lse(
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, ragged: Ragged, **options: Unpack[Options]
+) -> tuple[jax.Array, jax.Array]:
+    """Attend as `paged_attention` does, and also return lse [T, H] float32."""
+    mixed, sums = _attended(q, k_pool, v_pool, ragged, True, **options)
+    return mixed, sums
+
+
+def _attended(
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, ragged: Ragged, lse: bool, **options: Unpack[Options]
+) -> Parts:
+    pages, scales = Pages(k_pool, v_pool, options.get("heads_first", False)), options.get("scales")
+    decode = options.get("decode", False)
     _check(q, pages, ragged, decode)
-    grouped = scaled(q, pages.heads, scale, scales)
-    rule = Rule(window, softcap, None if scales is None else scales.v, return_lse)
+    grouped = scaled(q, pages.heads, options["scale"], scales)
+    rule = Rule(options.get("window"), options.get("softcap"), None if scales is None else scales.v, lse)
     if decode:
         parts = single(grouped, pages, ragged.contexts, ragged.block_tables, rule)
     else:
-        parts = many(grouped, pages, ragged, rule, queries)
-    out = parts[0].reshape(q.shape)
-    return (out, parts[1].reshape(q.shape[:2])) if return_lse else out
+        parts = many(grouped, pages, ragged, rule, options.get("queries"))
+    return tuple(part.reshape(shape) for part, shape in zip(parts, (q.shape, q.shape[:2]), strict=False))
 
 
 def scaled(q: jax.Array, kv_heads: int, scale: float, scales: Scales | None) -> jax.Array:

@@ -8,14 +8,14 @@ many tokens they no longer matter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.choice import Choice, Here, resolve
+from pallas_kernels.choice import Choice, Here, anywhere, resolve
+from pallas_kernels.mosaic.support import interpreter_of, unfit
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,8 @@ class MatmulSpec(Here):
 class QuantizedMatmul(Protocol):
     """Products of activations [T, I] with values [I, O] times scale [n, O]."""
 
-    def takes(self, tokens: int, inputs: int, outputs: int, scales: int) -> bool:
-        """Return whether it computes this shape, or leaves it to XLA."""
-
-    def __call__(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-        """Return the product [T, O] in the dtype of x."""
-
-
-@dataclass(frozen=True)
-class XlaQuantizedMatmul:
-    """The XLA backend: takes no shape, because callers write XLA's products themselves, for any number of axes."""
-
-    def takes(self, tokens: int, inputs: int, outputs: int, scales: int) -> bool:
-        return False
-
-    def __call__(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-        raise NotImplementedError("XLA takes no shape here: call `takes` first")
+    def __call__(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array | None:
+        """Return the product [T, O] in the dtype of x; None: left to XLA."""
 
 
 @dataclass(frozen=True)
@@ -55,72 +41,39 @@ class MosaicQuantizedMatmul:
 
     spec: MatmulSpec
 
-    def takes(self, tokens: int, inputs: int, outputs: int, scales: int) -> bool:
-        from pallas_kernels.ops.quantized_matmul import hopper
-
-        return hopper.supports(self._shape(inputs, outputs, tokens=tokens, scales=scales)) is None
-
-    def __call__(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-        from pallas_kernels.mosaic.interpret import interpreter
-        from pallas_kernels.ops.quantized_matmul import hopper
-
-        config = hopper.heuristic(self._shape(*values.shape, tokens=len(x), scales=len(scale)))
-        return hopper.quantized_matmul(
-            x, values, scale, config=config, interpret=interpreter() if self.spec.interpret else None
-        )
-
-    def _shape(self, inputs: int, outputs: int, *, tokens: int, scales: int) -> Any:
+    def __call__(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array | None:
         from pallas_kernels.ops.quantized_matmul import hopper
 
         dtype, stored = jnp.dtype(self.spec.dtype), jnp.dtype(self.spec.weights)
-        return hopper.QuantizedSpec(tokens, inputs, outputs, scales, dtype, stored, self.spec.cores)
+        spec = hopper.QuantizedSpec(
+            len(x), values.shape[0], values.shape[1], len(scale), dtype, stored, self.spec.cores
+        )
+        if hopper.supports(spec) is not None:
+            return None
+        return hopper.quantized_matmul(
+            x, values, scale, config=hopper.heuristic(spec), interpret=interpreter_of(self.spec)
+        )
 
 
-class _Mosaic:
-    """The backend `mosaic_gpu`."""
+def supports(spec: MatmulSpec) -> str | None:
+    """Return None, or the reason why the Hopper kernel is not used for `spec`."""
 
-    @staticmethod
-    def supports(spec: MatmulSpec) -> str | None:
-        from pallas_kernels.mosaic.support import unfit
-
-        if (reason := unfit(spec)) is not None:
-            return reason
-        if not spec.blocks:
-            return "each output has one scale; XLA widens these weights inside its product and reads no more bytes"
-        if spec.shards > 1:
-            return f"weights are split over {spec.shards} devices; it needs whole weights"
-        if spec.dtype not in ("bfloat16", "float16"):
-            return f"activations are {spec.dtype}; it takes bfloat16 and float16"
-        return None
-
-    @staticmethod
-    def make(spec: MatmulSpec) -> QuantizedMatmul:
-        return MosaicQuantizedMatmul(spec)
-
-
-class _Xla:
-    """The backend `xla`."""
-
-    @staticmethod
-    def supports(spec: MatmulSpec) -> str | None:
-        return None
-
-    @staticmethod
-    def make(spec: MatmulSpec) -> QuantizedMatmul:
-        return XlaQuantizedMatmul()
-
-
-BACKENDS: Mapping[str, Any] = {"mosaic_gpu": _Mosaic, "xla": _Xla}
+    if (reason := unfit(spec)) is not None:
+        return reason
+    if not spec.blocks:
+        return "each output has one scale; XLA widens these weights inside its product and reads no more bytes"
+    if spec.shards > 1:
+        return f"weights are split over {spec.shards} devices; it needs whole weights"
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"activations are {spec.dtype}; it takes bfloat16 and float16"
+    return None
 
 
 def resolve_quantized_matmul(spec: MatmulSpec, name: str = "auto") -> Choice:
     """Resolve the backend of products with 8-bit weights; see `choice.resolve`."""
-    return resolve(spec, name, BACKENDS, "products")
+    return resolve(spec, name, {"mosaic_gpu": supports, "xla": anywhere}, "products")
 
 
-def products(choice: Choice | None = None) -> QuantizedMatmul:
-    """Build the products that `choice` resolved to; None for XLA."""
-    if choice is None:
-        return XlaQuantizedMatmul()
-    made: QuantizedMatmul = BACKENDS[choice.backend].make(choice.spec)
-    return made
+def products(choice: Choice | None = None) -> QuantizedMatmul | None:
+    """Build the products that `choice` resolved to; None: XLA's."""
+    return None if choice is None or choice.backend == "xla" else MosaicQuantizedMatmul(choice.spec)

@@ -35,7 +35,7 @@ from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret
 from pallas_kernels.mosaic.memory import tiled
 from pallas_kernels.mosaic.quantized_tile import COLUMNS, CONSUMERS, QUANTIZED, ROWS, Ring, Tile, bring, held, summed
-from pallas_kernels.mosaic.spec import CORES, SMEM, allowed, refusal
+from pallas_kernels.mosaic.spec import CORES, SMEM, allowed, check_dtype, check_smem, refusal
 
 MOST = 256  # tokens; above this, the arithmetic takes longer than widening the weights once in memory
 PRODUCT = 128  # maximum tokens of a product: its sums and one scale block's fill the registers
@@ -65,8 +65,7 @@ class Config:
 
     def validate(self, spec: QuantizedSpec) -> None:
         """Raise ValueError, naming the value, if this config cannot compute the spec."""
-        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
+        check_dtype(spec)
         if jnp.dtype(spec.stored).name not in QUANTIZED:
             raise ValueError(f"{spec.stored=} must be one of {', '.join(QUANTIZED)}")
         if spec.outputs % COLUMNS:
@@ -77,8 +76,7 @@ class Config:
             raise ValueError(f"{self.tokens=} must be 8, 16, 32, 64 or {PRODUCT}, and {spec.tokens=} 1 to {MOST}")
         if self.stages < 2 or self.workers < 1:  # the next tile is widened before this one is released
             raise ValueError(f"{self.stages=} must be at least 2, and {self.workers=} positive")
-        if (size := self.smem_bytes()) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory; the limit is {SMEM}")
+        check_smem(self, self.smem_bytes())
 
     def smem_bytes(self) -> int:
         """Return the shared memory of a block, including barriers and alignment."""
@@ -134,10 +132,10 @@ class StripWork:
     def parts(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """The items of each strip, [strips, most items of a strip], padded with W."""
         by = [np.flatnonzero(self.items[:, 0] == strip) for strip in range(self.strips)]
-        made = np.full((self.strips, max(map(len, by))), len(self.items), np.int32)
-        for row, own in zip(made, by, strict=True):
+        table = np.full((self.strips, max(map(len, by))), len(self.items), np.int32)
+        for row, own in zip(table, by, strict=True):
             row[: len(own)] = own
-        return made
+        return table
 
 
 def quantized_matmul(
@@ -244,12 +242,12 @@ def body(shape: QuantizedShape) -> Callable[..., None]:
     return run
 
 
-def _each_item(refs: Refs, one: Callable[[jax.Array, jax.Array], None]) -> jax.Array:
+def _each_item(refs: Refs, compute: Callable[[jax.Array, jax.Array], None]) -> jax.Array:
     """Call one(item, steps before it) for each item of this worker; return the worker's number of steps."""
     worker = lax.axis_index(GRID)
 
     def step(item: jax.Array, done: jax.Array) -> jax.Array:
-        one(item, done)
+        compute(item, done)
         after: jax.Array = done + refs.items[item, 2]
         return after
 

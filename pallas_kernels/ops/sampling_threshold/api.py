@@ -6,15 +6,15 @@ those with `x >= threshold`. `search.py` describes the search.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.choice import Choice, Here, resolve
+from pallas_kernels.choice import Choice, Here, anywhere, resolve
+from pallas_kernels.mosaic.support import interpreter_of, unfit
 from pallas_kernels.ops.sampling_threshold import xla
 from pallas_kernels.ops.sampling_threshold.search import Found, Options
 
@@ -26,19 +26,8 @@ class ThresholdSpec(Here):
     vocab: int  # V
 
 
-class Thresholds(Protocol):
-    """A backend's computation of the thresholds of rows."""
-
-    def __call__(self, x: jax.Array, options: Options) -> Found:
-        """Return threshold and sweeps [G] of x [G, V] float32 and options [G]."""
-
-
-@dataclass(frozen=True)
-class XlaThresholds:
-    """Plain XLA, on any device."""
-
-    def __call__(self, x: jax.Array, options: Options) -> Found:
-        return xla.thresholds(x, options)
+# From x [G, V] float32 and options [G] to threshold and sweeps [G]. XLA's is `xla.thresholds`.
+Thresholds = Callable[[jax.Array, Options], Found]
 
 
 @dataclass(frozen=True)
@@ -52,55 +41,28 @@ class MosaicThresholds:
         if self.mesh is None or self.mesh.size == 1:
             return self._local(x, options)
         run = jax.shard_map(self._local, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        found: Found = run(x, options)
-        return found
+        thresholds: Found = run(x, options)
+        return thresholds
 
     def _local(self, x: jax.Array, options: Options) -> Found:
-        from pallas_kernels.mosaic.interpret import interpreter
         from pallas_kernels.ops.sampling_threshold import hopper
 
-        told = interpreter() if self.spec.interpret else None
-        return hopper.thresholds(x, options, config=hopper.heuristic(x.shape[1]), interpret=told)
+        config = hopper.heuristic(x.shape[1])
+        return hopper.thresholds(x, options, config=config, interpret=interpreter_of(self.spec))
 
 
-class _Mosaic:
-    """The backend `mosaic_gpu`."""
+def supports(spec: ThresholdSpec) -> str | None:
+    """Return None, or the reason why the Hopper kernel cannot run `spec`."""
+    from pallas_kernels.ops.sampling_threshold import hopper
 
-    @staticmethod
-    def supports(spec: ThresholdSpec) -> str | None:
-        from pallas_kernels.mosaic.support import unfit
-        from pallas_kernels.ops.sampling_threshold import hopper
-
-        return unfit(spec) or hopper.supports(spec.vocab)
-
-    @staticmethod
-    def make(spec: ThresholdSpec, mesh: Mesh | AbstractMesh | None) -> Thresholds:
-        return MosaicThresholds(spec, mesh)
-
-
-class _Xla:
-    """The backend `xla`."""
-
-    @staticmethod
-    def supports(spec: ThresholdSpec) -> str | None:
-        return None
-
-    @staticmethod
-    def make(spec: ThresholdSpec, mesh: Mesh | AbstractMesh | None) -> Thresholds:
-        return XlaThresholds()
-
-
-BACKENDS: Mapping[str, Any] = {"mosaic_gpu": _Mosaic, "xla": _Xla}
+    return unfit(spec) or hopper.supports(spec.vocab)
 
 
 def resolve_sampling(spec: ThresholdSpec, name: str = "auto") -> Choice:
     """Resolve the sampling backend; see `choice.resolve`."""
-    return resolve(spec, name, BACKENDS, "sampling")
+    return resolve(spec, name, {"mosaic_gpu": supports, "xla": anywhere}, "sampling")
 
 
 def thresholds(choice: Choice | None = None, mesh: Mesh | AbstractMesh | None = None) -> Thresholds:
     """Build the thresholds that `choice` resolved to, over the devices of `mesh`; None for XLA."""
-    if choice is None:
-        return XlaThresholds()
-    made: Thresholds = BACKENDS[choice.backend].make(choice.spec, mesh)
-    return made
+    return xla.thresholds if choice is None or choice.backend == "xla" else MosaicThresholds(choice.spec, mesh)

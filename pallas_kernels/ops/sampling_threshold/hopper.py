@@ -25,7 +25,7 @@ from jax import lax
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret
-from pallas_kernels.mosaic.spec import SMEM
+from pallas_kernels.mosaic.spec import check_smem, refusal
 from pallas_kernels.ops.sampling_threshold.search import DEPTH, NOTHING, Found, Options, Seen, insert, search
 
 WARPGROUP = 128
@@ -49,8 +49,7 @@ class Config:
             raise ValueError(f"{vocab=} must be at least {self.tile=}")
         if self.stages < 1:
             raise ValueError(f"{self.stages=} must be positive")
-        if (size := self.smem_bytes()) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory; the limit is {SMEM}")
+        check_smem(self, self.smem_bytes())
 
     def smem_bytes(self) -> int:
         """Return the shared memory of a block, including barriers and the scratch of reductions."""
@@ -65,18 +64,14 @@ def heuristic(vocab: int) -> Config:
 
 def supports(vocab: int) -> str | None:
     """Return None, or the reason why no config sweeps rows of `vocab` logits."""
-    try:
-        heuristic(vocab).validate(vocab)
-    except ValueError as reason:
-        return str(reason)
-    return None
+    return refusal(heuristic, vocab)
 
 
 def thresholds(x: jax.Array, options: Options, *, config: Config, interpret: Interpret = None) -> Found:
     """Return the lowest logit that each row of x [G, V] keeps, and its number of sweeps, [G]; see `search.py`."""
     rows, vocab = x.shape
     config.validate(vocab)
-    if x.dtype != jnp.float32 or any(one.shape != (rows,) or one.dtype != jnp.float32 for one in options):
+    if x.dtype != jnp.float32 or any(option.shape != (rows,) or option.dtype != jnp.float32 for option in options):
         raise ValueError(f"x {x.dtype} {x.shape} must be float32, and options float32 [{rows}], not {options}")
     shape = ThresholdShape(vocab, config.lanes, config.tile, config.stages)
     run = compat.kernel(
@@ -138,14 +133,14 @@ def body(shape: ThresholdShape) -> Callable[..., None]:
     def run(*arrays: Any) -> None:
         refs = Refs(*arrays)
         row = lax.axis_index(ROW)
-        options = Options(*(one[row] for one in refs[1:5]))
+        options = Options(*(option[row] for option in refs[1:5]))
         cuts = (options.top_k > 0) | (options.top_p < 1) | (options.least > NOTHING)
 
         @pl.when(cuts)
         def _() -> None:
-            found = _found(shape, refs, row, options)
-            refs.threshold[row] = found.threshold
-            refs.sweeps[row] = found.sweeps
+            result = _found(shape, refs, row, options)
+            refs.threshold[row] = result.threshold
+            refs.sweeps[row] = result.sweeps
 
         @pl.when(jnp.logical_not(cuts))
         def _() -> None:
@@ -182,19 +177,21 @@ def _found(shape: ThresholdShape, refs: Refs, row: jax.Array, options: Options) 
             for part in parts:
                 # With rate 0 the weight of -inf is NaN, but -inf is below all marks and never summed.
                 weight = jnp.exp2((part - top) * rate)
-                sums = [one + jnp.where(part >= mark, weight, 0.0) for one, mark in zip(sums, thresholds, strict=True)]
+                sums = [
+                    total + jnp.where(part >= mark, weight, 0.0) for total, mark in zip(sums, thresholds, strict=True)
+                ]
                 caught = insert(caught, jnp.where(part >= thresholds[0], NOTHING, part))
             return caught, sums
 
         caught, sums = _each_tile(shape, refs, row, again, (nothing, [zeros] * len(thresholds)))
-        above, *kept = [jnp.sum(one) for one in sums]
+        above, *kept = [jnp.sum(total) for total in sums]
         return Seen(limit, above, caught), kept
 
     return search(top, total, caught, options, sweep, shape.vocab)
 
 
 def _each_tile(
-    shape: ThresholdShape, refs: Refs, row: jax.Array, one: Callable[[list[jax.Array], Any], Any], start: Any
+    shape: ThresholdShape, refs: Refs, row: jax.Array, fold: Callable[[list[jax.Array], Any], Any], start: Any
 ) -> Any:
     """Fold one(parts of a tile, state) over a row's tiles; each part has one logit per lane."""
     stages, tiles = min(shape.stages, shape.tiles), shape.tiles
@@ -222,7 +219,7 @@ def _each_tile(
         def _() -> None:
             copy(tile + stages, slot)
 
-        return one(parts, state)
+        return fold(parts, state)
 
     whole = shape.vocab // shape.tile
     state = lax.fori_loop(0, whole, step, start)
@@ -232,4 +229,4 @@ def _each_tile(
     plgpu.commit_smem()
     lane = lax.broadcasted_iota(jnp.int32, (shape.lanes,), 0)
     hidden = [jnp.where(lane + n * shape.lanes >= twice, part, NOTHING) for n, part in enumerate(parts)]
-    return one(hidden, state)
+    return fold(hidden, state)

@@ -102,7 +102,7 @@ class _Row(NamedTuple):
         return jnp.where(state.phase == COUNT, 0.0, self.options.rate)
 
     def weights(self, caught: Sequence[jax.Array], rate: jax.Array) -> list[jax.Array]:
-        return [jnp.exp2((one - wide(self.top)) * wide(rate)) for one in caught]
+        return [jnp.exp2((logits - wide(self.top)) * wide(rate)) for logits in caught]
 
     def wanted(self, state: _State) -> jax.Array:
         """Return the count or mass to keep. Check `_known` first: with UNKNOWN mass this is meaningless."""
@@ -135,9 +135,9 @@ def filled(like: jax.Array, value: float, dtype: Any = jnp.float32) -> jax.Array
 def insert(caught: Sequence[jax.Array], x: jax.Array) -> tuple[jax.Array, ...]:
     """Insert x into each lane of `caught`, dropping the lane's lowest."""
     kept = []
-    for one in caught[:-1]:
-        kept.append(jnp.maximum(one, x))
-        x = jnp.minimum(one, x)
+    for held in caught[:-1]:
+        kept.append(jnp.maximum(held, x))
+        x = jnp.minimum(held, x)
     return (*kept, jnp.maximum(caught[-1], x))
 
 
@@ -208,14 +208,14 @@ def _swept(row: _Row, state: _State, sweep: Sweep) -> _State:
     fresh, sums = sweep(limit, marks, row.rate(state))
     state = state._replace(mass=jnp.where(lost, sums[0], state.mass), turn=state.turn + 1, sweeps=state.sweeps + 1)
     wanted = row.wanted(state)
-    for mark, found in zip(marks, sums, strict=True):
+    for mark, mass in zip(marks, sums, strict=True):
         inside = (state.low < mark) & (mark < state.high)
-        enough, less = inside & (found >= wanted), inside & (found <= wanted)  # both: a valid threshold
+        enough, less = inside & (mass >= wanted), inside & (mass <= wanted)  # both: a valid threshold
         state = state._replace(
             low=jnp.where(enough, mark, state.low),
-            at_low=jnp.where(enough, found, state.at_low),
+            at_low=jnp.where(enough, mass, state.at_low),
             high=jnp.where(less, mark, state.high),
-            at_high=jnp.where(less, found, state.at_high),
+            at_high=jnp.where(less, mass, state.at_high),
         )
     return state._replace(seen=fresh)
 
@@ -239,9 +239,9 @@ def _narrowed(row: _Row, state: _State) -> _State:
     def bisect(ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = ends
         middle = _middle(low, high)
-        found, left = kept(middle), after(low) < high
-        high = jnp.where(left & (found <= wanted), middle, high)  # both, if exactly what is wanted is kept
-        return jnp.where(left & (found >= wanted), middle, low), high
+        mass, left = kept(middle), after(low) < high
+        high = jnp.where(left & (mass <= wanted), middle, high)  # both, if exactly what is wanted is kept
+        return jnp.where(left & (mass >= wanted), middle, low), high
 
     low, _ = lax.while_loop(lambda ends: _any(after(ends[0]) < ends[1]), bisect, (low, high))
     low = jnp.maximum(low, state.low)
@@ -275,7 +275,7 @@ def _marks(state: _State, wanted: jax.Array) -> tuple[list[jax.Array], jax.Array
 
 def _kept(caught: Sequence[jax.Array], weights: Sequence[jax.Array], threshold: jax.Array) -> jax.Array:
     """Return the weight of the caught logits at or above the threshold."""
-    parts = [jnp.where(one >= wide(threshold), weight, 0.0) for one, weight in zip(caught, weights, strict=True)]
+    parts = [jnp.where(logits >= wide(threshold), weight, 0.0) for logits, weight in zip(caught, weights, strict=True)]
     return jnp.sum(reduce(jnp.add, parts), axis=-1)
 
 

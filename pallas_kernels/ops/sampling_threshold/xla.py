@@ -24,8 +24,8 @@ BITS = 32
 
 def thresholds(x: jax.Array, options: Options) -> Found:
     """Return the lowest logit that each row of x [G, V] float32 keeps, [G]; see `search.py`."""
-    found: Found = lax.platform_dependent(x, options, cuda=swept, rocm=swept, tpu=swept, default=bisected)
-    return found
+    result: Found = lax.platform_dependent(x, options, cuda=swept, rocm=swept, tpu=swept, default=bisected)
+    return result
 
 
 def swept(x: jax.Array, options: Options) -> Found:
@@ -93,5 +93,5 @@ def _highest(keys: jax.Array, wanted: jax.Array, enough: Callable[[jax.Array], j
 
     key = lax.fori_loop(0, jnp.where(wanted, BITS, 0), step, jnp.zeros(len(keys), jnp.uint32))
     sign = jnp.uint32(1 << BITS - 1)
-    found: jax.Array = lax.bitcast_convert_type(jnp.where(key >= sign, key ^ sign, ~key), jnp.float32)
-    return found
+    threshold: jax.Array = lax.bitcast_convert_type(jnp.where(key >= sign, key ^ sign, ~key), jnp.float32)
+    return threshold

@@ -34,6 +34,10 @@ class Options:
     window: int | None = None
     softcap: float | None = None
 
+    @property
+    def scores(self) -> dict[str, Any]:
+        return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+
 
 @dataclass(frozen=True)
 class Step:
@@ -82,19 +86,8 @@ def _run(q: Any, k: Any, v: Any, ragged: Ragged, scales: Scales | None, options:
         work = plan_decode(ragged, queries=config.queries)
     else:
         work = plan_prefill(ragged, queries=config.queries, above=options.above)
-    return paged_attention(
-        q,
-        k,
-        v,
-        ragged,
-        work,
-        scale=options.scale,
-        window=options.window,
-        softcap=options.softcap,
-        scales=scales,
-        config=config,
-        interpret=pltpu.InterpretParams(detect_races=True),
-    )
+    interpret = pltpu.InterpretParams(detect_races=True)
+    return paged_attention(q, k, v, ragged, work, scales=scales, config=config, interpret=interpret, **options.scores)
 
 
 def run(given: Step, options: Options) -> tuple[jax.Array, jax.Array]:
@@ -117,15 +110,7 @@ def check(given: Step, options: Options) -> tuple[jax.Array, jax.Array]:
     lengths = np.asarray(given.ragged.lengths)
     mine = (lengths >= least) & (lengths <= most)
     only = given.ragged._replace(lengths=np.where(mine, lengths, 0))
-    want, want_lse = reference.attention(
-        given.q,
-        *given.pools,
-        only,
-        scale=options.scale,
-        window=options.window,
-        softcap=options.softcap,
-        scales=given.scales,
-    )
+    want, want_lse = reference.attention(given.q, *given.pools, only, scales=given.scales, **options.scores)
     assert out.dtype == given.q.dtype and lse.dtype == jnp.float32
     bound = TOLERANCE[given.q.dtype.name]
     assert reference.error(out, want) < bound

@@ -42,8 +42,10 @@ class Double:
         self.delay = delay
         self.bound = bound
         self.healthy = True
+        self.unlucky: int | None = 13  # the token of prompts that are refused
         self.fail_after: int | None = None  # tokens after which each request fails
         self.reject: str | None = None
+        self.writes: list[int] = []  # tokens of the outputs, instead of the prompt's
         self.submitted: list[Request] = []
         self.cancelled: dict[int, str] = {}
         self._over: dict[int, Request] = {}
@@ -56,15 +58,15 @@ class Double:
     @property
     def usual(self) -> bool:
         """Whether requests end as they should: no test has asked for failures or delays."""
-        return self.fail_after is self.reject is None and not self.delay and self.bound == BOUND
+        return self.fail_after is self.reject is None and not (self.delay or self.writes) and self.bound == BOUND
 
     def submit(self, new: NewRequest, on_delta: Callable[[Delta], None]) -> int:
         """Accept a request."""
         with self._lock:
             if len(self._running) >= self.bound:
                 raise QueueFull(f"{len(self._running)} requests wait", 2.0)
-            if 13 in new.prompt:
-                raise InvalidValue("token 13 is bad luck", "prompt")
+            if self.unlucky in new.prompt:
+                raise InvalidValue(f"token {self.unlucky} is bad luck", "prompt")
             id = next(self._ids)
             self._running.add(id)
             self._left[id] = threading.Event()
@@ -81,7 +83,7 @@ class Double:
             tell(Delta(id, finish_reason="rejected", error=self.reject))
             return
         room = self.info.max_model_len - request.prompt_length
-        for count, token in enumerate(itertools.cycle(request.prompt), 1):
+        for count, token in enumerate(self.writes or itertools.cycle(request.prompt), 1):
             if self.delay:
                 left.wait(self.delay)  # a cancelled request ends at once
             else:
@@ -98,11 +100,13 @@ class Double:
                 self._counters.generated_tokens += 1
             told = TokenLogprobs(token, -0.5, 1, ((token, -0.5), (token + 1, -1.5))[: params.logprobs or 0])
             logprobs = (told,) if params.logprobs is not None else ()
-            stopped = token in params.stop_token_ids
-            reason = "stop" if stopped else "length" if count >= min(params.max_tokens or room, room) else None
+            stopped, done = token in params.stop_token_ids, count == len(self.writes)
+            reason = "stop" if stopped or done else "length" if count >= min(params.max_tokens or room, room) else None
             if reason is not None:
                 self._end(request, reason)
-            tell(Delta(id, (token,), logprobs, (), reason, None, token if stopped else None))
+            scores = params.prompt_logprobs is not None and count == 1
+            prompt = tuple(TokenLogprobs(one, -0.5, 1, ()) for one in request.prompt[1:]) if scores else ()
+            tell(Delta(id, (token,), logprobs, prompt, reason, None, token if stopped else None))
             if reason is not None:
                 return
 
@@ -123,6 +127,11 @@ class Double:
     def record(self, request: int) -> RequestMetrics | None:
         found = self._over.get(request)
         return None if found is None else RequestMetrics.of(found)
+
+    def release(self) -> None:
+        """Let the requests that wait for `delay` go on without it."""
+        for left in list(self._left.values()):
+            left.set()
 
     def refusal(self, request: int) -> JaxserveError | None:
         return None

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -86,11 +86,11 @@ class GroupedShape:
         if not self.swapped:
             each = self.rows // self.consumers
             return [(i * each, each) for i in range(self.consumers)]
-        found, done = [(0, min(LEAST, self.rows))], min(LEAST, self.rows)
+        pieces, done = [(0, min(LEAST, self.rows))], min(LEAST, self.rows)
         while done < self.rows:
-            found.append((done, done))
+            pieces.append((done, done))
             done *= 2
-        return found
+        return pieces
 
     @property
     def product(self) -> tuple[int, int]:
@@ -120,41 +120,6 @@ class GroupedShape:
         if self.gate is None or not self.swapped:
             return []
         return [plgpu.SMEM(self.product, jnp.float32), *[plgpu.Barrier(num_arrivals=1, num_barriers=1)] * 2]
-
-
-class Tiles(Protocol):
-    """Where the tiles of rows are, and with whose weights they are multiplied."""
-
-    @property
-    def arrays(self) -> int:
-        """The number of kernel arguments."""
-
-    def items(self, shape: GroupedShape, refs: Refs) -> jax.Array:
-        """Return the number of items."""
-
-    def item(self, shape: GroupedShape, refs: Refs, index: jax.Array) -> Item:
-        """Return an item; blocks run items of neighboring indices at the same time."""
-
-
-class Weights(Protocol):
-    """One kind of weights: its loads, its scratch and its product."""
-
-    @property
-    def arrays(self) -> int:
-        """The number of kernel arguments."""
-
-    @property
-    def copies(self) -> int:
-        """The number of copies that load a tile."""
-
-    def scratch(self, shape: GroupedShape) -> list[Any]:
-        """Return the scratch buffers."""
-
-    def bring(self, shape: GroupedShape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
-        """Start copying tile k of an item into a slot."""
-
-    def multiply(self, shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> Products:
-        """Return a consumer's part of the item, float32, from ring step `done` on."""
 
 
 class Refs(NamedTuple):
@@ -197,13 +162,13 @@ def body(shape: GroupedShape) -> Callable[..., None]:
         refs = Refs.of(arrays, shape)
         role, block = lax.axis_index(ROLE), lax.axis_index(GRID)
 
-        def each(one: Callable[[Item, jax.Array], None]) -> jax.Array:
+        def each(compute: Callable[[Item, jax.Array], None]) -> jax.Array:
             """Call one(item, ring steps before it) for each item of this block; return the number of steps."""
             items = shape.tiles.items(shape, refs)
             turns = lax.div(jnp.maximum(items - block, 0) + (shape.blocks - 1), jnp.int32(shape.blocks))
 
             def turn(i: jax.Array, done: jax.Array) -> jax.Array:
-                one(shape.tiles.item(shape, refs, i * shape.blocks + block), done)
+                compute(shape.tiles.item(shape, refs, i * shape.blocks + block), done)
                 return done + shape.steps
 
             steps: jax.Array = lax.fori_loop(0, turns, turn, jnp.int32(0))
@@ -230,13 +195,15 @@ def body(shape: GroupedShape) -> Callable[..., None]:
 class Routed:
     """The tiles of a plan, given as expert, begin and length [I] and used [1]; see `Groups`."""
 
-    arrays = 4
+    arrays = 4  # arguments of the kernel
 
     def items(self, shape: GroupedShape, refs: Refs) -> jax.Array:
+        """Return the number of items."""
         used: jax.Array = refs.tiles[3][0]
         return used * shape.strips
 
     def item(self, shape: GroupedShape, refs: Refs, index: jax.Array) -> Item:
+        """Return an item; blocks run items of neighboring indices at the same time."""
         expert, begin, length, _ = refs.tiles
         tile, strip = lax.div(index, jnp.int32(shape.strips)), lax.rem(index, jnp.int32(shape.strips))
         # Divided and multiplied so that the compiler can prove the alignment, which copies to tiled memory require.
@@ -264,6 +231,9 @@ class Dense:
         strip, first = lax.div(index, tiles), lax.rem(index, tiles) * shape.rows
         length = jnp.minimum(self.rows - first, shape.rows)
         return Item(jnp.int32(0), first, length, strip * (shape.columns // shape.parts))
+
+
+Tiles = Routed | Dense  # where the tiles of rows are, and with whose weights they are multiplied
 
 
 def _produce(shape: GroupedShape, refs: Refs, item: Item, done: jax.Array) -> None:
@@ -341,16 +311,18 @@ class Whole:
 
     parts: int = 1
 
-    arrays = 1
+    arrays = 1  # arguments of the kernel
 
     @property
     def copies(self) -> int:
+        """The number of copies that load a tile."""
         return self.parts
 
     def scratch(self, shape: GroupedShape) -> list[Any]:
         return [tiled((shape.stages, self.parts, shape.depth, shape.columns // self.parts), shape.dtype)]
 
     def bring(self, shape: GroupedShape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
+        """Start copying tile k of an item into a slot."""
         (weight,), (w_s,) = refs.weights, refs.weights_s
         width = shape.columns // self.parts
         for i in range(self.parts):
@@ -359,6 +331,7 @@ class Whole:
             plgpu.copy_gmem_to_smem(source, w_s.at[slot, i], refs.full.at[slot])
 
     def multiply(self, shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> Products:
+        """Return a consumer's part of the item, float32, from ring step `done` on."""
         height, width = shape.product
         several = 1 if shape.swapped else self.parts  # with swapped operands a consumer has one of the parts
         sums = [plgpu.ACC((height, width // several), jnp.float32)] * several
@@ -448,9 +421,12 @@ class QuantizedWeights:
         total = summed(self.tile, ring, shape.steps, scale_at)
         if self.tile.every:
             return (total,)
-        one = compat.load(scale.at[item.expert, 0, outputs], plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        return (total * lax.broadcast_in_dim(one, total.shape, (0,)),)
+        by_output = compat.load(scale.at[item.expert, 0, outputs], plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return (total * lax.broadcast_in_dim(by_output, total.shape, (0,)),)
 
     def _apart(self, shape: GroupedShape) -> int:
         """Return the columns between the outputs of the two consumers."""
         return ROWS if shape.gate is None else shape.apart
+
+
+Weights = Whole | QuantizedWeights

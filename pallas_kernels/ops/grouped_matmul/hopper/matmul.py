@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.interpret import Interpret
 from pallas_kernels.mosaic.quantized_tile import COLUMNS, CONSUMERS, QUANTIZED, Tile, held
-from pallas_kernels.mosaic.spec import CORES, SMEM, allowed, refusal
+from pallas_kernels.mosaic.spec import CORES, SMEM, allowed, check_dtype, check_smem, refusal
 from pallas_kernels.ops.grouped_matmul.hopper.body import (
     ALIGN,
     DEPTH,
@@ -76,6 +76,15 @@ class GroupedSpec:
         return self.stored is not None
 
 
+def spec_of(
+    pairs: int, x: jax.Array, weight: jax.Array, scale: jax.Array | None, gated: bool, cores: int = CORES
+) -> GroupedSpec:
+    """Describe the product of x [R, I] and weight [X, I, O], of 8 bits if it has a scale [X, n, O]."""
+    stored, scales = (None, 1) if scale is None else (weight.dtype, scale.shape[1])
+    experts, _, outputs = weight.shape
+    return GroupedSpec(pairs, experts, x.shape[1], outputs, x.dtype, stored, scales, cores, gated)
+
+
 @dataclass(frozen=True)
 class Config:
     """The tile sizes and form that one shape is computed with."""
@@ -91,8 +100,7 @@ class Config:
 
     def validate(self, spec: GroupedSpec) -> None:
         """Raise ValueError, naming the value, if this config cannot compute the spec."""
-        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
+        check_dtype(spec)
         if self.consumers not in (1, 2) or min(self.stages, self.blocks) < 1:
             raise ValueError(f"{self.consumers=} must be 1 or 2, {self.stages=} and {self.blocks=} positive")
         if spec.quantized:
@@ -110,8 +118,7 @@ class Config:
             raise ValueError(
                 f"with a gate, {self.columns=} must be 128, or 256 if not swapped, and {self.consumers=} must be 2"
             )
-        if (size := self.smem_bytes(spec)) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory; the limit is {SMEM}")
+        check_smem(self, self.smem_bytes(spec))
 
     def _validate_whole(self, spec: GroupedSpec) -> None:
         if spec.width % DEPTH or spec.outputs % WIDE:
@@ -184,7 +191,7 @@ def deepest(config: Config, spec: GroupedSpec) -> Config:
     """Return the config with the most stages that fit into shared memory, at least those that it has."""
     most = 8 if spec.quantized else 12 if config.swapped else 6
     deep = (replace(config, stages=count) for count in range(most, config.stages, -1))
-    return next((one for one in deep if one.smem_bytes(spec) <= SMEM), config)
+    return next((each for each in deep if each.smem_bytes(spec) <= SMEM), config)
 
 
 def supports(spec: GroupedSpec) -> str | None:
@@ -221,9 +228,7 @@ def grouped_matmul(
     """
     (rows, width), (experts, _, outputs) = x.shape, weight.shape
     out_dtype = jnp.dtype(out_dtype or x.dtype)
-    spec = GroupedSpec(rows, experts, width, outputs, x.dtype, gated=gate is not None)
-    if scale is not None:
-        spec = replace(spec, stored=weight.dtype, scales=scale.shape[1])
+    spec = spec_of(rows, x, weight, scale, gate is not None)
     config.validate(spec)
     fits = weight.dtype == x.dtype if scale is None else scale.shape == (experts, spec.scales, outputs)
     if not fits or weight.shape[1] != width or rows != len(work.source):

@@ -195,14 +195,14 @@ def _body(
         start = [_Sum.zero(len(shape.heads_of(at))) for at in first]
         done = lax.fori_loop(0, lax.div(count + (AHEAD - 1), jnp.int32(AHEAD)), step, start)
         for at, total in zip(first, done, strict=True):
-            safe = [jnp.maximum(one, 1e-30) for one in total.totals]
-            vector = total.mixed * spread([1.0 / one for one in safe])
+            safe = [jnp.maximum(sums, 1e-30) for sums in total.totals]
+            vector = total.mixed * spread([1.0 / sums for sums in safe])
             out[starts[row] + token, pl.ds(at, LANES)] = vector.astype(out.dtype)
-            for head, peak, one in zip(shape.heads_of(at), total.peaks, safe, strict=True):
+            for head, peak, sums in zip(shape.heads_of(at), total.peaks, safe, strict=True):
 
                 @pl.when(head * shape.columns >= at)  # one vector holds the first number of a head
-                def _tell(head: Any = head, peak: Any = peak, one: Any = one) -> None:
-                    lse[(row, *shape.place(token, head))] = (peak + jnp.log2(one)) * math.log(2.0)
+                def _tell(head: Any = head, peak: Any = peak, sums: Any = sums) -> None:
+                    lse[(row, *shape.place(token, head))] = (peak + jnp.log2(sums)) * math.log(2.0)
 
     rows, most = lax.axis_size("row"), lax.axis_size("token")
     blank = tokens[0] + row * most + token
@@ -232,7 +232,7 @@ class _Sum(NamedTuple):
         tops, fades, totals, shares = [], [], [], []
         for old, total, *new in zip(self.peaks, self.totals, *weights, strict=True):
             top = reduce(jnp.maximum, new, old)
-            fade, mine = jnp.exp2(old - top), [jnp.exp2(one - top) for one in new]
+            fade, mine = jnp.exp2(old - top), [jnp.exp2(each - top) for each in new]
             tops.append(top)
             fades.append(fade)
             totals.append(sum(mine, total * fade))

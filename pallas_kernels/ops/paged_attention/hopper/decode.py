@@ -28,9 +28,9 @@ from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.fragments import ROWS, arranged, in_order
 from pallas_kernels.mosaic.interpret import Interpret
-from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed
+from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed, check_attention, check_smem
 from pallas_kernels.ops.paged_attention.hopper.combine import LANES, Combine, Partials, fill, make
-from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, WIDE, DecodeShape, spills
+from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, WIDE, DecodeShape, Results, Split, spills
 from pallas_kernels.ops.paged_attention.hopper.decode_body import Consume, body
 from pallas_kernels.ops.paged_attention.plan import DecodeWork, plan_decode
 
@@ -62,8 +62,7 @@ class Config:
             raise ValueError(f"{spec.heads=} must be a multiple of {spec.kv_heads=}, at most {WGMMA_ROWS} times it")
         if spec.dim not in (64, 128, 256):
             raise ValueError(f"{spec.dim=} must be 64, 128 or 256")
-        if spec.page % 8 or not 8 <= spec.page <= 256:
-            raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
+        check_attention(spec)
         if self.tile % 64 or (self.tile % spec.page and spec.page % self.tile):
             raise ValueError(f"{self.tile=} must be a multiple of 64, and a multiple or a divisor of {spec.page=}")
         if self.stages % self.consumers or self.stages < self.consumers:
@@ -82,12 +81,11 @@ class Config:
             raise ValueError(
                 f"{self.warps=} with {spec.kv_dtype=} needs at most {ROWS} rows, not {self.block(spec)} * {spec.group}"
             )
-        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
-        if not spec.quantized and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
-            raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
-        if (size := self.smem_bytes(spec)) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
+        check_smem(self, self.smem_bytes(spec), spec)
+
+    def group(self, spec: AttentionShape) -> int:
+        """Return the query heads of a block."""
+        return spec.group
 
     def block(self, spec: AttentionShape) -> int:
         """Return the query tokens that one block takes."""
@@ -112,8 +110,8 @@ class Config:
             rest = max(rest, 2 * rows * spec.dim * wide + 4096)
             return ring + rest + self.consumers * (64 * (MEETING + 8) + 128 + 128) * 4
         if not self.warps:
-            told = self.consumers * 2 * rows * 4  # maxima and sums
-            rest = 2 * rows * spec.dim * wide + (4096 if spills(spec.dim) else added + told + 3072)
+            exchange = self.consumers * 2 * rows * 4  # maxima and sums
+            rest = 2 * rows * spec.dim * wide + (4096 if spills(spec.dim) else added + exchange + 3072)
         weights = self.consumers * rows * self.tile * wide if self.warps or self.p_in_smem else 0
         widened = self.consumers * self.tile * spec.dim * wide if spec.quantized else 0
         return ring + rest + weights + widened
@@ -186,40 +184,12 @@ def paged_decode(
         raise ValueError(f"the work has {work.workers} workers but {config.workers=}; plan with this config")
     if window is not None and not causal:
         raise ValueError(f"{window=} needs causal=True: positions of queries are unknown")
-    shape = replace(shape_of(spec, config, scale, window, softcap, interpret), causal=causal)
+    shape = DecodeShape(spec, config, scale, window, softcap, interpret, causal)
     out, lse = attend(shape, q, (k_pool, v_pool), ragged, work, scales, kv_heads=kv_heads, blocks=config.blocks(spec))
     if clean:
         row = jnp.minimum(ragged.rows, rows - 1)
         out = jnp.where(((ragged.rows < rows) & (work.splits[row] > 0))[:, None, None], out, 0)
     return out, lse
-
-
-def shape_of(
-    spec: AttentionShape, config: Config, scale: float, window: int | None, softcap: float | None, interpret: Interpret
-) -> DecodeShape:
-    """Return the static parameters of the blocks that compute `spec`."""
-    rows, block = config.rows(spec), config.block(spec)
-    return DecodeShape(
-        rows=rows,
-        group=spec.group,
-        block=block,
-        dim=spec.dim,
-        page=spec.page,
-        tile=config.tile,
-        stages=config.stages,
-        consumers=config.consumers,
-        dtype=jnp.dtype(spec.compute_dtype),
-        outer_dtype=jnp.dtype(spec.dtype),
-        kv_dtype=jnp.dtype(spec.kv_dtype),
-        warps=config.warps,
-        p_in_smem=config.p_in_smem,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        scaled=spec.quantized,
-        interpret=interpret,
-        merge=config.merge,
-    )
 
 
 def attend(
@@ -239,28 +209,28 @@ def attend(
     Padding gives zeros and MASKED, other tokens of rows not in `work` arbitrary values and MASKED.
     `joint`: see `body`.
     """
-    made_by = _apart if shape.apart else _merged if shape.merged else _by_token
-    results = made_by(shape, q, ragged, work, kv_heads, blocks)
+    arrays_of = _packed if shape.results is Results.PACKED else _by_token
+    arrays = arrays_of(shape, q, ragged, work, kv_heads, blocks)
     run = compat.kernel(
         body(shape, joint),
-        out=results.shapes,
+        out=arrays.shapes,
         scratch=shape.scratch(),
         # Heads are the last, fastest axis, so blocks that read adjacent bytes of the same pages run side by side.
         grid=(("worker", work.workers), ("block", blocks), ("head", kv_heads)),
-        threads=("role", shape.consumers + 1),
+        threads=("role", shape.config.consumers + 1),
         interpret=shape.interpret,
     )
     planned = work.table, work.row, work.first, work.tiles, work.cuts, work.part
     step = ragged.starts, ragged.lengths, ragged.contexts
-    made = run(results.q, *pools, *planned, *step, *results.merging, *(scales or ()))
-    out, lse = results.combine(made)
+    results = run(arrays.q, *pools, *planned, *step, *arrays.merging, *(scales or ()))
+    out, lse = arrays.combine(results)
     out = out.reshape(len(q), q.shape[1], shape.values)
-    if shape.parted:
+    if shape.split is Split.WARPS:
         out = in_order(out, shape.width)
     return out, _unpack(lse, ragged, work, shape)
 
 
-class _Results(NamedTuple):
+class _Arrays(NamedTuple):
     """The queries and results of a decode kernel in its layout."""
 
     q: jax.Array
@@ -271,67 +241,59 @@ class _Results(NamedTuple):
 
 def _by_token(
     shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int
-) -> _Results:
+) -> _Arrays:
+    """Return the arrays of `Results.BY_TOKEN` and `Results.MERGED`."""
     (tokens, heads, dim), parts, rows = q.shape, work.most_parts, len(ragged.starts)
-    by_group = (kv_heads, shape.group, dim)
-    sums = (kv_heads, blocks, shape.rows)
+    by_group, sums = (kv_heads, shape.group, dim), (kv_heads, blocks, shape.rows)
+    merges = shape.results is Results.MERGED
+    mixed = (kv_heads, blocks, dim // WIDE, shape.kept, WIDE) if merges else (blocks * shape.block, *by_group)
     shapes = (
-        jax.ShapeDtypeStruct((parts, blocks * shape.block, *by_group), jnp.float32),
-        jax.ShapeDtypeStruct((parts, *sums), jnp.float32),
+        jax.ShapeDtypeStruct((parts, *mixed), jnp.float32),
+        jax.ShapeDtypeStruct((parts * shape.config.consumers if merges else parts, *sums), jnp.float32),
         jax.ShapeDtypeStruct((tokens, *by_group), q.dtype),
         jax.ShapeDtypeStruct((rows, *sums), jnp.float32),
     )
+    if merges:
+        # The kernel counts down in this array, and restores it, so XLA makes it once for all layers. Zeros would be a
+        # constant that the layers of another plan may share, and thus kernels that run at the same time.
+        left = jnp.broadcast_to(work.splits[:, None, None, None] - 1, (rows, kv_heads, blocks, shape.config.consumers))
+        merging = work.worker, work.splits, work.tokens, left
+        return _Arrays(q.reshape(tokens, *by_group), shapes, lambda results: (results[2], results[3]), merging)
 
-    def combine(made: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        mixed, weight, out, lse = made
+    def combine(results: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        mixed, weight, out, lse = results
         counts = jnp.where(work.splits > 1, work.splits, 0)
         partials = Partials(mixed, weight, work.worker, counts, ragged.starts, ragged.lengths, work.tokens)
         each = Combine(heads, shape.group, shape.block, dim, by_token=True, interpret=shape.interpret)
         return fill(each, partials, out.reshape(tokens, heads * dim), lse)
 
-    return _Results(q.reshape(tokens, *by_group), shapes, combine)
+    return _Arrays(q.reshape(tokens, *by_group), shapes, combine)
 
 
-def _merged(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int) -> _Results:
-    (tokens, _, dim), parts, rows = q.shape, work.most_parts, len(ragged.starts)
-    by_group, sums = (kv_heads, shape.group, dim), (kv_heads, blocks, shape.rows)
-    shapes = (
-        jax.ShapeDtypeStruct((parts, kv_heads, blocks, dim // WIDE, shape.kept, WIDE), jnp.float32),
-        jax.ShapeDtypeStruct((parts * shape.consumers, *sums), jnp.float32),
-        jax.ShapeDtypeStruct((tokens, *by_group), q.dtype),
-        jax.ShapeDtypeStruct((rows, *sums), jnp.float32),
-    )
-    # The kernel counts down in this array, and restores it, so XLA makes it once for all layers. Zeros would be a
-    # constant that the layers of another plan may share, and thus kernels that run at the same time.
-    left = jnp.broadcast_to(work.splits[:, None, None, None] - 1, (rows, kv_heads, blocks, shape.consumers))
-    merging = work.worker, work.splits, work.tokens, left
-    return _Results(q.reshape(tokens, *by_group), shapes, lambda made: (made[2], made[3]), merging)
-
-
-def _apart(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int) -> _Results:
+def _packed(shape: DecodeShape, q: jax.Array, ragged: Ragged, work: DecodeWork, kv_heads: int, blocks: int) -> _Arrays:
     parts = work.row.shape[0] * shape.partials
     shapes = (
         jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows, shape.values), jnp.float32),
         jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows), jnp.float32),
     )
 
-    def combine(made: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def combine(results: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         begins, counts = work.begins * shape.partials, work.splits * shape.partials
-        partials = Partials(made[0], made[1], begins, counts, ragged.starts, ragged.lengths, work.tokens)
+        partials = Partials(results[0], results[1], begins, counts, ragged.starts, ragged.lengths, work.tokens)
         each = Combine(q.shape[1], shape.group, shape.block, shape.values, by_token=False, interpret=shape.interpret)
         return make(each, partials, len(q), q.dtype)
 
-    return _Results(_pack(q, ragged, shape, kv_heads, blocks), shapes, combine)
+    return _Arrays(_pack(q, ragged, shape, kv_heads, blocks), shapes, combine)
 
 
 def _pack(q: jax.Array, ragged: Ragged, shape: DecodeShape, kv_heads: int, blocks: int) -> jax.Array:
     """Gather q [T, H, D] by row for the products: [S, K, blocks, packed, D], query tokens major, G minor."""
     token = ragged.starts[:, None] + jnp.arange(blocks * shape.block)[None]
-    got = jnp.take(q, token, axis=0, mode="clip").astype(shape.dtype)  # [S, blocks * block, H, D]
-    split = got.reshape(-1, blocks, shape.block, kv_heads, shape.group, shape.dim)
-    split = split.transpose(0, 3, 1, 2, 4, 5).reshape(-1, kv_heads, blocks, shape.used, shape.dim)
+    taken = jnp.take(q, token, axis=0, mode="clip").astype(shape.spec.compute_dtype)  # [S, blocks * block, H, D]
+    split = taken.reshape(-1, blocks, shape.block, kv_heads, shape.group, shape.spec.dim)
+    split = split.transpose(0, 3, 1, 2, 4, 5).reshape(-1, kv_heads, blocks, shape.used, shape.spec.dim)
     padded = jnp.pad(split, ((0, 0), (0, 0), (0, 0), (0, shape.packed - shape.used), (0, 0)))
-    return arranged(padded) if shape.arranged else padded
+    return arranged(padded) if shape.latent and shape.split is Split.WARPS else padded
 
 
 def _unpack(lse: jax.Array, ragged: Ragged, work: DecodeWork, shape: DecodeShape) -> jax.Array:

@@ -14,7 +14,7 @@ Letters: M rows of the product, the first U of them in use, D head dim.
 from __future__ import annotations
 
 import math
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jax import lax
 from pallas_kernels.layout import MASKED
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.countdown import is_last
-from pallas_kernels.mosaic.interpret import cast
+from pallas_kernels.mosaic.interpret import cast, filled
 from pallas_kernels.mosaic.spread import spread
 from pallas_kernels.ops.paged_attention.hopper.decode_block import WIDE, DecodeShape, Refs
 from pallas_kernels.ops.paged_attention.hopper.decode_tokens import copy_out, load
@@ -55,28 +55,26 @@ def _merge(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
         return lax.broadcast_in_dim(x, (shape.kept, WIDE), (0,))
 
     def chunk(n: Any, carry: Any) -> Any:
-        c = n * shape.consumers + me
+        c = n * shape.config.consumers + me
 
         def step(turn: Any, so_far: Any) -> Any:
             mixed, peak, total = so_far
             numbers = [turn * ahead + n for n in range(ahead)]
             parts = [part_of(worker + (n := jnp.minimum(number, count - 1)), n > 0) for number in numbers]
             vectors = [load(shape, refs.mixed.at[(part, *place, c)], layout, optimized=False) for part in parts]
-            told = [refs.weight.at[(part * shape.consumers + me, *place, kept)] for part in parts]
-            weights = [load(shape, ref, layout.reduce(1), optimized=False) for ref in told]
+            weight_refs = [refs.weight.at[(part * shape.config.consumers + me, *place, kept)] for part in parts]
+            weights = [load(shape, ref, layout.reduce(1), optimized=False) for ref in weight_refs]
             # Below any weight, so that a missing partial adds nothing even to an empty sum.
             most = [jnp.where(n < count, -MASKED, 2 * MASKED) for n in numbers]
-            weights = [jnp.minimum(one, each) for one, each in zip(weights, most, strict=True)]
+            weights = [jnp.minimum(weight, each) for weight, each in zip(weights, most, strict=True)]
             top = reduce(jnp.maximum, weights, peak)
-            fade, shares = jnp.exp2(peak - top), [jnp.exp2(one - top) for one in weights]
+            fade, shares = jnp.exp2(peak - top), [jnp.exp2(weight - top) for weight in weights]
             mixed = mixed * wide(fade)
             for vector, share in zip(vectors, shares, strict=True):
                 mixed = mixed + vector * wide(share)
             return mixed, top, sum(shares, total * fade)
 
-        def full(value: float, dims: tuple[int, ...], where: Any) -> jax.Array:
-            return cast(jnp.full(dims, value, jnp.float32), where, shape.interpret)
-
+        full = partial(filled, interpret=shape.interpret)
         start = (
             full(0.0, (shape.kept, WIDE), layout),
             full(MASKED, (shape.kept,), layout.reduce(1)),
@@ -85,7 +83,7 @@ def _merge(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
         mixed, peak, total = lax.fori_loop(0, lax.div(count + (ahead - 1), jnp.int32(ahead)), step, start)
         total = jnp.maximum(total, 1e-30)
         stage = refs.s["stage"].at[c]
-        stage[kept] = (mixed / wide(total)).astype(shape.outer_dtype)
+        stage[kept] = (mixed / wide(total)).astype(shape.spec.dtype)
         plgpu.commit_smem()
         copy_out(shape, refs, row, c, stage)
 
@@ -95,20 +93,22 @@ def _merge(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
 
         return carry
 
-    chunks = shape.dim // WIDE
-    lax.fori_loop(0, lax.div(chunks - me + (shape.consumers - 1), jnp.int32(shape.consumers)), chunk, jnp.int32(0))
+    chunks = shape.spec.dim // WIDE
+    lax.fori_loop(
+        0, lax.div(chunks - me + (shape.config.consumers - 1), jnp.int32(shape.config.consumers)), chunk, jnp.int32(0)
+    )
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def blank(shape: DecodeShape, refs: Refs, me: Any) -> None:
     """Store zeros for the padding tokens, shared out among the consumers of a head's workers."""
-    first = lax.axis_index("worker") * shape.consumers + me
-    step, begin = lax.axis_size("worker") * shape.consumers, refs.tokens[0] + first
+    first = lax.axis_index("worker") * shape.config.consumers + me
+    step, begin = lax.axis_size("worker") * shape.config.consumers, refs.tokens[0] + first
     heads = pl.ds(0, shape.group) if shape.group > 1 else 0
-    layout = spread((shape.group,) * (shape.group > 1), shape.dim)
+    layout = spread((shape.group,) * (shape.group > 1), shape.spec.dim)
 
     def clear(turn: Any, _: Any) -> Any:
-        zeros = jnp.zeros((shape.group, shape.dim) if shape.group > 1 else (shape.dim,), shape.outer_dtype)
+        zeros = jnp.zeros((shape.group, shape.spec.dim) if shape.group > 1 else (shape.spec.dim,), shape.spec.dtype)
         refs.out[begin + turn * step, lax.axis_index("head"), heads] = cast(zeros, layout, shape.interpret)
         return _
 

@@ -28,10 +28,10 @@ from pallas_kernels.layout import MASKED
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import is_interpreting
-from pallas_kernels.ops.paged_attention.hopper.decode_block import WIDE, DecodeShape, Refs
+from pallas_kernels.ops.paged_attention.hopper.decode_block import WIDE, DecodeShape, Refs, Results
 from pallas_kernels.ops.paged_attention.hopper.softmax import LOG2E
 
-PEAKS, TOTALS = range(2)  # rows of `told`
+PEAKS, TOTALS = range(2)  # rows of `traded`
 
 
 def fetch(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
@@ -39,7 +39,7 @@ def fetch(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
     s, head, first = refs.s, lax.axis_index("head"), lax.axis_index("block") * shape.block
 
     def chunk(c: int) -> None:
-        def one(t: Any, _: Any) -> Any:
+        def fetch_token(t: Any, _: Any) -> Any:
             # Copies are as many as the barrier expects, so tokens that the row lacks repeat its last one.
             token = refs.starts[row] + jnp.minimum(first + t, refs.lengths[row] - 1)
             source = refs.q.at[token, head, :, pl.ds(c * WIDE, WIDE)]
@@ -47,18 +47,18 @@ def fetch(shape: DecodeShape, refs: Refs, me: Any, row: Any) -> None:
             plgpu.copy_gmem_to_smem(source, target, s["q_full"].at[0])
             return _
 
-        lax.fori_loop(0, shape.block, one, jnp.int32(0))
+        lax.fori_loop(0, shape.block, fetch_token, jnp.int32(0))
 
-    for c in range(shape.dim // WIDE):
+    for c in range(shape.spec.dim // WIDE):
         _if_mine(shape, me, c, partial(chunk, c))
 
 
 def _if_mine(shape: DecodeShape, me: Any, c: int, do: Callable[[], None]) -> None:
     """Call `do` if chunk c belongs to this consumer."""
-    if shape.consumers == 1:
+    if shape.config.consumers == 1:
         do()
     else:
-        pl.when(me == c % shape.consumers)(do)
+        pl.when(me == c % shape.config.consumers)(do)
 
 
 def _unknown(number: Any) -> Any:
@@ -77,13 +77,13 @@ def queries(shape: DecodeShape, refs: Refs, me: Any, row: Any, layout: Any) -> A
     plgpu.barrier_wait(s["q_full"].at[0])
 
     def chunk(c: int) -> jax.Array:
-        return load(shape, s["stage"].at[c + zero], layout, optimized=False).astype(shape.dtype)
+        return load(shape, s["stage"].at[c + zero], layout, optimized=False).astype(shape.spec.compute_dtype)
 
     def tile(c: int) -> None:
         s["q"][zero, :, pl.ds(c * WIDE, WIDE)] = chunk(c)
 
-    chunks = range(shape.dim // WIDE)
-    if shape.warps:
+    chunks = range(shape.spec.dim // WIDE)
+    if shape.config.warps:
         loaded = [chunk(c) for c in chunks]
         plgpu.commit_smem()  # ordinary loads have read `stage`, and TMA writes the next item's queries to it
         return loaded
@@ -104,21 +104,21 @@ def load(shape: DecodeShape, ref: Any, layout: Any, *, optimized: bool = True) -
 
 def meet(shape: DecodeShape, refs: Refs, me: Any, peak: jax.Array, total: jax.Array, layout: Any) -> tuple[Any, Any]:
     """Return the maximum and the sum of weights over all consumers of rows of which this one has `peak` and `total`."""
-    if shape.consumers == 1:
+    if shape.config.consumers == 1:
         return peak, total
-    told = refs.s["told"]
-    told[me, PEAKS], told[me, TOTALS] = peak, total
+    exchange = refs.s["traded"]
+    exchange[me, PEAKS], exchange[me, TOTALS] = peak, total
     _wait_for_others(shape, refs, 0)
     # All consumers compute in the same order, so that they scale their chunks by the same number.
     read = partial(load, shape, layout=layout, optimized=False)
-    peaks, totals = ([read(told.at[n, each]) for n in range(shape.consumers)] for each in (PEAKS, TOTALS))
+    peaks, totals = ([read(exchange.at[n, each]) for n in range(shape.config.consumers)] for each in (PEAKS, TOTALS))
     top = reduce(jnp.maximum, peaks)
-    shares = [jnp.exp2(one - top) * part for one, part in zip(peaks, totals, strict=True)]
+    shares = [jnp.exp2(each_peak - top) * part for each_peak, part in zip(peaks, totals, strict=True)]
     return top, reduce(jnp.add, shares)
 
 
 def _wait_for_others(shape: DecodeShape, refs: Refs, which: int) -> None:
-    if shape.consumers > 1:
+    if shape.config.consumers > 1:
         plgpu.barrier_arrive(refs.s["met"].at[which])
         plgpu.barrier_wait(refs.s["met"].at[which])
 
@@ -133,15 +133,15 @@ def store(
         added[c + zero] = chunks[c]
 
     def take(c: int) -> None:
-        if shape.consumers == 1:
+        if shape.config.consumers == 1:
             _store(shape, refs, item, row, c, chunks[c], added.at[zero])
         else:
             whole = chunks[c] + load(shape, added.at[c + zero], layout, optimized=False)
             _store(shape, refs, item, row, c, whole, added.at[c + zero])
 
-    if shape.consumers > 1:
+    if shape.config.consumers > 1:
         for c in range(len(chunks)):
-            pl.when(me != c % shape.consumers)(partial(give, c))
+            pl.when(me != c % shape.config.consumers)(partial(give, c))
     _wait_for_others(shape, refs, 1)
     for c in range(len(chunks)):
         _if_mine(shape, me, c, partial(take, c))
@@ -155,7 +155,7 @@ def _store(shape: DecodeShape, refs: Refs, item: Any, row: Any, c: int, whole: j
     @pl.when(part < 0)
     def _() -> None:
         stage = refs.s["stage"].at[c + _unknown(refs.starts[row])]
-        stage[...] = whole.astype(shape.outer_dtype)
+        stage[...] = whole.astype(shape.spec.dtype)
         plgpu.commit_smem()
         copy_out(shape, refs, row, c, stage)
 
@@ -163,7 +163,7 @@ def _store(shape: DecodeShape, refs: Refs, item: Any, row: Any, c: int, whole: j
     def _() -> None:
         added[...] = whole
         plgpu.commit_smem()
-        if shape.merged:
+        if shape.results is Results.MERGED:
             plgpu.copy_smem_to_gmem(added.at[pl.ds(0, shape.kept)], refs.mixed.at[part, head, block, c])
         else:
             _copy_tokens(shape, refs, row, c, added, lambda t: refs.mixed.at[part, t])
@@ -178,12 +178,12 @@ def copy_out(shape: DecodeShape, refs: Refs, row: Any, c: Any, source: Any) -> N
 def _copy_tokens(shape: DecodeShape, refs: Refs, row: Any, c: Any, source: Any, target: Callable[[Any], Any]) -> None:
     head, first = lax.axis_index("head"), lax.axis_index("block") * shape.block
 
-    def one(t: Any, _: Any) -> Any:
+    def copy_token(t: Any, _: Any) -> Any:
         rows = source.at[pl.ds(t * shape.group, shape.group)]
         plgpu.copy_smem_to_gmem(rows, target(first + t).at[head, :, pl.ds(c * WIDE, WIDE)])
         return _
 
-    lax.fori_loop(0, jnp.clip(refs.lengths[row] - first, 0, shape.block), one, jnp.int32(0))
+    lax.fori_loop(0, jnp.clip(refs.lengths[row] - first, 0, shape.block), copy_token, jnp.int32(0))
 
 
 def weigh(
@@ -195,7 +195,7 @@ def weigh(
     """
     place, part = (lax.axis_index("head"), lax.axis_index("block")), refs.part[item]
     binary = top + jnp.log(jnp.maximum(total, 1e-30)) * LOG2E
-    mine, copy = ((True, part * shape.consumers + me)) if shape.merged else (me == 0, part)
+    mine, copy = ((True, part * shape.config.consumers + me)) if shape.results is Results.MERGED else (me == 0, part)
 
     @pl.when((me == 0) & (part < 0))
     def _() -> None:

@@ -20,7 +20,7 @@ heads, G = H / K, D head dim, I tiles of the plan.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, product
 
 import jax
@@ -29,73 +29,21 @@ import jax.numpy as jnp
 from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.interpret import Interpret
-from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed, refusal
+from pallas_kernels.mosaic.spec import SMEM, AttentionShape, allowed, refusal
 from pallas_kernels.mosaic.support import left_in_registers
-from pallas_kernels.ops.paged_attention.hopper.prefill_block import GRID, MOST, ROLE, ROWS, WARPGROUPS, PrefillShape
+from pallas_kernels.ops.paged_attention.hopper.prefill_block import (
+    GRID,
+    MOST,
+    ROLE,
+    ROWS,
+    WARPGROUPS,
+    Config,
+    PrefillShape,
+)
 from pallas_kernels.ops.paged_attention.hopper.prefill_body import body
-from pallas_kernels.ops.paged_attention.plan import PrefillWork, plan_prefill
+from pallas_kernels.ops.paged_attention.plan import PrefillWork
 
-
-@dataclass(frozen=True)
-class Config:
-    """How one shape is computed; run the work made by `plan` with the same config."""
-
-    heads: int = 1  # query heads of one kv head in a tile, which has 128 / heads tokens
-    keys: int = 128  # tokens of keys per tile
-    stages: int = 2  # slots of the ring
-    above: int = 16  # rows of up to this many tokens are left to decode
-    blocks: int = CORES  # persistent blocks; if more than there are items, each computes one
-    p_in_smem: bool = (
-        True  # pass weights to the second product through shared memory, which avoids a bug of ptxas < 13.3
-    )
-    ping_pong: bool = True  # the two warpgroups alternate on the tensor core
-    # The scores of the next tile are computed during the softmax of this one, which takes `keys` / 2 more registers per
-    # thread: with 64 keys nothing spills; with 128 it depends on the shape and the compiler.
-    overlap: bool = False
-    # The producer copies the next item's queries during this one, and results leave during the next one.
-    ahead: bool = False
-
-    @property
-    def tile(self) -> int:
-        """The tokens of a tile."""
-        return WARPGROUPS * ROWS // self.heads
-
-    def plan(self, ragged: Ragged, *, page: int, window: int | None = None) -> PrefillWork:
-        """Plan a step; all layers of one window share it."""
-        return plan_prefill(ragged, page=page, tile=self.tile, keys=self.keys, above=self.above, window=window)
-
-    def validate(self, spec: AttentionShape) -> None:
-        """Raise ValueError, naming the value, if this config cannot compute the spec."""
-        if spec.heads % spec.kv_heads:
-            raise ValueError(f"{spec.heads=} must be a multiple of {spec.kv_heads=}")
-        if self.heads not in (1, 2, 4, 8) or spec.group % self.heads:
-            raise ValueError(f"{self.heads=} must be 1, 2, 4 or 8 and divide the {spec.group} query heads of a kv head")
-        if spec.dim not in (64, 128, 256):
-            raise ValueError(f"{spec.dim=} must be 64, 128 or 256")
-        if spec.quantized and spec.dim > MOST:
-            raise ValueError(f"{spec.kv_dtype=} with {spec.dim=}: only one tile of keys fits, and that config spills")
-        if self.ahead and spec.dim > MOST:
-            raise ValueError(f"{self.ahead=} with {spec.dim=}: queries take two copies to the same memory")
-        if spec.page % 8 or not 8 <= spec.page <= 256:
-            raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
-        if self.keys not in (64, 128) or (self.keys % spec.page and spec.page % self.keys):
-            raise ValueError(f"{self.keys=} must be 64 or 128, and a multiple or a divisor of {spec.page=}")
-        if min(self.stages, self.blocks) < 1 or self.above < 0:
-            raise ValueError(f"{self.stages=} and {self.blocks=} must be positive, {self.above=} not negative")
-        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
-        if not spec.quantized and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
-            raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
-        if (size := self.smem_bytes(spec)) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
-
-    def smem_bytes(self, spec: AttentionShape) -> int:
-        """Return the shared memory of a block: queries, results, the ring, weights, barriers and alignment."""
-        wide, rows = int(jnp.dtype(spec.dtype).itemsize), WARPGROUPS * ROWS
-        columns = min(spec.dim, MOST)
-        ring = self.stages * self.keys * (spec.dim + columns) * (wide + spec.quantized)
-        weights = rows * self.keys * wide if self.p_in_smem else 0
-        return rows * (spec.dim + columns * (1 + self.ahead)) * wide + ring + weights + 2048
+__all__ = ["Config", "candidates", "heuristic", "paged_prefill", "supports"]
 
 
 def heuristic(spec: AttentionShape, *, window: int | None = None) -> Config:
@@ -166,7 +114,8 @@ def paged_prefill(
         raise ValueError(f"{scale=} must be positive")
     padded = jnp.pad(q, ((0, max(0, config.tile // WARPGROUPS - tokens)), (0, 0), (0, 0)))
     tiles = work.tiles.shape[0]
-    shape = _shape(spec, config, padded.shape[0], tiles, scale, window, softcap, interpret)
+    items = tiles * heads // config.heads * (dim // min(dim, MOST))
+    shape = PrefillShape(spec, config, len(padded), tiles, min(config.blocks, items), scale, window, softcap, interpret)
     run = compat.kernel(
         body(shape),
         out=(
@@ -186,49 +135,13 @@ def paged_prefill(
     return out, jnp.where(covered[:, None], _by_tokens(lse, work.place, shape), MASKED)
 
 
-def _shape(
-    spec: AttentionShape,
-    config: Config,
-    tokens: int,
-    tiles: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    interpret: Interpret,
-) -> PrefillShape:
-    items = tiles * spec.heads // config.heads * (spec.dim // min(spec.dim, MOST))
-    return PrefillShape(
-        tokens=tokens,
-        group=spec.group,
-        kv_heads=spec.kv_heads,
-        dim=spec.dim,
-        page=spec.page,
-        heads=config.heads,
-        keys=config.keys,
-        stages=config.stages,
-        blocks=min(config.blocks, items),
-        tiles=tiles,
-        p_in_smem=config.p_in_smem,
-        ping_pong=config.ping_pong,
-        overlap=config.overlap,
-        ahead=config.ahead,
-        dtype=jnp.dtype(spec.compute_dtype),
-        outer_dtype=jnp.dtype(spec.dtype),
-        kv_dtype=jnp.dtype(spec.kv_dtype),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        interpret=interpret,
-    )
-
-
 def _by_tokens(lse: jax.Array, place: jax.Array, shape: PrefillShape) -> jax.Array:
     """Gather lse [head blocks, I, 2 M], as the kernel writes it, to [T, H]; arbitrary where `place` < 0."""
     span, tokens = shape.span, place.shape[0]
     within = jnp.maximum(place, 0) % (WARPGROUPS * span)
     token = jnp.arange(tokens) - within % span  # first token of its warpgroup's part
     back = jnp.maximum(token + span - shape.tokens, 0)
-    split = lse.reshape(-1, shape.tiles, WARPGROUPS, shape.heads, span)
+    split = lse.reshape(-1, shape.tiles, WARPGROUPS, shape.config.heads, span)
     split = split.transpose(1, 2, 4, 0, 3)  # [I, 2, span, head blocks, heads]
-    got = split[jnp.maximum(place, 0) // (WARPGROUPS * span), within // span, within % span + back]
-    return got.reshape(tokens, -1)
+    taken = split[jnp.maximum(place, 0) // (WARPGROUPS * span), within // span, within % span + back]
+    return taken.reshape(tokens, -1)

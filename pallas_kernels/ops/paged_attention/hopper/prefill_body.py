@@ -12,6 +12,7 @@ Letters: M = 64 rows of a warpgroup, D head dim, B page size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -49,7 +50,7 @@ def body(shape: PrefillShape) -> Callable[..., None]:
     """Return the kernel over the grid GRID and the threads ROLE."""
 
     def run(*arrays: Any, **scratch: Any) -> None:
-        scales = () if shape.quantized else (None, None)
+        scales = () if shape.spec.quantized else (None, None)
         _block(shape, Refs(*arrays[:6], *scales, *arrays[6:], **scratch))
 
     return run
@@ -69,15 +70,15 @@ def _block(shape: PrefillShape, refs: Refs) -> None:
     @pl.when(role < WARPGROUPS)
     def _compute() -> None:
         if not is_interpreting(shape.interpret):
-            plgpu.set_max_registers(208 if shape.quantized else 232, action="increase")
+            plgpu.set_max_registers(208 if shape.spec.quantized else 232, action="increase")
         lax.fori_loop(0, rounds(), lambda turn, step: _consume(shape, refs, item(turn), role, step), jnp.int32(0))
-        if shape.ahead:
+        if shape.config.ahead:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(role == WARPGROUPS)
     def _copy() -> None:
         if not is_interpreting(shape.interpret):
-            plgpu.set_max_registers(88 if shape.quantized else 40, action="decrease")
+            plgpu.set_max_registers(88 if shape.spec.quantized else 40, action="decrease")
         steps = lax.fori_loop(0, rounds(), lambda turn, step: produce(shape, refs, item(turn), step), jnp.int32(0))
         if is_interpreting(shape.interpret):
             drain(shape, refs, steps)
@@ -88,19 +89,19 @@ def _consume(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, step:
     # before the loop over items, and held in registers that the loop over keys lacks if heads are wide.
     here = role + jnp.minimum(item.row, 0) if shape.halves > 1 else role
     pl.when(item.tokens > 0)(partial(_queries, shape, refs, item, here))
-    if shape.ping_pong:
+    if shape.config.ping_pong:
         pl.when(role == 1)(partial(_hand_over, refs))
-    raw = shape.scale * (refs.k_scale[item.kv_head(shape)] if shape.quantized else 1.0)
-    ahead = item.part(shape, role).offset - item.start * shape.keys
+    raw = shape.scale * (refs.k_scale[item.kv_head(shape)] if shape.spec.quantized else 1.0)
+    ahead = item.part(shape, role).offset - item.start * shape.config.keys
+    group = _Warpgroup(shape, refs, item, role, step, raw)
 
     def loop(first: jax.Array, last: jax.Array, mask: bool, state: State, more: bool = True) -> State:
-        tile = partial(_tile, shape, refs, item, role, step, raw, ahead if mask else None, more)
-        end: State = lax.fori_loop(first, last, tile, state)
+        end: State = lax.fori_loop(first, last, partial(group.tile, ahead if mask else None, more), state)
         return end
 
-    if shape.overlap:
+    if shape.config.overlap:
         before = jnp.maximum(item.steps - 1, 0)  # tiles with another one after them
-        state = lax.fori_loop(0, jnp.minimum(item.steps, 1), partial(_first, shape, refs, role, step), _begin(shape))
+        state = lax.fori_loop(0, jnp.minimum(item.steps, 1), group.first, _begin(shape))
         state = loop(jnp.int32(0), jnp.minimum(item.masked, before), True, state)
         state = loop(item.masked, before, False, state)
         # A mask does not harm a tile that needs none, and a fourth copy of the tile would.
@@ -108,7 +109,7 @@ def _consume(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, step:
     else:
         state = loop(jnp.int32(0), item.masked, True, _begin(shape))
         state = loop(item.masked, item.steps, False, state)
-    if shape.ping_pong:
+    if shape.config.ping_pong:
         pl.when(role == 0)(partial(_hand_over, refs))
 
     @pl.when(item.tokens > 0)
@@ -120,15 +121,15 @@ def _consume(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, step:
 
 def _queries(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array) -> None:
     """Load the item's queries into `q_s`: from `stage` if they are copied ahead, else from global memory."""
-    for begin in range(0, shape.dim, shape.columns):
-        if not shape.ahead:
+    for begin in range(0, shape.spec.dim, shape.columns):
+        if not shape.config.ahead:
             fetch_queries(shape, refs, item, role, begin)
         plgpu.barrier_wait(refs.q_full.at[role])
         for c in range(0, shape.columns, WIDE):
             loaded = compat.load(refs.stage.at[role, c // WIDE], layout=_layout(), optimized=False)
-            refs.q_s[role, :, pl.ds(begin + c, WIDE)] = loaded.astype(shape.dtype)
+            refs.q_s[role, :, pl.ds(begin + c, WIDE)] = loaded.astype(shape.spec.compute_dtype)
         plgpu.commit_smem()
-        if shape.ahead:
+        if shape.config.ahead:
             plgpu.barrier_arrive(refs.q_free.at[role])
 
 
@@ -146,121 +147,111 @@ def _begin(shape: PrefillShape) -> State:
     row = partial(cast, layout=_layout(reduced=True), interpret=shape.interpret)
     mixed = cast(jnp.zeros((ROWS, shape.columns), jnp.float32), _layout(), shape.interpret)
     start = mixed, row(jnp.full((ROWS,), MASKED, jnp.float32)), row(jnp.zeros((ROWS,), jnp.float32))
-    if not shape.overlap:
+    if not shape.config.overlap:
         return start
-    return *start, cast(jnp.zeros((ROWS, shape.keys), jnp.float32), _layout(), shape.interpret)
+    return *start, cast(jnp.zeros((ROWS, shape.config.keys), jnp.float32), _layout(), shape.interpret)
 
 
 def _rows(x: jax.Array, columns: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (ROWS, columns), [0])
 
 
-def _tile(
-    shape: PrefillShape,
-    refs: Refs,
-    item: Item,
-    role: jax.Array,
-    step: jax.Array,
-    raw: jax.Array | float,
-    ahead: jax.Array | None,
-    more: bool,
-    j: jax.Array,
-    state: State,
-) -> State:
-    """Attend to the j-th tile of keys; `raw` turns products into scores.
+@dataclass(frozen=True)
+class _Warpgroup:
+    """A warpgroup that computes its part of an item."""
 
-    If the tile needs a mask, `ahead` is the first row's position relative to tile `start`, else
-    None. With `shape.overlap`, `state` ends with the products of this tile, and those of the next
-    one, if there are `more`, are computed during the softmax of this one.
-    """
-    slot = lax.rem(step + j, jnp.int32(shape.stages))
-    attend = partial(_attend, shape, refs, item, role, slot, raw, ahead, j)
-    # The other warpgroup may continue as soon as the product is issued.
-    issued: Callable[[], None] = partial(_hand_over, refs) if shape.ping_pong else lambda: None
-    if not shape.overlap:
-        score, _ = _scores(shape, refs, role, slot, issued)
-        return attend(score, state)
-    *mixture, score = state
+    shape: PrefillShape
+    refs: Refs
+    item: Item
+    role: jax.Array
+    step: jax.Array  # tiles of keys of the items before
+    raw: jax.Array | float  # turns products into scores
 
-    def current() -> State:
-        issued()
-        return attend(score, tuple(mixture))
+    def slot(self, tile: jax.Array) -> jax.Array:
+        """Return the slot of a tile of keys, counted over all items."""
+        return lax.rem(tile, jnp.int32(self.shape.config.stages))
 
-    if not more:
-        return *current(), score
-    following = lax.rem(step + j + 1, jnp.int32(shape.stages))
-    after, mixture = _scores(shape, refs, role, following, current)
-    return *mixture, after
+    def tile(self, ahead: jax.Array | None, more: bool, j: jax.Array, state: State) -> State:
+        """Attend to the j-th tile of keys.
 
+        If the tile needs a mask, `ahead` is the first row's position relative to tile `start`, else
+        None. With `overlap`, `state` ends with the products of this tile, and those of the next one,
+        if there are `more`, are computed during the softmax of this one.
+        """
+        slot = self.slot(self.step + j)
+        # The other warpgroup may continue as soon as the product is issued.
+        issued: Callable[[], None] = partial(_hand_over, self.refs) if self.shape.config.ping_pong else lambda: None
+        if not self.shape.config.overlap:
+            score, _ = self.scores(slot, issued)
+            return self.attend(slot, ahead, j, score, state)
+        *mixture, score = state
 
-def _attend(
-    shape: PrefillShape,
-    refs: Refs,
-    item: Item,
-    role: jax.Array,
-    slot: jax.Array,
-    raw: jax.Array | float,
-    ahead: jax.Array | None,
-    j: jax.Array,
-    score: jax.Array,
-    state: State,
-) -> State:
-    """Add the values of the j-th tile, in `slot`, with the weights of its products `score`."""
-    mixed, peak, total = state
-    factor = unit_of(raw, shape.softcap)  # scores in log2 units, so that exp2 takes them after one multiply-add
-    if shape.softcap is not None:
-        score = capped(score, raw, shape.softcap)
-    if ahead is not None:
-        # Without a window only the tail is masked, and with `overlap` also the last tile, wherever it is.
-        there = j if shape.window is None and not shape.overlap else item.key_tile(j)
-        score = _mask(shape, score, ahead - there * shape.keys)
-    higher = jnp.maximum(peak, jnp.max(score, axis=1) * factor)
-    fade = jnp.exp2(peak - higher)
-    weight = jnp.exp2(score * factor - _rows(higher, shape.keys))
-    mixed, total = mixed * _rows(fade, shape.columns), total * fade + jnp.sum(weight, axis=1)
-    narrow = weight.astype(shape.dtype)
-    if shape.p_in_smem:
-        refs.p_s[role] = narrow
-        plgpu.commit_smem()
-    elif shape.ping_pong:
-        mixed, total, higher, narrow = lax.optimization_barrier((mixed, total, higher, narrow))
+        def current() -> State:
+            issued()
+            return self.attend(slot, ahead, j, score, tuple(mixture))
 
-    if shape.ping_pong:
-        plgpu.barrier_arrive(refs.turn)
-    plgpu.barrier_wait(refs.v_full.at[slot])
-    if shape.ping_pong:
-        plgpu.barrier_wait(refs.turn)
-    left = refs.p_s.at[role] if shape.p_in_smem else narrow
-    mixed = wgmma(left, refs.v_s.at[slot], mixed, interpret=shape.interpret)
-    fence(shape.interpret)
-    plgpu.barrier_arrive(refs.v_free.at[slot])
-    return mixed, higher, total
+        if not more:
+            return *current(), score
+        after, mixture = self.scores(self.slot(self.step + j + 1), current)
+        return *mixture, after
 
+    def attend(self, slot: jax.Array, ahead: jax.Array | None, j: jax.Array, score: jax.Array, state: State) -> State:
+        """Add the values of the j-th tile, in `slot`, with the weights of its products `score`."""
+        shape, config, refs, (mixed, peak, total) = self.shape, self.shape.config, self.refs, state
+        factor = unit_of(self.raw, shape.softcap)  # scores in log2 units, so that exp2 follows one multiply-add
+        if shape.softcap is not None:
+            score = capped(score, self.raw, shape.softcap)
+        if ahead is not None:
+            # Without a window only the tail is masked, and with `overlap` also the last tile, wherever it is.
+            there = j if shape.window is None and not config.overlap else self.item.key_tile(j)
+            score = _mask(shape, score, ahead - there * config.keys)
+        higher = jnp.maximum(peak, jnp.max(score, axis=1) * factor)
+        fade = jnp.exp2(peak - higher)
+        weight = jnp.exp2(score * factor - _rows(higher, config.keys))
+        mixed, total = mixed * _rows(fade, shape.columns), total * fade + jnp.sum(weight, axis=1)
+        narrow = weight.astype(shape.spec.compute_dtype)
+        if config.p_in_smem:
+            refs.p_s[self.role] = narrow
+            plgpu.commit_smem()
+        elif config.ping_pong:
+            mixed, total, higher, narrow = lax.optimization_barrier((mixed, total, higher, narrow))
 
-def _scores(
-    shape: PrefillShape, refs: Refs, role: jax.Array, slot: jax.Array, meanwhile: Callable[[], Any]
-) -> tuple[jax.Array, Any]:
-    """Compute q k^T [M, keys] of a tile, and the result of `meanwhile` while the tensor core works."""
-    plgpu.barrier_wait(refs.k_full.at[slot])
-    made = wgmma_while(refs.q_s.at[role], refs.k_s.at[slot], meanwhile, transposed=True, interpret=shape.interpret)
-    fence(shape.interpret)
-    plgpu.barrier_arrive(refs.k_free.at[slot])
-    return made
+        if config.ping_pong:
+            plgpu.barrier_arrive(refs.turn)
+        plgpu.barrier_wait(refs.v_full.at[slot])
+        if config.ping_pong:
+            plgpu.barrier_wait(refs.turn)
+        left = refs.p_s.at[self.role] if config.p_in_smem else narrow
+        mixed = wgmma(left, refs.v_s.at[slot], mixed, interpret=shape.interpret)
+        fence(shape.interpret)
+        plgpu.barrier_arrive(refs.v_free.at[slot])
+        return mixed, higher, total
 
+    def scores(self, slot: jax.Array, meanwhile: Callable[[], Any]) -> tuple[jax.Array, Any]:
+        """Compute q k^T [M, keys] of a tile, and the result of `meanwhile` while the tensor core works."""
+        refs, interpret = self.refs, self.shape.interpret
+        plgpu.barrier_wait(refs.k_full.at[slot])
+        q, k = refs.q_s.at[self.role], refs.k_s.at[slot]
+        products = wgmma_while(q, k, meanwhile, transposed=True, interpret=interpret)
+        fence(interpret)
+        plgpu.barrier_arrive(refs.k_free.at[slot])
+        return products
 
-def _first(shape: PrefillShape, refs: Refs, role: jax.Array, step: jax.Array, j: jax.Array, state: State) -> State:
-    """Compute the products of the first tile, which no softmax can hide."""
-    score, _ = _scores(shape, refs, role, lax.rem(step + j, jnp.int32(shape.stages)), lambda: ())
-    return *state[:-1], score
+    def first(self, j: jax.Array, state: State) -> State:
+        """Compute the products of the first tile, which no softmax can hide."""
+        score, _ = self.scores(self.slot(self.step + j), lambda: ())
+        return *state[:-1], score
 
 
 def _mask(shape: PrefillShape, score: jax.Array, ahead: jax.Array) -> jax.Array:
     """Mask keys that a row may not attend to; `ahead`: the first row's position minus the first key's."""
-    row, column = _iota(shape, (ROWS,), 0), _iota(shape, (ROWS, shape.keys), 1)
-    last = ahead + (row if shape.heads == 1 else row & (shape.span - 1))  # the last key that a row sees, as a column
+    row, column = _iota(shape, (ROWS,), 0), _iota(shape, (ROWS, shape.config.keys), 1)
+    last = ahead + (
+        row if shape.config.heads == 1 else row & (shape.span - 1)
+    )  # the last key that a row sees, as a column
     # A thread's columns are 8 i + 0, 1 plus its offset. Split this way, the compiler turns 8 i and 0, 1 into constants
     # and a few sums. Whole column numbers would take a register each, beside the loop's, and spill.
-    eighth, past = column & ~7, _rows(last, shape.keys) - (column & 7)
+    eighth, past = column & ~7, _rows(last, shape.config.keys) - (column & 7)
     score = jnp.where(eighth <= past, score, HIDDEN)
     return score if shape.window is None else jnp.where(eighth > past - shape.window, score, HIDDEN)
 
@@ -272,11 +263,11 @@ def _iota(shape: PrefillShape, size: tuple[int, ...], axis: int) -> jax.Array:
 def _finish(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, state: State) -> None:
     mixed, peak, total = state
     total = jnp.maximum(total, 1e-30)  # rows that are not stored have none
-    share = (refs.v_scale[item.kv_head(shape)] if shape.quantized else 1.0) / total
-    mixed = (mixed * _rows(share, shape.columns)).astype(shape.outer_dtype)
-    if shape.ahead:  # the results of the item before have left
+    share = (refs.v_scale[item.kv_head(shape)] if shape.spec.quantized else 1.0) / total
+    mixed = (mixed * _rows(share, shape.columns)).astype(shape.spec.dtype)
+    if shape.config.ahead:  # the results of the item before have left
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    stored = refs.stored if shape.ahead else refs.stage
+    stored = refs.stored if shape.config.ahead else refs.stage
     for c in range(0, shape.columns, WIDE):
         stored[role, c // WIDE] = mixed[:, c : c + WIDE]
     plgpu.commit_smem()
@@ -303,14 +294,14 @@ def _store(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, stored:
 
         @pl.when((part.left & size) != 0)
         def _copy(size: int = size, done: jax.Array = done) -> None:
-            for h, c in product(range(shape.heads), range(0, shape.columns, WIDE)):
+            for h, c in product(range(shape.config.heads), range(0, shape.columns, WIDE)):
                 plgpu.copy_smem_to_gmem(
                     stored.at[role, c // WIDE, pl.ds(h * shape.span + part.back + done, size)],
                     refs.out.at[
-                        pl.ds(part.begin + done, size), item.head_block * shape.heads + h, pl.ds(first + c, WIDE)
+                        pl.ds(part.begin + done, size), item.head_block * shape.config.heads + h, pl.ds(first + c, WIDE)
                     ],
                 )
 
         done, size = done + (part.left & size), size // 2
-    if not shape.ahead:
+    if not shape.config.ahead:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gate.cases import Case, shapes
+from pallas_kernels.gate.cases import Case, shapes, step_shapes
 from pallas_kernels.layout import ARRAYS, Ragged, Scales
-from pallas_kernels.ops.paged_attention.tpu import decode, prefill
-from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape
+from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape, decode_config, prefill_config
 from pallas_kernels.ops.paged_attention.tpu.kernel import paged_attention
 from pallas_kernels.ops.paged_attention.tpu.plan import WorkItems, plan_decode, plan_prefill
 
@@ -57,7 +56,7 @@ class Layer:
         return shapes(
             ((self.tokens, shape.heads, DIM), jnp.bfloat16),
             *[(pool, self.stored)] * 2,
-            *step_arguments(self.tokens, self.rows, self.page),
+            *step_shapes(self.tokens, self.rows, CONTEXT // self.page),
             *scales,
         )
 
@@ -69,44 +68,39 @@ def cases() -> list[Case]:
 
 def decode_cases() -> list[Case]:
     """Return the decode cases: pages, pools and query tokens of served models."""
-    found: list[Case] = []
+    cases: list[Case] = []
     for model in MODELS:
-        found += [_decode_case(model, page) for page in (16, 64, 256)]
-        found += [_decode_case(model, 64, queries, usual=queries == 16) for queries in (4, 16)]
+        cases += [_decode_case(model, page) for page in (16, 64, 256)]
+        cases += [_decode_case(model, 64, queries, usual=queries == 16) for queries in (4, 16)]
     for stored in ("int8", "float8_e4m3fn"):
-        found += [_decode_case("8b", 64, 1, stored), _decode_case("8b", 64, 16, stored, usual=False)]
+        cases += [_decode_case("8b", 64, 1, stored), _decode_case("8b", 64, 16, stored, usual=False)]
     layer = Layer("decode", "8b", 64, 64, 64, note=" q1 window softcap")
-    found.append(layer.case(decode.heuristic(layer.shape), partial(plan_decode, queries=1), window=4096, softcap=50.0))
-    return found
+    cases.append(layer.case(decode_config(layer.shape), partial(plan_decode, queries=1), window=4096, softcap=50.0))
+    return cases
 
 
 def _decode_case(model: str, page: int, queries: int = 1, stored: str = "bfloat16", usual: bool = True) -> Case:
     layer = Layer("decode", model, page, 64 * queries, 64, stored, f" q{queries}", usual)
-    return layer.case(decode.heuristic(layer.shape, queries), partial(plan_decode, queries=queries))
+    return layer.case(decode_config(layer.shape, queries), partial(plan_decode, queries=queries))
 
 
 def prefill_cases() -> list[Case]:
     """Return the prefill cases: pages and pools of served models."""
-    found: list[Case] = []
+    cases: list[Case] = []
     for model in MODELS:
-        found += [_prefill_case(model, page, usual=page != 64) for page in (16, 64, 256)]
-    found += [_prefill_case("8b", 64, "int8"), _prefill_case("8b", 64, "float8_e4m3fn", usual=False)]
+        cases += [_prefill_case(model, page, usual=page != 64) for page in (16, 64, 256)]
+    cases += [_prefill_case("8b", 64, "int8"), _prefill_case("8b", 64, "float8_e4m3fn", usual=False)]
     layer = Layer("prefill", "8b", 64, 2048, 16, note=" window softcap", usual=False)
-    config = prefill.heuristic(layer.shape)
+    config = prefill_config(layer.shape)
     plan = partial(plan_prefill, queries=config.queries, above=16)
-    found.append(layer.case(config, plan, window=4096, softcap=50.0))
-    return found
+    cases.append(layer.case(config, plan, window=4096, softcap=50.0))
+    return cases
 
 
 def _prefill_case(model: str, page: int, stored: str = "bfloat16", usual: bool = True) -> Case:
     layer = Layer("prefill", model, page, 2048, 16, stored, usual=usual)
-    config = prefill.heuristic(layer.shape)
+    config = prefill_config(layer.shape)
     return layer.case(config, partial(plan_prefill, queries=config.queries, above=16))
-
-
-def step_arguments(tokens: int, rows: int, page: int) -> list[tuple[tuple[int, ...], Any]]:
-    """Return the shapes of the fields of `Ragged`."""
-    return [*[((tokens,), jnp.int32)] * 3, *[((rows,), jnp.int32)] * 3, ((rows, CONTEXT // page), jnp.int32)]
 
 
 def _run(

@@ -6,8 +6,7 @@ R rows of a stream's products (see kernel.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
@@ -18,6 +17,7 @@ VMEM = 128 * 2**20  # bytes of vector memory of a v5e or v6e core
 # Rows [C * K] of a tile. With 128 bf16 columns, its keys and values are 1 MiB together; at 819 GB/s they take about ten
 # times as long to arrive as the scalar core takes to issue the copies.
 TILE_ROWS = 2048
+LEAST = 16  # tokens of an item of prefill
 MIXED_ROWS = 128  # query rows up to which the compiler's schedule of a mixed tile is shorter
 
 
@@ -78,12 +78,27 @@ class Config:
         return fetched + spread + blocks + state + scores
 
 
-def shape_of(spec: AttentionSpec, pool_dtype: Any = None) -> TpuShape:
-    """Return the shapes that the kernels see; `pool_dtype` if it is not the dtype of the activations."""
-    own = jnp.dtype(spec.dtype)
-    stored = own if pool_dtype is None else jnp.dtype(pool_dtype)
-    row = row_of(spec)
-    return TpuShape(spec.heads, spec.kv_heads // row.heads, row.width, spec.page, own.itemsize, stored.itemsize)
+def shape_of(spec: AttentionSpec) -> TpuShape:
+    """Return the shapes that the kernels see."""
+    row, sizes = row_of(spec), (jnp.dtype(dtype).itemsize for dtype in (spec.dtype, spec.stored))
+    return TpuShape(spec.heads, spec.kv_heads // row.heads, row.width, spec.page, *sizes)
+
+
+def decode_config(shape: TpuShape, queries: int = 1) -> Config:
+    """Return a config for rows of up to `queries` tokens, each one item."""
+    return Config(queries, tile_keys(shape), mixed=queries * shape.heads <= MIXED_ROWS)
+
+
+def prefill_config(shape: TpuShape, queries: int = 64) -> Config:
+    """Return a config with items of up to `queries` tokens, or fewer if vector memory does not hold that many heads.
+
+    Longer items share the cost of reading a tile, but waste more at the ends of rows: a prompt of n
+    tokens computes n^2 / 2 scores, plus the rest of the tiles on the diagonal.
+    """
+    config = Config(queries, tile_keys(shape), mixed=shape.kv_heads == 1)
+    while config.queries > LEAST and 2 * config.vmem_bytes(shape) > config.vmem:
+        config = replace(config, queries=config.queries // 2)
+    return config
 
 
 def supports(spec: AttentionSpec) -> str | None:
@@ -103,7 +118,7 @@ def supports(spec: AttentionSpec) -> str | None:
         return (
             f"{spec.kv_heads} kv heads of {spec.heads} heads per shard; they must be a power of two that divides heads"
         )
-    return None if spec.interpret else free_view(shape_of(spec, spec.stored))
+    return None if spec.interpret else free_view(shape_of(spec))
 
 
 def free_view(shape: TpuShape) -> str | None:

@@ -111,19 +111,19 @@ class Pages:
     def start(self, ahead: int, item: jax.Array, tile: jax.Array, slot: jax.Array) -> None:
         """Start fetching the pages of a tile of `item`: the current item, or with `ahead` = 1 the next."""
 
-        def one(page: jax.Array, _: None) -> None:
+        def start_page(page: jax.Array, _: None) -> None:
             for copy in self._copies(self.tables[ahead][0, 0, tile * self.job.pages + page], page, slot):
                 copy.start()
 
-        lax.fori_loop(0, self._held(item, tile), one, None)
+        lax.fori_loop(0, self._held(item, tile), start_page, None)
 
     def wait(self, item: jax.Array, tile: jax.Array, slot: jax.Array) -> None:
-        def one(page: jax.Array, _: None) -> None:
+        def wait_page(page: jax.Array, _: None) -> None:
             # Any page will do, because only the number of bytes matters to the wait.
             for copy in self._copies(jnp.int32(0), page, slot):
                 copy.wait()
 
-        lax.fori_loop(0, self._held(item, tile), one, None)
+        lax.fori_loop(0, self._held(item, tile), wait_page, None)
 
     def _held(self, item: jax.Array, tile: jax.Array) -> jax.Array:
         left = self.plan.ends[item] - tile * self.job.keys
@@ -131,8 +131,8 @@ class Pages:
 
     def _copies(self, page: jax.Array, at: jax.Array, slot: jax.Array) -> list[Any]:
         return [
-            pltpu.make_async_copy(pool.at[page], slots.at[slot, at], self.arrived.at[slot, one])
-            for one, (pool, slots) in enumerate(zip(self.pools, self.slots, strict=True))
+            pltpu.make_async_copy(pool.at[page], slots.at[slot, at], self.arrived.at[slot, which])
+            for which, (pool, slots) in enumerate(zip(self.pools, self.slots, strict=True))
         ]
 
 
@@ -394,11 +394,11 @@ def _constants(job: KernelStatics, scales: Scales | None) -> tuple[jax.Array, ..
     group = shape.heads // shape.kv_heads
     per_token = group * job.heads
     kv_head = (rows % per_token) // group
-    told = [jnp.asarray(x)[:, None] for x in (rows // per_token, kv_head)]
+    constants = [jnp.asarray(x)[:, None] for x in (rows // per_token, kv_head)]
     if scales is not None:
         streams = np.arange(job.streams)[:, None]
-        told.append((scales.k * job.scale)[streams + kv_head][..., None].astype(jnp.float32))
-    return tuple(told)
+        constants.append((scales.k * job.scale)[streams + kv_head][..., None].astype(jnp.float32))
+    return tuple(constants)
 
 
 def _run(

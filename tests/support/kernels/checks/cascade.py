@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels.attention.mosaic_gpu import MosaicAttention
 from pallas_kernels.layout import MASKED, Ragged, Scales, SharedPrefixes
-from pallas_kernels.ops.paged_attention.api import AttentionSpec
+from pallas_kernels.ops.paged_attention.api import AttentionInputs, AttentionSpec
 from pallas_kernels.ops.paged_attention.hopper import cascade
 from pallas_kernels.ops.paged_attention.hopper.decode import Config
 from tests.support.kernels.checks.decode import LARGEST_ERROR, SCALE, SMALL
@@ -145,7 +145,8 @@ def check(problem: Problem) -> None:
     def step(q: jax.Array, new: jax.Array, pools: Any, ragged: Ragged) -> Any:
         work = layer.plan(ragged)
         split = jnp.any(work.decode[0].splits > 1) if work.decode else False
-        return *layer(q, *new, None, pools, work, sinks=sinks, scales=scales, **options), split
+        inputs = AttentionInputs(q, *new, None, sinks=sinks, scales=scales, **options)
+        return *layer(inputs, pools, work), split
 
     assert ragged.shared is not None
     with without_races():

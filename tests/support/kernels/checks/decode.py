@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ SMALL = Config(workers=2, stages=2)
 class Problem:
     """Random values for rows of (tokens, context), and NaN in the pages of no row."""
 
-    rows: tuple[tuple[int, int], ...]
+    rows: Sequence[tuple[int, int]]
     heads: int = 2
     kv_heads: int = 1
     dim: int = 64
@@ -76,28 +76,42 @@ class Problem:
         return jnp.linspace(-1, 4, self.heads) if self.sinks else None
 
 
-def check(problem: Problem, config: Config) -> None:
+def compute(problem: Problem, config: Any, attend: Callable[..., Any] = paged_decode) -> tuple[jax.Array, jax.Array]:
+    """Plan and attend; sinks are applied to the result."""
     ragged, (q, k, v, scales) = problem.ragged(), problem.arrays()
-    options: dict[str, Any] = {"scale": problem.scale, "window": problem.window, "softcap": problem.softcap}
-    options["scales"] = scales
+    options: dict[str, Any] = {"softcap": problem.softcap, "scales": scales, "config": config}
     sinks = problem.sink_scores()
 
     # One program, compiled without optimization, because compiling takes most of the time.
     @partial(jax.jit, compiler_options=haste())
     def step(q: jax.Array, k: jax.Array, v: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
-        work = config.plan(ragged, page=problem.page, window=problem.window)
-        out, lse = paged_decode(q, k, v, ragged, work, config=config, interpret=interpret, **options)
+        window = {"window": problem.window}
+        work = config.plan(ragged, page=problem.page, **window)
+        out, lse = attend(q, k, v, ragged, work, scale=problem.scale, interpret=interpret, **window, **options)
         return out if sinks is None else with_sinks(out, lse, sinks), lse
 
-    with without_races(in_order=config.merge) as interpret:
-        out, lse = jax.block_until_ready(step(q, k, v, ragged))
-    want, sums = attention(q, k, v, ragged, sinks=sinks, **options)
+    with without_races(in_order=getattr(config, "merge", False)) as interpret:
+        return jax.block_until_ready(step(q, k, v, ragged))
+
+
+def check(problem: Problem, config: Config) -> None:
+    scales = problem.arrays()[-1]
+    compare(problem, compute(problem, config), lambda length: 1 <= length <= config.queries, 2e-3 if scales else 1e-4)
+
+
+def compare(problem: Problem, results: Any, takes: Callable[[int], bool], atol: float) -> None:
+    """Compare with float64; `takes` says of which lengths rows are computed, others are zeros and MASKED."""
+    ragged, (q, k, v, scales), (out, lse) = problem.ragged(), problem.arrays(), results
+    want, sums = attention(
+        q, k, v, ragged, scale=problem.scale, window=problem.window, softcap=problem.softcap, scales=scales,
+        sinks=problem.sink_scores(),
+    )  # fmt: skip
     lengths = np.append(ragged.lengths, 0)[ragged.rows]  # [T], length of each token's row
-    others = (lengths < 1) | (lengths > config.queries)
+    others = np.array([not takes(length) for length in lengths])
     want[others], sums[others] = 0, MASKED
     assert out.dtype == problem.dtype
     assert error(out, want) < LARGEST_ERROR[jnp.dtype(problem.dtype).name]
-    np.testing.assert_allclose(lse, sums, atol=2e-3 if scales else 1e-4, rtol=1e-6)
+    np.testing.assert_allclose(lse, sums, atol=atol, rtol=1e-6)
     assert not np.any(np.asarray(out)[others])
 
 

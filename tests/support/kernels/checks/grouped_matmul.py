@@ -79,20 +79,28 @@ def check(
 ) -> None:
     experts, width, outputs = size
     x, weight = operands(len(chosen), width, 2 * outputs if gated else outputs, dtype, experts)
-    work = plan(jnp.array(chosen), experts, config.rows)
-    with without_races() as interpret:
-        got = grouped.grouped_matmul(
-            x[work.source],
-            weight,
-            work,
-            out_dtype=out_dtype,
-            gate=swiglu if gated else None,
-            config=config,
-            interpret=interpret,
+    _compare(config, chosen, x, weight, None, weight, out_dtype, gated)
+
+
+def _compare(
+    config: Config, chosen: list[int], x: jax.Array, weight: jax.Array, scale: jax.Array | None, wide: Any,
+    out_dtype: Any, gated: bool,
+) -> None:  # fmt: skip
+    """Compare with float64; `wide`: the weights as they are meant."""
+    work = plan(jnp.array(chosen), len(weight), config.rows)
+
+    # One program, compiled without optimization, because compiling takes most of the time.
+    @partial(jax.jit, compiler_options=haste())
+    def multiplied(x: jax.Array, weight: jax.Array, work: Groups, scale: jax.Array | None) -> jax.Array:
+        gate = swiglu if gated else None
+        return grouped.grouped_matmul(
+            x, weight, work, scale=scale, out_dtype=out_dtype, gate=gate, config=config, interpret=interpret
         )
-        got = by_pairs(jax.block_until_ready(got), work)
+
+    with without_races() as interpret:
+        got = by_pairs(jax.block_until_ready(multiplied(x[work.source], weight, work, scale)), work)
     most = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 4e-3}[jnp.dtype(out_dtype).name]
-    want = formula(x, weight, chosen)
+    want = formula(x, wide, chosen)
     assert error(got, gated_formula(want) if gated else want) < most
 
 
@@ -124,25 +132,5 @@ def check_narrow(
     values = random.standard_normal((experts, width, outputs)) * (40 if stored == jnp.int8 else 1)
     values = jnp.asarray(np.clip(np.rint(values), -127, 127) if stored == jnp.int8 else values, stored)
     scale = jnp.asarray(random.uniform(0.01, 0.1, (experts, scales, outputs)), jnp.float32)
-    work = plan(jnp.array(chosen), experts, config.rows)
-
-    # One program, compiled without optimization, because compiling takes most of the time.
-    @partial(jax.jit, compiler_options=haste())
-    def multiplied(x: jax.Array, values: jax.Array, work: Groups, scale: jax.Array) -> jax.Array:
-        return grouped.grouped_matmul(
-            x,
-            values,
-            work,
-            scale=scale,
-            out_dtype=out_dtype,
-            gate=swiglu if gated else None,
-            config=config,
-            interpret=interpret,
-        )
-
-    with without_races() as interpret:
-        got = by_pairs(jax.block_until_ready(multiplied(x[work.source], values, work, scale)), work)
     wide = doubles(values) * np.repeat(doubles(scale), width // scales, axis=1)
-    most = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 4e-3}[jnp.dtype(out_dtype).name]
-    want = formula(x, wide, chosen)
-    assert error(got, gated_formula(want) if gated else want) < most
+    _compare(config, chosen, x, values, scale, wide, out_dtype, gated)

@@ -12,7 +12,9 @@ import numpy as np
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.norms import HeadNorms
 from pallas_kernels.ops.kv_write.hopper import Config, packed, rope_and_write
-from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
+from pallas_kernels.ops.kv_write.xla import write_kv
+from pallas_kernels.rope import Turn
+from pallas_kernels.rope import rotate as turn
 from tests.support.kernels.interpreted import seed, without_races
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.reference import error, quantized, rotate, written
@@ -64,6 +66,16 @@ def step(
         None if stored is None else Scales(scale, scale / 2),
         HeadNorms(normal(dim), normal(dim), 1e-5, 1.0) if normed else None,
     )
+
+
+def rope_and_write_xla(
+    q: jax.Array, k: jax.Array, v: jax.Array, angles: Turn | None, k_pool: jax.Array, v_pool: jax.Array,
+    ragged: Ragged, *, scales: Scales | None = None, norms: HeadNorms | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Do as the kernel in plain XLA: return the rotated queries and the pools."""
+    if norms is not None:
+        q, k = norms.apply(q, k)
+    return turn(q, angles), *write_kv(k_pool, v_pool, turn(k, angles), v, ragged, scales)
 
 
 SHAPES = [(4, 2, 64), (8, 1, 64), (8, 8, 64), (28, 4, 128), (4, 2, 256)]  # H, K, D

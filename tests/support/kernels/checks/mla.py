@@ -14,12 +14,12 @@ from pallas_kernels.layout import MASKED, Ragged
 from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.mla import hopper as latent
 from pallas_kernels.ops.mla.hopper import Config, paged_mla
-from tests.support.kernels.interpreted import cores, haste, seed, without_races
-from tests.support.kernels.ragged import deal, make, poisoned
+from tests.support.kernels.checks import decode
+from tests.support.kernels.checks.decode import LARGEST_ERROR
+from tests.support.kernels.interpreted import haste, seed, without_races
+from tests.support.kernels.ragged import poisoned
 from tests.support.kernels.reference import attention, error, quantized
 
-LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, over the whole output
-POOL, SCALE = 24, 0.1
 SMALL = Config(workers=2)
 FEW = replace(SMALL, warps=True, tile=32)
 EIGHT = replace(SMALL, warps=True)  # for 8-bit latents
@@ -28,36 +28,19 @@ LARGE = 40.0  # standard deviation of 8-bit latents
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Random values for rows of (tokens, context), and NaN in the pages of no row."""
+class Problem(decode.Problem):
+    """Random latents for rows of (tokens, context), and NaN in the pages of no row."""
 
-    rows: tuple[tuple[int, int], ...]
     heads: int = 4
     values: int = 128
-    page: int = 64
-    dtype: Any = jnp.bfloat16
-    stored: Any = None  # None: `dtype`
-    window: int | None = None
-    softcap: float | None = None
-    padded: int = 0  # extra rows and tokens
-    pool: int = POOL  # pages
-
-    @property
-    def dealt(self) -> list[list[int]]:
-        """The pages of each row."""
-        return deal(self.rows, page=self.page, pool=self.pool)
+    scale: float = 0.1
 
     def shape(self, queries: int = 1) -> AttentionShape:
         """Return what a config is chosen for."""
-        sizes = 1, self.heads, 1, self.values + latent.TURNING, self.page, queries
-        return AttentionShape(*sizes, self.dtype, self.stored or self.dtype, cores(), self.values)
+        return replace(super().shape(queries), dim=self.values + latent.TURNING, values=self.values)
 
-    def ragged(self) -> Ragged:
-        tokens = sum(length for length, _ in self.rows) + self.padded
-        rows = len(self.rows) + self.padded
-        return make(self.rows, self.dealt, page=self.page, pool=self.pool, tokens=tokens, padded_rows=rows)
-
-    def arrays(self) -> tuple[jax.Array, jax.Array]:
+    def latents(self) -> tuple[jax.Array, jax.Array]:
+        """Return q [T, H, D] and the pool [N, B, 1, D]."""
         random, dim = np.random.default_rng(seed(7)), self.values + latent.TURNING
         tokens = sum(length for length, _ in self.rows) + self.padded
         shapes = (tokens, self.heads, dim), (self.pool, self.page, 1, dim)
@@ -69,8 +52,8 @@ class Problem:
 
 
 def check(problem: Problem, config: Config) -> None:
-    ragged, (q, pool) = problem.ragged(), problem.arrays()
-    options: dict[str, Any] = {"scale": SCALE, "window": problem.window, "softcap": problem.softcap}
+    ragged, (q, pool) = problem.ragged(), problem.latents()
+    options: dict[str, Any] = {"scale": problem.scale, "window": problem.window, "softcap": problem.softcap}
 
     # One program, compiled without optimization, because compiling takes most of the time.
     @partial(jax.jit, compiler_options=haste())
