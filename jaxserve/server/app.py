@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.server.admin import (
     change_roles,
     present_load,
@@ -88,9 +88,15 @@ def create_app(service: Service, created: int | None = None) -> FastAPI:
     async def detokenize(request: Request) -> Response:
         body = parse(await request.body(), DetokenizeBody)
         service.check_model(body.model)
-        for token in body.tokens:
-            check_token(token, service.engine.info.vocab_size, "tokens")
-        decoded = service.prompts.texts.run(lambda: service.tokenizer.decode(body.tokens), len(body.tokens))
+        if (count := len(body.tokens)) > (most := service.engine.info.max_model_len):
+            raise InvalidValue(f"tokens has {count} entries: at most {most}, the context length, are allowed", "tokens")
+
+        def decode() -> str:
+            for token in body.tokens:
+                check_token(token, service.engine.info.vocab_size, "tokens")
+            return service.tokenizer.decode(body.tokens)
+
+        decoded = service.prompts.texts.run(decode, count)
         return JSONResponse({"prompt": await while_connected(request.receive, decoded)})
 
     _add_admin(app, service)
