@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.server.responses import items
 from jaxserve.server.texts import SHORT, TextThreads, size_of
 
 Fake = Callable[..., Any]
@@ -107,3 +108,30 @@ def test_the_size_of_deep_and_long_values_is_found_without_recursion_and_in_boun
         deep = [deep]
     assert size_of(deep) == 100_001
     assert SHORT < size_of([[]] * 10_000_000) < 10_000_000
+
+
+class Copied(str):
+    """A text that counts the characters that additions copy."""
+
+    count = 0
+
+    def __add__(self, other: str) -> Copied:
+        Copied.count += len(self) + len(other)
+        return Copied(str(self) + other)
+
+    def __radd__(self, other: str) -> Copied:
+        Copied.count += len(self) + len(other)
+        return Copied(other + str(self))
+
+
+def test_many_reasoning_items_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(items, "_reasoning", lambda item, where: Copied(item["content"]))
+    given = [{"type": "reasoning", "content": f"{at} "} for at in range(1000)]
+    said = {"role": "assistant", "content": "x"}
+    made = items.messages_of_items([*given, said, given[7], {"role": "user", "content": "y"}])
+    assert made[0] == {**said, "reasoning_content": "".join(str(one["content"]) for one in given)}
+    assert made[1:] == [
+        {"role": "assistant", "content": "", "reasoning_content": "7 "},
+        {"role": "user", "content": "y"},
+    ]
+    assert Copied.count == 0
