@@ -1,8 +1,7 @@
-"""Conversations as clients send them, rendered by templates that check and drop as those of published models do."""
+"""Conversations as clients send them, rendered by templates that refuse or drop some of their messages."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import hypothesis
@@ -11,52 +10,18 @@ from hypothesis import strategies as st
 
 import jaxserve.demo
 from jaxserve.tokenizer import Tokenizer
-
-RAISE = "{{ raise_exception('%s') }}"
-# Llama 3: any role becomes a header. Only those that the model was trained with may reach it.
-HEADERS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools }}"
-# Qwen 2.5 and 3: other roles than these vanish.
-DROPS = (
-    "{% if messages[0].role != 'system' %}<default>{% endif %}{% for m in messages %}"
-    "{% if m.role in ('system', 'user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}{{ tools }}"
+from tests.support.server.templates import (
+    ALTERNATES,
+    COUNTS,
+    DROPS,
+    FIRST,
+    HARMONY,
+    HEADERS,
+    NO_SYSTEM,
+    ONE_CALL,
+    SHORT_IDS,
+    tokenizer_of,
 )
-# Qwen 3.5: the system message is the first one, and other roles are errors.
-FIRST = (
-    "{% for m in messages %}{% if m.role == 'system' and not loop.first or m.role == 'developer' %}"
-    + RAISE % "unexpected role"
-    + "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools }}"
-)
-# gpt-oss: it knows the developer, and reads instructions in the first message only.
-HARMONY = (
-    "{% for m in messages %}{% if m.role in ('developer', 'system') %}{% if loop.first %}"
-    "<developer>{{ m.content }}{% endif %}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}{{ tools }}"
-)
-# Gemma 3: user and model alternate after the system message, and there are no tools.
-ALTERNATES = (
-    "{% set first = '' %}{% set rest = messages %}{% if messages[0].role == 'system' %}"
-    "{% set first = messages[0].content %}{% set rest = messages[1:] %}{% endif %}{% for m in rest %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    + RAISE % "roles must alternate"
-    + "{% endif %}<{{ m.role }}>{{ first if loop.first }}{{ m.content }}{% endfor %}"
-)
-# Gemma 2 and the first Mistral: there is no system message at all.
-NO_SYSTEM = (
-    "{% if messages[0].role == 'system' %}" + RAISE % "no system role" + "{% endif %}" + ALTERNATES
-)  # fmt: skip
-# Mistral v0.3: ids of calls have nine letters and digits. One call at a time, as with Llama 3.1.
-SHORT_IDS = (
-    "{% for m in messages %}{% if m.tool_calls is defined and m.tool_calls is not none %}"
-    "{% if m.tool_calls | length != 1 %}" + RAISE % "one call at a time" + "{% endif %}{% for c in m.tool_calls %}"
-    "{% if c.id is not defined or c.id | length != 9 %}" + RAISE % "ids have 9 characters" + "{% endif %}"
-    "<call {{ c.id }}>{% endfor %}{% elif m.role == 'tool' %}"
-    "{% if m.tool_call_id | length != 9 %}" + RAISE % "ids have 9 characters" + "{% endif %}"
-    "<result {{ m.tool_call_id }}>{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}{{ tools }}"
-)  # fmt: skip
-
-
-@cache
-def tokenizer_of(template: str) -> Tokenizer:
-    return Tokenizer.load(jaxserve.demo.model_path(), chat_template=template)
 
 
 def render(template: str, *messages: tuple[str, Any], **given: Any) -> str:
@@ -145,27 +110,10 @@ def test_results_and_the_next_message_are_one_where_roles_alternate() -> None:
     assert prompt.count("<user>") == 2 and prompt.count("<tool_response>") == 2 and prompt.endswith("So?")
 
 
-# Mistral v0.3 counts neither calls nor results when it checks that roles alternate.
-COUNTS = (
-    "{% set ns = namespace(at=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
-    "{% if (m.role == 'user') != (ns.at % 2 == 0) %}" + RAISE % "roles must alternate" + "{% endif %}"
-    "{% set ns.at = ns.at + 1 %}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools }}"
-)  # fmt: skip
-
-
 def test_a_message_after_a_result_is_part_of_it_where_the_template_counts_it() -> None:
     talk = (("user", "Go"), ("assistant", called()), ("tool", result()), ("user", "So?"))
     assert render(COUNTS, *talk) == "<user>Go<assistant><tool>7\n\nSo?"
     assert render(HEADERS, *talk) == "<user>Go<assistant><tool>7<user>So?"
-
-
-# Llama 3.1: one call in a message.
-ONE_CALL = (
-    "{% for m in messages %}{% if m.tool_calls is defined %}{% if m.tool_calls | length != 1 %}"
-    + RAISE % "one call at a time"
-    + "{% endif %}<call {{ m.tool_calls[0].function.name }}>{% else %}<{{ m.role }}>{{ m.content }}"
-    "{% endif %}{% endfor %}{{ tools }}"
-)
 
 
 def test_calls_come_one_by_one_where_the_template_takes_one() -> None:
