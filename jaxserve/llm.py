@@ -38,6 +38,7 @@ from jaxserve.generation.generate import (
 from jaxserve.generation.prompts import Parsed, Prompt, listed, parse_prompt, parse_prompts
 from jaxserve.generation.salt import salt_of
 from jaxserve.generation.session import session_of
+from jaxserve.generation.stops import thinking_of
 from jaxserve.generation.vectors import check_dimensions, paired, pooling_params, similarity, vector_of
 from jaxserve.generation.vectors import finished as finished_vector
 from jaxserve.models.source import find_tokenizer, tokenizer_folder
@@ -59,6 +60,7 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.server.metrics_reader import Metric, read_metrics
 from jaxserve.tokenizer import Message, Tokenizer
 from jaxserve.tools.definitions import tools_of
+from jaxserve.tools.families import Parsers
 
 if TYPE_CHECKING:
     from jaxserve.server.metrics import Metrics
@@ -175,7 +177,7 @@ class _Base:
             salt_of("", prompt.cache_salt),
             session_of("", session_id, {}),
         )
-        return Submission(request, prompt.text)
+        return Submission(request, prompt.text, thinking=prompt.thinking)
 
 
 def _capped(params: SamplingParams, room: int) -> SamplingParams:
@@ -223,9 +225,11 @@ class LLM(_Base):
         A request that fails has `finish_reason` "error" or "unavailable". Raises InvalidValue for a
         prompt that is malformed or does not fit, before anything runs.
         """
-        many = parse_prompts(prompts)
         given: dict[str, Any] = {"sampling_params": sampling_params, "slo": slo, "priority": priority}
-        given |= {"tier": tier, "session_id": session_id}
+        return self._outputs(parse_prompts(prompts), {**given, "tier": tier, "session_id": session_id}, use_tqdm)
+
+    def _outputs(self, many: Sequence[Parsed], given: Mapping[str, Any], use_tqdm: bool) -> list[RequestOutput]:
+        """Generate for each prompt. given: the arguments of `_job`, one for all prompts or one per prompt."""
         columns = (_each(value, len(many), name) for name, value in given.items())
         jobs = [self._job(*row) for row in zip(many, *columns, strict=True)]
         with bar("generating") if use_tqdm else nullcontext(_no_bar) as progress:
@@ -250,7 +254,8 @@ class LLM(_Base):
         """Generate the next message of one conversation, or of several.
 
         `tools`, in OpenAI's form, are described to the model; `jaxserve.tools` reads the calls in its text.
-        `chat_template_kwargs` are variables of the chat template. Raises InvalidValue for tools that are none.
+        `chat_template_kwargs` are variables of the chat template. Stop strings end the answer, not the thinking.
+        Raises InvalidValue for tools that are none.
         """
         callable_ = tools_of(None if tools is None else list(tools))
         single = bool(messages) and isinstance(messages[0], dict)
@@ -266,10 +271,14 @@ class LLM(_Base):
             )
             for talk in talks
         ]
-        prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        outputs = self.generate(
-            prompts, sampling_params, slo=slo, priority=priority, tier=tier, session_id=session_id, use_tqdm=use_tqdm
-        )
+        parser, template = self.config.reasoning_parser, chat_template or self.tokenizer.template_text
+        tags = Parsers.of("none", parser, template).tags
+        prompts = [
+            Parsed(None, self.tokenizer.encode(text, add_special_tokens=False), None, thinking_of(tags, text))
+            for text in texts
+        ]
+        given: dict[str, Any] = {"sampling_params": sampling_params, "slo": slo, "priority": priority}
+        outputs = self._outputs(prompts, {**given, "tier": tier, "session_id": session_id}, use_tqdm)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         return outputs

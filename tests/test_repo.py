@@ -167,7 +167,7 @@ def test_what_contributing_says_adds_what_it_says(repo: Path, tmp_path: Path) ->
         assert shows in python(code, cwd=tmp_path, path=tmp_path)
     insert("sched/instance/stats.py", "    generated_tokens: int = 0\n", f"    {metric}")
     insert("jaxserve/server/openai.py", "    request_id: str | None = None\n\n\nclass Drawn", field)
-    insert("jaxserve/server/service.py", "            )\n            jobs.append(Submission(", handed)
+    insert("jaxserve/server/service.py", "                session=session,\n            )\n", handed)
     insert("sched/api/new_request.py", "    waited: float = 0.0", held)
     compile((tmp_path / "jaxserve/server/service.py").read_text(), "service.py", "exec")
     code = """

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidValue
 from jaxserve.generation.salt import check_salt
+from jaxserve.generation.stops import Thinking
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -19,12 +20,14 @@ _SHOWN = 100  # characters of an invalid prompt that an error shows
 class Parsed(NamedTuple):
     """A parsed prompt: `text` or `tokens` is None if it was not given.
 
-    It shares pages of the prefix cache only with prompts of the same `cache_salt`.
+    It shares pages of the prefix cache only with prompts of the same `cache_salt`. `thinking`: how the outputs of
+    a conversation think.
     """
 
     text: str | None
     tokens: list[int] | None
     cache_salt: str | None = None
+    thinking: Thinking | None = None
 
 
 def parse_prompts(given: Any) -> list[Parsed]:

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.server.admin import (
     change_roles,
     present_load,
@@ -87,11 +87,7 @@ def create_app(service: Service, created: int | None = None) -> FastAPI:
     @app.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         body = parse(await request.body(), DetokenizeBody)
-        service.check_model(body.model)
-        for token in body.tokens:
-            check_token(token, service.engine.info.vocab_size, "tokens")
-        decoded = service.prompts.texts.run(lambda: service.tokenizer.decode(body.tokens), len(body.tokens))
-        return JSONResponse({"prompt": await while_connected(request.receive, decoded)})
+        return JSONResponse(await while_connected(request.receive, _detokenize(service, body)))
 
     _add_admin(app, service)
 
@@ -169,3 +165,16 @@ async def _tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     made = {"count": len(tokens), "max_model_len": service.engine.info.max_model_len, "tokens": tokens}
     made["token_strs"] = [service.tokenizer.piece(token) for token in tokens] if body.return_token_strs else None
     return made
+
+
+async def _detokenize(service: Service, body: DetokenizeBody) -> dict[str, str]:
+    service.check_model(body.model)
+    if (count := len(body.tokens)) > (most := service.engine.info.max_model_len):
+        raise InvalidValue(f"tokens has {count} entries: at most {most}, the context length, are allowed", "tokens")
+
+    def decode() -> str:
+        for token in body.tokens:
+            check_token(token, service.engine.info.vocab_size, "tokens")
+        return service.tokenizer.decode(body.tokens)
+
+    return {"prompt": await service.prompts.texts.run(decode, count)}

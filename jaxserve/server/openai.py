@@ -375,12 +375,14 @@ def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
 
 
 def check_names(body: Scheduled) -> None:
-    """Raise InvalidValue for a `cache_salt` or `request_id` that is too long, or empty."""
+    """Raise InvalidValue for a `cache_salt` or `request_id` that is too long, empty, or not printable."""
     if body.cache_salt is not None:
         check_salt(body.cache_salt)
     if body.request_id is not None and not 1 <= len(body.request_id) <= MAX_REQUEST_ID:
         what = f"request_id has {len(body.request_id)} characters: 1 to {MAX_REQUEST_ID} are allowed"
         raise InvalidValue(what, "request_id")
+    if body.request_id is not None and not body.request_id.isprintable():  # it comes into logs
+        raise InvalidValue(f"request_id={short(body.request_id)} must have no control characters", "request_id")
 
 
 def _of_chat(body: ChatBody) -> dict[str, Any]:

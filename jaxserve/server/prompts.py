@@ -16,7 +16,7 @@ from jaxserve.server.openai import (
     TokenizeBody,
     check_token,
 )
-from jaxserve.server.texts import TextThreads
+from jaxserve.server.texts import TextThreads, size_of
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.tools.definitions import calls_in_history, tools_of
 
@@ -113,7 +113,7 @@ class Prompts:
             arguments=body.template_arguments,
             tools=None if tools is None else tools.definitions,
         )
-        text = await self.texts.run(render, sum(len(message["content"] or "") for message in messages))
+        text = await self.texts.run(render, size_of(messages, body.tools, body.template_arguments))
         return text, await self._encode(text, special, "messages")
 
     async def _encode(self, text: str, special: bool, param: str) -> list[int]:

@@ -129,6 +129,7 @@ class Service:
         for number, (text, tokens) in enumerate(prompts):
             check_length(len(tokens), params, self.engine.info.max_model_len, "messages" if chat else "prompt")
             key = name if len(prompts) == 1 else f"{name}-{number}"
+            thinking = thinking_of(self.parsers.tags, text or "") if chat else None
             request = NewRequest(
                 tuple(tokens),
                 params,
@@ -139,7 +140,6 @@ class Service:
                 salt=salt,
                 session=session,
             )
-            thinking = thinking_of(self.parsers.tags, text or "") if chat else None
             jobs.append(Submission(request, text, goals.pace, stops, thinking))
         return Answer(
             name,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jaxserve.errors import InvalidValue, short
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
 from jaxserve.server.openai import Sampled, warn_once
+from jaxserve.structured.bounds import check_schema
 from jaxserve.structured.compiler import PATIENCE, Compiler, late
 from jaxserve.tools.definitions import Tools
 from jaxserve.tools.forced import named_schema, required_schema
@@ -54,6 +55,8 @@ def constraint_of(body: Sampled, tools: Tools | None) -> Wanted | None:
         return own
     if own is not None and not own.field.startswith("response_format"):
         raise InvalidValue(f"{own.field} and a tool_choice that demands a call are given: leave one out", "tool_choice")
+    for schema in tools.schemas.values() if tools.mode == "required" else [tools.schemas[tools.name or ""]]:
+        check_schema("tools", schema)
     if tools.mode == "required":
         schema = required_schema(tools.schemas, tools.parallel)
     else:

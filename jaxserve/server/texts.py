@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SHORT = 32_768  # characters; one thread takes only texts up to this length, so they never wait for longer ones
+COUNTED = 1 << 18  # values of which a text is counted: more of them are a long text anyway
 PER_CHARACTER = 1e-6  # seconds; roughly the cost of encoding
 
 
@@ -98,3 +99,22 @@ class TextThreads:
             else:
                 task.future.set_result(result)
             del work, task  # an idle thread must not keep a text alive
+
+
+def size_of(*given: Any) -> int:
+    """Return the number of characters in JSON values, each other value as one; at most COUNTED values are counted."""
+    size, waiting = 0, list(given)
+    for _ in range(COUNTED):
+        if not waiting:
+            break
+        value = waiting.pop()
+        if isinstance(value, str):
+            size += len(value)
+            continue
+        size += 1
+        if isinstance(value, dict):
+            waiting += value
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value[:COUNTED]
+    return size

@@ -38,10 +38,11 @@ def check_bounds(wanted: StructuredOutputs) -> None:
     elif kind == "choice":
         _check(kind, "characters in one text", max(map(len, wanted.choice)), MAX_TEXT)
     elif kind in ("json", "structural_tag"):
-        _check_json(kind, json.loads(getattr(wanted, kind)))
+        check_schema(kind, json.loads(getattr(wanted, kind)))
 
 
-def _check_json(kind: str, given: Any) -> None:
+def check_schema(kind: str, given: Any) -> None:
+    """Raise InvalidValue, naming what is too much of it, if a schema, or JSON that holds some, exceeds a bound."""
     rules = nodes = longest = 0
     level, depth = [given], 0
     while level:

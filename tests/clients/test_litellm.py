@@ -63,6 +63,16 @@ def test_a_class_as_the_format(given: dict[str, Any]) -> None:
     assert Trip.model_validate_json(made.choices[0].message.content).city in CITIES
 
 
+def test_a_context_overflow_has_its_own_error(given: dict[str, Any]) -> None:
+    """By which LiteLLM falls back to a model with a longer context."""
+    import litellm
+
+    long = [{"role": "user", "content": "def main( " * 3000}]
+    for stream in (False, True):
+        with pytest.raises(litellm.ContextWindowExceededError, match="maximum context length"):
+            list(litellm.completion(**given, messages=long, max_tokens=5, stream=stream))
+
+
 def test_errors_are_of_their_class(given: dict[str, Any]) -> None:
     import litellm
 

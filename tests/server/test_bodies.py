@@ -70,7 +70,7 @@ def test_messages():
 
 def test_objectives():
     config = ServeConfig(ttft_slo=4.0, tpot_slo=0.1)
-    assert objectives_of(completion(), {}, config) == (SLO(4.0, 0.1), 0, "standard", False)
+    assert objectives_of(completion(), {}, config) == (SLO(4.0, 0.1), 0, "standard", False, False)
     assert objectives_of(completion(ttft_slo_ms=500), {}, config).slo == SLO(0.5, 0.1)
     headers = {"x-slo-ttft-ms": "100", "x-llm-d-slo-ttft-ms": "200", "x-slo-tpot-ms": "20"}
     assert objectives_of(completion(), headers, config).slo == SLO(0.2, 0.02)
@@ -80,7 +80,7 @@ def test_objectives():
     assert objectives_of(completion(service_tier="batch"), {}, config).priority == 1
     assert objectives_of(completion(service_tier="batch", priority=-5), {}, config).priority == -5
     for name in ("flex", "best_effort"):
-        assert objectives_of(completion(service_tier=name), {}, config) == (NO_SLO, 0, "best_effort", False)
+        assert objectives_of(completion(service_tier=name), {}, config) == (NO_SLO, 0, "best_effort", False, True)
     assert objectives_of(completion(pace_tokens=True), {}, config).pace
     always = ServeConfig(pace_tokens=True)
     assert objectives_of(completion(), {}, always).pace

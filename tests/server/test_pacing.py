@@ -235,7 +235,7 @@ def test_shutdown_does_not_wait_for_pacing(fake):
         begin = time.monotonic()
         live.call(live.ending.drain)
         rest = [line for line in lines if line]
-    assert len(rest) == 9 and rest[-1] == "data: [DONE]", "8 more tokens and the end"
+    assert len(rest) == 10 and rest[-1] == "data: [DONE]", "8 more tokens, the finish reason and the end"
     in_time(time.monotonic() - begin < 3.0, "paced, it would take 4 s")
 
 

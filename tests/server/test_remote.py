@@ -139,7 +139,7 @@ def test_a_request_that_is_not_accepted_ends_with_the_error(
 def test_outputs_of_one_prompt_do_not_fill_the_connection(beside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(remote: RemoteEngine) -> None:
         told = [Told() for _ in range(20)]
-        params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputs(choice=("a" * 30_000,)))
+        params = SamplingParams(max_tokens=2, ignore_eos=True, stop=[f"{at} " * 200 for at in range(60)])
         for at, one in enumerate(told):
             own = replace(params, seed=at)
             remote.submit(NewRequest(prompt, own, SLO(), key=f"k-{at}"), one)

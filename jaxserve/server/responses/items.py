@@ -39,6 +39,7 @@ class _Turns:
     def __init__(self) -> None:
         self.made: list[Message] = []
         self._open: Message | None = None  # the turn of the assistant that is not complete
+        self._thoughts: list[str] = []  # of that turn
 
     def add(self, message: Message) -> None:
         """Add a message that is not the assistant's."""
@@ -62,14 +63,16 @@ class _Turns:
         if self._open is not None and (self._open["content"] or "tool_calls" in self._open):
             self.done()
         if text:
-            message = self.assistant()
-            message["reasoning_content"] = message.get("reasoning_content", "") + text
+            self.assistant()
+            self._thoughts.append(text)
 
     def done(self) -> list[Message]:
         """End the assistant's turn, and return the messages."""
         if self._open is not None:
+            if self._thoughts:
+                self._open["reasoning_content"] = "".join(self._thoughts)
             self.made.append(self._open)
-            self._open = None
+            self._open, self._thoughts = None, []
         return self.made
 
 

@@ -12,6 +12,8 @@ import pytest
 
 import jaxserve.demo
 from jaxserve.config import ServeConfig
+from jaxserve.llm import LLM
+from jaxserve.sched.api.params import SamplingParams
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
 from tests.support.server.double import Double
@@ -111,6 +113,16 @@ def test_stop_strings_in_the_other_apis(say: Any) -> None:
     assert [item.content[0].text for item in answer.output] == ["The Question: hm", "Yes. "]
     text = live.client.completions.create(model=MODEL, prompt="Hi", max_tokens=500, stop=["Question:"])
     assert text.choices[0].text == "<think>The ", "a text completion has no thinking of its own"
+
+
+def test_stop_strings_offline(say: Any) -> None:
+    live = say("<think>The Question: hm</think>Yes. Question: no")
+    llm = LLM(config=ServeConfig(), engine=live.engine, tokenizer_object=live.service.tokenizer)
+    params = SamplingParams(max_tokens=500, stop=("Question:",))
+    (talk,) = llm.chat(HI, params, use_tqdm=False)
+    assert talk.outputs[0].text == "<think>The Question: hm</think>Yes. "
+    (text,) = llm.generate("Hi", params, use_tqdm=False)
+    assert text.outputs[0].text == "<think>The "
 
 
 # F13: tokens of the thinking, with its tags, are counted.

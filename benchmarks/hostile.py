@@ -1,10 +1,11 @@
-"""Requests that once ended or stopped the server, beside 8 honest streams.
+"""Requests that once ended or stopped the server, beside 16 honest streams.
 
-Starts the demo model with its fronts and engine in processes of their own, keeps 8 streams open, and sends each
-attack. Prints its status and the largest gap of any stream meanwhile; exits with 1 if a stream ended early, an
-attack got another status than 400, 413, 431 or 503 (a bound may also let it pass: 200), or an innocent request failed.
+Starts the demo model with its fronts and engine in processes of their own, keeps 16 streams open, and sends each
+attack. Prints its status, the largest gap of any stream meanwhile, and the memory of the server before, at most, and a
+minute after the last attack. Exits with 1 if a stream ended early, an attack got another status than 400, 413, 431 or
+503 (a bound may also let it pass: 200), or an innocent request failed.
 
-    python benchmarks/attacks.py
+    python benchmarks/hostile.py
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import common
@@ -22,8 +25,9 @@ import httpx
 
 from jaxserve.report.table import print_table
 
-STREAMS = 8
-ALLOWED = (200, 400, 413, 431, 503)
+STREAMS = 16
+REST = 60.0  # seconds after the last attack until memory is looked at again
+ALLOWED = (200, 400, 404, 413, 431, 503)
 PROMPT = {"prompt": "x", "max_tokens": 2}
 
 
@@ -42,8 +46,8 @@ def divisible(by: int) -> dict[str, Any]:
     return {"guided_json": {"type": "integer", "multipleOf": by}}
 
 
-def attacks() -> dict[str, list[dict[str, Any]]]:
-    """Return the bodies of each attack, which are sent at the same time."""
+def constraints() -> dict[str, list[dict[str, Any]]]:
+    """Return the bodies of attacks by constraints of a completion, which are sent at the same time."""
     patterns = [{"type": "string", "pattern": f"a.{{{at}}}b"} for at in range(1, 200)]
     formats = {f"p{at}": {"type": "string", "format": "date-time"} for at in range(25_000)}
     array = chain(lambda to: {"type": "array", "items": to}, 2_000)
@@ -60,6 +64,7 @@ def attacks() -> dict[str, list[dict[str, Any]]]:
         "GBNF rules": [{"guided_grammar": lines("r{0} ::= r{1}", 'root ::= r0\nr4000 ::= "a"')}],
         "n=200 with 1 MB": [{"n": 200, "guided_choice": ["a" * 1_048_566]}],
         "n=200 with 250 KB": [{"n": 200, "guided_choice": ["a" * 250_000]}],
+        "choice beyond the context": [{"guided_choice": ["b" * 524_288 + "c" * 524_278]}],
         "multipleOf": [divisible(99_999_989), divisible(99_999_988)],
         "8 times multipleOf": [divisible(99_999_000 + at) for at in (1, 19, 29, 37, 49, 61, 73, 89)],
         "patterns": [{"guided_json": {"allOf": patterns}}],
@@ -67,6 +72,53 @@ def attacks() -> dict[str, list[dict[str, Any]]]:
         "25,000 formats": [{"guided_json": {"type": "object", "properties": formats}}],
         "whitespace of 420 KB": [{"structured_outputs": {"json": {}, "whitespace_pattern": " ?" * 210_000}}],
     }
+
+
+def elsewhere() -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    """Return the paths and bodies of other attacks."""
+    nested: dict[str, Any] = {"type": "integer"}
+    for _ in range(330):
+        nested = {"type": "object", "properties": {"a": nested}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested}}
+    said = [{"role": "user", "content": "x"}]
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    many = [{"type": "function", "function": {"name": f"f{at}", "description": "d" * 6_000}} for at in range(120)]
+    deep: Any = "x"
+    for _ in range(900):
+        deep = {"a": deep}
+    return {
+        "tools nested 330 deep": [
+            ("/v1/chat/completions", {"messages": said, "tools": [tool], "tool_choice": "required", "max_tokens": 2})
+        ],
+        "70,000 reasoning items": [("/v1/responses", {"input": [*[thought] * 70_000, *said], "max_output_tokens": 16})],
+        "detokenize 3.9 M ids": [("/detokenize", {"tokens": [5] * 3_900_000})],
+        "tokenize 7 MB": [("/tokenize", {"prompt": "word " * 1_400_000})],
+        "tools of 720 KB": [("/v1/chat/completions", {"messages": said, "tools": many, "max_tokens": 2})],
+        "request id with CR": [("/v1/completions", {**PROMPT, "request_id": "a\r\nb\x1b[31m"})],
+        "history nested 900 deep": [("/v1/chat/completions", {"messages": said, "metadata": deep, "max_tokens": 2})],
+        "4,000 messages": [("/v1/chat/completions", {"messages": said * 4_000, "max_tokens": 2})],
+        "unknown model and field": [("/v1/completions", {**PROMPT, "model": "m" * 100_000, "x" * 100_000: 1})],
+    }
+
+
+def attacks() -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    """Return the paths and bodies of each attack."""
+    completions = {
+        name: [("/v1/completions", {**PROMPT, **body}) for body in bodies] for name, bodies in constraints().items()
+    }
+    return completions | elsewhere()
+
+
+def memory(pid: int) -> float:
+    """Return the resident memory of a process and its descendants, in MiB."""
+    total, waiting = 0, [pid]
+    while waiting:
+        folder = Path(f"/proc/{waiting.pop()}")
+        with suppress(OSError):
+            total += int((folder / "statm").read_text().split()[1])
+            for task in (folder / "task").iterdir():
+                waiting += map(int, (task / "children").read_text().split())
+    return total * 4096 / 2**20
 
 
 class Stream:
@@ -98,32 +150,37 @@ class Stream:
             self.ended = repr(error)
 
 
-async def sent(client: httpx.AsyncClient, body: dict[str, Any]) -> int:
-    """Return the status of a completion; 0 if there is none."""
+async def sent(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> int:
+    """Return the status of a request; 0 if there is none."""
     with suppress(httpx.HTTPError):
-        return (await client.post("/v1/completions", json={**PROMPT, **body})).status_code
+        return (await client.post(path, json=body)).status_code
     return 0
 
 
-async def measure(url: str) -> tuple[list[dict[str, Any]], bool]:
+async def constrained(client: httpx.AsyncClient, expression: str) -> int:
+    return await sent(client, "/v1/completions", {**PROMPT, "guided_regex": expression})
+
+
+async def measure(url: str, pid: int) -> tuple[list[dict[str, Any]], bool]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-        await sent(client, {"guided_regex": "[0-9]"})
+        await constrained(client, "[0-9]")
         streams = [Stream(client) for _ in range(STREAMS)]
         running = [asyncio.ensure_future(one.run()) for one in streams]
         await asyncio.sleep(3)
         rows, good = [], True
-        for name, bodies in {"none": [], **attacks()}.items():
+        for name, bodies in {"none": [], **attacks(), "1,000 idle connections": []}.items():
             for one in streams:
                 one.heard()
                 one.gap = 0.0
             began = time.perf_counter()
-            attacking = asyncio.gather(*(sent(client, body) for body in bodies))
-            await asyncio.sleep(0.2)
-            asked = time.perf_counter()
-            innocent = await sent(client, {"guided_regex": f"[a-z]{{{len(rows) + 3}}}"})
-            waited = time.perf_counter() - asked
-            statuses = await attacking
+            with idle(url, 1_000 if "idle" in name else 0):
+                attacking = asyncio.gather(*(sent(client, *body) for body in bodies))
+                await asyncio.sleep(0.2)
+                asked = time.perf_counter()
+                innocent = await constrained(client, f"[a-z]{{{len(rows) + 3}}}")
+                waited = time.perf_counter() - asked
+                statuses = await attacking
             seconds = time.perf_counter() - began
             for one in streams:
                 one.heard()
@@ -135,10 +192,13 @@ async def measure(url: str) -> tuple[list[dict[str, Any]], bool]:
                 "innocent_seconds": round(waited, 2),
                 "largest_gap": round(max(one.gap for one in streams), 2),
                 "ended": sum(bool(one.ended) for one in streams),
+                "memory_mib": round(memory(pid)),
             }
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
             good = good and not row["ended"] and innocent == 200 and set(statuses) <= set(ALLOWED)
+        await asyncio.sleep(REST)
+        rows.append({**dict.fromkeys(rows[0], ""), "attack": f"{REST:g} s later", "memory_mib": round(memory(pid))})
         for task in running:
             task.cancel()
         for one in streams:
@@ -147,12 +207,21 @@ async def measure(url: str) -> tuple[list[dict[str, Any]], bool]:
         return rows, good
 
 
+def idle(url: str, count: int) -> ExitStack:
+    """Return open connections that say nothing, as a context."""
+    host, port = url.rpartition("/")[2].split(":")
+    connections = ExitStack()
+    for _ in range(count):
+        connections.enter_context(socket.create_connection((host, int(port))))
+    return connections
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_output(parser, "attacks")
+    common.add_output(parser, "hostile")
     args = parser.parse_args()
     with common.server(["--api-server-count", "2"]) as server:
-        rows, good = asyncio.run(measure(server.url))
+        rows, good = asyncio.run(measure(server.url, server.pid))
     print_table("", list(rows[0]), [[str(value) for value in row.values()] for row in rows])
     common.save(args, {"rows": rows})
     raise SystemExit(not good)
