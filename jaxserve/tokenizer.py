@@ -15,6 +15,7 @@ from jaxserve import demo
 from jaxserve.errors import InvalidValue
 from jaxserve.tools.prompt import as_text, demands_short_ids, has_calls, knows_tools, with_objects, with_short_ids
 from jaxserve.tools.roles import Roles, fitted, unusual
+from jaxserve.yamlio import text_of
 
 _LOCAL = re.compile(r"name_or_path|is_local|local_files_only|backend|.*_file")  # where files are, not what they say
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -41,7 +42,7 @@ def template_of(given: str | None) -> str | None:
     path = Path(given)
     if not path.is_file():
         raise InvalidValue(f"chat_template={given!r} is neither a file nor a template", "chat_template")
-    return path.read_text(encoding="utf-8")
+    return text_of(path)
 
 
 class Tokenizer:

@@ -6,6 +6,7 @@ A type says what is allowed: a `Literal` its choices, `Annotated[int, Range(1)]`
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import re
@@ -98,6 +99,21 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     return f"{hint}allowed: {', '.join(names)}"
 
 
+def text_of(path: Path) -> str:
+    """Return the text of a UTF-8 file. Raises InvalidValue, and FileNotFoundError for a missing file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidValue(f"{path}: byte {error.start} is not UTF-8: save the file in that encoding") from error
+
+
+def seed_of(text: str) -> int:
+    """Return the seed that a command line names. Raises argparse's error."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or more")
+    return int(text)
+
+
 def load_yaml(path: str | Path, cls: type[T]) -> T:
     """Read a YAML file as the dataclass `cls`.
 
@@ -108,7 +124,7 @@ def load_yaml(path: str | Path, cls: type[T]) -> T:
     Raises InvalidValue with file and line, also for errors from `__post_init__`, and
     FileNotFoundError for a missing file.
     """
-    return parse_yaml(Path(path).read_text(encoding="utf-8"), cls, str(path))
+    return parse_yaml(text_of(Path(path)), cls, str(path))
 
 
 def parse_yaml(text: str, cls: type[T], source: str = "<yaml>") -> T:
@@ -123,7 +139,7 @@ def load_fields(path: str | Path, cls: type[Any]) -> dict[str, Any]:
 
     Defaults and flags can then be merged below and above them. As strict as `load_yaml`.
     """
-    node = _compose(Path(path).read_text(encoding="utf-8"), str(path))
+    node = _compose(text_of(Path(path)), str(path))
     return {} if node is None else _Reader(str(path)).fields(node, cls, "")
 
 

@@ -353,9 +353,13 @@ def replay(lines: Iterable[str], perf: Callable[[Mapping[str, Any]], PerfModel])
         if cut is not None:
             raise cut
         try:
-            records.append((number, json.loads(line)))
+            record = json.loads(line)
         except json.JSONDecodeError as error:
             cut = InvalidValue(f"journal line {number} is not JSON: {error}")
+            continue
+        if not (isinstance(record, dict) and {"at", "kind"} <= record.keys()):
+            raise InvalidValue(f"journal line {number} is no record; a server writes a journal with --journal FILE")
+        records.append((number, record))
     if cut is not None and not records:
         raise cut
     digests: dict[int, list[bytes]] = {}

@@ -165,3 +165,33 @@ def test_a_mesh_needs_no_other_flag_on_a_cpu(tmp_path, monkeypatch):
         server.process.send_signal(signal.SIGINT)
         status, _ = ended(server, tmp_path / "log", timeout=150)  # an idle server does not wait for the drain timeout
     assert status == 0
+
+
+@pytest.mark.parametrize("command", ["simulate", "bench", "replay"])
+@pytest.mark.parametrize("seed", ["-1", "x", "1.5"])
+def test_a_seed_is_a_whole_number(command: str, seed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, *(["journal"] if command == "replay" else []), f"--seed={seed}"])
+    assert ended.value.code == 2 and f"{seed!r} must be a whole number, 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b'{"a": 1}\n', "line 1 is no record"),
+        (b"[]\n", "line 1 is no record"),
+        (b"\x83\xff", "is no text"),
+    ],
+)
+def test_a_file_that_is_no_journal_is_named(
+    tmp_path: Path, content: bytes, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_bytes(content)
+    assert cli.main(["replay", str(tmp_path / "file")]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_config_in_another_encoding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_bytes("model: x".encode("utf-16"))
+    assert cli.main(["serve", "--config", str(tmp_path / "config.yaml")]) == 2
+    assert "config.yaml: byte 0 is not UTF-8" in capsys.readouterr().err

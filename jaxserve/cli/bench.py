@@ -19,7 +19,7 @@ from jaxserve.bench.session import Session
 from jaxserve.bench.slo_file import load_slo_file
 from jaxserve.cli.simulate.workloads import find_workload
 from jaxserve.errors import InvalidValue
-from jaxserve.yamlio import seconds
+from jaxserve.yamlio import seconds, seed_of
 
 EPILOG = """examples:
   jaxserve bench --base-url http://other:8080 --num-prompts 50 --request-rate 2 --tokenizer FOLDER
@@ -130,7 +130,7 @@ def _add_requests(group: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="generate outputs of the requested length; not in OpenAI's API [on, except for openai and openai-chat]",
     )
-    add("--seed", type=int, default=0)
+    add("--seed", type=seed_of, default=0)
 
 
 def _add_files(add: Callable[..., Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from jaxserve.cli.flags import add_setting, settings_of
 from jaxserve.errors import InvalidValue
 from jaxserve.install import needs
+from jaxserve.yamlio import seed_of
 
 DESCRIPTION = """Train a small draft model: a Llama with the target's tokenizer that predicts the target's next tokens,
 so that several are verified in one step (speculative decoding). The target answers prompts, the draft learns its
@@ -93,7 +94,7 @@ def _training(group: Any) -> None:
         "--tv-share", type=float, default=0.3, metavar="X",
         help="share of steps, at the end, that minimize rejections instead of the KL divergence [0.3]",
     )  # fmt: skip
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of text, weights and order [0]")
+    group.add_argument("--seed", type=seed_of, default=0, metavar="N", help="seed of text, weights and order [0]")
 
 
 def main(args: argparse.Namespace) -> int:

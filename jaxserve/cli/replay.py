@@ -14,6 +14,7 @@ from jaxserve.sched.api.perf import PerfModel
 from jaxserve.sched.journal import Replay, replay
 from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.sim.again import again, rows
+from jaxserve.yamlio import seed_of
 
 SUMMARY = "Replay a journal, check that every plan is equal, and simulate the same load."
 EPILOG = """examples:
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("journal", type=Path, help="File that a server wrote with --journal.")
     parser.add_argument("--no-simulate", action="store_true", help="Only compare plans.")
     parser.add_argument("--save", type=Path, metavar="FILE", help="Write the comparison as JSON.")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of the simulation's noise.")
+    parser.add_argument("--seed", type=seed_of, default=0, help="Seed of the simulation's noise.")
 
 
 def perf_of(record: Mapping[str, Any]) -> PerfModel:
@@ -42,8 +43,11 @@ def perf_of(record: Mapping[str, Any]) -> PerfModel:
 def main(args: argparse.Namespace) -> int:
     if not args.journal.is_file():
         raise InvalidValue(f"journal {str(args.journal)!r} does not exist; a server writes one with --journal FILE")
-    with args.journal.open(encoding="utf-8") as lines:
-        replayed = replay(lines, perf_of)
+    try:
+        with args.journal.open(encoding="utf-8") as lines:
+            replayed = replay(lines, perf_of)
+    except UnicodeDecodeError as error:
+        raise InvalidValue(f"journal {str(args.journal)!r} is no text: {error.reason}") from error
     print(f"{replayed.plans} plans replayed, {len(replayed.differences)} differ, {len(replayed.requests)} requests")
     for difference in replayed.differences[:SHOWN]:
         print(f"  line {difference.line}, {difference.instance}:")

@@ -13,7 +13,7 @@ from jaxserve.sched.policies import names
 from jaxserve.sched.routing import ROUTERS
 from jaxserve.sched.sim import NAMED
 from jaxserve.sched.sim.tiers import NO_TIERS
-from jaxserve.yamlio import seconds, size
+from jaxserve.yamlio import seconds, seed_of, size
 
 SHARES = ("both", "ttft", "tpot", "worst", "window", "tokens")  # values of --attain
 
@@ -72,7 +72,7 @@ def _what(group: Any) -> None:
     )
     group.add_argument("--qps", metavar="RATES", help="requests per second: 3, or 2,3,4, or first:last:step")
     group.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with N seeds, starting at --seed [1]")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="first seed [0]")
+    group.add_argument("--seed", type=seed_of, default=0, metavar="N", help="first seed [0]")
     group.add_argument(
         "--goodput",
         action="store_true",
