@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-import jaxserve.demo
 from jaxserve.config import ServeConfig
 from jaxserve.llm import LLM
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.server.service import Service
-from jaxserve.tokenizer import Tokenizer
-from tests.support.server.double import Double
 from tests.support.server.live import MODEL, Live
 
-TEMPLATE = """{% for m in messages %}{{ m.role }}: {{ m.content }}
-{% endfor %}assistant: {% if thinking %}<think>{% else %}{% if false %}</think>{% endif %}{% endif %}"""
 HI = [{"role": "user", "content": "Hi"}]
 TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 TOOLS = [{"type": "function", "function": TOOL}]
-
-
-@pytest.fixture(scope="module")
-def thinking() -> Iterator[Live]:
-    """A server whose engine writes what `writes` says, with a template that knows thinking."""
-    tokenizer = Tokenizer.load(jaxserve.demo.model_path(), chat_template=TEMPLATE)
-    engine = Double(max_model_len=2000)
-    engine.info = replace(engine.info, eos=frozenset({0}))  # which compilers of grammars need
-    made = Live(Service(engine, tokenizer, ServeConfig.load(disable_log_stats=True)))
-    yield made
-    made.stop()
-
-
-@pytest.fixture
-def say(thinking: Live) -> Callable[[str], Live]:
-    """Make the engine write a text."""
-
-    def say(text: str) -> Live:
-        thinking.engine.writes = thinking.service.tokenizer.encode(text, add_special_tokens=False)
-        return thinking
-
-    return say
 
 
 def chunks(live: Live, path: str = "/v1/chat/completions", **body: Any) -> list[dict[str, Any]]:
