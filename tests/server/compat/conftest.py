@@ -24,9 +24,9 @@ def thinking() -> Iterator[Live]:
     tokenizer = Tokenizer.load(jaxserve.demo.model_path(), chat_template=TEMPLATE)
     engine = Double(max_model_len=2000)
     engine.info = replace(engine.info, eos=frozenset({0}))  # which compilers of grammars need
-    made = Live(Service(engine, tokenizer, ServeConfig.load(disable_log_stats=True)))
-    yield made
-    made.stop()
+    server = Live(Service(engine, tokenizer, ServeConfig.load(disable_log_stats=True)))
+    yield server
+    server.stop()
 
 
 @pytest.fixture

@@ -63,19 +63,19 @@ def asked(path: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 def joined(chunks: list[dict[str, Any]], index: int) -> dict[str, Any]:
     """Return what the chunks of a choice add up to."""
-    made: dict[str, Any] = {"text": "", "thinking": "", "calls": {}, "reason": None, "scores": []}
-    for choice in (one for chunk in chunks for one in chunk["choices"] if one["index"] == index):
+    result: dict[str, Any] = {"text": "", "thinking": "", "calls": {}, "reason": None, "scores": []}
+    for choice in (item for chunk in chunks for item in chunk["choices"] if item["index"] == index):
         delta = choice.get("delta", choice)
-        made["text"] += (delta.get("content") if "delta" in choice else choice["text"]) or ""
-        made["thinking"] += delta.get("reasoning_content") or ""
+        result["text"] += (delta.get("content") if "delta" in choice else choice["text"]) or ""
+        result["thinking"] += delta.get("reasoning_content") or ""
         for call in delta.get("tool_calls") or ():
-            name, arguments = made["calls"].get(call["index"], ("", ""))
+            name, arguments = result["calls"].get(call["index"], ("", ""))
             function = call["function"]
-            made["calls"][call["index"]] = (name + function.get("name", ""), arguments + function["arguments"])
-        made["reason"] = choice["finish_reason"] or made["reason"]
+            result["calls"][call["index"]] = (name + function.get("name", ""), arguments + function["arguments"])
+        result["reason"] = choice["finish_reason"] or result["reason"]
         scores = choice.get("logprobs") or {}
-        made["scores"] += [one["logprob"] for one in scores.get("content") or ()] + scores.get("token_logprobs", [])
-    return made
+        result["scores"] += [item["logprob"] for item in scores.get("content") or ()] + scores.get("token_logprobs", [])
+    return result
 
 
 def whole(choice: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def whole(choice: dict[str, Any]) -> dict[str, Any]:
         "thinking": message.get("reasoning_content") or "",
         "calls": dict(enumerate(calls)),
         "reason": choice["finish_reason"],
-        "scores": [one["logprob"] for one in scores.get("content") or ()] + scores.get("token_logprobs", []),
+        "scores": [item["logprob"] for item in scores.get("content") or ()] + scores.get("token_logprobs", []),
     }
 
 
@@ -103,7 +103,7 @@ def test_a_stream_is_its_whole_answer(say: Any, path: str, text: str, fields: di
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     # Every chunk names the same answer.
     kind = "chat.completion.chunk" if path == CHAT else "text_completion"
-    assert {(one["id"], one["created"], one["model"], one["object"]) for one in chunks} == {
+    assert {(item["id"], item["created"], item["model"], item["object"]) for item in chunks} == {
         (chunks[0]["id"], chunks[0]["created"], MODEL, kind)
     }
     # Usage: a last chunk without choices, or one in every chunk, or none.
@@ -111,16 +111,16 @@ def test_a_stream_is_its_whole_answer(say: Any, path: str, text: str, fields: di
     if options.get("include_usage"):
         last = chunks.pop()
         assert (last["choices"], last["usage"]) == ([], answer.json()["usage"])
-    assert all(bool(one["choices"]) for one in chunks)
-    assert all(bool(one.get("usage")) is bool(options.get("continuous_usage_stats")) for one in chunks)
+    assert all(bool(item["choices"]) for item in chunks)
+    assert all(bool(item.get("usage")) is bool(options.get("continuous_usage_stats")) for item in chunks)
     # Every choice: its role first and once, its end last and once, and in between what the whole answer has.
     choices = answer.json()["choices"]
-    assert {one["index"] for chunk in chunks for one in chunk["choices"]} == set(range(len(choices)))
+    assert {item["index"] for chunk in chunks for item in chunk["choices"]} == set(range(len(choices)))
     for index, choice in enumerate(choices):
-        own = [one for chunk in chunks for one in chunk["choices"] if one["index"] == index]
-        assert [one["finish_reason"] is not None for one in own] == [False] * (len(own) - 1) + [True]
+        own = [item for chunk in chunks for item in chunk["choices"] if item["index"] == index]
+        assert [item["finish_reason"] is not None for item in own] == [False] * (len(own) - 1) + [True]
         if path == CHAT:
-            assert ["role" in one["delta"] for one in own] == [True] + [False] * (len(own) - 1)
+            assert ["role" in item["delta"] for item in own] == [True] + [False] * (len(own) - 1)
             assert own[-1]["delta"] == {}
         assert joined(chunks, index) == whole(choice)
 
@@ -160,16 +160,16 @@ def test_a_message_and_its_stream(say: Any, text: str, fields: dict[str, Any], k
     """Anthropic's client puts the same message together from events as comes whole."""
     live = say(text)
     body = {"model": MODEL, "messages": HI, "max_tokens": 400, **fields}
-    made = live.anthropic.messages.create(**body)
+    result = live.anthropic.messages.create(**body)
     with live.anthropic.messages.stream(**body) as stream:
-        found = stream.get_final_message()
-    for one in (made, found):
-        assert ([block.type for block in one.content], one.stop_reason) == (kinds, reason)
-        assert (one.stop_sequence is not None) is (reason == "stop_sequence")
-    assert made.usage.input_tokens == found.usage.input_tokens > 0
-    assert made.usage.output_tokens == found.usage.output_tokens > 0
+        final = stream.get_final_message()
+    for item in (result, final):
+        assert ([block.type for block in item.content], item.stop_reason) == (kinds, reason)
+        assert (item.stop_sequence is not None) is (reason == "stop_sequence")
+    assert result.usage.input_tokens == final.usage.input_tokens > 0
+    assert result.usage.output_tokens == final.usage.output_tokens > 0
     names = ("text", "thinking", "name", "input")
-    told = [[[getattr(block, name, None) for name in names] for block in one.content] for one in (made, found)]
+    told = [[[getattr(block, name, None) for name in names] for block in item.content] for item in (result, final)]
     assert told[0] == told[1]
 
 
@@ -188,15 +188,15 @@ def test_a_message_and_its_stream(say: Any, text: str, fields: dict[str, Any], k
 def test_a_response_and_its_stream(say: Any, text: str, fields: dict[str, Any], kinds: list[str], status: str) -> None:
     """Ids stay the same from event to event, and the last event has the whole response."""
     live = say(text)
-    made = live.client.responses.create(model=MODEL, input="Hi", **fields)
+    result = live.client.responses.create(model=MODEL, input="Hi", **fields)
     events = list(live.client.responses.create(model=MODEL, input="Hi", stream=True, **fields))
     last: Any = events[-1]
     assert last.type == f"response.{status}" and events[0].type == "response.created"
-    for one in (made, last.response):
-        assert ([item.type for item in one.output], one.status) == (kinds, status)
-        assert one.id.startswith("resp_") and one.usage.output_tokens > 0
-    assert made.output_text == last.response.output_text
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == made.output_text
+    for item in (result, last.response):
+        assert ([item.type for item in item.output], item.status) == (kinds, status)
+        assert item.id.startswith("resp_") and item.usage.output_tokens > 0
+    assert result.output_text == last.response.output_text
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == result.output_text
     ids = [item.id for item in last.response.output]
     assert [event.item.id for event in events if event.type == "response.output_item.added"] == ids
     assert {event.item_id for event in events if hasattr(event, "item_id")} == set(ids)
