@@ -59,8 +59,8 @@ def _allowed(choice: Any, names: list[str]) -> tuple[Any, list[str]]:
         return choice, names
     given = choice.get("allowed_tools")
     mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
-    if mode not in ("auto", "required") or not isinstance(tools, list):
-        wanted = '{"mode": "auto" or "required", "tools": [...]}'
+    if mode not in ("auto", "required") or not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        wanted = f'{{"mode": "auto" or "required", "tools": [...]}} with at most {MAX_TOOLS} tools'
         raise InvalidValue(f"tool_choice.allowed_tools={short(given)} must be {wanted}", "tool_choice")
     chosen = {name for tool in tools for _, name in [_choice(tool, names)] if name is not None}
     return mode, [name for name in names if name in chosen]
@@ -90,7 +90,8 @@ def _choice(choice: Any, names: list[str]) -> tuple[str, str | None]:
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type", "function") != "function":
         kind = tool.get("type") if isinstance(tool, dict) else tool
-        raise InvalidValue(f"{where}.type={short(kind)} is not supported: only 'function' is", "tools")
+        more = "; /v1/responses takes custom tools" if kind == "custom" else ""
+        raise InvalidValue(f"{where}.type={short(kind)} is not supported: only 'function' is{more}", "tools")
     function = tool.get("function")
     if not isinstance(function, dict):
         raise InvalidValue(f"{where}.function={short(function)} must be an object with a name", f"{where}.function")

@@ -20,10 +20,10 @@ class Parser(Protocol):
     """Reads the text of one output as it arrives, however it is cut.
 
     Text that may become a marker is held back. The content is the text without calls, and without the
-    whitespace next to them. A call is reported once its name and the brace of its arguments have been
-    read; they follow as the model writes them, even if that is no JSON object in the end. Formats that are
-    not JSON, and unusual orders of fields, are reported once they are complete. What is no call stays
-    content, as it was written.
+    whitespace next to them, but for a gap between two texts. A call is reported once its name and the brace
+    of its arguments have been read; they follow as the model writes them, even if that is no JSON object in
+    the end. Formats that are not JSON, and unusual orders of fields, are reported once they are complete.
+    What is no call stays content, as it was written.
     """
 
     def feed(self, text: str) -> list[Event]:

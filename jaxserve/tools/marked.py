@@ -12,20 +12,30 @@ Reader = Callable[[Cursor], list[Call] | None]
 
 
 class Content:
-    """The text outside of calls, without the whitespace next to them. Writer: one parser."""
+    """The text outside of calls, without the whitespace next to them, but with a gap between two texts.
+
+    Writer: one parser.
+    """
 
     def __init__(self) -> None:
         self._trim = Trim(False)  # the whitespace that it holds back is dropped if a call follows
         self._called = False
+        self._said = False
+        self._gap = ""  # between the text so far and the next
 
     def add(self, text: str) -> list[Event]:
         """Return the content that is certain."""
         kept = self._trim.add(text)
-        return [Event("content", kept)] if kept else []
+        if not kept:
+            return []
+        kept, self._gap, self._said = self._gap + kept, "", True
+        return [Event("content", kept)]
 
     def calls(self, events: list[Event]) -> list[Event]:
         """Return the events of calls; the whitespace before them is dropped."""
         if events:
+            if self._said:
+                self._gap = self._gap or self._trim.rest() or " "
             self._called, self._trim = True, Trim(True)
         return events
 

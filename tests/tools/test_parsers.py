@@ -313,6 +313,22 @@ def test_content_is_the_text_outside_of_calls(parts):
     assert calls or found == content
 
 
+@pytest.mark.parametrize(
+    ("parts", "content"),
+    [
+        (["a ", 0, " b"], "a b"), (["a", 0, "b"], "a b"), (["a\n\n", 0, 0, "\nb"], "a\n\nb"), ([" ", 0, " b"], "b"),
+        (["a ", 0, " \n"], "a"), (["a ", 0, " b ", 0, " c"], "a b c"), (["a ", 0, " ", 0, " b"], "a b"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_texts_around_a_call_are_apart(name, parts, content):
+    call = {"hermes": '{"name": "time", "arguments": {}}', "qwen3_coder": "<function=time></function>"}[name]
+    text = "".join(f"<tool_call>{call}</tool_call>" if part == 0 else part for part in parts)
+    for pieces in ([text], list(text)):
+        events = run(parser_of(name), pieces)
+        assert "".join(event.text for event in events if event.kind == "content") == content
+
+
 THOUGHTS = [
     ("qwen3", "", "<think>\nhm\n\nso\n</think>\n\nYes. ", "hm\n\nso", "Yes. "),
     ("deepseek_r1", "<think>\n", "hm </think> Yes", "hm", "Yes"),

@@ -123,12 +123,24 @@ def _texts(given: str | list[Any], where: str) -> str | list[dict[str, Any]]:
 
 
 def _text_block(block: dict[str, Any], where: str) -> dict[str, Any]:
-    if block.get("type") == "tool_reference":  # a result of Claude Code's search for tools; all tools are given
-        return {"type": "text", "text": f"The tool {text_of(block, 'tool_name', where)} can be called."}
-    if block.get("type") != "text":
-        what = f"{where} of type {short(block.get('type'))} is not supported here: only text is"
+    """Return a part of chat for a block that is a text, or that holds one."""
+    kind, source = block.get("type"), block.get("source")
+    if kind == "tool_reference":  # a result of Claude Code's search for tools; all tools are given
+        return _part(f"The tool {text_of(block, 'tool_name', where)} can be called.")
+    if kind == "search_result" and isinstance(block.get("content"), list):
+        found = [object_of(part, f"{where}.content[{at}]") for at, part in enumerate(block["content"])]
+        texts = [text_of(part, "text", f"{where}.content[{at}]") for at, part in enumerate(found)]
+        return _part("\n".join([str(block.get("title") or ""), str(source or ""), *texts]))
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return _part(f"{block.get('title') or ''}\n{text_of(source, 'data', f'{where}.source')}".lstrip("\n"))
+    if kind != "text":
+        what = f"{where} of type {short(kind)} is not supported here: only text is"
         raise InvalidValue(what, f"{where}.type")
-    return {"type": "text", "text": text_of(block, "text", where)}
+    return _part(text_of(block, "text", where))
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 def _user(blocks: list[dict[str, Any]], where: str) -> list[Message]:

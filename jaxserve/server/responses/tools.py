@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jaxserve.errors import InvalidValue, short
 from jaxserve.server.openai import warn_once
 from jaxserve.server.translated import object_of, text_of
+from jaxserve.tools.definitions import MAX_TOOLS
 from jaxserve.tools.events import loaded
 
 # Run by OpenAI alone, some with a date: `web_search_preview_2025_03_11`. The model is not told of them.
@@ -52,6 +53,8 @@ def tools_in(given: Sequence[Any] | None) -> dict[str, Tool]:
     """
     made: dict[str, Tool] = {}
     for tool in _each(given or ()):
+        if len(made) == MAX_TOOLS:
+            raise InvalidValue(f"tools has more than {MAX_TOOLS} tools", "tools")
         name = tool.function["name"]
         if name in made:
             raise InvalidValue(f"tools: {short(name)} is defined twice", "tools")
@@ -114,7 +117,11 @@ def choice_of(given: Any, tools: Mapping[str, Tool]) -> Any:
         return given
     kind = given.get("type")
     if kind == "allowed_tools":
-        names = [name for one in given.get("tools") or () for name in _chosen(one, tools)]
+        chosen = given.get("tools")
+        if not isinstance(chosen, list) or len(chosen) > MAX_TOOLS:
+            what = f"tool_choice.tools={short(chosen)} must be a list of at most {MAX_TOOLS} tools"
+            raise InvalidValue(what, "tool_choice")
+        names = [name for one in chosen for name in _chosen(one, tools)]
         allowed = [{"type": "function", "function": {"name": name}} for name in names]
         return {"type": kind, "allowed_tools": {"mode": given.get("mode"), "tools": allowed}}
     if kind not in ("function", "custom", "local_shell"):

@@ -152,3 +152,28 @@ def test_a_later_request(live: Any) -> None:
 def test_what_would_change_the_answer_is_refused(live: Any, given: dict[str, Any], field: str) -> None:
     answer = live.http.post("/v1/messages", json={**FIRST, **given}, headers=HEADERS)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+
+
+RAIN = {"type": "text", "media_type": "text/plain", "data": "Rain."}
+DOCUMENT = {"type": "document", "source": RAIN, "title": "News"}
+PASSAGE = {"type": "text", "text": "B"}
+FOUND = {"type": "search_result", "source": "https://a.example", "title": "A", "content": [PASSAGE]}
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [(DOCUMENT, "News\nRain."), ({**DOCUMENT, "title": None}, "Rain."), (FOUND, "A\nhttps://a.example\nB")],
+)
+def test_blocks_that_hold_texts(plain: Any, block: dict[str, Any], text: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [block]}
+    for content in ([block], [result]):
+        given = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        answer = plain.http.post("/v1/messages", json=given)
+        assert answer.status_code == 200 and text in plain.sent(), answer.text
+
+
+def test_other_documents_are_refused(plain: Any) -> None:
+    block = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "eA=="}}
+    given = {"messages": [{"role": "user", "content": [block]}], "max_tokens": 1}
+    answer = plain.http.post("/v1/messages", json=given)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].content[0].type")

@@ -203,11 +203,14 @@ def test_allowed_tools(live: Any, choice: Any, offered: set[str]) -> None:
         ({"tools": [{**AGENTS, "tools": None}]}, "tools[0].tools"),
         ({"tools": [{**AGENTS, "tools": [{"type": "namespace", "name": "x"}]}]}, "tools[0].tools[0].type"),
         ({"tools": [EXEC, EXEC]}, "tools"),
+        ({"tools": [{**AGENTS, "tools": [{**SPAWN, "name": f"f{n}"} for n in range(1025)]}]}, "tools"),
+        ({"tool_choice": allowed(*[EXEC] * 1025)}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": 3}}, "tool_choice"),
         ({"tools": [{"type": "computer_use_preview"}]}, "tools[0].type"),
         ({"input": [{"type": "custom_tool_call", "name": "x", "call_id": "c"}]}, "input[0].input"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_what_would_change_the_answer_is_refused(live: Any, given: dict[str, Any], field: str) -> None:
     answer = live.http.post("/v1/responses", json={**FIRST, **given})
