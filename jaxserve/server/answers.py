@@ -96,32 +96,32 @@ class Answer:
     @property
     def usage(self) -> dict[str, Any]:
         prompt = sum(len(job.prompt) for job in self.jobs)
-        output = sum(one.count for outputs in self.outputs for one in outputs)
-        cached = sum(one.metrics.cached for outputs in self.outputs for one in outputs[:1] if one.metrics)
-        made: dict[str, Any] = {
+        generated = sum(output.count for outputs in self.outputs for output in outputs)
+        cached = sum(output.metrics.cached for outputs in self.outputs for output in outputs[:1] if output.metrics)
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
-            "completion_tokens": output,
-            "total_tokens": prompt + output,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         if self.chat:
-            thought = sum(one.thought for outputs in self.outputs for one in outputs)
-            made["completion_tokens_details"] = {"reasoning_tokens": thought}
-        if self.objectives and (found := outcome(self._ended)) is not None:
-            made["slo"] = found
-        return made
+            thought = sum(output.thought for outputs in self.outputs for output in outputs)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thought}
+        if self.objectives and (kept := outcome(self._ended)) is not None:
+            usage["slo"] = kept
+        return usage
 
     @property
     def _ended(self) -> list[tuple[Ended, RequestMetrics]]:
         """The outputs that have ended."""
         return [
             (
-                Ended(at, times.arrival, len(job.prompt), job.request.slo, times.token_times, one.finish_reason),
+                Ended(at, times.arrival, len(job.prompt), job.request.slo, times.token_times, output.finish_reason),
                 times,
             )
             for at, (job, outputs) in enumerate(zip(self.jobs, self.outputs, strict=True))
-            for one in outputs
-            if (times := one.metrics) is not None
+            for output in outputs
+            if (times := output.metrics) is not None
         ]
 
     # whole

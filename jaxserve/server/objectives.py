@@ -88,22 +88,24 @@ def outcome(outputs: Sequence[tuple[Ended, RequestMetrics]]) -> dict[str, Any] |
 
     Without what is not known or has no objective. None if there is no objective, or no output has ended.
     """
-    found = [measure(one, allowance=times.allowance) for one, times in outputs]
-    if not (found and found[0].promised):
+    measures = [measure(output, allowance=times.allowance) for output, times in outputs]
+    if not (measures and measures[0].promised):
         return None
     slo = outputs[0][0].slo
     seconds: dict[str, list[float | None]] = {
         "ttft_slo_ms": [slo.ttft],
         "predicted_ttft_ms": [times.predicted for _, times in outputs],
-        "ttft_ms": [one.ttft for one in found],
+        "ttft_ms": [output.ttft for output in measures],
         "tpot_slo_ms": [slo.tpot],
-        "tpot_ms": [one.tpot for one in found],
+        "tpot_ms": [output.tpot for output in measures],
         "tbt_slo_ms": [slo.tbt],
-        "gap_ms": [one.largest_gap for one in found],
+        "gap_ms": [output.largest_gap for output in measures],
     }
-    known = {name: [one for one in given if one is not None and isfinite(one)] for name, given in seconds.items()}
-    made: dict[str, Any] = {name: round(1e3 * max(given), 3) for name, given in known.items() if given}
-    return {**made, "attained": all(one.attained for one in found)}
+    known = {
+        name: [value for value in values if value is not None and isfinite(value)] for name, values in seconds.items()
+    }
+    worst: dict[str, Any] = {name: round(1e3 * max(values), 3) for name, values in known.items() if values}
+    return {**worst, "attained": all(output.attained for output in measures)}
 
 
 def _gateway_tier(headers: Mapping[str, str], config: ServeConfig, tiers: Collection[str] | None) -> str | None:

@@ -122,5 +122,5 @@ def test_openai_client_retries_a_full_queue(fake: Fake) -> None:
         return int(submit(*given))
 
     live.engine.submit = later
-    made = live.client.with_options(max_retries=1).chat.completions.create(model=MODEL, messages=HI, max_tokens=2)
-    assert refused and made.choices[0].finish_reason == "length"
+    result = live.client.with_options(max_retries=1).chat.completions.create(model=MODEL, messages=HI, max_tokens=2)
+    assert refused and result.choices[0].finish_reason == "length"

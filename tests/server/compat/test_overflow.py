@@ -43,11 +43,11 @@ def test_openai_words(plain: Any, path: str, body: dict[str, Any], param: str) -
     error = got.json()["error"]
     assert (got.status_code, error["code"]) == (400, "context_length_exceeded"), error
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
-    found = WORDS.fullmatch(error["message"])
-    assert found is not None, error["message"]
-    context, asked, prompt, output = (int(found[at]) for at in (1, 3, 4, 6))
+    match = WORDS.fullmatch(error["message"])
+    assert match is not None, error["message"]
+    context, asked, prompt, output = (int(match[at]) for at in (1, 3, 4, 6))
     assert asked == prompt + output > context == 256
-    assert found[5] == found[7] == param
+    assert match[5] == match[7] == param
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ def test_a_retry_with_what_is_left_fits(plain: Any) -> None:
     """Claude Code reads the numbers, and asks again with what is left."""
     with pytest.raises(anthropic.BadRequestError) as caught:
         plain.anthropic.messages.create(model=MODEL, max_tokens=5000, messages=SHORT)
-    found = re.search(r"(\d+) \+ (\d+) > (\d+)", str(caught.value))
-    assert found is not None
-    prompt, _, context = map(int, found.groups())
-    made = plain.anthropic.messages.create(model=MODEL, max_tokens=context - prompt, messages=SHORT)
-    assert made.usage.input_tokens + made.usage.output_tokens == context
+    match = re.search(r"(\d+) \+ (\d+) > (\d+)", str(caught.value))
+    assert match is not None
+    prompt, _, context = map(int, match.groups())
+    result = plain.anthropic.messages.create(model=MODEL, max_tokens=context - prompt, messages=SHORT)
+    assert result.usage.input_tokens + result.usage.output_tokens == context
 
 
 def test_openai_client_has_the_code(plain: Any) -> None:

@@ -29,8 +29,8 @@ def streamed(live: Any, path: str, body: dict[str, Any], headers: dict[str, str]
         body["stream_options"] = {"include_usage": True}
     with live.http.stream("POST", path, json=body, headers=headers) as got:
         events = [json.loads(line[6:]) for line in got.iter_lines() if line.startswith("data: {")]
-    found = [event.get("usage") or (event.get("response") or {}).get("usage") for event in events]
-    return [usage for usage in found if usage][-1]
+    usages = [event.get("usage") or (event.get("response") or {}).get("usage") for event in events]
+    return [usage for usage in usages if usage][-1]
 
 
 @pytest.mark.parametrize("path", list(BODIES))

@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-import jaxserve.demo
 from jaxserve.config import ServeConfig
 from jaxserve.llm import LLM
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.server.service import Service
-from jaxserve.tokenizer import Tokenizer
-from tests.support.server.double import Double
 from tests.support.server.live import MODEL, Live
 
-TEMPLATE = """{% for m in messages %}{{ m.role }}: {{ m.content }}
-{% endfor %}assistant: {% if thinking %}<think>{% else %}{% if false %}</think>{% endif %}{% endif %}"""
 HI = [{"role": "user", "content": "Hi"}]
 TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 TOOLS = [{"type": "function", "function": TOOL}]
-
-
-@pytest.fixture(scope="module")
-def thinking() -> Iterator[Live]:
-    """A server whose engine writes what `writes` says, with a template that knows thinking."""
-    tokenizer = Tokenizer.load(jaxserve.demo.model_path(), chat_template=TEMPLATE)
-    engine = Double(max_model_len=2000)
-    engine.info = replace(engine.info, eos=frozenset({0}))  # which compilers of grammars need
-    made = Live(Service(engine, tokenizer, ServeConfig.load(disable_log_stats=True)))
-    yield made
-    made.stop()
-
-
-@pytest.fixture
-def say(thinking: Live) -> Callable[[str], Live]:
-    """Make the engine write a text."""
-
-    def say(text: str) -> Live:
-        thinking.engine.writes = thinking.service.tokenizer.encode(text, add_special_tokens=False)
-        return thinking
-
-    return say
 
 
 def chunks(live: Live, path: str = "/v1/chat/completions", **body: Any) -> list[dict[str, Any]]:
@@ -57,9 +27,9 @@ def chunks(live: Live, path: str = "/v1/chat/completions", **body: Any) -> list[
 def both(live: Live, **body: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the thinking, content, names of calls and finish reason of a chat answer, whole and streamed."""
     body = {"messages": HI, "max_tokens": 500, **body}
-    made = live.http.post("/v1/chat/completions", json=body)
-    assert made.status_code == 200, made.text
-    choice = made.json()["choices"][0]
+    result = live.http.post("/v1/chat/completions", json=body)
+    assert result.status_code == 200, result.text
+    choice = result.json()["choices"][0]
     message = choice["message"]
     whole = {
         "thinking": message.get("reasoning_content", ""),
@@ -67,14 +37,14 @@ def both(live: Live, **body: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "calls": [call["function"]["name"] for call in message.get("tool_calls") or ()],
         "reason": choice["finish_reason"],
     }
-    found = chunks(live, **body)
-    deltas = [one["choices"][0]["delta"] for one in found]
+    result = chunks(live, **body)
+    deltas = [item["choices"][0]["delta"] for item in result]
     called = [call for delta in deltas for call in delta.get("tool_calls", ())]
     streamed = {
         "thinking": "".join(delta.get("reasoning_content", "") for delta in deltas),
         "content": "".join(delta.get("content") or "" for delta in deltas),
         "calls": [call["function"]["name"] for call in called if "name" in call["function"]],
-        "reason": found[-1]["choices"][0]["finish_reason"],
+        "reason": result[-1]["choices"][0]["finish_reason"],
     }
     return whole, streamed
 
@@ -99,16 +69,16 @@ STOPS = [
 def test_stop_strings_end_the_answer(
     say: Any, text: str, thinks: bool, stops: list[str], thought: str, content: str
 ) -> None:
-    for found in both(say(text), stop=stops, chat_template_kwargs={"thinking": thinks}):
-        assert (found["thinking"], found["content"].strip("\n")) == (thought, content)
-        assert found["reason"] == "stop"
+    for result in both(say(text), stop=stops, chat_template_kwargs={"thinking": thinks}):
+        assert (result["thinking"], result["content"].strip("\n")) == (thought, content)
+        assert result["reason"] == "stop"
 
 
 def test_stop_strings_in_the_other_apis(say: Any) -> None:
     live = say("<think>The Question: hm</think>Yes. Question: no")
-    made = live.anthropic.messages.create(model=MODEL, max_tokens=500, messages=HI, stop_sequences=["Question:"])
-    assert [getattr(block, block.type) for block in made.content] == ["The Question: hm", "Yes. "]
-    assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "Question:")
+    result = live.anthropic.messages.create(model=MODEL, max_tokens=500, messages=HI, stop_sequences=["Question:"])
+    assert [getattr(block, block.type) for block in result.content] == ["The Question: hm", "Yes. "]
+    assert (result.stop_reason, result.stop_sequence) == ("stop_sequence", "Question:")
     answer = live.client.responses.create(model=MODEL, input="Hi", extra_body={"stop": ["Question:"]})
     assert [item.content[0].text for item in answer.output] == ["The Question: hm", "Yes. "]
     text = live.client.completions.create(model=MODEL, prompt="Hi", max_tokens=500, stop=["Question:"])
@@ -172,21 +142,21 @@ ENDS = [
 @pytest.mark.parametrize(("text", "fields"), ENDS)
 def test_the_end_has_a_chunk_of_its_own(say: Any, text: str, fields: dict[str, Any]) -> None:
     live = say(text)
-    found = [one["choices"][0] for one in chunks(live, **{"messages": HI, "max_tokens": 500, **fields})]
-    ends = [choice for choice in found if choice["finish_reason"] is not None]
+    result = [item["choices"][0] for item in chunks(live, **{"messages": HI, "max_tokens": 500, **fields})]
+    ends = [choice for choice in result if choice["finish_reason"] is not None]
     assert [choice["delta"] for choice in ends] == [{}] * fields.get("n", 1)
     assert all(choice["logprobs"] is None for choice in ends)
     if fields.get("logprobs"):
-        scored = [entry for choice in found for entry in (choice["logprobs"] or {}).get("content", ())]
+        scored = [entry for choice in result for entry in (choice["logprobs"] or {}).get("content", ())]
         assert len(scored) == len(live.engine.writes)
 
 
 def test_the_end_of_a_text_completion(say: Any) -> None:
     live = say("Some text.")
-    found = [one["choices"][0] for one in chunks(live, "/v1/completions", prompt="Hi", max_tokens=500)]
-    assert (found[-1]["text"], found[-1]["finish_reason"]) == ("", "stop")
-    assert all(choice["finish_reason"] is None and choice["text"] for choice in found[:-1])
-    assert "".join(choice["text"] for choice in found) == "Some text."
+    result = [item["choices"][0] for item in chunks(live, "/v1/completions", prompt="Hi", max_tokens=500)]
+    assert (result[-1]["text"], result[-1]["finish_reason"]) == ("", "stop")
+    assert all(choice["finish_reason"] is None and choice["text"] for choice in result[:-1])
+    assert "".join(choice["text"] for choice in result) == "Some text."
 
 
 # F17: a forced call that is cut before its name is no content.
@@ -194,8 +164,8 @@ def test_the_end_of_a_text_completion(say: Any) -> None:
 def test_a_cut_call_is_no_content(say: Any, text: str) -> None:
     live = say(text)
     cut = {"max_tokens": len(live.engine.writes), "tools": TOOLS, "tool_choice": "required"}
-    for found in both(live, **cut):
-        assert (found["content"], found["calls"]) == ("", [])
+    for result in both(live, **cut):
+        assert (result["content"], result["calls"]) == ("", [])
 
 
 # F16: offsets are positions in the text.
@@ -215,5 +185,5 @@ def test_offsets_are_positions_in_the_text(say: Any, text: str, echo: bool) -> N
             assert whole[start:end] == token, (start, end)
     assert offsets == sorted(offsets) and offsets[0] == 0
     assert 0 <= len(whole) - offsets[-1] <= max(1, len(scores["tokens"][-1]))
-    streamed = [one["choices"][0]["logprobs"] for one in chunks(live, "/v1/completions", **body)]
-    assert [at for one in streamed if one for at in one["text_offset"]] == offsets
+    streamed = [item["choices"][0]["logprobs"] for item in chunks(live, "/v1/completions", **body)]
+    assert [at for item in streamed if item for at in item["text_offset"]] == offsets

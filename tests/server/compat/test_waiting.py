@@ -30,8 +30,8 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def events(lines: list[str]) -> list[dict[str, Any]]:
     """Return the objects of a stream."""
-    found = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    return [json.loads(one) for one in found if one != "[DONE]"]
+    sent = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [json.loads(item) for item in sent if item != "[DONE]"]
 
 
 def signs(path: str, lines: list[str]) -> int:
@@ -64,17 +64,17 @@ def test_leaving_a_stream_that_waits_frees_the_request(fake: Any, path: str) -> 
 def test_signs_of_life_change_no_answer(fake: Any, path: str) -> None:
     """Headers and signs come while there is no token; everything else is as without."""
     _, lines = waited(fake(delay=3600.0), path, 3)
-    found = events(lines)
+    sent = events(lines)
     if path == "/v1/messages":
-        assert [event["type"] for event in found[:4]] == ["message_start", "ping", "ping", "ping"]
-        assert found[-1]["type"] == "message_stop"
-        assert sum(event["type"] == "message_start" for event in found) == 1
+        assert [event["type"] for event in sent[:4]] == ["message_start", "ping", "ping", "ping"]
+        assert sent[-1]["type"] == "message_stop"
+        assert sum(event["type"] == "message_start" for event in sent) == 1
     elif path == "/v1/responses":
-        assert [event["sequence_number"] for event in found] == list(range(len(found)))
-        assert [found[0]["type"], found[-1]["type"]] == ["response.created", "response.incomplete"]
+        assert [event["sequence_number"] for event in sent] == list(range(len(sent)))
+        assert [sent[0]["type"], sent[-1]["type"]] == ["response.created", "response.incomplete"]
     else:
         assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert found[-1]["choices"][0]["finish_reason"] == "length"
+        assert sent[-1]["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.usefixtures("hurried")
