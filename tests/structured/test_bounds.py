@@ -111,6 +111,7 @@ def doubled(n: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{n}": {"const": 1}}}
 
 
+ROOT = "#/$defs/d0"
 LONG: dict[str, dict[str, Any]] = {
     "choice": {"choice": ["b" * 262_144]},
     "regex": {"regex": "b" * 1_000_000},
@@ -124,7 +125,7 @@ LONG: dict[str, dict[str, Any]] = {
     "pattern": {"json": {"type": "string", "pattern": "^b{60000}$"}},
     "items": {"json": {"type": "array", "minItems": 5_000, "items": {"const": 1}}},
     "references": {"json": doubled(14)},
-    "endless": {"json": {**doubled(2), "$defs": {"d0": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/d0"}}}}},
+    "endless": {"json": {**doubled(0), "$defs": {"d0": {"type": "array", "minItems": 1, "items": {"$ref": ROOT}}}}},
     "escaped": {"json": json.dumps(doubled(14)).replace("$ref", "\\u0024ref")},
     "whitespace": {"json": {"const": [1, 2]}, "whitespace_pattern": " {9000}"},
     "tag": {"structural_tag": {"structures": [{"begin": "<a", "schema": {"const": "b" * 65_000}, "end": ">"}],
