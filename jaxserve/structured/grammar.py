@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from math import inf
 from typing import Any
 
 from llguidance import LLMatcher, StructTag, gbnf_to_lark
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
+from jaxserve.structured.bounds import DEFINITIONS
 
 # Between the tokens of JSON: at most a space, or a new line with indentation. Some models write whitespace without
 # end if they may.
 WHITESPACE = r" ?|\n[ \t]{0,64}"
 
 MAX_FORCED = 4096  # bytes of a constraint that may force tokens
-# What can make the only text that is allowed longer than the constraint.
-REPEATED = re.compile(r'\{\d|"\$(?:ref|dynamicRef|recursiveRef)"|"min(?:Items|Contains)": (?:[2-9]|1\d)')
+# What can make the only text that is allowed longer than the constraint; references are replaced by what they name.
+REPEATED = re.compile(r'\{\d|"\$(?:dynamicRef|recursiveRef)"|"min(?:Items|Contains)": (?:[2-9]|1\d)')
 UNFORCED = '\n%llguidance {"no_forcing": true}\n'  # the last of several holds
 
 
@@ -42,8 +44,33 @@ def forces(wanted: StructuredOutputs) -> bool:
     if wanted.size > MAX_FORCED or wanted.whitespace_pattern is not None:
         return False
     if kind in ("json", "structural_tag"):
-        return not REPEATED.search(json.dumps(json.loads(getattr(wanted, kind))))
+        schema = json.loads(getattr(wanted, kind))
+        return not REPEATED.search(json.dumps(schema)) and _expanded(schema, schema, {}) <= MAX_FORCED
     return kind in ("choice", "json_object") or (wanted.regex is not None and not REPEATED.search(wanted.regex))
+
+
+def _expanded(node: Any, root: Any, known: dict[str, float]) -> float:
+    """Return the characters of a schema with its references replaced by what they name; inf if they are endless.
+
+    known: the sizes of references so far.
+    """
+    if isinstance(node, list):
+        return sum(_expanded(one, root, known) for one in node)
+    if not isinstance(node, dict):
+        return len(str(node))
+    size = 0.0
+    for key, value in node.items():
+        if key == "$ref" and isinstance(value, str):
+            if value not in known:
+                known[value] = inf  # until it is known: for one that leads to itself
+                _, *path = value.split("/")
+                folder = root.get(path[0]) if len(path) == 2 and path[0] in DEFINITIONS else None
+                if isinstance(folder, dict) and path[1] in folder:
+                    known[value] = _expanded(folder[path[1]], root, known)
+            size += known[value]
+        elif key not in DEFINITIONS:
+            size += len(key) + _expanded(value, root, known)
+    return size
 
 
 def _grammar_of(wanted: StructuredOutputs) -> str:

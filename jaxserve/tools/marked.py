@@ -96,6 +96,8 @@ class Marked:
         if left is None:
             return []
         rest = left.rest
+        if stream.called and not self._markers.closing:
+            rest = rest.removeprefix("]")  # of a list that lasts to the end of the output
         calls = self._read(left)
         if calls:
             return self._content.calls([event for call in calls for event in call.events()])

@@ -67,9 +67,21 @@ def value_of(text: str, schema: Any) -> Any:
     """Return the value of a parameter that was written as text: a string if the schema asks for one, else JSON."""
     text = text.removeprefix("\n").removesuffix("\n")
     value = loaded(text.strip())
-    kinds = schema.get("type") if isinstance(schema, dict) else None
-    allowed = {kinds} if isinstance(kinds, str) else set(kinds) if isinstance(kinds, list) else set()
+    allowed = _types(schema)
     if "string" in allowed and not (value is None and "null" in allowed and text.strip() == "null"):
         others = allowed - {"string", "null"}
         return value if others and value is not None and not isinstance(value, str) else text
     return text if value is None and text.strip() != "null" else value
+
+
+def _types(schema: Any) -> set[str]:
+    """Return the types that a schema names, in alternatives and values too, as pydantic writes `str | None`."""
+    if not isinstance(schema, dict):
+        return set()
+    found = set[str]()
+    alternatives = (schema.get(key) for key in ("anyOf", "oneOf", "allOf"))
+    for one in [schema, *(one for given in alternatives if isinstance(given, list) for one in given)]:
+        kinds = one.get("type") if isinstance(one, dict) else None
+        found.update(kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str))
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
+    return found | {"string" for value in values if isinstance(value, str)}

@@ -111,6 +111,7 @@ def doubled(n: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{n}": {"const": 1}}}
 
 
+ROOT = "#/$defs/d0"
 LONG: dict[str, dict[str, Any]] = {
     "choice": {"choice": ["b" * 262_144]},
     "regex": {"regex": "b" * 1_000_000},
@@ -124,6 +125,7 @@ LONG: dict[str, dict[str, Any]] = {
     "pattern": {"json": {"type": "string", "pattern": "^b{60000}$"}},
     "items": {"json": {"type": "array", "minItems": 5_000, "items": {"const": 1}}},
     "references": {"json": doubled(14)},
+    "endless": {"json": {**doubled(0), "$defs": {"d0": {"type": "array", "minItems": 1, "items": {"$ref": ROOT}}}}},
     "escaped": {"json": json.dumps(doubled(14)).replace("$ref", "\\u0024ref")},
     "whitespace": {"json": {"const": [1, 2]}, "whitespace_pattern": " {9000}"},
     "tag": {"structural_tag": {"structures": [{"begin": "<a", "schema": {"const": "b" * 65_000}, "end": ">"}],
@@ -147,6 +149,7 @@ def test_masks_do_not_read_long_texts_that_are_the_only_ones_allowed(compiler: C
         ({"choice": ["alpha", "alphabet"]}, "al"),
         ({"json": {"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]}}, '{"'),
         ({"json_object": True}, ""),
+        ({"json": {**doubled(3), "description": "short"}}, '{"'),
     ],
 )
 def test_short_texts_that_are_the_only_ones_allowed_are_found(
