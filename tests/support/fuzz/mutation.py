@@ -67,6 +67,46 @@ AGENT = {
     "reasoning": {"effort": "low", "summary": "auto"},
     "max_output_tokens": 3,
 }
+AGENTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "/v1/chat/completions",
+        {
+            "messages": TURNS,
+            "tools": [FUNCTION],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [FUNCTION]}},
+            "thinking": {"type": "disabled"},
+            "enable_thinking": True,
+            "max_tokens": 3,
+            "regex": "a+",
+        },
+    ),
+    ("/v1/responses", AGENT),
+    ("/v1/responses/input_tokens", AGENT),
+    (
+        "/v1/messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "Rain."}}]},
+                {"role": "assistant", "content": [{"type": "server_tool_use", "id": "s", "name": "w", "input": {}}]},
+                {"role": "system", "content": [{"type": "text", "text": "Now."}]},
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "c",
+                            "content": [{"type": "tool_reference", "tool_name": "f"}],
+                        }
+                    ],
+                },
+            ],
+            "tools": [{"type": "web_search_20250305", "name": "w"}, {"name": "f", "input_schema": OBJECT}],
+            "output_config": {"effort": "low"},
+            "thinking": {"type": "adaptive"},
+            "max_tokens": 3,
+        },
+    ),
+)
 OFTEN = ("max_tokens", "max_output_tokens")  # kept in most bodies, so that they end soon
 SEEDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": "def main(", **SAMPLED, "logprobs": 2, "echo": True}),
@@ -130,44 +170,7 @@ SEEDS: tuple[tuple[str, dict[str, Any]], ...] = (
             "max_output_tokens": 3,
         },
     ),
-    (
-        "/v1/chat/completions",
-        {
-            "messages": TURNS,
-            "tools": [FUNCTION],
-            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [FUNCTION]}},
-            "thinking": {"type": "disabled"},
-            "enable_thinking": True,
-            "max_tokens": 3,
-            "regex": "a+",
-        },
-    ),
-    ("/v1/responses", AGENT),
-    ("/v1/responses/input_tokens", AGENT),
-    (
-        "/v1/messages",
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "Rain."}}]},
-                {"role": "assistant", "content": [{"type": "server_tool_use", "id": "s", "name": "w", "input": {}}]},
-                {"role": "system", "content": [{"type": "text", "text": "Now."}]},
-                {
-                    "role": "user",
-                    "content": [
-                        {
-                            "type": "tool_result",
-                            "tool_use_id": "c",
-                            "content": [{"type": "tool_reference", "tool_name": "f"}],
-                        }
-                    ],
-                },
-            ],
-            "tools": [{"type": "web_search_20250305", "name": "w"}, {"name": "f", "input_schema": OBJECT}],
-            "output_config": {"effort": "low"},
-            "thinking": {"type": "adaptive"},
-            "max_tokens": 3,
-        },
-    ),
+    *AGENTS,
     ("/v1/messages/count_tokens", {"messages": BLOCKS, "system": "Be brief."}),
     ("/tokenize", {"prompt": "def main(", "add_special_tokens": False, "return_token_strs": True}),
     ("/tokenize", {"messages": CHAT, "add_generation_prompt": False}),
