@@ -41,6 +41,7 @@ from jaxserve.generation.session import session_of
 from jaxserve.generation.stops import thinking_of
 from jaxserve.generation.vectors import check_dimensions, paired, pooling_params, similarity, vector_of
 from jaxserve.generation.vectors import finished as finished_vector
+from jaxserve.models.generation_config import sampling_defaults
 from jaxserve.models.source import find_tokenizer, tokenizer_folder
 from jaxserve.outputs import (
     CompletionOutput,
@@ -117,9 +118,14 @@ class _Base:
         else:
             engine, self.tokenizer = _started(config, tokenizer_object)
         self.engine: Any = engine
+        self._defaults = sampling_defaults(config)
         from jaxserve.server.metrics import Metrics
 
         self._metrics: Metrics = Metrics(engine, config.names[0], config.metrics_prefix)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of requests that set none: those of the model's generation_config.json, as in vLLM."""
+        return SamplingParams(**self._defaults)
 
     def close(self) -> None:
         """Close the engine and abort running requests."""
@@ -149,7 +155,7 @@ class _Base:
         request_id: str | None = None,
     ) -> Submission:
         """Check a request before it is submitted, and build the submission. Raises InvalidValue."""
-        params = SamplingParams() if params is None else params
+        params = self.get_default_sampling_params() if params is None else params
         for name, given, kind, allowed in (
             ("sampling_params", params, SamplingParams, "SamplingParams"),
             ("slo", slo, SLO | None, "an SLO"),

@@ -63,7 +63,7 @@ class Tokenizer:
         """Load by Hugging Face name or from a folder. chat_template: a file, or the template itself."""
         chat_template = template_of(chat_template)
         try:
-            loaded = _reader(name).from_pretrained(str(name), revision=revision)
+            loaded = _reader(name).from_pretrained(str(name), revision=revision, trust_remote_code=False)
         except Exception as error:  # transformers can raise anything, depending on the files
             reason = " ".join(str(error).split())[:300]
             raise InvalidValue(

@@ -418,9 +418,8 @@ class Engine:
                 tell(Delta(request.id, finish_reason="error", error=f"routing failed: {error}"))
 
     def _finished(self, request: Request) -> None:
-        first = self._cluster.ttft_predictions.of(request)
-        # Without its tokens, which may be many.
-        self._over[request.id] = RequestMetrics.of(request, None if first is None else first[0])
+        predicted = self._cluster.ttft_predictions.predicted(request)
+        self._over[request.id] = RequestMetrics.of(request, predicted)  # without its tokens, which may be many
         if len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
         self._queue.ended()

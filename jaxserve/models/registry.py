@@ -50,16 +50,35 @@ def _family(name: str) -> Any:
 def load_spec(path: Path) -> ModelSpec:
     """Return the spec of the model in folder `path`.
 
-    Reads config.json, the EOS ids of generation_config.json, and the quantization of a converted model.
-    Raises InvalidValue.
+    Reads config.json, the EOS ids of generation_config.json and of the tokenizer, and the quantization of a
+    converted model. Raises InvalidValue.
     """
     spec = spec_from_config(read_config(path))
+    more: list[int] = []
     if (path / "generation_config.json").is_file():
         eos = _read_json(path, "generation_config.json").get("eos_token_id")
         more = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        spec = replace(spec, eos=tuple(dict.fromkeys([*spec.eos, *more])))
+    more += [id for id in _tokenizers_eos(path) if id < spec.vocab]  # a tokenizer may have more entries than the model
+    spec = replace(spec, eos=tuple(dict.fromkeys([*spec.eos, *more])))
     converted = manifest.find(path)
     return spec if converted is None else replace(spec, quantized=converted.quantized)
+
+
+def _tokenizers_eos(path: Path) -> list[int]:
+    """Return the id of the tokenizer's `eos_token`: fine-tunes for chat often name another one than the base model."""
+    if not (path / "tokenizer_config.json").is_file():
+        return []
+    given = _read_json(path, "tokenizer_config.json")
+    token = given.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    added = given.get("added_tokens_decoder") or {}
+    known = [int(id) for id, one in added.items() if isinstance(one, dict) and one.get("content") == text]
+    if known or text is None or not (path / "tokenizer.json").is_file():
+        return known
+    from tokenizers import Tokenizer  # reading a large vocabulary takes a while, and is seldom needed
+
+    id = Tokenizer.from_file(str(path / "tokenizer.json")).token_to_id(text)
+    return [] if id is None else [id]
 
 
 def read_config(path: Path) -> Config:

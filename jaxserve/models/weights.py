@@ -8,6 +8,7 @@ share one copy.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -36,7 +37,11 @@ Param = Info | Quantized | Transposed  # the latter two hold `Info`s
 Tensors = dict[str, tuple[Path, Any]]  # tensor name -> (path, open file)
 
 FLOATS = ("F32", "F16", "BF16")
+log = logging.getLogger(__name__)
+
 NARROW = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}  # safetensors' names of the 8-bit dtypes
+OTHERS = ("adapter", "consolidated", "optimizer", "training")  # beginnings of files beside those of a model
+OLDER = (".bin", ".pt", ".pth", ".gguf")
 EXPECTED = "model.safetensors, or model.safetensors.index.json and the files it names"
 ALIGNED = 64  # bytes; XLA on a CPU uses arrays of this alignment without copying them
 
@@ -177,10 +182,7 @@ def _files(path: Path) -> list[Path]:
         raise WeightsError(f"model folder {str(path)!r} does not exist; expected {EXPECTED} in it")
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        files = sorted(path.glob("*.safetensors"))
-        if not files:
-            raise WeightsError(f"no *.safetensors in {str(path)!r}; expected {EXPECTED}")
-        return files
+        return _without_index(path)
     try:
         where = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         names = sorted(set(where.values()))
@@ -194,6 +196,25 @@ def _files(path: Path) -> list[Path]:
             "download them, or the whole model again"
         )
     return [path / name for name in names]
+
+
+def _without_index(path: Path) -> list[Path]:
+    """Return the files of a model without an index: model*.safetensors if there are any, else all but other things."""
+    every = sorted(path.glob("*.safetensors"))
+    files = [file for file in every if file.name.startswith("model")]
+    files = files or [file for file in every if not file.name.startswith(OTHERS)]
+    if not files:
+        old = sorted(file.name for suffix in OLDER for file in path.glob(f"*{suffix}"))
+        remedy = f"expected {EXPECTED}"
+        if old:
+            remedy = (
+                f"{old[0]} is of another format, which is not read: convert it with transformers, "
+                f"`AutoModelForCausalLM.from_pretrained({str(path)!r}).save_pretrained(NEW)`, and serve NEW"
+            )
+        raise WeightsError(f"no *.safetensors of a model in {str(path)!r}; {remedy}")
+    if passed_over := [file.name for file in every if file not in files]:
+        log.info("%s: not read, as they are no weights of the model: %s", path, ", ".join(passed_over))
+    return files
 
 
 def _first_cut(file: Path) -> str:

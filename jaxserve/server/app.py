@@ -72,12 +72,14 @@ def create_app(service: Service, created: int | None = None) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return present_models(service.config, service.engine.info.max_model_len, created)
+        return present_models(service.config, service.engine.info.max_model_len, created, service.sampling_defaults)
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        return present_model(service.config, name, service.engine.info.max_model_len, created)
+        return present_model(
+            service.config, name, service.engine.info.max_model_len, created, service.sampling_defaults
+        )
 
     @app.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
     async def tokenize(request: Request) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,14 @@ def check_model(config: ServeConfig, name: str | None) -> None:
         raise Refused(404, f"model {short(name)} is not served here; served: {known}", "model", "model_not_found")
 
 
-def present_model(config: ServeConfig, name: str, max_model_len: int | None, created: int) -> dict[str, Any]:
-    """Return the entry of a model. max_model_len: None: not known yet."""
+def present_model(
+    config: ServeConfig,
+    name: str,
+    max_model_len: int | None,
+    created: int,
+    sampling: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the entry of a model. max_model_len: None: not known yet. sampling: of requests that set none."""
     return {
         "id": name,
         "object": "model",
@@ -30,12 +37,15 @@ def present_model(config: ServeConfig, name: str, max_model_len: int | None, cre
         "root": config.names[0],
         "parent": None,
         "max_model_len": max_model_len,
+        **({"default_sampling_params": dict(sampling)} if sampling else {}),
     }
 
 
-def present_models(config: ServeConfig, max_model_len: int | None, created: int) -> dict[str, Any]:
+def present_models(
+    config: ServeConfig, max_model_len: int | None, created: int, sampling: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the response to `GET /v1/models`."""
-    data = [present_model(config, name, max_model_len, created) for name in config.names]
+    data = [present_model(config, name, max_model_len, created, sampling) for name in config.names]
     return {"object": "list", "data": data}
 
 

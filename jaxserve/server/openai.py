@@ -354,8 +354,11 @@ _APART = {"max_tokens", "logprobs", "structured_outputs"}  # they differ between
 _ALIKE = [one.name for one in fields(SamplingParams) if one.name in Sampled.model_fields and one.name not in _APART]
 
 
-def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
-    """Return the sampling parameters of a request. Raises InvalidValue that names the field."""
+def params_of(body: Sampled, vocab_size: int, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+    """Return the sampling parameters of a request. defaults: of those that it leaves out, by name.
+
+    Raises InvalidValue that names the field.
+    """
     if body.best_of is not None and body.best_of > (body.n or 1):
         raise InvalidValue(
             f"best_of={short(body.best_of)} above n={short(body.n or 1)} is not supported: use n", "best_of"
@@ -363,7 +366,7 @@ def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
     check_names(body)
     given: dict[str, Any] = {name: getattr(body, name) for name in _ALIKE}
     given["logit_bias"] = _logit_bias(body.logit_bias or {}, vocab_size)
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {**(defaults or {}), **{name: value for name, value in given.items() if value is not None}}
     if isinstance(body, ChatBody):
         given |= _of_chat(body)
     elif isinstance(body, CompletionBody):

@@ -19,6 +19,7 @@ from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, check_length, merged, pieces
 from jaxserve.generation.session import session_of
 from jaxserve.generation.stops import Automaton, thinking_of
+from jaxserve.models.generation_config import sampling_defaults
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
@@ -68,6 +69,7 @@ class Service:
         self.active = 0  # HTTP requests that generate tokens
         self._mailbox: Mailbox | None = None
         self.parsers = Parsers.of(config.tool_call_parser, config.reasoning_parser, tokenizer.template_text)
+        self.sampling_defaults = sampling_defaults(config)
         self.prompts = Prompts(tokenizer, engine.info.vocab_size, engine.info.max_model_len)
         # An engine in another process compiles for itself; here it is found out whether that will work.
         shared: Compiler | None = getattr(engine, "compiler", None)
@@ -108,7 +110,7 @@ class Service:
         if body.stream_options is not None and not body.stream:
             raise InvalidValue("stream_options requires stream=true", "stream_options")
         self.limits.of(client).check(body)
-        params = params_of(body, self.engine.info.vocab_size)
+        params = params_of(body, self.engine.info.vocab_size, self.sampling_defaults)
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls) if isinstance(body, ChatBody) else None
         if self.parsers.keeps_special(tools) and isinstance(body, ChatBody):
             params = replace(params, skip_special_tokens=False)

@@ -12,7 +12,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -257,6 +257,8 @@ async def _announce(
     title = f"{config.names[0]}, context {info.max_model_len}, policy {info.policy}, attention {info.attention}"
     print_table(title, ("instance", "role", "devices", "pages", "tokens of KV"), rows)
     print(promise_line(info.promise))
+    if service.sampling_defaults:
+        print(sampling_line(service.sampling_defaults))
     key = " -H 'Authorization: Bearer KEY'" if service.keys.names else ""
     url = url_of(config, sock)
     print(f"jaxserve is ready at {url}. Try:")
@@ -284,6 +286,12 @@ def promise_line(promise: Promise) -> str:
     goals = (("ttft", promise.slo.ttft, "to the first token"), ("tpot", promise.slo.tpot, "per token after it"))
     said = ", ".join(f"{seconds:g} s {what}{' (auto)' * (name in promise.automatic)}" for name, seconds, what in goals)
     return f"Objectives of requests that set none: {said}; change them with --ttft-slo, --tpot-slo."
+
+
+def sampling_line(defaults: Mapping[str, Any]) -> str:
+    """Return the line that states how tokens of requests that set nothing are sampled."""
+    said = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    return f"Sampling of requests that set none: {said} (generation_config.json); --generation-config vllm ignores it."
 
 
 async def _log_stats(service: Service) -> None:

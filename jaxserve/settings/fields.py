@@ -93,6 +93,10 @@ class HttpSettings:
     served_model_name: tuple[str, ...] = flag(
         (), "server", "Names of the model in requests. Default: the model's.", metavar="NAME"
     )
+    generation_config: str = flag(
+        "auto", "server", "Sampling parameters of requests that set none: those of the model's generation_config.json "
+        "(auto), of the one in a folder, or vLLM's defaults (vllm)."
+    )  # fmt: skip
     chat_template: str | None = flag(None, "server", "Jinja file of a chat template that replaces the model's.")
     tool_call_parser: str = flag(
         "auto", "server", "How calls are read from the text of a model that chooses them: auto (by the chat template), "

@@ -1,8 +1,4 @@
-"""Bounds on structured outputs, checked before llguidance sees them.
-
-It recurses once a rule, and makes a copy of what is left of a text with each character of a token: the mask of a row
-costs about 0.1 us for each character of the text that it writes.
-"""
+"""Bounds on structured outputs, checked before llguidance sees them: it recurses once a rule."""
 
 from __future__ import annotations
 
@@ -17,9 +13,6 @@ MAX_RULES = 1_000  # definitions of a schema, rules of a grammar
 MAX_NODES = 20_000  # objects and lists of a schema
 MAX_DEPTH = 100  # of objects and lists in each other
 MAX_ALTERNATIVES = 10_000  # of a grammar
-MAX_TEXT = 16_384  # characters of a choice, or of a text in a schema
-MAX_EXPRESSION = 1 << 16  # characters of a regular expression, or of a grammar
-UNREAD = ("$comment", "$id", "$schema", "default", "description", "example", "examples", "title")  # texts without bound
 DEFINITIONS = ("$defs", "definitions")
 RULE = re.compile(r"^[ \t]*[?!]?\w[^:\n\"/]*:", re.MULTILINE)
 
@@ -31,36 +24,27 @@ def check_bounds(wanted: StructuredOutputs) -> None:
         assert wanted.grammar is not None
         _check(kind, "rules", len(RULE.findall(wanted.grammar)), MAX_RULES)
         _check(kind, "alternatives", wanted.grammar.count("|"), MAX_ALTERNATIVES)
-        _check(kind, "characters", len(wanted.grammar), MAX_EXPRESSION)
-    elif kind == "regex":
-        assert wanted.regex is not None
-        _check(kind, "characters", len(wanted.regex), MAX_EXPRESSION)
-    elif kind == "choice":
-        _check(kind, "characters in one text", max(map(len, wanted.choice)), MAX_TEXT)
     elif kind in ("json", "structural_tag"):
         check_schema(kind, json.loads(getattr(wanted, kind)))
 
 
 def check_schema(kind: str, given: Any) -> None:
     """Raise InvalidValue, naming what is too much of it, if a schema, or JSON that holds some, exceeds a bound."""
-    rules = nodes = longest = 0
+    rules = nodes = 0
     level, depth = [given], 0
     while level:
         below: list[Any] = []
         for one in level:
             if isinstance(one, dict):
                 rules += sum(len(one[name]) for name in DEFINITIONS if isinstance(one.get(name), dict))
-                longest = max([longest, *map(len, one)])
-                below += [value for key, value in one.items() if not (key in UNREAD and isinstance(value, str))]
+                below += one.values()
             else:
                 below += one
-        longest = max([longest, *(len(one) for one in below if isinstance(one, str))])
         level = [one for one in below if isinstance(one, dict | list)]
         nodes, depth = nodes + len(level), depth + 1
         _check(kind, "definitions", rules, MAX_RULES)
         _check(kind, "objects and lists", nodes, MAX_NODES)
         _check(kind, "levels", depth, MAX_DEPTH)
-        _check(kind, "characters in one text", longest, MAX_TEXT)
 
 
 def _check(kind: str, what: str, count: int, most: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from llguidance import LLMatcher, StructTag, gbnf_to_lark
@@ -14,9 +15,38 @@ from jaxserve.sched.api.structured_outputs import StructuredOutputs
 # end if they may.
 WHITESPACE = r" ?|\n[ \t]{0,64}"
 
+MAX_FORCED = 4096  # bytes of a constraint that may force tokens
+# What can make the only text that is allowed longer than the constraint.
+REPEATED = re.compile(r'\{\d|"\$(?:ref|dynamicRef|recursiveRef)"|"min(?:Items|Contains)": (?:[2-9]|1\d)')
+UNFORCED = '\n%llguidance {"no_forcing": true}\n'  # the last of several holds
+
 
 def grammar_of(wanted: StructuredOutputs) -> str:
     """Return the grammar that `LLMatcher` compiles. Raises InvalidValue that names the field."""
+    grammar = _grammar_of(wanted)
+    if forces(wanted):
+        return grammar
+    if wanted.kind in ("json", "json_object", "regex"):
+        inner = json.loads(grammar)["grammars"][0]
+        grammar = inner["lark_grammar"] or f"start: %json {json.dumps(inner['json_schema'])}"
+    return grammar + UNFORCED
+
+
+def forces(wanted: StructuredOutputs) -> bool:
+    """Return whether tokens that are the only ones allowed are found, so that drafts may use them.
+
+    llguidance then reads all text that is the only one allowed, for each mask: 12 ms for 65,000 characters, 0.01 ms
+    without. So that text has to be short.
+    """
+    kind = wanted.kind
+    if wanted.size > MAX_FORCED or wanted.whitespace_pattern is not None:
+        return False
+    if kind in ("json", "structural_tag"):
+        return not REPEATED.search(json.dumps(json.loads(getattr(wanted, kind))))
+    return kind in ("choice", "json_object") or (wanted.regex is not None and not REPEATED.search(wanted.regex))
+
+
+def _grammar_of(wanted: StructuredOutputs) -> str:
     kind = wanted.kind
     if kind == "json":
         assert wanted.json is not None

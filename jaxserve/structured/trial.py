@@ -150,18 +150,11 @@ def compiled(tokenizer: LLTokenizer, grammar: str, kind: str) -> LLMatcher:
 
 
 def first_mask(matcher: LLMatcher, tokenizer: LLTokenizer) -> tuple[LLMatcher, float]:
-    """Let a copy of a matcher make its first mask and consume a token; what it finds on the way is shared.
-
-    Returns the copy, and the CPU seconds of the mask.
-    """
-    copied, mask = matcher.deep_copy(), np.zeros(words(tokenizer.vocab_size), np.int32)
+    """Make the first mask with a copy of a matcher; what it finds is shared. Returns the copy, and its CPU seconds."""
+    copied, mask = matcher.deep_copy(), np.empty(words(tokenizer.vocab_size), np.int32)
     began = thread_time()
     copied.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-    took = thread_time() - began
-    if not copied.is_error() and not copied.is_stopped() and mask.any():
-        word = int(mask.nonzero()[0][0])
-        copied.consume_token(32 * word + (int(mask[word]) & -int(mask[word])).bit_length() - 1)
-    return copied, took
+    return copied, thread_time() - began
 
 
 def _replied(tokenizer: LLTokenizer, ask: Ask) -> Reply:

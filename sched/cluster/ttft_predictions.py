@@ -138,6 +138,11 @@ class TTFTPredictions:
             return None
         return made.at - request.arrival, first - request.arrival
 
+    def predicted(self, request: Request) -> float | None:
+        """Return the predicted seconds to the first token of a request before it is `over`; None if there is none."""
+        made = self._open.get(request.id)
+        return None if made is None else made.at - request.arrival
+
     def error(self, request: Request) -> float | None:
         """Return |predicted - measured| / measured of a request before it is `over`; None as for `of`."""
         pair = self.of(request)

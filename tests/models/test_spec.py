@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tokenizers
 import transformers
 from jax.sharding import PartitionSpec
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -181,6 +182,25 @@ def test_eos_comes_from_both_configs(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 2}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
     assert registry.load_spec(tmp_path).eos == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"eos_token": "<|im_end|>", "added_tokens_decoder": {"5": {"content": "<|im_end|>"}}}, (2, 5)),
+        ({"eos_token": {"content": "</s>"}, "added_tokens_decoder": {"2": {"content": "</s>"}}}, (2,)),
+        ({"eos_token": "b"}, (2, 1)),  # in the vocabulary of tokenizer.json alone
+        ({"eos_token": "<|far|>", "added_tokens_decoder": {"100000": {"content": "<|far|>"}}}, (2,)),  # no logit has it
+        ({"eos_token": "unknown"}, (2,)),
+        ({"eos_token": None}, (2,)),
+    ],
+)
+def test_the_tokenizers_eos_ends_a_text_too(tmp_path: Path, given: dict[str, Any], expected: tuple[int, ...]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 2}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    vocabulary.save(str(tmp_path / "tokenizer.json"))
+    assert registry.load_spec(tmp_path).eos == expected
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,27 @@ def test_bfloat16_is_read_and_dtypes_are_cast(tmp_path: Path, spec: ModelSpec, t
         np.testing.assert_array_equal(np.asarray(tree["norm"], np.float32), want)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "weights.safetensors", "model-00001-of-00001.safetensors"])
+def test_files_beside_those_of_the_model_are_passed_over(
+    tmp_path: Path, spec: ModelSpec, tensors: Tensors, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    caplog.set_level("INFO")
+    save_file(tensors, tmp_path / name)
+    others = ["adapter_model.safetensors", "consolidated.safetensors", "optimizer.safetensors"]
+    for other in others:
+        save_file({"other": np.zeros(3, np.float32)}, tmp_path / other)
+    (tree,) = load_weights(tmp_path, spec, "float32", [mesh(1)])
+    np.testing.assert_array_equal(np.asarray(tree["norm"]), tensors["model.norm.weight"])
+    (line,) = [record.getMessage() for record in caplog.records if "not read" in record.getMessage()]
+    assert line.endswith(", ".join(others))
+
+
+def test_weights_of_an_older_format_come_with_the_conversion(tmp_path: Path, spec: ModelSpec) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(WeightsError, match=r"pytorch_model\.bin is of another format.*save_pretrained\(NEW\)"):
+        load_weights(tmp_path, spec, "float32", [mesh(1)])
+
+
 def test_one_error_names_every_mismatched_tensor(tmp_path: Path, spec: ModelSpec, tensors: Tensors) -> None:
     del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
     tensors["model.layers.0.mlp.experts.weight"] = np.zeros((3, 2), np.float32)
@@ -199,7 +220,7 @@ def test_an_unreadable_tensor_is_named_and_no_weight_stays_loaded(
 def test_missing_files_are_named(tmp_path: Path, spec: ModelSpec) -> None:
     with pytest.raises(WeightsError, match=r"nowhere' does not exist; expected model\.safetensors"):
         load_weights(tmp_path / "nowhere", spec, "float32", [mesh(1)])
-    with pytest.raises(WeightsError, match=r"no \*\.safetensors in .* expected model\.safetensors"):
+    with pytest.raises(WeightsError, match=r"no \*\.safetensors of a model in .* expected model\.safetensors"):
         load_weights(tmp_path, spec, "float32", [mesh(1)])
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(WeightsError, match="expected a 'weight_map'"):

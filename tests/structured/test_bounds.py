@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -10,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
 from jaxserve.sched.api.structured_outputs import MAX_CHOICES, StructuredOutputs
 from jaxserve.structured import compiler as under_test
 from jaxserve.structured import trial
-from jaxserve.structured.bounds import MAX_ALTERNATIVES, MAX_EXPRESSION, MAX_NODES, MAX_RULES, MAX_TEXT
+from jaxserve.structured.bounds import MAX_ALTERNATIVES, MAX_NODES, MAX_RULES
 from jaxserve.structured.compiler import Compiler
-from tests.support.structured.bytes import END, tokenizer_json
+from tests.support.structured.bytes import END, bits, tokenizer_json
 
 
 @pytest.fixture
@@ -103,26 +104,56 @@ def test_alternatives_are_bounded(compiler: Compiler) -> None:
         compiler.check(StructuredOutputs(grammar="root ::= " + " | ".join(f'"w{at}"' for at in range(80_000))))
 
 
-TEXT = "b" * (MAX_TEXT + 1)
+def doubled(n: int) -> dict[str, Any]:
+    """Return a schema of objects that each have the next one twice."""
+    each = {"type": "object", "additionalProperties": False, "required": ["a", "b"]}
+    defs = {f"d{at}": {**each, "properties": {k: {"$ref": f"#/$defs/d{at + 1}"} for k in "ab"}} for at in range(n)}
+    return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{n}": {"const": 1}}}
+
+
 LONG: dict[str, dict[str, Any]] = {
-    "choice": {"choice": ["a", TEXT]},
-    "regex": {"regex": "b" * (MAX_EXPRESSION + 1)},
-    "grammar": {"grammar": f'start: "a" "{"b" * MAX_EXPRESSION}"'},
-    "const": {"json": {"type": "object", "properties": {"a": {"const": TEXT}}}},
-    "enum": {"json": {"enum": [1, [TEXT]]}},
-    "name": {"json": {"type": "object", "properties": {TEXT: {}}}},
-    "tag": {"structural_tag": {"structures": [{"begin": "<a", "schema": {}, "end": TEXT}], "triggers": ["<"]}},
-}
+    "choice": {"choice": ["b" * 262_144]},
+    "regex": {"regex": "b" * 1_000_000},
+    "repetition": {"regex": "(b{300}){300}"},
+    "grammar": {"grammar": f'start: "a" "{"b" * 1_000_000}"'},
+    "forcing grammar": {"grammar": f'%llguidance {{"no_forcing": false}}\nstart: "a" "{"b" * 65_000}"'},
+    "recursion": {"grammar": 'start: "b" start'},
+    "doubling": {"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(18)) + '\nr18: "b"'},
+    "gbnf": {"grammar": f'root ::= "a" "{"b" * 65_000}"'},
+    "const": {"json": {"type": "object", "properties": {"a": {"const": "b" * 65_000}}, "required": ["a"]}},
+    "pattern": {"json": {"type": "string", "pattern": "^b{60000}$"}},
+    "items": {"json": {"type": "array", "minItems": 5_000, "items": {"const": 1}}},
+    "references": {"json": doubled(14)},
+    "escaped": {"json": json.dumps(doubled(14)).replace("$ref", "\\u0024ref")},
+    "whitespace": {"json": {"const": [1, 2]}, "whitespace_pattern": " {9000}"},
+    "tag": {"structural_tag": {"structures": [{"begin": "<a", "schema": {"const": "b" * 65_000}, "end": ">"}],
+                               "triggers": ["<"]}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", LONG)
-def test_long_texts_are_refused_because_each_mask_copies_them(compiler: Compiler, kind: str) -> None:
-    with pytest.raises(InvalidValue, match=r"has \d+ characters.*: at most \d+ are allowed"):
-        compiler.check(StructuredOutputs(**LONG[kind]))
+def test_masks_do_not_read_long_texts_that_are_the_only_ones_allowed(compiler: Compiler, kind: str) -> None:
+    matcher, mask = compiler.matcher(StructuredOutputs(**LONG[kind])), np.zeros(8, np.int32)
+    for _ in range(3):
+        assert not matcher.compute_ff_tokens()
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        assert matcher.consume_token(min(bits(mask)))
 
 
-def test_texts_that_no_output_contains_may_be_long(compiler: Compiler) -> None:
-    compiler.check(StructuredOutputs(json={"type": "integer", "description": TEXT}))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("given", "before"),
+    [
+        ({"regex": "[ab](the same)"}, "a"),
+        ({"choice": ["alpha", "alphabet"]}, "al"),
+        ({"json": {"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]}}, '{"'),
+        ({"json_object": True}, ""),
+    ],
+)
+def test_short_texts_that_are_the_only_ones_allowed_are_found(
+    compiler: Compiler, given: dict[str, Any], before: str
+) -> None:
+    matcher = compiler.matcher(StructuredOutputs(**given))
+    assert matcher.consume_tokens(list(before.encode())) and matcher.compute_ff_tokens()
 
 
 def test_a_constraint_is_ready_once_it_has_made_a_mask(monkeypatch: pytest.MonkeyPatch, compiler: Compiler) -> None:
@@ -139,8 +170,10 @@ def test_a_constraint_is_ready_once_it_has_made_a_mask(monkeypatch: pytest.Monke
 
 
 def test_slow_masks_and_first_masks_that_fail_are_refused(monkeypatch: pytest.MonkeyPatch, compiler: Compiler) -> None:
-    with pytest.raises(InvalidValue, match=r"grammar cannot be enforced: .* items"):
-        compiler.check(StructuredOutputs(grammar="start: " + " | ".join(f'"{at} of"' for at in range(4_000))))
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "LIMITS", LLParserLimits(max_lexer_states=3))
+        with pytest.raises(InvalidValue, match="regex cannot be enforced: lexer error: too many states"):
+            compiler.check(StructuredOutputs(regex="(ab|[c-x]{3}y)*z"))
     monkeypatch.setattr(trial, "SLOW", 0.0)
     with pytest.raises(InvalidValue, match=r"regex takes \d+ ms for each token: simplify it"):
         compiler.check(StructuredOutputs(regex="[a-z]{3}"))

@@ -41,7 +41,7 @@ def test_errors_are_relative_to_the_measured_ttft() -> None:
     ttft_predictions.note(request(None), Role.DECODE, 10.0, own(11.0))  # rerouted: the last prediction counts
     assert ttft_predictions.error(request(12.0)) == 0.5 and ttft_predictions.error(request(10.5)) == 1.0
     ttft_predictions.over(request(12.0))
-    assert ttft_predictions.error(request(12.0)) is None
+    assert ttft_predictions.error(request(12.0)) is ttft_predictions.predicted(request(12.0)) is None
     ttft_predictions.over(request(12.0))  # no prediction was made for this one
     assert ttft_predictions.accuracy["prefill"].median is None
     ttft_predictions.note(request(None), Role.MIXED, 10.0, own(13.0), later=1.0)
@@ -111,6 +111,7 @@ def test_uninformative_predictions_are_not_counted(first: float | None, tier: st
     ttft_predictions = TTFTPredictions()
     ttft_predictions.note(request(None), Role.DECODE, 10.0, own(at))
     assert ttft_predictions.error(request(first, tier)) is None
+    assert ttft_predictions.predicted(request(first, tier)) == (None if at == inf else at - 10.0)
     ttft_predictions.over(request(first, tier))
     assert not any(one.count for one in ttft_predictions.accuracy.values())
 
