@@ -77,6 +77,13 @@ def _short_id(id: Any) -> str:
     return given if re.fullmatch("[A-Za-z0-9]{9}", given) else hashlib.sha256(given.encode()).hexdigest()[:9]
 
 
+def _text(content: Any) -> Any:
+    """Return the texts of a list of parts as one; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    return "\n".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
+
+
 def as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with tools, calls and results as text, for a template that knows none of them."""
     made: list[dict[str, Any]] = []
@@ -92,7 +99,7 @@ def as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
 
     for message in messages:
         one = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
-        one["content"] = one.get("content") or ""
+        one["content"] = _text(one.get("content") or "")
         if message.get("role") == "tool":
             results.append(f"<tool_response>\n{one['content']}\n</tool_response>")
             continue

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.server.openai import warn_once
-from jaxserve.server.responses.tools import HOSTED, SHELL, flat_name
+from jaxserve.server.responses.tools import HOSTED, SHELL, function_of
 from jaxserve.server.translated import object_of, text_of
 
 Message = dict[str, Any]
@@ -107,12 +107,12 @@ def _call_id(item: dict[str, Any], where: str) -> str:
 
 
 def _function(item: dict[str, Any], where: str) -> tuple[str, str]:
-    return flat_name(item.get("namespace"), text_of(item, "name", where)), text_of(item, "arguments", where)
+    return function_of(item, where), text_of(item, "arguments", where)
 
 
 def _custom(item: dict[str, Any], where: str) -> tuple[str, str]:
     arguments = json.dumps({"input": text_of(item, "input", where)}, ensure_ascii=False)
-    return flat_name(item.get("namespace"), text_of(item, "name", where)), arguments
+    return function_of(item, where), arguments
 
 
 def _shell(item: dict[str, Any], where: str) -> tuple[str, str]:

@@ -111,6 +111,12 @@ def flat_name(namespace: str | None, name: str) -> str:
     return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
 
 
+def function_of(part: Mapping[str, Any], where: str) -> str:
+    """Return the name of the function that stands for a tool. part: with its `name` and `namespace`, in the body."""
+    namespace = None if part.get("namespace") is None else text_of(part, "namespace", where)
+    return flat_name(namespace, text_of(part, "name", where))
+
+
 def choice_of(given: Any, tools: Mapping[str, Tool]) -> Any:
     """Return the `tool_choice` of chat. Raises InvalidValue."""
     if not isinstance(given, dict):
@@ -138,7 +144,7 @@ def _chosen(given: Any, tools: Mapping[str, Tool]) -> list[str]:
     name = kind if kind == "local_shell" else text_of(given, "name", "tool_choice")
     if kind == "namespace":
         return [flat for flat, tool in tools.items() if tool.namespace == name]
-    flat = flat_name(given.get("namespace"), name)
+    flat = name if kind == "local_shell" else function_of(given, "tool_choice")
     if flat not in tools:  # a tool of a namespace by its own name, if there is one only
         found = [one for one, tool in tools.items() if tool.name == name]
         flat = found[0] if len(found) == 1 else flat

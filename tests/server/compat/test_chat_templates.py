@@ -76,6 +76,14 @@ def test_every_order_of_roles_is_rendered_in_order(template: str, opening: list[
     assert places == sorted(places)
 
 
+def test_parts_are_texts_beside_calls() -> None:
+    """As `LLM.chat` gets them; the server has made texts of them before."""
+    part = {"type": "text", "text": "Well."}
+    answer = ("tool", {**result(), "content": [part, part]})
+    prompt = render(ALTERNATES, ("user", "Go"), ("assistant", {**called(), "content": [part]}), answer)
+    assert "<assistant>Well.\n<tool_call>" in prompt and "<tool_response>\nWell.\nWell.\n</tool_response>" in prompt
+
+
 def test_instructions_keep_their_order_beside_tools() -> None:
     """The demo's template knows no tools; they are a text after the first instructions."""
     tokenizer = Tokenizer.load(jaxserve.demo.model_path())

@@ -208,6 +208,8 @@ def test_allowed_tools(live: Any, choice: Any, offered: set[str]) -> None:
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": 3}}, "tool_choice"),
         ({"tools": [{"type": "computer_use_preview"}]}, "tools[0].type"),
         ({"input": [{"type": "custom_tool_call", "name": "x", "call_id": "c"}]}, "input[0].input"),
+        ({"input": [{"type": "custom_tool_call", "name": "x", "input": "", "namespace": [1]}]}, "input[0].namespace"),
+        ({"tool_choice": {"type": "function", "name": "x", "namespace": 1}}, "tool_choice.namespace"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     ],
     ids=lambda value: str(value)[:60],

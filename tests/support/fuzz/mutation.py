@@ -34,6 +34,79 @@ BLOCKS = [
 ]
 SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": OBJECT}}
+CALL = {"id": "call_0123456789abcdef", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
+TURNS = [
+    {"role": "user", "content": "What?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "Hm."},
+    {"role": "tool", "tool_call_id": CALL["id"], "content": [{"type": "text", "text": "3"}]},
+    {"role": "developer", "content": "In French."},
+    {"role": "assistant", "content": "Yes.", "tool_calls": []},
+    {"role": "user", "content": [{"type": "input_text", "text": "So?"}]},
+]
+CUSTOM = {"type": "custom", "name": "p", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}}
+NAMESPACE = {
+    "type": "namespace",
+    "name": "n",
+    "tools": [{"type": "function", "name": "f", "parameters": OBJECT}, CUSTOM],
+}
+AGENT = {
+    "input": [
+        *ITEMS,
+        {"type": "function_call", "call_id": "c", "name": "f", "namespace": "n", "arguments": '{"a'},
+        {"type": "custom_tool_call", "call_id": "d", "name": "p", "input": "a"},
+        {"type": "local_shell_call", "call_id": "e", "action": {"type": "exec", "command": ["ls"], "env": {}}},
+        {"type": "web_search_call", "id": "w", "action": {"type": "search", "query": "x"}},
+        {"type": "function_call_output", "call_id": "c", "output": "3"},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "b"}]},
+        {"type": "local_shell_call_output", "id": "e", "output": "c"},
+    ],
+    "tools": [NAMESPACE, CUSTOM, {"type": "web_search"}, {"type": "local_shell"}],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "p"}]},
+    "include": ["reasoning.encrypted_content"],
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "max_output_tokens": 3,
+}
+AGENTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "/v1/chat/completions",
+        {
+            "messages": TURNS,
+            "tools": [FUNCTION],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [FUNCTION]}},
+            "thinking": {"type": "disabled"},
+            "enable_thinking": True,
+            "max_tokens": 3,
+            "regex": "a+",
+        },
+    ),
+    ("/v1/responses", AGENT),
+    ("/v1/responses/input_tokens", AGENT),
+    (
+        "/v1/messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "Rain."}}]},
+                {"role": "assistant", "content": [{"type": "server_tool_use", "id": "s", "name": "w", "input": {}}]},
+                {"role": "system", "content": [{"type": "text", "text": "Now."}]},
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "c",
+                            "content": [{"type": "tool_reference", "tool_name": "f"}],
+                        }
+                    ],
+                },
+            ],
+            "tools": [{"type": "web_search_20250305", "name": "w"}, {"name": "f", "input_schema": OBJECT}],
+            "output_config": {"effort": "low"},
+            "thinking": {"type": "adaptive"},
+            "max_tokens": 3,
+        },
+    ),
+)
 OFTEN = ("max_tokens", "max_output_tokens")  # kept in most bodies, so that they end soon
 SEEDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": "def main(", **SAMPLED, "logprobs": 2, "echo": True}),
@@ -97,6 +170,7 @@ SEEDS: tuple[tuple[str, dict[str, Any]], ...] = (
             "max_output_tokens": 3,
         },
     ),
+    *AGENTS,
     ("/v1/messages/count_tokens", {"messages": BLOCKS, "system": "Be brief."}),
     ("/tokenize", {"prompt": "def main(", "add_special_tokens": False, "return_token_strs": True}),
     ("/tokenize", {"messages": CHAT, "add_generation_prompt": False}),
@@ -118,7 +192,7 @@ NAMES = (
     "add_special_tokens",
     "continue_final_message", "prompt_logprobs", "roles", "role", "instance", "tokens", "unknown", "", "__class__",
     *DRAWN, "input", "instructions", "text", "reasoning", "system", "thinking", "store", "previous_response_id",
-    LONG,
+    "enable_thinking", "regex", "ebnf", "grammar", "json_schema", "ttft_slo", "truncation_side", LONG,
 )  # fmt: skip
 HEADERS = (
     "anthropic-version",
