@@ -125,7 +125,7 @@ def choice_of(given: Any, tools: Mapping[str, Tool]) -> Any:
     if kind == "allowed_tools":
         chosen = given.get("tools")
         if not isinstance(chosen, list) or len(chosen) > MAX_TOOLS:
-            what = f"tool_choice.tools={short(chosen)} must be a list of at most {MAX_TOOLS} tools"
+            what = f"tool_choice: the tools of allowed_tools={short(chosen)} must be a list of at most {MAX_TOOLS}"
             raise InvalidValue(what, "tool_choice")
         names = [name for one in chosen for name in _chosen(one, tools)]
         allowed = [{"type": "function", "function": {"name": name}} for name in names]
