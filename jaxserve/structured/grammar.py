@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from math import inf
+from math import inf, prod
 from typing import Any
 
 from llguidance import LLMatcher, StructTag, gbnf_to_lark
@@ -18,8 +18,9 @@ from jaxserve.structured.bounds import DEFINITIONS
 WHITESPACE = r" ?|\n[ \t]{0,64}"
 
 MAX_FORCED = 4096  # bytes of a constraint that may force tokens
-# What can make the only text that is allowed longer than the constraint; references are replaced by what they name.
-REPEATED = re.compile(r'\{\d|"\$(?:dynamicRef|recursiveRef)"|"min(?:Items|Contains)": (?:[2-9]|1\d)')
+# How often a text comes at least; JSON as `json.dumps` writes it.
+REPEATED = re.compile(r'(?:\{|"min(?:Items|Contains)": )(\d+)')
+ENDLESS = re.compile(r'"\$(?:dynamicRef|recursiveRef)"')
 UNFORCED = '\n%llguidance {"no_forcing": true}\n'  # the last of several holds
 
 
@@ -43,10 +44,13 @@ def forces(wanted: StructuredOutputs) -> bool:
     kind = wanted.kind
     if wanted.size > MAX_FORCED or wanted.whitespace_pattern is not None:
         return False
+    text, size = wanted.regex or "", float(wanted.size)
     if kind in ("json", "structural_tag"):
         schema = json.loads(getattr(wanted, kind))
-        return not REPEATED.search(json.dumps(schema)) and _expanded(schema, schema, {}) <= MAX_FORCED
-    return kind in ("choice", "json_object") or (wanted.regex is not None and not REPEATED.search(wanted.regex))
+        text = json.dumps(schema)
+        size = inf if ENDLESS.search(text) else _expanded(schema, schema, {})
+    repeated = prod(max(1, int(count)) for count in REPEATED.findall(text))
+    return kind != "grammar" and repeated <= MAX_FORCED and size * repeated <= MAX_FORCED
 
 
 def _expanded(node: Any, root: Any, known: dict[str, float]) -> float:

@@ -116,6 +116,7 @@ LONG: dict[str, dict[str, Any]] = {
     "choice": {"choice": ["b" * 262_144]},
     "regex": {"regex": "b" * 1_000_000},
     "repetition": {"regex": "(b{300}){300}"},
+    "nested repetition": {"regex": "((b{9}){9}){9}" * 4},
     "grammar": {"grammar": f'start: "a" "{"b" * 1_000_000}"'},
     "forcing grammar": {"grammar": f'%llguidance {{"no_forcing": false}}\nstart: "a" "{"b" * 65_000}"'},
     "recursion": {"grammar": 'start: "b" start'},
@@ -150,6 +151,7 @@ def test_masks_do_not_read_long_texts_that_are_the_only_ones_allowed(compiler: C
         ({"json": {"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]}}, '{"'),
         ({"json_object": True}, ""),
         ({"json": {**doubled(3), "description": "short"}}, '{"'),
+        ({"regex": "a(b{3}c){5}"}, "a"),
     ],
 )
 def test_short_texts_that_are_the_only_ones_allowed_are_found(
