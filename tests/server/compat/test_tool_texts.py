@@ -1,4 +1,4 @@
-"""Texts of models with calls, as vLLM's and SGLang's suites of parsers have them, in our words: whole and streamed.
+"""Texts of models with calls, as vLLM's suites of parsers have them, in our words: whole and streamed.
 
 Where a peer differs, the case says so.
 """
