@@ -270,6 +270,10 @@ class Engine:
 
         return self.run(turned)
 
+    def silence(self) -> float:
+        """Return for how many seconds the engine's thread has not responded. Called from another thread."""
+        return self._heartbeat.silence()
+
     def run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
         """Run `work` on the engine's loop, from another thread, and return its result.
 
@@ -449,7 +453,7 @@ class Engine:
         """
         if self._error is not None:
             return f"the engine has failed: {self._error}"
-        silent = self._heartbeat.silence()
+        silent = self.silence()
         if silent > SILENT:
             return f"the engine's thread has not responded for {silent:.0f} s"
         return self._cluster.ailment

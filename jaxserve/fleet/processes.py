@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 CUDA = "CUDA_VISIBLE_DEVICES"
 CLOSE = "close"
 TELLING = 0.1  # seconds between two reports of progress to the parent, at least
+BEAT = 5.0  # seconds between two signs of life
+HUNG = 300  # looks in a row without one, POLL seconds apart, after which a process is killed
 RETIRED = 3  # exit status of an engine that a front has asked to start again
 
 
@@ -55,6 +57,7 @@ class EngineProcess:
         self._process = process
         self._reaping = threading.Lock()  # the exit status can be collected once
         self._ready = False
+        self._silent = 0  # looks since the last sign of life: not a time, as this process may have stood still itself
         process.start()
         theirs.close()
         self.pid: int = process.pid
@@ -73,9 +76,27 @@ class EngineProcess:
             raise said.error()
         self._ready = True
 
+    def look(self) -> bool:
+        """Wait a moment, and return whether the process has ended. One that hangs is killed."""
+        seen = wait([self.sentinel, self._control], timeout=POLL)
+        if self._control in seen:
+            self._silent = 0
+            try:
+                self._control.recv()
+            except (EOFError, OSError):
+                return self.join()
+        elif not seen:
+            self._silent += 1
+            if self._silent > HUNG:
+                log.error("the engine's process has not responded for %g s and is killed", HUNG * POLL)
+                self._process.kill()
+        return self.sentinel in seen
+
     @property
     def end(self) -> str:
         """How the process ended."""
+        if self._silent > HUNG:
+            return f"it had not responded for {HUNG * POLL:g} s"
         with self._reaping:
             code = self._process.exitcode
         if code is None:
@@ -149,7 +170,7 @@ class LocalReplica:
     def ended(self, closing: Closing) -> str | None:
         process = self._process
         assert process is not None
-        while not wait([process.sentinel], timeout=POLL):
+        while not process.look():
             if closing():
                 return None
         process.join()  # its sentinel is readable a moment before its exit status
@@ -234,7 +255,9 @@ def _serve(
         return
     ready.set()
     parent.end(None)
-    over.wait()
+    while not over.wait(BEAT):
+        if engine.silence() < BEAT:
+            parent.beat()
     with suppress(JaxserveError):  # the engine has failed
         server.close()
     closed = engine.close()
@@ -248,7 +271,7 @@ class _Parent:
         self._control = control
         self._lock = threading.Lock()
         self._next = 0.0  # when progress may be told again
-        self._ended = False  # the parent reads no more
+        self._ended = False  # the start is over
 
     def tell(self, progress: StartProgress) -> None:
         """Report progress, unless that has just been done."""
@@ -263,6 +286,11 @@ class _Parent:
         with self._lock:
             self._ended = True
             self._control.send(failure)
+
+    def beat(self) -> None:
+        """Give a sign of life."""
+        with suppress(OSError):
+            self._control.send(None)
 
 
 def _watch(control: Connection[Any, Any], ready: threading.Event, over: threading.Event) -> None:
