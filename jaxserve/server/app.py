@@ -83,12 +83,12 @@ def create_app(service: Service, created: int | None = None) -> FastAPI:
 
     @app.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        body = parse(await request.body(), TokenizeBody)
+        body = await service.read(request, TokenizeBody)
         return JSONResponse(await while_connected(request.receive, _tokenize(service, body)))
 
     @app.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        body = parse(await request.body(), DetokenizeBody)
+        body = await service.read(request, DetokenizeBody)
         return JSONResponse(await while_connected(request.receive, _detokenize(service, body)))
 
     _add_admin(app, service)
@@ -153,7 +153,7 @@ def _add_admin(app: FastAPI, service: Service) -> None:
 
 
 async def _answer(service: Service, request: Request, kind: type[Sampled]) -> Response:
-    body = parse(await request.body(), kind)
+    body = await service.read(request, kind)
     preparing = service.prepare(body, request.headers, request.state.request_id, request.state.client)
     answer = await while_connected(request.receive, preparing, service.ending)
     if body.stream:

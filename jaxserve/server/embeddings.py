@@ -27,7 +27,7 @@ from jaxserve.server.documented import body_schema
 from jaxserve.server.embedding_bodies import EmbeddingBody, Pooling, PoolingBody, ScoreBody
 from jaxserve.server.failures import response_of
 from jaxserve.server.objectives import objectives_of
-from jaxserve.server.openai import check_names, parse
+from jaxserve.server.openai import check_names
 from jaxserve.server.service import Service
 from jaxserve.server.sse import Disconnected, while_connected
 
@@ -74,7 +74,7 @@ def add_pooling(app: FastAPI, service: Service) -> None:
 
 async def _answer(service: Service, request: Request, kind: type[Pooling]) -> Response:
     try:
-        body = parse(await request.body(), kind)
+        body = await service.read(request, kind)
         preparing = _prepare(service, body, request)
         answer = await while_connected(request.receive, preparing, service.ending)
         return JSONResponse(await while_connected(request.receive, service.whole(answer), service.ending))

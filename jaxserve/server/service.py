@@ -8,7 +8,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+from fastapi import Request
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.queue import ROWS
@@ -31,16 +33,19 @@ from jaxserve.server.limits import load_limits
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.model_list import check_model
 from jaxserve.server.objectives import objectives_of
-from jaxserve.server.openai import ChatBody, CompletionBody, Sampled, params_of
+from jaxserve.server.openai import ChatBody, CompletionBody, M, Sampled, params_of, parse
 from jaxserve.server.pacing import Pace, paced
 from jaxserve.server.prompts import Prompts
 from jaxserve.server.structured import compiled, constraint_of
+from jaxserve.server.texts import SHORT
 from jaxserve.server.tracing import Trace, Tracing
 from jaxserve.structured.compiler import Compiler
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.tools.definitions import Tools, tools_of
 from jaxserve.tools.events import Parser
 from jaxserve.tools.families import Parsers
+
+T = TypeVar("T")
 
 WINDOW = 2  # requests admitted to a shared engine, as a multiple of those it can run at a time
 
@@ -100,6 +105,15 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise Refused (404) for a model that is not served."""
         check_model(self.config, name)
+
+    async def read(self, request: Request, kind: type[M]) -> M:
+        """Return the body of a request. Raises InvalidValue as `parse` does."""
+        raw = await request.body()
+        return await self.aside(lambda: parse(raw, kind), len(raw))
+
+    async def aside(self, work: Callable[[], T], size: int) -> T:
+        """Run work on a text of so many characters: in a text thread if it would hold the event loop up."""
+        return work() if size <= SHORT else await self.prompts.texts.run(work, size)
 
     async def prepare(self, body: Sampled, headers: Mapping[str, str], request_id: str, client: str = "") -> Answer:
         """Validate and tokenize a request, and return its unstarted answer.

@@ -17,7 +17,6 @@ from jaxserve.server.failures import response_of
 from jaxserve.server.messages.errors import anthropic_body
 from jaxserve.server.messages.request import NAMES, CountBody, MessagesBody, chat_of, own_tools
 from jaxserve.server.messages.writer import Writer, new_message
-from jaxserve.server.openai import parse
 from jaxserve.server.replies import replied, streamed, written
 from jaxserve.server.service import Service
 from jaxserve.server.sse import while_connected
@@ -53,7 +52,7 @@ def _check_version(request: Request) -> None:
 
 async def _create(service: Service, request: Request) -> Response:
     _check_version(request)
-    body = parse(await request.body(), MessagesBody)
+    body = await service.read(request, MessagesBody)
     with renamed_fields(NAMES, list(own_tools(body))):
         chat = chat_of(body)
         preparing = service.prepare(chat, request.headers, request.state.request_id, request.state.client)
@@ -67,7 +66,7 @@ async def _create(service: Service, request: Request) -> Response:
 
 async def _count(service: Service, request: Request) -> Response:
     _check_version(request)
-    body = parse(await request.body(), CountBody)
+    body = await service.read(request, CountBody)
     service.check_model(body.model)
 
     async def counted() -> dict[str, Any]:

@@ -11,7 +11,6 @@ from starlette.responses import JSONResponse, Response
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.server.documented import body_schema
-from jaxserve.server.openai import parse
 from jaxserve.server.replies import replied, streamed, written
 from jaxserve.server.responses.items import Message, messages_of_items
 from jaxserve.server.responses.request import NAMES, ResponsesBody, chat_of, check_body
@@ -52,7 +51,8 @@ def add_responses(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/responses/{response_id}/input_items")
     async def items(request: Request, response_id: str) -> dict[str, Any]:
-        found = msgspec.json.decode(store.get(request.state.client, response_id, "response_id").items)
+        stored = store.get(request.state.client, response_id, "response_id")
+        found = _input_items(msgspec.json.decode(stored.given), response_id)
         if request.query_params.get("order") != "asc":
             found.reverse()
         return {
@@ -72,14 +72,14 @@ def add_responses(app: FastAPI, service: Service) -> None:
 
 
 async def _create(service: Service, store: Store, request: Request) -> Response:
-    body = parse(await request.body(), ResponsesBody)
+    body = await service.read(request, ResponsesBody)
     check_body(body)
     if body.store and not store.enabled:
         why = "--api-server-count is above 1" if service.config.response_store_size else "--response-store-size is 0"
         raise InvalidValue(f"store=true: this server stores no responses, because {why}: leave it out", "store")
     client = request.state.client
     before = _before(store, client, body)
-    messages = [*before, *messages_of_items(body.input)]
+    messages = [*before, *await _messages(service, body)]
     tools = tools_in(body.tools)
     with renamed_fields(NAMES, [tool.place for tool in tools.values()]):
         chat = chat_of(body, messages, tools)
@@ -90,7 +90,7 @@ async def _create(service: Service, store: Store, request: Request) -> Response:
     def done(response: dict[str, Any]) -> None:
         if stored:
             own = messages_of_items(response["output"], "output")
-            store.put(client, response, _input_items(body.input, response["id"]), [*messages, *own])
+            store.put(client, response, body.input, [*messages, *own])
 
     writer = Writer(new_response(body, answer, stored), done, tools)
     if body.stream:
@@ -101,10 +101,10 @@ async def _create(service: Service, store: Store, request: Request) -> Response:
 
 async def _count(service: Service, store: Store, request: Request) -> Response:
     """Return the number of tokens of an input, with what comes before it."""
-    body = parse(await request.body(), ResponsesBody)
+    body = await service.read(request, ResponsesBody)
     check_body(body)
     service.check_model(body.model)
-    messages = [*_before(store, request.state.client, body), *messages_of_items(body.input)]
+    messages = [*_before(store, request.state.client, body), *await _messages(service, body)]
     tools = tools_in(body.tools)
 
     async def counted() -> int:
@@ -114,6 +114,14 @@ async def _count(service: Service, store: Store, request: Request) -> Response:
     with renamed_fields(NAMES, [tool.place for tool in tools.values()]):
         tokens = await while_connected(request.receive, counted(), service.ending)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+
+PER_ITEM = 64  # characters that an item of an input counts as, at least
+
+
+async def _messages(service: Service, body: ResponsesBody) -> list[Message]:
+    size = len(body.input) * (1 if isinstance(body.input, str) else PER_ITEM)
+    return await service.aside(lambda: messages_of_items(body.input), size)
 
 
 def _before(store: Store, client: str, body: ResponsesBody) -> list[Message]:

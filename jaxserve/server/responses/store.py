@@ -23,12 +23,12 @@ class Stored:
 
     client: str  # name of the API key
     response: bytes
-    items: bytes  # of its input
+    given: bytes  # its input
     messages: bytes  # of chat, up to its end; without instructions
 
     @property
     def size(self) -> int:
-        return len(self.response) + len(self.items) + len(self.messages)
+        return len(self.response) + len(self.given) + len(self.messages)
 
 
 class Store:
@@ -51,11 +51,11 @@ class Store:
         return self._most > 0
 
     def put(
-        self, client: str, response: dict[str, Any], items: Sequence[Any], messages: Sequence[dict[str, Any]]
+        self, client: str, response: dict[str, Any], given: str | Sequence[Any], messages: Sequence[dict[str, Any]]
     ) -> None:
-        """Store a response. One that is larger than the store is not kept."""
+        """Store a response, and the input as it was given. One that is larger than the store is not kept."""
         encode = msgspec.json.encode
-        made = Stored(client, encode(response), encode(items), encode(messages))
+        made = Stored(client, encode(response), encode(given), encode(messages))
         self._expire()
         if made.size > self._most:
             return
