@@ -2,12 +2,13 @@
 
 A server with `--replicas` engines of the demo model serves `--streams` requests, greedy and sampled with seeds, a
 third of them with a JSON schema, undisturbed. Then the same requests run again `--kills` times, and at a random
-moment one engine gets SIGKILL; it must be back before the next round. Printed for each round: how many requests
-continued elsewhere, and how long streams stood still: the longest gap between two chunks of a stream, beside that of
-the undisturbed run.
+moment one engine gets SIGKILL, or SIGSTOP; it must be back before the next round. Printed for each round: how many
+requests continued elsewhere, and how long streams stood still: the longest gap between two chunks of a stream, beside
+that of the undisturbed run.
 
     python benchmarks/failover.py
     python benchmarks/failover.py --ray local       # engines in a Ray cluster of this machine
+    python benchmarks/failover.py --signal STOP --kills 1    # an engine that hangs
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=50, help="concurrent requests [%(default)s]")
     parser.add_argument("--tokens", type=int, default=150, help="most tokens of an output [%(default)s]")
     parser.add_argument("--kills", type=int, default=10, help="rounds with a killed engine [%(default)s]")
+    parser.add_argument("--signal", choices=("KILL", "STOP"), default="KILL", help="STOP: it hangs [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and moments [%(default)s]")
     common.add_output(parser, "failover")
     args = parser.parse_args()
@@ -171,7 +173,7 @@ def main() -> None:
 
             async def kill(victim: int = victim, moment: float = moment) -> None:
                 await asyncio.sleep(moment)
-                os.kill(victim, signal.SIGKILL)
+                os.kill(victim, getattr(signal, f"SIG{args.signal}"))
 
             before = metric(server.url, "continued_requests_total")
             found = asyncio.run(round_(server.url, asked, kill))

@@ -41,8 +41,7 @@ from jaxserve.generation.session import session_of
 from jaxserve.generation.stops import thinking_of
 from jaxserve.generation.vectors import check_dimensions, paired, pooling_params, similarity, vector_of
 from jaxserve.generation.vectors import finished as finished_vector
-from jaxserve.models.generation_config import sampling_defaults
-from jaxserve.models.source import find_tokenizer, tokenizer_folder
+from jaxserve.models.source import find_tokenizer, sampling_defaults, tokenizer_folder
 from jaxserve.outputs import (
     CompletionOutput,
     EmbeddingOutput,

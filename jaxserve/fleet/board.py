@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.errors import InvalidValue
+from jaxserve.whole_file import write_whole
 
 STATE, ASKED = "replicas.json", "scale.json"
 
@@ -38,7 +39,7 @@ class Board:
 
     def publish(self, state: ScaleState) -> None:
         """Write how many replicas run."""
-        self._write(STATE, msgspec.json.encode(state))
+        write_whole(self._folder / STATE, msgspec.json.encode(state))
 
     def state(self) -> ScaleState | None:
         """Return how many replicas run; None: their number is fixed."""
@@ -48,7 +49,7 @@ class Board:
 
     def ask(self, scale: Scale) -> None:
         """Ask for a number of replicas."""
-        self._write(ASKED, msgspec.json.encode(scale))
+        write_whole(self._folder / ASKED, msgspec.json.encode(scale))
 
     def asked(self) -> Scale | None:
         """Return what was asked for since the last call."""
@@ -57,12 +58,6 @@ class Board:
             (self._folder / ASKED).replace(taken)
             return msgspec.json.decode(taken.read_bytes(), type=Scale)
         return None
-
-    def _write(self, name: str, text: bytes) -> None:
-        """Write a file so that readers see the old or the new one, never half of it."""
-        made = self._folder / f"{name}.new"
-        made.write_bytes(text)
-        made.replace(self._folder / name)
 
 
 def ask(board: Board | None, replicas: int | None) -> None:

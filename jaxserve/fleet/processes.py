@@ -80,11 +80,11 @@ class EngineProcess:
         """Wait a moment, and return whether the process has ended. One that hangs is killed."""
         seen = wait([self.sentinel, self._control], timeout=POLL)
         if self._control in seen:
-            self._silent = 0
             try:
                 self._control.recv()
             except (EOFError, OSError):
                 return self.join()
+            self._silent = 0
         elif not seen:
             self._silent += 1
             if self._silent > HUNG:

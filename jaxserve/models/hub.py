@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError
@@ -50,6 +51,7 @@ def fetch_config(name: str) -> Path:
     return _fetch(name, None, ("config.json",))
 
 
+@cache  # several parts of a server need the same files: the Hub is asked once
 def _fetch(name: str, revision: str | None, files: tuple[str, ...], setting: str = "model") -> Path:
     from huggingface_hub import snapshot_download
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxserve.config import ServeConfig
 from jaxserve.demo import model_path
+from jaxserve.models.generation_config import AUTO, defaults_in, defaults_of
 from jaxserve.models.hub import ModelNotFound, check_folder, resolve_model
 from jaxserve.models.published import published_spec, repository_of, short_name
 from jaxserve.tokenizer import Tokenizer
@@ -28,10 +29,31 @@ class Model(NamedTuple):
 
 
 def check_names(config: ServeConfig) -> None:
-    """Raise InvalidValue if the model or tokenizer is a missing folder. Imports nothing slow."""
+    """Raise InvalidValue if the model or tokenizer is a missing folder, or `generation_config` none of use.
+
+    Imports nothing slow.
+    """
     check_folder(config.model_source)
     if config.tokenizer is not None:
         check_folder(config.tokenizer, "tokenizer")
+    if config.generation_config != AUTO:
+        defaults_of(config.generation_config)
+
+
+def sampling_defaults(config: ServeConfig) -> dict[str, Any]:
+    """Return the sampling parameters of requests that leave them out, by name; {}: those of SamplingParams.
+
+    Those of random weights are never looked for. Raises InvalidValue.
+    """
+    if config.generation_config != AUTO:
+        return defaults_of(config.generation_config)
+    if config.load_format == DUMMY:
+        return {}
+    try:
+        return defaults_in(model_folder(config.model_source, config.revision, weights=False))
+    except ModelNotFound as error:  # the engine runs elsewhere, and has the model
+        log.warning("requests that set no sampling get vLLM's defaults: %s", str(error).partition("\n")[0])
+        return {}
 
 
 def model_folder(name: str, revision: str | None = None, *, weights: bool = True) -> Path:

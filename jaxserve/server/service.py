@@ -21,7 +21,7 @@ from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, check_length, merged, pieces
 from jaxserve.generation.session import session_of
 from jaxserve.generation.stops import Automaton, thinking_of
-from jaxserve.models.generation_config import sampling_defaults
+from jaxserve.models.source import sampling_defaults
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer

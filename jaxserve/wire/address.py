@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxserve.errors import InvalidValue, short
+from jaxserve.whole_file import write_whole
 
 Factory = Callable[[], asyncio.Protocol]
 UNIX = "unix:"
@@ -68,9 +69,7 @@ class Address(NamedTuple):
 
     def publish(self, current: Address) -> None:
         """Write the address of a listed engine; readers see the old or the new one, never half of it."""
-        made = Path(f"{self.listed}.new")
-        made.write_text(str(current), encoding="utf-8")
-        made.replace(self.listed)
+        write_whole(Path(self.listed), str(current).encode())
 
     async def listen(self, accept: Factory) -> tuple[asyncio.Server, Address]:
         """Listen, and return the bound address too. Raises InvalidValue with the reason."""

@@ -143,7 +143,7 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(InvalidValue, match="can be written by others"):
         disk(tmp_path)
-    tmp_path.chmod(0o1777)  # as /tmp: nobody else can replace what is ours
+    tmp_path.chmod(0o1777)  # as /tmp: other users cannot replace these folders
     disk(tmp_path).close()
 
 

@@ -11,7 +11,7 @@ import pytest
 from jaxserve import LLM
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
-from jaxserve.models.generation_config import sampling_defaults
+from jaxserve.models.source import check_names, sampling_defaults
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
 from tests.support.server.double import Double
@@ -56,6 +56,26 @@ def test_a_model_without_the_file_and_the_flag_vllm_have_none(fake: Any, tmp_pat
     assert sampling_defaults(ServeConfig(model=str(tmp_path))) == {}
     assert sampling_defaults(ServeConfig(model=folder(tmp_path))) == OF_QWEN
     assert sampling_defaults(ServeConfig(model=folder(tmp_path), generation_config="vllm")) == {}
+
+
+def test_random_weights_ask_no_hub_and_a_missing_model_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = list[str]()
+
+    def download(name: str, **more: Any) -> str:
+        asked.append(name)
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert sampling_defaults(ServeConfig(model="llama3-8b", load_format="dummy")) == {} and not asked
+    assert sampling_defaults(ServeConfig(model="someone/model")) == {} and asked == ["someone/model"]
+    assert "requests that set no sampling get vLLM's defaults" in caplog.text
+
+
+def test_a_folder_without_the_file_is_named_before_an_engine_starts(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match="must be auto, vllm, or a folder with generation_config"):
+        check_names(ServeConfig(generation_config=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
     PATH/MODEL/N/lock      locked as long as a process uses the folder
 
 A process uses the first folder that no other one has locked, and never touches the others. Only
-folders of this user that nobody else can write are used: what lies there becomes KV. A file
+folders of this user that other users cannot write are used: what lies there becomes KV. A file
 is a header (`HEADER`) and the bytes of the page. It is written under another name first, and its
 checksum is verified when it is read: a file that is incomplete, damaged or gone is a missing page.
 """
