@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import prometheus_client
 
 from jaxserve.config import ServeConfig
+from jaxserve.engine.runtime.gc_control import UNPROMISED, GCControl
 from jaxserve.errors import JaxserveError
 from jaxserve.fleet.messages import Failure
 from jaxserve.fleet.replicas import Replicas
@@ -73,7 +74,8 @@ async def serve_remote(
     """
     # Requests of two fronts must not share seeds: equal prompts would get equal samples.
     seed = f"{config.seed}.{index}" if index else str(config.seed)
-    engines, services = list[Replicas](), list[Service]()
+    engines, services, tending = list[Replicas](), list[Service](), list[asyncio.Task[None]]()
+    collector = GCControl(lambda: UNPROMISED)  # a large body is many objects: to look through them holds up streams
 
     async def make() -> Service:
         tokenizer, found = await asyncio.gather(in_thread(lambda: find_tokenizer(config)), places())
@@ -86,6 +88,8 @@ async def serve_remote(
         engine.dispatcher.on_continued = service.metrics.continued
         if index == 0 and door is not None:
             remember(config, StartTime(door.start.elapsed, engine.stats().compilations))
+        collector.begin()
+        tending.append(asyncio.ensure_future(collector.tend()))
         return service
 
     try:
@@ -95,6 +99,9 @@ async def serve_remote(
             opened = (lambda: None) if index else partial(announce, config, door.start.last, sock)
             await serve_from_start(door, config, sock, make, signals=signals, opened=opened)
     finally:
+        for task in tending:
+            task.cancel()
+        collector.end()
         for service in services:
             service.close()
         for engine in engines:
