@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -134,13 +135,30 @@ class Compiler:
             if self._tokenizer is None:
                 text = self._read()
                 try:
-                    self._tokenizer = LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos)
+                    try:
+                        self._tokenizer = LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos)
+                    except Exception:  # perhaps it has more tokens than the model
+                        self._tokenizer = LLTokenizer(cut(text, self._vocab), n_vocab=self._vocab, eos_token=self._eos)
                 except Exception as error:  # of the kind that llguidance found
                     raise InvalidValue(
                         f"structured outputs need a tokenizer of the tokenizers library: {str(error)[:200]}",
                         "structured_outputs",
                     ) from error
             return self._tokenizer
+
+
+def cut(text: str, vocab: int) -> str:
+    """Return a tokenizer.json without the tokens that a model with `vocab` logits cannot sample."""
+    tokenizer = json.loads(text)
+    tokenizer["added_tokens"] = [token for token in tokenizer.get("added_tokens", ()) if token["id"] < vocab]
+    model = tokenizer["model"]
+    if isinstance(model["vocab"], list):
+        model["vocab"] = model["vocab"][:vocab]
+    else:
+        kept = model["vocab"] = {piece: id for piece, id in model["vocab"].items() if id < vocab}
+        pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model.get("merges", ())]
+        model["merges"] = [[a, b] for a, b in pairs if a in kept and b in kept and a + b in kept]
+    return json.dumps(tokenizer)
 
 
 def late(what: str) -> Unavailable:
