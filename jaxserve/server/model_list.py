@@ -13,12 +13,14 @@ from jaxserve.models.context_length import context_length
 from jaxserve.models.published import published, short_name
 from jaxserve.server.failures import Refused
 
+UNKNOWN_MODEL = "model_not_found"
+
 
 def check_model(config: ServeConfig, name: str | None) -> None:
     """Raise Refused (404) for a model that is not served. No name, or an empty one, is any model."""
     if name and name not in config.names and name != config.model:
         known = ", ".join(map(repr, config.names))
-        raise Refused(404, f"model {short(name)} is not served here; served: {known}", "model", "model_not_found")
+        raise Refused(404, f"model {short(name)} is not served here; served: {known}", "model", UNKNOWN_MODEL)
 
 
 def present_model(

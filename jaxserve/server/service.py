@@ -171,6 +171,7 @@ class Service:
             client=client,
             reader=self._reader(tools, jobs[0].text or "") if isinstance(body, ChatBody) else None,
             reasoning=isinstance(body, ChatBody) and body.include_reasoning,
+            custom=() if tools is None else tools.custom,
             trace=self.trace_of(headers, name),
             objectives=goals.own,
         )

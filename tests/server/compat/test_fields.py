@@ -70,6 +70,24 @@ def test_what_looks_like_an_objective_is_no_silent_field(plain: Live, path: str,
     assert answer.status_code == 400 and error["param"] == name and right in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    "name",
+    ["x-ttft-slo", "x-slo-ttft", "ttft-slo-ms", "X-TTFT-MS", "x-tpot-slo-ms", "x-slo-tbt-ms", "x-itl-slo", "x-slo",
+     "x-llm-d-slo-ttft", "x-time-to-first-token-ms", "x-time-per-output-token"],
+)  # fmt: skip
+def test_what_looks_like_an_objective_is_no_silent_header(plain: Live, path: str, name: str) -> None:
+    answer = plain.http.post(path, json=BODIES[path], headers={name: "500"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, name.lower())
+    assert "x-slo-ttft-ms" in error["message"] and "tpot_slo_ms" in error["message"]
+
+
+@pytest.mark.parametrize("name", ["x-slot-id", "x-e2e-test", "x-slow", "x-isolation", "x-title", "x-mitl-id"])
+def test_other_headers_are_ignored(plain: Live, name: str) -> None:
+    assert plain.http.post("/v1/chat/completions", json=CHAT, headers={name: "500"}).status_code == 200
+
+
 @pytest.mark.parametrize("name", ["slot_id", "id_slot", "slow", "isolation", "title", "client_metadata", "nvext"])
 def test_other_unknown_fields_are_ignored(plain: Live, name: str) -> None:
     assert plain.http.post("/v1/chat/completions", json={**CHAT, name: 1}).status_code == 200
