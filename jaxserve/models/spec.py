@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +15,12 @@ from jaxserve.models import quantization
 from jaxserve.models.cache import Cache
 from jaxserve.models.context_length import POSITIONS, context_length, rope_given, rope_kind
 from jaxserve.models.quantization import Quantization
-from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue, short
 
 Config = Mapping[str, Any]  # the object in config.json
 
+SIZE = re.compile(r"(num|n)_.*|.*_(size|dim|rank|layers|embeddings)|first_k_dense_replace|sliding_window")
+LARGEST, MANY = 2**31 - 1, 1024  # the largest size; the most layers, and experts
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -186,6 +189,11 @@ class ModelSpec:
         for name in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ff_dim", "max_positions"):
             if getattr(self, name) < 1:
                 raise InvalidValue(f"config: {name}={getattr(self, name)} must be at least 1", name)
+        scales = (self.norm_eps, self.norm_offset, self.query_scale, self.softcap, self.logit_softcap, self.embed_scale)
+        ropes = [one for one in (self.rope, self.local_rope) if one is not None]
+        for value in (*scales, *(value for one in ropes for value in (one.theta, one.factor, one.low, one.high))):
+            if not math.isfinite(value):
+                raise InvalidValue(f"config: a factor of the model is {value}: it must be finite", "model")
         if self.heads % self.kv_heads:
             raise InvalidValue(f"config: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.sliding and (len(self.sliding) != self.layers or self.window < 1):
@@ -281,6 +289,23 @@ def architecture(config: Config) -> str:
     return str(names[0])
 
 
+def check_sizes(config: Config) -> None:
+    """Raise InvalidValue if a size in a config is one that no model has, before anything is made of that size."""
+    for name, value in config.items():
+        if isinstance(value, int | float) and SIZE.fullmatch(name):
+            most = MANY if name.endswith(("layers", "experts")) else LARGEST
+            if not value <= most:
+                raise InvalidValue(f"config.json: {name}={short(value)} must be at most {most}", name)
+
+
+def ids_of(given: Any) -> tuple[int, ...]:
+    """Return the token ids that a config gives, as a number or a list. Raises InvalidValue."""
+    ids = given if isinstance(given, list | tuple) else () if given is None else (given,)
+    if wrong := [id for id in ids if type(id) is not int]:
+        raise InvalidValue(f"eos_token_id={short(wrong[0])} must be a token id", "eos_token_id")
+    return tuple(ids)
+
+
 def common(
     config: Config, *, activations: tuple[str, ...] = ("silu",), windows: bool = False, partials: bool = False
 ) -> dict[str, Any]:
@@ -291,7 +316,6 @@ def common(
     """
     heads, dim = int(need(config, "num_attention_heads")), int(need(config, "hidden_size"))
     rope, max_positions = read_rope(config, partials=partials)
-    eos = config.get("eos_token_id")
     return {
         "architecture": architecture(config),
         "vocab": int(need(config, "vocab_size")),
@@ -307,7 +331,7 @@ def common(
         **_windows(config, windows),
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "tied": bool(config.get("tie_word_embeddings", False)),
-        "eos": tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),),
+        "eos": ids_of(config.get("eos_token_id")),
         "quantized": quantization.read(config),
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
     }
