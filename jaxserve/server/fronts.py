@@ -91,12 +91,9 @@ async def serve_remote(
         engine.dispatcher.on_continued = service.metrics.continued
         if index == 0 and door is not None:
             remember(config, StartTime(door.start.elapsed, engine.stats().compilations))
-<<<<<<< HEAD
         collector.begin()
         tending.append(asyncio.ensure_future(collector.tend()))
-=======
         served()
->>>>>>> wt-b
         return service
 
     try:
