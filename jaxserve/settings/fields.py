@@ -112,7 +112,7 @@ class HttpSettings:
         "60 s), or the proxy may send a request as it closes."
     )  # fmt: skip
     max_connections: Count = flag(
-        4096, "server", "Concurrent connections; for further ones, those without a request are closed, the oldest first, "
+        4096, "server", "Concurrent connections; those without a request make way for further ones, the oldest first, "
         "or they get 503. Fewer if the process may open fewer files."
     )  # fmt: skip
     queue_at_start: bool = flag(
