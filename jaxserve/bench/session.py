@@ -33,10 +33,9 @@ class Session:
     ignore_eos: the value of the flag; None is the backend's default.
     """
 
-    def __init__(self, plan: Plan, target: Target, client: str = "auto", ignore_eos: bool | None = None) -> None:
+    def __init__(self, plan: Plan, target: Target, ignore_eos: bool | None = None) -> None:
         self.plan = plan
         self.target = target
-        self.client = client
         self._ignore_eos = ignore_eos
         self.goals = result.Goals.parse(plan.goodput)
         self.vocabulary = plan.vocabulary
@@ -47,7 +46,7 @@ class Session:
         await wait_until_ready(self.target, self.plan.ready_check_timeout_sec)
         await self._know_server()
         plan = self.plan
-        async with open_sender(self.client, self.target) as sender:
+        async with open_sender(self.target) as sender:
             if plan.num_warmups:
                 warm = replace(plan, dataset_name="random", num_prompts=plan.num_warmups, request_rate=inf)
                 await drive(self._calls(plan.seed + WARM_SEED, warm), sender, max_concurrency=8)

@@ -106,10 +106,9 @@ def test_chat_and_custom_prompts(tmp_path: Path) -> None:
 STRICT = "--num-prompts 4 --random-input-len 40 --random-output-len 3 --ttft-slo 5s --slo-class a=1,tpot:5000"
 
 
-@pytest.mark.parametrize("client", ["openai", "http"])
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_openai_servers_get_standard_fields_and_text(backend: str, client: str, tmp_path: Path) -> None:
-    flags = [*STRICT.split(), "--backend", backend, "--client", client, "--save-result", "--result-dir", str(tmp_path)]
+def test_openai_servers_get_standard_fields_and_text(backend: str, tmp_path: Path) -> None:
+    flags = [*STRICT.split(), "--backend", backend, "--save-result", "--result-dir", str(tmp_path)]
     with StrictServer().running() as server:
         assert bench(server, *flags) == 0
     found = saved(tmp_path)
