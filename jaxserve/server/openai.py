@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from jaxserve.errors import ECHO, InvalidValue, short
 from jaxserve.generation.salt import check_salt
-from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.params import MAX_LOGPROBS, SamplingParams
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -413,6 +413,8 @@ def _of_chat(body: ChatBody) -> dict[str, Any]:
         raise InvalidValue(f"{name}={short(value)} must be at least 1", name)
     if body.top_logprobs and not body.logprobs:
         raise InvalidValue(f"top_logprobs={short(body.top_logprobs)} needs logprobs to be true", "top_logprobs")
+    if not 0 <= (body.top_logprobs or 0) <= MAX_LOGPROBS:
+        raise InvalidValue(f"top_logprobs={short(body.top_logprobs)} must be 0 to {MAX_LOGPROBS}", "top_logprobs")
     return {"max_tokens": value, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
 
 

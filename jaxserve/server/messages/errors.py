@@ -26,11 +26,15 @@ _TYPES = {
 # model. A server that starts, ends or has failed keeps 503, by which proxies choose another one.
 OVERLOADED = 529
 _LOADS = ("queue_full", "queue_timeout")
+_LATER = (408, 409, 429)  # may succeed when sent again
 
 
 def anthropic_response(error: Exception, request_id: str) -> Response:
-    """Return the HTTP response for an error."""
-    return response_of(error, partial(anthropic_body, request_id=request_id), _status)
+    """Return the HTTP response for an error. Claude Code would send a wrong key ten times more if not told."""
+    response = response_of(error, partial(anthropic_body, request_id=request_id), _status)
+    if response.status_code < 500 and response.status_code not in _LATER:
+        response.headers["x-should-retry"] = "false"
+    return response
 
 
 def _status(refused: Refused) -> int:

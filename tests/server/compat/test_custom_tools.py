@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.server.live import MODEL, Live
+from tests.support.server.peers import differs
 
 PATCH = {
     "type": "custom",
@@ -47,6 +48,11 @@ CALLS: list[tuple[list[tuple[str, str]], list[tuple[str, str, str]]]] = [
 
 
 @pytest.mark.parametrize(("written", "calls"), CALLS)
+@differs(
+    "OpenAI",
+    "streams the input of a custom tool as it is written",
+    "it comes in one piece: the model writes it as JSON",
+)
 def test_a_call_has_its_input(say: Say, written: list[tuple[str, str]], calls: list[tuple[str, str, str]]) -> None:
     client = say(text_of(*written)).client
     given: dict[str, Any] = {"model": MODEL, "messages": HI, "tools": TOOLS}
@@ -77,6 +83,11 @@ def test_a_cut_call_has_what_there_is(say: Say, stream: bool) -> None:
     assert "abc def" in answer.text and '"custom"' in answer.text, answer.text
 
 
+@differs(
+    "OpenAI",
+    "enforces the grammar of a custom tool",
+    "it is described to the model, not enforced",
+)
 def test_the_model_is_told_of_a_function(live: Live) -> None:
     live.client.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS, max_tokens=1)
     prompt = live.sent()

@@ -110,7 +110,9 @@ def test_classes_of_errors(
     body: Any = caught.value.body
     assert (caught.value.status_code, body["error"]["type"]) == (anthropic_status, others[0] if others else own)
     assert body["request_id"] == caught.value.request_id
-    assert (caught.value.response.headers.get("retry-after") is not None) is later
+    headers = caught.value.response.headers
+    assert (headers.get("retry-after") is not None) is later
+    assert (headers.get("x-should-retry") == "false") is (anthropic_status < 500 and not later)
 
 
 @pytest.mark.parametrize("stream", [False, True])
