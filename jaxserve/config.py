@@ -244,11 +244,9 @@ class ServeConfig(OperationSettings):
         "same model finds it again after a restart.", metavar="PATH",
     )  # fmt: skip
     kv_disk_size: Bytes = flag(
-        0,
-        "memory",
-        "Most bytes in --kv-disk, as in 1TiB, per engine, with what "
-        "engines of other models have left there: their oldest pages are removed.",
-    )
+        0, "memory", "Most bytes in --kv-disk, as in 1TiB, per engine, with what engines of other models have left "
+        "there: their oldest pages are removed."
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         self.check_http()
