@@ -25,6 +25,7 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
 from jaxserve.wire import connection
 from jaxserve.wire.address import Address
+from tests.support.server.fronts import eventually
 from tests.support.server.live import at_rest
 from tests.support.server.told import Told
 from tests.support.timing import PATIENCE
@@ -172,6 +173,26 @@ def test_a_request_that_the_engine_cannot_read_yet_is_refused_alone(
         assert last.deltas[-1].finish_reason == "length" and remote.healthy
 
     monkeypatch.setattr(connection, "UNREAD", 1 << 19)
+    beside(work)
+
+
+def test_a_request_that_the_engine_fails_to_take_is_refused_alone(
+    beside: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        honest, unlucky, last = Told(), Told(), Told()
+        remote.submit(NewRequest(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True), SLO()), honest)
+        with monkeypatch.context() as patch:
+            await eventually(lambda: honest.deltas)
+            patch.setattr(engine, "submit", lambda *given: (_ for _ in ()).throw(MemoryError("no memory")))
+            id = remote.submit(NewRequest(PROMPT, SamplingParams(max_tokens=2), SLO()), unlucky)
+            await unlucky.ended.wait()
+        assert isinstance(refusal := remote.refusal(id), Unavailable) and "no memory" in str(refusal)
+        remote.submit(NewRequest(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True), SLO()), last)
+        for one in (honest, last):
+            await one.ended.wait()
+            assert one.deltas[-1].finish_reason == "length"
+
     beside(work)
 
 
