@@ -157,6 +157,7 @@ class Fronts:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            del os.environ[SHARED]
             shutil.rmtree(folder, ignore_errors=True)
         if self._error is not None:
             raise self._error

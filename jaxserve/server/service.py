@@ -221,6 +221,7 @@ class Service:
     async def _traced(self, answer: Answer) -> AsyncIterator[None]:
         """Trace what is generated within the context, however it ends."""
         begun, error = time.time_ns(), None
+        since = time.monotonic_ns()  # the time of day may be set meanwhile
         try:
             yield
         except (GeneratorExit, asyncio.CancelledError):
@@ -231,7 +232,7 @@ class Service:
             raise
         finally:
             if answer.trace is not None:
-                answer.trace.close(begun, time.time_ns(), error)
+                answer.trace.close(begun, begun + time.monotonic_ns() - since, error)
 
     def _count(self, answer: Answer, number: int, piece: Piece, client: Client) -> None:
         """Count a piece. Raises GenerationFailed at a failed one."""

@@ -59,7 +59,7 @@ class Compiler:
         self._vocab = vocab
         self._eos = sorted(eos)
         self._tokenizer: LLTokenizer | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._reading = threading.Lock()
         self._made: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
         self._pending = set[Future[LLMatcher]]()
@@ -86,7 +86,7 @@ class Compiler:
                 self._made.popitem(last=False)
             self._pending.add(made)
             made.add_done_callback(self._pending.discard)
-            self._quick.submit(self._compile, wanted, made, self._quick)
+            self._begin(wanted, made, self._quick)
             return made
 
     def check(self, wanted: StructuredOutputs) -> None:
@@ -114,13 +114,21 @@ class Compiler:
             for made in tuple(self._pending):
                 _settle(made, Unavailable("the server is shutting down"))
 
+    def _begin(self, wanted: StructuredOutputs, made: Future[LLMatcher], lane: Lane) -> None:
+        try:
+            lane.submit(self._compile, wanted, made, lane)
+        except RuntimeError as error:  # without memory no thread starts
+            with self._lock:
+                self._made.pop(wanted, None)
+            _settle(made, Unavailable(f"no thread to compile in ({error}): try again later"))
+
     def _compile(self, wanted: StructuredOutputs, made: Future[LLMatcher], lane: Lane) -> None:
         try:
             grammar = lane.trial.grammar(wanted, lane.seconds)
             _settle(made, compiled(self._loaded(), grammar, wanted.kind))
         except TooSlow:
             if lane is self._quick:
-                self._slow.submit(self._compile, wanted, made, self._slow)
+                self._begin(wanted, made, self._slow)
             else:
                 told = f"{wanted.kind} takes more than {SECONDS:g} s to compile: simplify it"
                 _settle(made, InvalidValue(told, wanted.kind))
