@@ -164,6 +164,7 @@ def _add_load(group: Any) -> None:
     add("--max-concurrency", type=int, metavar="N", help="most concurrent calls; waits count as the client's delay")
     add("--num-warmups", type=int, default=0, metavar="N", help="requests sent first, not counted")
     add("--num-runs", type=int, default=1, metavar="N", help="repeat with other prompts and arrival times [1]")
+    add("--time-limit", type=_seconds, metavar="TIME", help="end then, as with Ctrl-C, with what has been measured")
     add("--find-goodput", action="store_true", help="search for the highest rate that reaches --attainment")
     add("--attainment", type=float, default=0.9, metavar="SHARE")
 
@@ -334,5 +335,6 @@ def target_of(args: argparse.Namespace) -> Target:
 def main(args: argparse.Namespace) -> int:
     """Run the benchmark; return 0 if at least one request succeeded."""
     plan, target = plan_of(args), target_of(args)
+    plan.check()
     session = Session(plan, target, args.ignore_eos)
     return asyncio.run(session.run())

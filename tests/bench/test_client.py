@@ -71,6 +71,43 @@ def test_failures_are_recorded_as_outcomes(server: Endpoint, part: str) -> None:
     assert not outcome.ok and part in outcome.error
 
 
+@pytest.mark.parametrize(
+    ("odd", "part"),
+    [
+        (b": ping\n\ndata: [DONE]\n\n", ""),
+        (b"id: 1\n: ping\n\ndata:\n\ndata: [DONE]\n\n", ""),
+        (b'data: {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}\n\n', ""),  # and no [DONE]
+        (b'data: {"choices": null}\n\ndata: [DONE]\n\n', ""),
+        (b"data: not JSON\n\n", "DecodeError"),
+        (b'data: ["a list"]\n\n', "AttributeError"),
+        (b'data: {"choices": [7]}\n\n', "AttributeError"),
+        (b'data: {"choices": []}\n\n', "the stream broke off before [DONE]"),
+    ],
+)
+def test_an_odd_event_fails_its_request_at_most(odd: bytes, part: str) -> None:
+    with Endpoint(ttft=0.0, gap=0.0, odd=odd).running() as endpoint:
+        first, second = (alone(endpoint, Call(0.0, (1,), 1, 4)) for _ in range(2))
+    assert second.ok and first.ok == (not part) and part in first.error
+    assert first.output_tokens >= 2
+
+
+def test_a_run_that_is_stopped_keeps_what_has_ended() -> None:
+    async def run(endpoint: Endpoint) -> Run:
+        stop = asyncio.Event()
+
+        def progress(done: int, total: int) -> None:
+            if done == 2:
+                stop.set()
+
+        calls = [Call(at, (1,), 1, 1) for at in (0.0, 0.01, 3600.0, 7200.0)]
+        async with open_sender(Target(endpoint.url, "toy")) as sender:
+            return await drive(calls, sender, progress=progress, stop=stop)
+
+    with Endpoint(ttft=0.0, gap=0.0).running() as endpoint:
+        found = asyncio.run(run(endpoint))
+    assert [outcome.ok for outcome in found.outcomes] == [True, True] and found.left == 2
+
+
 def test_an_unreachable_server_fails_each_call() -> None:
     with Endpoint().running() as endpoint:
         pass
