@@ -81,6 +81,29 @@ def test_agents_come_again(agent: str, load: Exception, installed: Path, tokeniz
     assert told and treasure.value in said, said[-4000:]
 
 
+@pytest.mark.parametrize(("load", "leaves"), [(LOADS[0], False), (LOADS[2], True)], ids=str)
+def test_claude_code_leaves_for_its_fallback_at_503_only(
+    load: Exception, leaves: bool, installed: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A full queue must not send it to another model: it passes."""
+    treasure = Treasure(tmp_path / "work")
+    live = serving(tokenizer, treasure, served_model_name=("jaxserve-demo", "other"))
+    submit, told, asked = live.engine.submit, list[Exception](), set[str | None]()
+    check = live.service.check_model
+
+    def refuses_first(*given: Any) -> int:
+        if not told:
+            told.append(load)
+            raise load
+        return int(submit(*given))
+
+    live.engine.submit = refuses_first
+    live.service.check_model = lambda name: (asked.add(name), check(name))[1]  # type: ignore[method-assign]
+    said = answer("Claude Code", installed, tmp_path, treasure, live, "--fallback-model", "other")
+    assert told and treasure.value in said, said[-4000:]
+    assert ("other" in asked) is leaves
+
+
 # status: (what the server is set to, words of its message, words of Claude Code)
 FAULTS: dict[int, tuple[dict[str, Any], str, str]] = {
     401: ({"api_key": ("right",)}, "a wrong API key", "a wrong API key"),

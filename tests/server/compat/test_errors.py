@@ -31,6 +31,13 @@ def large_body(fake: Fake, tmp_path: Path) -> Live:
     return fake(config={"max_body_size": 20})
 
 
+def compressed(fake: Fake, tmp_path: Path) -> Live:
+    live = fake()
+    live.client = live.client.with_options(default_headers={"Content-Encoding": "gzip"})
+    live.anthropic = live.anthropic.with_options(default_headers={"Content-Encoding": "gzip"})
+    return live
+
+
 def much_used(fake: Fake, tmp_path: Path) -> Live:
     (tmp_path / "limits.yaml").write_text("default: {tokens_per_second: 0.001}")
     live = fake(config={"limits": str(tmp_path / "limits.yaml")})
@@ -71,6 +78,7 @@ def bad_value(fake: Fake, tmp_path: Path) -> Live:
         (wrong_model, 404, openai.NotFoundError, anthropic.NotFoundError, "not_found_error", False),
         (large_body, 413, openai.APIStatusError, anthropic.RequestTooLargeError,
          "invalid_request_error request_too_large", False),
+        (compressed, 415, openai.APIStatusError, anthropic.APIStatusError, "invalid_request_error", False),
         (much_used, 429, openai.RateLimitError, anthropic.RateLimitError, "rate_limit_error", True),
         (broken, 500, openai.InternalServerError, anthropic.InternalServerError,
          "internal_server_error api_error", False),

@@ -88,8 +88,10 @@ CASES = [
     Case(LLAMA_MESSAGES, MESSAGES, result(is_error=True), has=MESSAGE),
     Case(LLAMA_MESSAGES, MESSAGES, result(content=[{"type": "text", "text": "Sunny"}] * 2), has=MESSAGE),
     Case(LLAMA_MESSAGES, MESSAGES, result(content=[]), has=MESSAGE),
-    Case(LLAMA_MESSAGES, MESSAGES, {"messages": [USER]}, 400, differs=Differs(
-        "llama.cpp", "`max_tokens` of Messages has a default", "400, as with Anthropic, whose field is required")),
+    Case(LLAMA_MESSAGES, MESSAGES, chat(), 400, differs=Differs(
+        "llama.cpp", "takes an empty list of messages", "400, as with Anthropic")),
+    Case(LLAMA_MESSAGES, MESSAGES, chat({"role": "user", "content": [{"type": "image", "source": {}}]}), 400),
+    Case(LLAMA_MESSAGES, MESSAGES, chat(USER, thinking={"type": "enabled", "budget_tokens": 50}), has=MESSAGE),
     Case(LLAMA_MESSAGES, MESSAGES, {"max_tokens": 4}, 400, has={"type": "error"}),
     Case(LLAMA_MESSAGES, COUNT, {"messages": [USER]}, has={"input_tokens": lambda count: count > 0}),
     Case(LLAMA_MESSAGES, COUNT, {"messages": [USER], "system": "Hi"}, has={"input_tokens": lambda count: count > 9}),

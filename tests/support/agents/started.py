@@ -124,8 +124,8 @@ AGENTS: dict[str, Start] = {
 }
 
 
-def answer(agent: str, installed: Path, folder: Path, task: Treasure, live: Live) -> str:
-    """Return what an agent prints that gets a task, in the folder of its files."""
+def answer(agent: str, installed: Path, folder: Path, task: Treasure, live: Live, *more: str) -> str:
+    """Return what an agent prints that gets a task, in the folder of its files. more: words of its command."""
     home = folder / "home"
     home.mkdir()
     for command in ("init -q", "add .", "-c user.name=me -c user.email=me@localhost commit -q -m files"):
@@ -134,7 +134,8 @@ def answer(agent: str, installed: Path, folder: Path, task: Treasure, live: Live
         words, environment = AGENTS[agent](installed, live.url, task.task, home)
         if shutil.which(words[0]) is None:
             pytest.skip(f"{words[0]} is not installed")
-        return run(words, task.folder, {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb", **environment})
+        shared = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb"}
+        return run([*words, *more], task.folder, {**shared, **environment})
     finally:
         live.stop()
 
