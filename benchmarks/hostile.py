@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import resource
 import socket
 import sys
 import time
@@ -29,6 +30,13 @@ STREAMS = 16
 REST = 60.0  # seconds after the last attack until memory is looked at again
 ALLOWED = (200, 400, 404, 413, 431, 503)
 PROMPT = {"prompt": "x", "max_tokens": 2}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+HELD = {  # connections that stay open for as long as the attack: how many, and what each has sent
+    "5,000 idle connections": (5_000, b""),
+    "1,000 half-sent headers": (1_000, HEAD),
+    "1,000 half-sent bodies": (1_000, HEAD + b"Content-Length: 999\r\n\r\nx"),
+    "5,000 requests in a row, unread": (1, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 5_000),
+}
 
 
 def chain(link: Any, count: int = 4_000) -> dict[str, Any]:
@@ -169,12 +177,12 @@ async def measure(url: str, pid: int) -> tuple[list[dict[str, Any]], bool]:
         running = [asyncio.ensure_future(one.run()) for one in streams]
         await asyncio.sleep(3)
         rows, good = [], True
-        for name, bodies in {"none": [], **attacks(), "1,000 idle connections": []}.items():
+        for name, bodies in {"none": [], **attacks(), **dict.fromkeys(HELD, [])}.items():
             for one in streams:
                 one.heard()
                 one.gap = 0.0
             began = time.perf_counter()
-            with idle(url, 1_000 if "idle" in name else 0):
+            with held(url, *HELD.get(name, (0, b""))):
                 attacking = asyncio.gather(*(sent(client, *body) for body in bodies))
                 await asyncio.sleep(0.2)
                 asked = time.perf_counter()
@@ -207,19 +215,31 @@ async def measure(url: str, pid: int) -> tuple[list[dict[str, Any]], bool]:
         return rows, good
 
 
-def idle(url: str, count: int) -> ExitStack:
-    """Return open connections that say nothing, as a context."""
+def held(url: str, count: int, said: bytes) -> ExitStack:
+    """Return open connections that have sent some bytes, as a context."""
     host, port = url.rpartition("/")[2].split(":")
     connections = ExitStack()
     for _ in range(count):
-        connections.enter_context(socket.create_connection((host, int(port))))
+        connection = connections.enter_context(socket.create_connection((host, int(port))))
+        connection.setblocking(False)
+        with suppress(BlockingIOError, ConnectionError):
+            connection.send(said)
     return connections
+
+
+def allow_files(count: int) -> None:
+    """Let this process open so many files, as far as the system does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_output(parser, "hostile")
     args = parser.parse_args()
+    allow_files(max(count for count, _ in HELD.values()) + 1_000)
     with common.server(["--api-server-count", "2"]) as server:
         rows, good = asyncio.run(measure(server.url, server.pid))
     print_table("", list(rows[0]), [[str(value) for value in row.values()] for row in rows])
