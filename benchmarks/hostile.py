@@ -6,6 +6,7 @@ minute after the last attack. Exits with 1 if a stream ended early, an attack go
 503 (a bound may also let it pass: 200), or an innocent request failed.
 
     python benchmarks/hostile.py
+    python benchmarks/hostile.py --server-flags '--api-server-count 2 --mesh 1x1 --replicas 2 --ray local'
 """
 
 from __future__ import annotations
@@ -176,13 +177,14 @@ async def measure(url: str, pid: int) -> tuple[list[dict[str, Any]], bool]:
         streams = [Stream(client) for _ in range(STREAMS)]
         running = [asyncio.ensure_future(one.run()) for one in streams]
         await asyncio.sleep(3)
-        rows, good = [], True
-        for name, bodies in {"none": [], **attacks(), **dict.fromkeys(HELD, [])}.items():
+        rows, good = list[dict[str, Any]](), True
+        every: dict[str, list[tuple[str, dict[str, Any]]]] = {"none": [], **attacks()}
+        for name, bodies in (*every.items(), *((name, []) for name in HELD)):
             for one in streams:
                 one.heard()
                 one.gap = 0.0
             began = time.perf_counter()
-            with held(url, *HELD.get(name, (0, b""))):
+            with await asyncio.to_thread(held, url, *HELD.get(name, (0, b""))):
                 attacking = asyncio.gather(*(sent(client, *body) for body in bodies))
                 await asyncio.sleep(0.2)
                 asked = time.perf_counter()
@@ -238,9 +240,12 @@ def allow_files(count: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_output(parser, "hostile")
+    parser.add_argument(
+        "--server-flags", default="--api-server-count 2", metavar="FLAGS", help="flags of the server [%(default)s]"
+    )
     args = parser.parse_args()
     allow_files(max(count for count, _ in HELD.values()) + 1_000)
-    with common.server(["--api-server-count", "2"]) as server:
+    with common.server(args.server_flags.split()) as server:
         rows, good = asyncio.run(measure(server.url, server.pid))
     print_table("", list(rows[0]), [[str(value) for value in row.values()] for row in rows])
     common.save(args, {"rows": rows})
