@@ -6,12 +6,14 @@ import os
 import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.support.server.live import connect
 from tests.support.server.processes import JOIN, Running, alive, children, served
 from tests.support.timing import until
 
@@ -105,6 +107,18 @@ def test_processes_that_may_open_no_more_files_serve_again_once_they_may(server:
         limit(pid, resource.RLIMIT_NOFILE, value)
     until(lambda: honest(server) == {200})
     assert set(children(server.process.pid)) >= set(processes) and server.log.stat().st_size < 20_000
+
+
+@pytest.mark.full
+def test_thousands_of_idle_connections_keep_no_request_out(tmp_path: Path) -> None:
+    with served("--api-server-count 2 --max-connections 300", tmp_path / "log") as server, ExitStack() as held:
+        before = server.log.stat().st_size
+        for said in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"):
+            for _ in range(1_500):
+                held.enter_context(connect(server.url, said))
+            assert honest(server) == {200}
+        held.close()
+        assert honest(server) == {200} and server.log.stat().st_size - before < 20_000
 
 
 def test_a_request_without_memory_is_told_to_come_again(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
