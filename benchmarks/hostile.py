@@ -7,6 +7,7 @@ ended early, an attack got another status than 400, 413, 431 or 503 (a bound may
 innocent request failed.
 
     python benchmarks/hostile.py
+    python benchmarks/hostile.py --server-flags '--api-server-count 2 --mesh 1x1 --replicas 2 --ray local'
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import resource
 import socket
 import sys
 import time
@@ -32,6 +34,13 @@ SETTLE = 10.0  # seconds of streams before the first attack
 REST = 60.0  # seconds after the last attack until memory is looked at again
 ALLOWED = (200, 400, 404, 413, 431, 503)
 PROMPT = {"prompt": "x", "max_tokens": 2}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+HELD = {  # connections that stay open for as long as the attack: how many, and what each has sent
+    "5,000 idle connections": (5_000, b""),
+    "1,000 half-sent headers": (1_000, HEAD),
+    "1,000 half-sent bodies": (1_000, HEAD + b"Content-Length: 999\r\n\r\nx"),
+    "5,000 requests in a row, unread": (1, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 5_000),
+}
 
 
 def chain(link: Any, count: int = 4_000) -> dict[str, Any]:
@@ -203,7 +212,7 @@ async def attacked(
         stream.heard()
         stream.gaps.clear()
     began = time.perf_counter()
-    with await asyncio.to_thread(idle, str(client.base_url), 1_000 if "idle" in name else 0):
+    with await asyncio.to_thread(held, str(client.base_url), *HELD.get(name, (0, b""))):
         attacking = asyncio.gather(*(sent(client, *body) for body in bodies))
         await asyncio.sleep(0.2)
         asked = time.perf_counter()
@@ -227,7 +236,7 @@ async def measure(url: str, pid: int, rounds: int) -> tuple[list[dict[str, Any]]
         streams = [Stream(client) for _ in range(STREAMS)]
         running = [asyncio.ensure_future(stream.run()) for stream in streams]
         await asyncio.sleep(SETTLE)
-        every = {"none": [], **attacks(), "1,000 idle connections": []}
+        every = {"none": [], **attacks(), **{name: [] for name in HELD}}
         seen = {name: Seen() for name in every}
         for at in range(rounds):
             for name, bodies in every.items():
@@ -247,21 +256,36 @@ async def measure(url: str, pid: int, rounds: int) -> tuple[list[dict[str, Any]]
         return rows, allowed and not ended
 
 
-def idle(url: str, count: int) -> ExitStack:
-    """Return open connections that say nothing, as a context."""
+def held(url: str, count: int, said: bytes) -> ExitStack:
+    """Return open connections that have sent some bytes, as a context."""
     host, port = url.rstrip("/").rpartition("/")[2].split(":")
     connections = ExitStack()
     for _ in range(count):
-        connections.enter_context(socket.create_connection((host, int(port))))
+        connection = connections.enter_context(socket.create_connection((host, int(port))))
+        connection.setblocking(False)
+        with suppress(BlockingIOError, ConnectionError):
+            connection.send(said)
     return connections
+
+
+def allow_files(count: int) -> None:
+    """Let this process open so many files, as far as the system does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="how often each attack is sent [%(default)s]")
     common.add_output(parser, "hostile")
+    parser.add_argument(
+        "--server-flags", default="--api-server-count 2", metavar="FLAGS", help="flags of the server [%(default)s]"
+    )
     args = parser.parse_args()
-    with common.server(["--api-server-count", "2", "--warmup", "full"]) as server:
+    allow_files(max(count for count, _ in HELD.values()) + 1_000)
+    with common.server([*args.server_flags.split(), "--warmup", "full"]) as server:
         rows, good = asyncio.run(measure(server.url, server.pid, args.rounds))
     print_table("", list(rows[0]), [[str(value) for value in row.values()] for row in rows])
     common.save(args, {"rows": rows})

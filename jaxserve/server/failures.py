@@ -83,6 +83,9 @@ def refusal(error: Exception) -> Refused:
         return Refused(503, str(error), code="unavailable", retry_after=error.retry_after)
     if isinstance(error, JaxserveError):
         return Refused(503, str(error), code="unavailable", retry_after=1.0)
+    if isinstance(error, MemoryError):  # of this request alone: what it held is free again
+        logger.error("there was not enough memory for a request")
+        return Refused(503, "not enough memory for this request: try again later", code="no_memory", retry_after=5.0)
     logger.error("internal error", exc_info=error)
     return Refused(500, f"internal error: {type(error).__name__}; see the server's log")
 
