@@ -74,13 +74,14 @@ class Block(layers.Block):
 
     def __init__(self, spec: ModelSpec, prefix: str, index: int) -> None:
         self.spec, self.rope = spec, 0
-        self.attention_norm = LayerNorm(prefix + "self_attn_layer_norm.", spec.dim)
+        self.mixed_norm = self.fed_norm = None
+        self.attention_norm: Any = LayerNorm(prefix + "self_attn_layer_norm.", spec.dim)
         self.attention = layers.Attention(spec, prefix + "self_attn.", index, out="out_proj.")
-        self.mlp_norm = LayerNorm(prefix + "final_layer_norm.", spec.dim)
+        self.mlp_norm: Any = LayerNorm(prefix + "final_layer_norm.", spec.dim)
         self.mlp = Mlp(spec, prefix)
 
-    def normed(self, x: jax.Array, weight: LayerNorm) -> jax.Array:
-        return weight(x)
+    def normed(self, x: jax.Array, weight: LayerNorm | None) -> jax.Array:
+        return x if weight is None else weight(x)
 
 
 class Decoder(layers.Decoder):

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from jaxserve.models import layers
+from jaxserve.models.dense import qwen3
 from jaxserve.models.moe import Moe
-from jaxserve.models.qwen import qwen3
 from jaxserve.models.spec import Config, Experts, ModelSpec, need
 
 

@@ -26,18 +26,29 @@ from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels.attention.api import Attention, Pool
 from pallas_kernels.layout import Ragged
 
+DENSE = "jaxserve.models.dense"
 FAMILIES = {
     "DeepseekV2ForCausalLM": "jaxserve.models.deepseek",
     "DeepseekV3ForCausalLM": "jaxserve.models.deepseek",
-    "Gemma3ForCausalLM": "jaxserve.models.gemma3",
+    "Gemma2ForCausalLM": DENSE,
+    "Gemma3ForCausalLM": DENSE,
+    "Gemma3ForConditionalGeneration": DENSE,
+    "Glm4ForCausalLM": DENSE,
+    "GlmForCausalLM": DENSE,
     "GptOssForCausalLM": "jaxserve.models.gpt_oss",
-    "LlamaForCausalLM": "jaxserve.models.llama",
+    "GraniteForCausalLM": DENSE,
+    "LlamaForCausalLM": DENSE,
     "MiniMaxM2ForCausalLM": "jaxserve.models.minimax_m2",
-    "MistralForCausalLM": "jaxserve.models.llama",
+    "MistralForCausalLM": DENSE,
+    "MixtralForCausalLM": "jaxserve.models.mixtral",
     "OPTForCausalLM": "jaxserve.models.opt",
-    "Qwen2ForCausalLM": "jaxserve.models.qwen",
+    "Olmo2ForCausalLM": DENSE,
+    "Olmo3ForCausalLM": DENSE,
+    "Phi3ForCausalLM": DENSE,
+    "Qwen2ForCausalLM": DENSE,
+    "Qwen3ForCausalLM": DENSE,
     "Qwen3MoeForCausalLM": "jaxserve.models.qwen3_moe",
-    "Qwen3ForCausalLM": "jaxserve.models.qwen",
+    "SmolLM3ForCausalLM": DENSE,
 }
 
 

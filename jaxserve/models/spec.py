@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ class Rope:
     scale: float = 1.0  # yarn: multiplies cos and sin
     truncate: bool = True  # yarn: round the ends of the ramp to whole dimensions
     share: float = 1.0  # share of a head's dimensions that are rotated
+    interleaved: bool = False  # whether the checkpoint rotates pairs (2 i, 2 i + 1)
 
     def frequencies(self, dim: int) -> npt.NDArray[np.float32]:
         """Return radians per position of each pair, [D / 2]. Pairs that are not rotated come last, with 0."""
@@ -49,6 +50,8 @@ class Rope:
         """
         turning = int(dim * self.share)
         first, rest = np.arange(dim)[:turning].reshape(2, -1), np.arange(dim)[turning:].reshape(2, -1)
+        if self.interleaved:
+            first = first.reshape(-1, 2).T
         return np.concatenate([first, rest], axis=1).reshape(-1)
 
     def _turning(self, dim: int) -> npt.NDArray[np.float32]:
@@ -137,6 +140,18 @@ class Latent:
             raise InvalidValue(f"config: {self}: each must be at least 1, and turned (qk_rope_head_dim) even")
 
 
+class Norms(NamedTuple):
+    """The checkpoint's names of a layer's norms; "": there is none."""
+
+    attention: str = "input_layernorm"  # of the input of attention
+    mixed: str = ""  # of its output
+    feed_forward: str = "post_attention_layernorm"  # of the input of the feed-forward
+    fed: str = ""  # of its output
+
+
+BEFORE = Norms()  # those of Llama
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The sizes and options of a decoder. Letters as in CONTRIBUTING."""
@@ -158,14 +173,18 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: str = ""  # norm of queries and keys: "head" (each head), "all" (a token's heads together) or "" (none)
     activation: str = "silu"  # of the feed-forward
+    norms: Norms = BEFORE
     norm_offset: float = 0.0  # added to the weights of norms
     window: int = 0  # keys that a query of a sliding layer sees, including its own
     sliding: tuple[bool, ...] = ()  # by layer: whether it has a sliding window; (): no layer
     local_rope: Rope | None = None  # RoPE of sliding layers; None: as in the others
+    unrotated: tuple[bool, ...] = ()  # by layer: whether it has no RoPE; (): all have it
     query_scale: float = 0.0  # factor of attention scores; 0: 1 / sqrt(D)
     softcap: float = 0.0  # soft cap of attention scores; 0: none
     logit_softcap: float = 0.0
+    logit_divisor: float = 1.0
     embed_scale: float = 1.0
+    residual_scale: float = 1.0  # factor of what attention and feed-forward add to the stream
     moe: Experts | None = None
     latent: Latent | None = None  # MLA; kv_heads is then 1, and head_dim that of queries
     sinks: bool = False  # attention sinks: one learned score per head in the softmax
@@ -220,10 +239,19 @@ class ModelSpec:
         """Return the number of keys that a query of a layer sees, including its own; None: all before it."""
         return self.window if self.sliding and self.sliding[layer] else None
 
+    def rope_of(self, layer: int) -> int:
+        """Return the index of a layer's RoPE in `Decoder.turns`; -1: it has none."""
+        if self.unrotated and self.unrotated[layer]:
+            return -1
+        return int(self.local_rope is not None and self.window_of(layer) is not None)
+
     @property
     def kinds(self) -> tuple[int, ...]:
         """For each layer, the first layer that is computed the same way."""
-        kinds = [(self.window_of(i), self.moe is not None and self.moe.layers[i]) for i in range(self.layers)]
+        kinds = [
+            (self.window_of(i), self.rope_of(i), self.moe is not None and self.moe.layers[i])
+            for i in range(self.layers)
+        ]
         return tuple(map(kinds.index, kinds))
 
     @property
@@ -243,7 +271,7 @@ class ModelSpec:
     def first_layers(self, layers: int) -> ModelSpec:
         """Return the spec of a model that consists of the first `layers` layers."""
         moe = None if self.moe is None else replace(self.moe, layers=self.moe.layers[:layers])
-        return replace(self, layers=layers, sliding=self.sliding[:layers], moe=moe)
+        return replace(self, layers=layers, sliding=self.sliding[:layers], unrotated=self.unrotated[:layers], moe=moe)
 
     def for_tp(self, tp: int) -> ModelSpec:
         """Return the spec for `tp` shards, with kv heads copied and the vocabulary padded as needed.
