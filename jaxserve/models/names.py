@@ -6,7 +6,9 @@ and of bare decoders, and `qkv_proj` and `gate_up_proj` split by rows.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,18 @@ from jaxserve.models.narrow import SCALE
 PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
 FUSED = {"qkv_proj.": ("q_proj.", "k_proj.", "v_proj."), "gate_up_proj.": ("gate_proj.", "up_proj.")}
 Tensors = Mapping[str, tuple[Path, Any]]  # by name: path and open file
+
+
+def lacks_head(folder: Path) -> bool:
+    """Return whether the files of a folder have the tensors of a decoder, but no output head."""
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with suppress(OSError, ValueError, AttributeError), path.open("rb") as file:  # reported when it is loaded
+            size = int.from_bytes(file.read(8), "little")
+            names |= json.loads(file.read(size if size <= path.stat().st_size else 0)).keys()
+    return any(name.endswith("embed_tokens.weight") for name in names) and not any(
+        name.endswith("lm_head.weight") for name in names
+    )
 
 
 @dataclass(frozen=True)

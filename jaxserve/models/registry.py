@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxserve.models import manifest
 from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Stream, Tree, is_info, tree_of
+from jaxserve.models.names import lacks_head
 from jaxserve.models.narrow import narrowed
 from jaxserve.models.quantized import Quantized, multiplied_by
 from jaxserve.models.spec import Config, ModelSpec, architecture
@@ -72,7 +73,10 @@ def load_spec(path: Path) -> ModelSpec:
     more += [id for id in _tokenizers_eos(path) if id < spec.vocab]  # a tokenizer may have more entries than the model
     spec = replace(spec, eos=tuple(dict.fromkeys([*spec.eos, *more])))
     converted = manifest.find(path)
-    return spec if converted is None else replace(spec, quantized=converted.quantized)
+    if converted is not None:
+        spec = replace(spec, quantized=converted.quantized)
+    headless = lacks_head(path) if converted is None else "head" not in converted.parts
+    return spec if spec.tied or not headless else spec.headless()
 
 
 def _tokenizers_eos(path: Path) -> list[int]:
@@ -99,9 +103,12 @@ def read_config(path: Path) -> Config:
 
 def spec_from_config(config: Config) -> ModelSpec:
     """Return the spec of a Hugging Face config. Raises InvalidValue for unsupported values."""
-    family = _family(architecture(config))
+    name = architecture(config)
+    whole = name.removesuffix("Model") + "ForCausalLM"
+    bare = name not in FAMILIES and whole in FAMILIES  # a decoder that gives vectors
+    family = _family(whole if bare else name)
     try:
-        spec: ModelSpec = family.read(config)
+        spec: ModelSpec = family.read({**config, "architectures": [whole]}).headless() if bare else family.read(config)
     except InvalidValue:
         raise
     except (TypeError, ValueError, AttributeError) as error:  # for example a string instead of a number

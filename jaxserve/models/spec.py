@@ -168,6 +168,7 @@ class ModelSpec:
     rope: Rope = Rope()
     norm_eps: float = 1e-6
     tied: bool = False  # whether the embedding table is also the output head
+    generates: bool = True  # whether there is an output head; if not, `tied`, which gives programs one to compile
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -267,6 +268,10 @@ class ModelSpec:
     def quantized_as(self, name: str | None) -> ModelSpec:
         """Return the spec with the quantization that `--quantization` selects; None: the checkpoint's."""
         return replace(self, quantized=quantization.chosen(self.quantized, name))
+
+    def headless(self) -> ModelSpec:
+        """Return the spec of a checkpoint without an output head, which gives vectors only."""
+        return replace(self, tied=True, generates=False)
 
     def first_layers(self, layers: int) -> ModelSpec:
         """Return the spec of a model that consists of the first `layers` layers."""
