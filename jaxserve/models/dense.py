@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.models.layers import Decoder
 from jaxserve.models.spec import Config, Experts, ModelSpec, Norms, architecture, common, need, read_rope
+from jaxserve.sched.api.errors import InvalidValue
 
 __all__ = ["Decoder", "qwen3", "read"]
 
@@ -61,9 +62,8 @@ def _smollm3(config: Config) -> dict[str, Any]:
 
 def _rotated(config: Config) -> list[bool]:
     """Return for each layer of SmolLM3 whether it has RoPE."""
-    count, every = int(need(config, "num_hidden_layers")), int(config["no_rope_layer_interval"])
     given = config.get("no_rope_layers")
-    return [(i + 1) % every != 0 for i in range(count)] if given is None else [bool(flag) for flag in given]
+    return _one_in(config, "no_rope_layer_interval") if given is None else [bool(flag) for flag in given]
 
 
 def _named(slides: list[bool]) -> list[str]:
@@ -72,8 +72,16 @@ def _named(slides: list[bool]) -> list[str]:
 
 def _every(config: Config) -> list[str]:
     """Return the kinds of layers if one in so many has no window."""
-    every = int(config.get("sliding_window_pattern") or config["_sliding_window_pattern"])
-    return _named([(i + 1) % every != 0 for i in range(int(need(config, "num_hidden_layers")))])
+    older = "sliding_window_pattern"
+    return _named(_one_in(config, older if older in config else f"_{older}"))
+
+
+def _one_in(config: Config, key: str) -> list[bool]:
+    """Return True for each layer, but False for one in `config[key]` layers."""
+    every = int(config[key])
+    if every < 1:
+        raise InvalidValue(f"config.json: {key}={every} must be at least 1", key)
+    return [(i + 1) % every != 0 for i in range(int(need(config, "num_hidden_layers")))]
 
 
 def _unrotated_slide(config: Config) -> list[str]:

@@ -19,7 +19,12 @@ EPS = 1e-5
 
 
 def read(config: Config) -> ModelSpec:
-    for key, only in (("do_layer_norm_before", True), ("enable_bias", True), ("layer_norm_elementwise_affine", True)):
+    for key, only in (
+        ("do_layer_norm_before", True),
+        ("enable_bias", True),
+        ("layer_norm_elementwise_affine", True),
+        ("_remove_final_layer_norm", False),
+    ):
         if bool(config.get(key, only)) is not only:
             raise InvalidValue(f"config.json: {key}={config[key]!r} is not supported; supported is {only}", key)
     dim, inner = int(need(config, "hidden_size")), config.get("word_embed_proj_dim")

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models import manifest
+from jaxserve.models.keys import check
 from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Stream, Tree, is_info, tree_of
 from jaxserve.models.names import lacks_head
 from jaxserve.models.narrow import narrowed
@@ -107,11 +108,17 @@ def spec_from_config(config: Config) -> ModelSpec:
     whole = name.removesuffix("Model") + "ForCausalLM"
     bare = name not in FAMILIES and whole in FAMILIES  # a decoder that gives vectors
     family = _family(whole if bare else name)
+    check(config)
     try:
         spec: ModelSpec = family.read({**config, "architectures": [whole]}).headless() if bare else family.read(config)
     except InvalidValue:
         raise
-    except (TypeError, ValueError, AttributeError) as error:  # for example a string instead of a number
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:  # for example a string instead of a number
         raise InvalidValue(f"config.json has a value of the wrong kind: {error}", "model") from error
     return spec
 

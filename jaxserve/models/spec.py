@@ -107,7 +107,7 @@ class Experts:
         if self.ff_dim < 1 or not 1 <= self.chosen <= self.experts:
             raise InvalidValue(
                 f"config: {self.chosen} of {self.experts} experts of {self.ff_dim=} per token: must be at least 1, "
-                "and at most the number of experts",
+                "and at most the number of experts (num_experts_per_tok)",
                 "num_experts_per_tok",
             )
         within, rest = divmod(self.experts, self.groups) if self.groups > 0 else (0, 1)
@@ -119,7 +119,8 @@ class Experts:
         ):
             raise InvalidValue(
                 f"config: {self.chosen} experts per token from {self.groups_kept} of {self.groups} groups of "
-                f"{self.experts} experts: groups must have equal sizes, and those kept must hold the chosen experts",
+                f"{self.experts} experts: groups must have equal sizes, and those kept must hold the chosen experts "
+                "(num_experts_per_tok, topk_group, n_group, n_routed_experts)",
                 "n_group",
             )
 
@@ -138,6 +139,18 @@ class Latent:
     def __post_init__(self) -> None:
         if min(self.rank, self.turned, self.straight, self.value) < 1 or self.turned % 2 or self.query_rank < 0:
             raise InvalidValue(f"config: {self}: each must be at least 1, and turned (qk_rope_head_dim) even")
+
+
+KEYS = {  # of a config.json, by field
+    "vocab": "vocab_size",
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ff_dim": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+}
 
 
 class Norms(NamedTuple):
@@ -203,14 +216,16 @@ class ModelSpec:
     vocab_padding: int = 0  # unused rows at the end of tables, so that the shards divide them evenly
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ff_dim", "max_positions"):
+        for name, key in KEYS.items():
             if getattr(self, name) < 1:
-                raise InvalidValue(f"config: {name}={getattr(self, name)} must be at least 1", name)
+                raise InvalidValue(f"config: {key}={getattr(self, name)} must be at least 1", key)
         if self.heads % self.kv_heads:
-            raise InvalidValue(f"config: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+            raise InvalidValue(
+                f"config: num_attention_heads={self.heads} must be a multiple of num_key_value_heads={self.kv_heads}"
+            )
         if self.sliding and (len(self.sliding) != self.layers or self.window < 1):
             raise InvalidValue(f"config: sliding_window={self.window} must be at least 1, for {self.layers=} layers")
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.latent is None:
             raise InvalidValue(f"config: head_dim={self.head_dim} must be even: rotary embedding rotates pairs")
 
     @property
@@ -361,7 +376,7 @@ def _windows(config: Config, allowed: bool) -> dict[str, Any]:
     window, count = config.get("sliding_window"), int(need(config, "num_hidden_layers"))
     kinds = [str(kind) for kind in config.get("layer_types") or ()]
     other = sorted(set(kinds) - ({"full_attention", "sliding_attention"} if allowed else {"full_attention"}))
-    on = bool(config.get("use_sliding_window", window is not None))
+    on = bool(config.get("use_sliding_window", True)) and window is not None
     if other or (on and not allowed):
         raise InvalidValue(
             f"config.json: sliding_window={window!r}, layer_types={other}: not supported for {architecture(config)}; "

@@ -19,7 +19,7 @@ from jaxserve.models.weights import WeightsError
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from tests.support.models.configs import GEMMA, OPT, TOKENS
-from tests.support.models.driver import SMALL, Driver, expected, peer
+from tests.support.models.driver import SMALL, Driver, expected, fill, peer
 from tests.support.server.double import Double
 
 FEW = TOKENS[:16]
@@ -43,9 +43,7 @@ def test_the_text_of_a_model_with_images_is_served(tmp_path: Path, prefix: str) 
     config = transformers.Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4)
     config._attn_implementation = "eager"
     model = transformers.Gemma3ForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(mean=1.0 if weight.ndim == 1 else 0.0, std=0.2)
+    fill(model)
     model.save_pretrained(tmp_path)
     _renamed(tmp_path, "language_model.model.", prefix)
     _renamed(tmp_path, "vision_tower.", "vision_tower." if prefix.startswith("language") else "model.vision_tower.")

@@ -100,6 +100,10 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [0]},
     ),
+    "qwen3-moe, a window of 5 in every layer": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK),
     "deepseek-v2, dense layers only, tied": (
         "DeepseekV2",
