@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from jaxserve.config import ServeConfig
@@ -41,6 +42,7 @@ from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta
 from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.pooling import LAST
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import NO_SLO
 from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
@@ -140,8 +142,9 @@ class Engine:
                 ended.put(delta.error or "")
 
         count = 2 * len(self._cluster.cores)
+        params = REHEARSED if self.info.generates else replace(REHEARSED, max_tokens=1, pooling=LAST)
         for _ in range(count):
-            self.submit(NewRequest((0,) * 3, REHEARSED, NO_SLO, key=REHEARSAL), heard)
+            self.submit(NewRequest((0,) * 3, params, NO_SLO, key=REHEARSAL), heard)
         errors = [ended.get() for _ in range(count)]
         if any(errors):
             self.close()

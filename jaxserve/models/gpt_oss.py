@@ -27,7 +27,7 @@ def read(config: Config) -> ModelSpec:
     spelt = {"layer_types": kinds, "rope_theta": config.get("rope_theta") or THETA}
     facts = common({**config, **plain, **spelt}, windows=True)
     bias = bool(config.get("attention_bias", True))
-    limit = config.get("swiglu_limit")
+    limit, slope, eps = (config.get(key) for key in ("swiglu_limit", "swiglu_alpha", "rms_norm_eps"))
     moe = Experts(
         experts=int(config.get("num_local_experts") or need(config, "num_experts")),
         chosen=int(config.get("num_experts_per_tok") or need(config, "experts_per_token")),
@@ -35,10 +35,10 @@ def read(config: Config) -> ModelSpec:
         layers=(True,) * count,
         normalized=True,  # equal to a softmax over the chosen experts
         biased=True,
-        gate_slope=float(config.get("swiglu_alpha") or 1.702),
+        gate_slope=float(1.702 if slope is None else slope),
         gate_limit=float(7.0 if limit is None else limit),
     )
-    own = {"head_dim": int(config.get("head_dim") or 64), "norm_eps": float(config.get("rms_norm_eps") or 1e-5)}
+    own = {"head_dim": int(config.get("head_dim") or 64), "norm_eps": float(1e-5 if eps is None else eps)}
     return ModelSpec(**{**facts, **own}, qkv_bias=bias, out_bias=bias, sinks=True, moe=moe)
 
 

@@ -312,24 +312,27 @@ class Block(nnx.Module):
 
     def __init__(self, spec: ModelSpec, prefix: str, index: int) -> None:
         self.spec = spec
-        self.rope = int(spec.local_rope is not None and spec.window_of(index) is not None)  # index into `turns`
-        self.attention_norm = vector(prefix + "input_layernorm.weight", spec.dim)
+        self.rope = spec.rope_of(index)
+        before, mixed, between, fed = (
+            vector(f"{prefix}{name}.weight", spec.dim) if name else None for name in spec.norms
+        )
+        self.attention_norm: Any = before
         self.attention = self.attend(prefix + "self_attn.", index)
-        self.mlp_norm = vector(prefix + "post_attention_layernorm.weight", spec.dim)
+        self.mixed_norm, self.mlp_norm = mixed, between
         self.mlp = self.feed_forward(prefix, index)
+        self.fed_norm = fed
 
     def mix(self, stream: Stream, pool: Pool, kernel: Kernel) -> tuple[jax.Array, Pool]:
         """Add the attention output to the stream's x, and return [T, E] with the updated pool."""
         x, turns, work = stream
         with jax.named_scope("attention"):
             mixed, pool = self.attention(self.normed(x, self.attention_norm), turns[self.rope], pool, work, kernel)
-            return x + mixed, pool
+            return self.added(x, mixed, self.mixed_norm), pool
 
     def feed(self, x: jax.Array, kernel: Kernel) -> jax.Array:  # x [T, E] -> [T, E]
         """Add the feed-forward output to x."""
         with jax.named_scope("mlp"):
-            out: jax.Array = x + self.mlp(self.normed(x, self.mlp_norm), kernel)
-            return out
+            return self.added(x, self.mlp(self.normed(x, self.mlp_norm), kernel), self.fed_norm)
 
     def attend(self, prefix: str, index: int) -> Any:
         """Create the attention module, which is called as `Attention` is."""
@@ -340,7 +343,12 @@ class Block(nnx.Module):
         return Mlp(self.spec, prefix + "mlp.")
 
     def normed(self, x: jax.Array, weight: Any) -> jax.Array:
-        return rms_norm(x, weight[...], self.spec.norm_eps, self.spec.norm_offset)
+        return x if weight is None else rms_norm(x, weight[...], self.spec.norm_eps, self.spec.norm_offset)
+
+    def added(self, x: jax.Array, out: jax.Array, norm: Any) -> jax.Array:
+        """Add the output of a part to the stream, after its norm and times `residual_scale`."""
+        out, scale = self.normed(out, norm), self.spec.residual_scale
+        return x + (out if scale == 1.0 else out * jnp.asarray(scale, out.dtype))
 
 
 class Decoder(nnx.Module):
@@ -379,7 +387,8 @@ class Decoder(nnx.Module):
     def turns(self, positions: jax.Array) -> Turns:
         """Return RoPE's cos and sin for each kind of RoPE, each [T, 1, D / 2] float32."""
         ropes = [self.spec.rope] if self.spec.local_rope is None else [self.spec.rope, self.spec.local_rope]
-        return tuple(angles(rope, self.spec.head_dim, positions) for rope in ropes)
+        turns = tuple(angles(rope, self.spec.head_dim, positions) for rope in ropes)
+        return (*turns, None) if any(self.spec.unrotated) else turns
 
     def layer(
         self, kind: int, part: Part, leaves: Tree, pool: Pool, stream: Stream, kernel: Kernel
@@ -402,6 +411,6 @@ class Decoder(nnx.Module):
             out = product(hidden, table, jnp.float32)
         else:
             out = jnp.einsum("se,ve->sv", hidden, table, preferred_element_type=jnp.float32)
-        out = out[:, : self.spec.vocab]
-        cap = self.spec.logit_softcap
+        out, cap = out[:, : self.spec.vocab], self.spec.logit_softcap
+        out = out if self.spec.logit_divisor == 1.0 else out / self.spec.logit_divisor
         return cap * jnp.tanh(out / cap) if cap else out

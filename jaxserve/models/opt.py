@@ -19,7 +19,12 @@ EPS = 1e-5
 
 
 def read(config: Config) -> ModelSpec:
-    for key, only in (("do_layer_norm_before", True), ("enable_bias", True), ("layer_norm_elementwise_affine", True)):
+    for key, only in (
+        ("do_layer_norm_before", True),
+        ("enable_bias", True),
+        ("layer_norm_elementwise_affine", True),
+        ("_remove_final_layer_norm", False),
+    ):
         if bool(config.get(key, only)) is not only:
             raise InvalidValue(f"config.json: {key}={config[key]!r} is not supported; supported is {only}", key)
     dim, inner = int(need(config, "hidden_size")), config.get("word_embed_proj_dim")
@@ -74,13 +79,14 @@ class Block(layers.Block):
 
     def __init__(self, spec: ModelSpec, prefix: str, index: int) -> None:
         self.spec, self.rope = spec, 0
-        self.attention_norm = LayerNorm(prefix + "self_attn_layer_norm.", spec.dim)
+        self.mixed_norm = self.fed_norm = None
+        self.attention_norm: Any = LayerNorm(prefix + "self_attn_layer_norm.", spec.dim)
         self.attention = layers.Attention(spec, prefix + "self_attn.", index, out="out_proj.")
-        self.mlp_norm = LayerNorm(prefix + "final_layer_norm.", spec.dim)
+        self.mlp_norm: Any = LayerNorm(prefix + "final_layer_norm.", spec.dim)
         self.mlp = Mlp(spec, prefix)
 
-    def normed(self, x: jax.Array, weight: LayerNorm) -> jax.Array:
-        return weight(x)
+    def normed(self, x: jax.Array, weight: LayerNorm | None) -> jax.Array:
+        return x if weight is None else weight(x)
 
 
 class Decoder(layers.Decoder):

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from jaxserve.models import layers
+from jaxserve.models.dense import qwen3
 from jaxserve.models.moe import Moe
-from jaxserve.models.qwen import qwen3
 from jaxserve.models.spec import Config, Experts, ModelSpec, need
 
 
@@ -15,7 +15,7 @@ def read(config: Config) -> ModelSpec:
     count, step = int(need(config, "num_hidden_layers")), int(config.get("decoder_sparse_step") or 1)
     dense = set(config.get("mlp_only_layers") or ())
     return qwen3(
-        config,
+        {**config, "max_window_layers": 0},  # with a window, every layer has it
         moe=Experts(
             experts=int(config.get("num_experts") or need(config, "num_local_experts")),
             chosen=int(need(config, "num_experts_per_tok")),

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 
 from jaxserve.models import manifest
 from jaxserve.models.json_file import object_in
+from jaxserve.models.keys import check
 from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Stream, Tree, is_info, tree_of
+from jaxserve.models.names import lacks_head
 from jaxserve.models.narrow import narrowed
 from jaxserve.models.quantized import Quantized, multiplied_by
 from jaxserve.models.spec import Config, ModelSpec, architecture, check_sizes, ids_of
@@ -27,18 +29,29 @@ from pallas_kernels.attention.api import Attention, Pool
 from pallas_kernels.layout import Ragged
 
 WRONG = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)  # raised by values of the wrong kind
+DENSE = "jaxserve.models.dense"
 FAMILIES = {
     "DeepseekV2ForCausalLM": "jaxserve.models.deepseek",
     "DeepseekV3ForCausalLM": "jaxserve.models.deepseek",
-    "Gemma3ForCausalLM": "jaxserve.models.gemma3",
+    "Gemma2ForCausalLM": DENSE,
+    "Gemma3ForCausalLM": DENSE,
+    "Gemma3ForConditionalGeneration": DENSE,
+    "Glm4ForCausalLM": DENSE,
+    "GlmForCausalLM": DENSE,
     "GptOssForCausalLM": "jaxserve.models.gpt_oss",
-    "LlamaForCausalLM": "jaxserve.models.llama",
+    "GraniteForCausalLM": DENSE,
+    "LlamaForCausalLM": DENSE,
     "MiniMaxM2ForCausalLM": "jaxserve.models.minimax_m2",
-    "MistralForCausalLM": "jaxserve.models.llama",
+    "MistralForCausalLM": DENSE,
+    "MixtralForCausalLM": "jaxserve.models.mixtral",
     "OPTForCausalLM": "jaxserve.models.opt",
-    "Qwen2ForCausalLM": "jaxserve.models.qwen",
+    "Olmo2ForCausalLM": DENSE,
+    "Olmo3ForCausalLM": DENSE,
+    "Phi3ForCausalLM": DENSE,
+    "Qwen2ForCausalLM": DENSE,
+    "Qwen3ForCausalLM": DENSE,
     "Qwen3MoeForCausalLM": "jaxserve.models.qwen3_moe",
-    "Qwen3ForCausalLM": "jaxserve.models.qwen",
+    "SmolLM3ForCausalLM": DENSE,
 }
 
 
@@ -61,7 +74,10 @@ def load_spec(path: Path) -> ModelSpec:
     every = dict.fromkeys([*spec.eos, *more, *_tokenizers_eos(path)])
     spec = replace(spec, eos=tuple(id for id in every if 0 <= id < spec.vocab))  # a tokenizer may have more entries
     converted = manifest.find(path)
-    return spec if converted is None else replace(spec, quantized=converted.quantized)
+    if converted is not None:
+        spec = replace(spec, quantized=converted.quantized)
+    headless = lacks_head(path) if converted is None else "head" not in converted.parts
+    return spec if spec.tied or not headless else spec.headless()
 
 
 def _tokenizers_eos(path: Path) -> list[int]:
@@ -93,7 +109,12 @@ def spec_from_config(config: Config) -> ModelSpec:
     """Return the spec of a Hugging Face config. Raises InvalidValue for unsupported values."""
     try:
         check_sizes(config)
-        spec: ModelSpec = _family(architecture(config)).read(config)
+        check(config)
+        name = architecture(config)
+        whole = name.removesuffix("Model") + "ForCausalLM"
+        bare = name not in FAMILIES and whole in FAMILIES  # a decoder that gives vectors
+        family = _family(whole if bare else name)
+        spec: ModelSpec = family.read({**config, "architectures": [whole]}).headless() if bare else family.read(config)
     except InvalidValue:
         raise
     except WRONG as error:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ class Rope:
     scale: float = 1.0  # yarn: multiplies cos and sin
     truncate: bool = True  # yarn: round the ends of the ramp to whole dimensions
     share: float = 1.0  # share of a head's dimensions that are rotated
+    interleaved: bool = False  # whether the checkpoint rotates pairs (2 i, 2 i + 1)
 
     def frequencies(self, dim: int) -> npt.NDArray[np.float32]:
         """Return radians per position of each pair, [D / 2]. Pairs that are not rotated come last, with 0."""
@@ -52,6 +53,8 @@ class Rope:
         """
         turning = int(dim * self.share)
         first, rest = np.arange(dim)[:turning].reshape(2, -1), np.arange(dim)[turning:].reshape(2, -1)
+        if self.interleaved:
+            first = first.reshape(-1, 2).T
         return np.concatenate([first, rest], axis=1).reshape(-1)
 
     def _turning(self, dim: int) -> npt.NDArray[np.float32]:
@@ -107,7 +110,7 @@ class Experts:
         if self.ff_dim < 1 or not 1 <= self.chosen <= self.experts:
             raise InvalidValue(
                 f"config: {self.chosen} of {self.experts} experts of {self.ff_dim=} per token: must be at least 1, "
-                "and at most the number of experts",
+                "and at most the number of experts (num_experts_per_tok)",
                 "num_experts_per_tok",
             )
         within, rest = divmod(self.experts, self.groups) if self.groups > 0 else (0, 1)
@@ -119,7 +122,8 @@ class Experts:
         ):
             raise InvalidValue(
                 f"config: {self.chosen} experts per token from {self.groups_kept} of {self.groups} groups of "
-                f"{self.experts} experts: groups must have equal sizes, and those kept must hold the chosen experts",
+                f"{self.experts} experts: groups must have equal sizes, and those kept must hold the chosen experts "
+                "(num_experts_per_tok, topk_group, n_group, n_routed_experts)",
                 "n_group",
             )
 
@@ -140,6 +144,30 @@ class Latent:
             raise InvalidValue(f"config: {self}: each must be at least 1, and turned (qk_rope_head_dim) even")
 
 
+KEYS = {  # of a config.json, by field
+    "vocab": "vocab_size",
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ff_dim": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+}
+
+
+class Norms(NamedTuple):
+    """The checkpoint's names of a layer's norms; "": there is none."""
+
+    attention: str = "input_layernorm"  # of the input of attention
+    mixed: str = ""  # of its output
+    feed_forward: str = "post_attention_layernorm"  # of the input of the feed-forward
+    fed: str = ""  # of its output
+
+
+BEFORE = Norms()  # those of Llama
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The sizes and options of a decoder. Letters as in CONTRIBUTING."""
@@ -156,19 +184,24 @@ class ModelSpec:
     rope: Rope = Rope()
     norm_eps: float = 1e-6
     tied: bool = False  # whether the embedding table is also the output head
+    generates: bool = True  # whether there is an output head; if not, `tied`, which gives programs one to compile
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: str = ""  # norm of queries and keys: "head" (each head), "all" (a token's heads together) or "" (none)
     activation: str = "silu"  # of the feed-forward
+    norms: Norms = BEFORE
     norm_offset: float = 0.0  # added to the weights of norms
     window: int = 0  # keys that a query of a sliding layer sees, including its own
     sliding: tuple[bool, ...] = ()  # by layer: whether it has a sliding window; (): no layer
     local_rope: Rope | None = None  # RoPE of sliding layers; None: as in the others
+    unrotated: tuple[bool, ...] = ()  # by layer: whether it has no RoPE; (): all have it
     query_scale: float = 0.0  # factor of attention scores; 0: 1 / sqrt(D)
     softcap: float = 0.0  # soft cap of attention scores; 0: none
     logit_softcap: float = 0.0
+    logit_divisor: float = 1.0
     embed_scale: float = 1.0
+    residual_scale: float = 1.0  # factor of what attention and feed-forward add to the stream
     moe: Experts | None = None
     latent: Latent | None = None  # MLA; kv_heads is then 1, and head_dim that of queries
     sinks: bool = False  # attention sinks: one learned score per head in the softmax
@@ -186,19 +219,21 @@ class ModelSpec:
     vocab_padding: int = 0  # unused rows at the end of tables, so that the shards divide them evenly
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ff_dim", "max_positions"):
+        for name, key in KEYS.items():
             if getattr(self, name) < 1:
-                raise InvalidValue(f"config: {name}={getattr(self, name)} must be at least 1", name)
+                raise InvalidValue(f"config: {key}={getattr(self, name)} must be at least 1", key)
         scales = (self.norm_eps, self.norm_offset, self.query_scale, self.softcap, self.logit_softcap, self.embed_scale)
         ropes = [one for one in (self.rope, self.local_rope) if one is not None]
         for value in (*scales, *(value for one in ropes for value in (one.theta, one.factor, one.low, one.high))):
             if not math.isfinite(value):
                 raise InvalidValue(f"config: a factor of the model is {value}: it must be finite", "model")
         if self.heads % self.kv_heads:
-            raise InvalidValue(f"config: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+            raise InvalidValue(
+                f"config: num_attention_heads={self.heads} must be a multiple of num_key_value_heads={self.kv_heads}"
+            )
         if self.sliding and (len(self.sliding) != self.layers or self.window < 1):
             raise InvalidValue(f"config: sliding_window={self.window} must be at least 1, for {self.layers=} layers")
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.latent is None:
             raise InvalidValue(f"config: head_dim={self.head_dim} must be even: rotary embedding rotates pairs")
 
     @property
@@ -228,10 +263,19 @@ class ModelSpec:
         """Return the number of keys that a query of a layer sees, including its own; None: all before it."""
         return self.window if self.sliding and self.sliding[layer] else None
 
+    def rope_of(self, layer: int) -> int:
+        """Return the index of a layer's RoPE in `Decoder.turns`; -1: it has none."""
+        if self.unrotated and self.unrotated[layer]:
+            return -1
+        return int(self.local_rope is not None and self.window_of(layer) is not None)
+
     @property
     def kinds(self) -> tuple[int, ...]:
         """For each layer, the first layer that is computed the same way."""
-        kinds = [(self.window_of(i), self.moe is not None and self.moe.layers[i]) for i in range(self.layers)]
+        kinds = [
+            (self.window_of(i), self.rope_of(i), self.moe is not None and self.moe.layers[i])
+            for i in range(self.layers)
+        ]
         return tuple(map(kinds.index, kinds))
 
     @property
@@ -248,10 +292,14 @@ class ModelSpec:
         """Return the spec with the quantization that `--quantization` selects; None: the checkpoint's."""
         return replace(self, quantized=quantization.chosen(self.quantized, name))
 
+    def headless(self) -> ModelSpec:
+        """Return the spec of a checkpoint without an output head, which gives vectors only."""
+        return replace(self, tied=True, generates=False)
+
     def first_layers(self, layers: int) -> ModelSpec:
         """Return the spec of a model that consists of the first `layers` layers."""
         moe = None if self.moe is None else replace(self.moe, layers=self.moe.layers[:layers])
-        return replace(self, layers=layers, sliding=self.sliding[:layers], moe=moe)
+        return replace(self, layers=layers, sliding=self.sliding[:layers], unrotated=self.unrotated[:layers], moe=moe)
 
     def for_tp(self, tp: int) -> ModelSpec:
         """Return the spec for `tp` shards, with kv heads copied and the vocabulary padded as needed.
@@ -352,7 +400,7 @@ def _windows(config: Config, allowed: bool) -> dict[str, Any]:
     window, count = config.get("sliding_window"), int(need(config, "num_hidden_layers"))
     kinds = [str(kind) for kind in config.get("layer_types") or ()]
     other = sorted(set(kinds) - ({"full_attention", "sliding_attention"} if allowed else {"full_attention"}))
-    on = bool(config.get("use_sliding_window", window is not None))
+    on = bool(config.get("use_sliding_window", True)) and window is not None
     if other or (on and not allowed):
         raise InvalidValue(
             f"config.json: sliding_window={window!r}, layer_types={other}: not supported for {architecture(config)}; "

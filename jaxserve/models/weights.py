@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from jaxserve.models.json_file import object_in, parsed
 from jaxserve.models.layers import Info, Source, Tree, is_info
 from jaxserve.models.mxfp4 import unpacked
+from jaxserve.models.names import renamed
 from jaxserve.models.narrow import SCALE, Dequantized, quantize
 from jaxserve.models.quantized import Quantized
 from jaxserve.models.registry import abstract_weights
@@ -44,6 +45,7 @@ OTHERS = ("adapter", "consolidated", "optimizer", "training")  # beginnings of f
 OLDER = (".bin", ".pt", ".pth", ".gguf")
 EXPECTED = "model.safetensors, or model.safetensors.index.json and the files it names"
 NAMED = 200  # tensors that do not fit, in a message
+VISION = ("vision_tower.", "multi_modal_projector.")  # of models with images, whose text is served
 ALIGNED = 64  # bytes; XLA on a CPU uses arrays of this alignment without copying them
 
 
@@ -82,7 +84,8 @@ def reader(path: Path, spec: ModelSpec, dtype: Any) -> Iterator[tuple[Tree, Call
     """
     abstract = abstract_weights(spec, dtype)
     with ExitStack() as open_files:
-        tensors = _widened(_index(path, open_files), abstract, spec)
+        wanted = {source.name: source.shape for info in _infos(abstract) for source in info.sources}
+        tensors = _widened(renamed(_index(path, open_files), wanted), abstract, spec)
         _check_names(path, tensors, _infos(abstract), spec)
 
         def read(source: Source) -> Array:
@@ -264,9 +267,12 @@ def _check_names(path: Path, tensors: Tensors, infos: Sequence[Info], spec: Mode
 
 
 def _harmless(name: str, spec: ModelSpec) -> bool:
-    """Return whether a tensor may be ignored: RoPE tables, the head of a tied model, or multi-token prediction."""
-    guessing = tuple(f"model.layers.{spec.layers + i}." for i in range(spec.guessing))
-    return name.endswith("rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight") or name.startswith(guessing)
+    """Return whether a tensor may be ignored: RoPE tables, a tied head, multi-token prediction, or vision."""
+    others = [f"layers.{spec.layers + i}." for i in range(spec.guessing)]
+    if spec.architecture.endswith("ForConditionalGeneration"):
+        others += VISION
+    tied = spec.tied and name == "lm_head.weight"
+    return tied or name.endswith("rotary_emb.inv_freq") or name.removeprefix("model.").startswith(tuple(others))
 
 
 def _check_tp(spec: ModelSpec, tp: int) -> None:

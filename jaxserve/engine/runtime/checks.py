@@ -14,6 +14,12 @@ from jaxserve.sched.api.request import check_prompt_length
 
 def check_request(info: EngineInfo, prompt: Sequence[int], params: SamplingParams) -> None:
     """Raise InvalidValue, naming the field, if a request cannot be served."""
+    if params.pooling is None and not info.generates:
+        raise InvalidValue(
+            f"model {info.model} has no output head, so it gives vectors only: ask /v1/embeddings, /pooling or "
+            "/v1/score, or LLM.embed",
+            "model",
+        )
     check_prompt_length(len(prompt), info.max_model_len)
     check_adjusted(params, tuple(info.eos))
     wrong = [token for token in prompt if not 0 <= token < info.vocab_size]

@@ -53,6 +53,7 @@ class EngineInfo:
     promise: Promise = Promise()
     hidden_size: int = 0  # numbers in a pooled vector
     logits_processors: tuple[str, ...] = ()  # that requests may ask for
+    generates: bool = True  # whether the model has an output head; without it, it gives vectors only
 
 
 @dataclass(frozen=True, slots=True)

@@ -479,4 +479,5 @@ def _info(config: ServeConfig, built: Built, seconds: float) -> EngineInfo:
         attention=executors[0].state.programs.attention,
         hidden_size=spec.dim,
         logits_processors=tuple(built.config.processors),
+        generates=spec.generates,
     )

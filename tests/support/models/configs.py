@@ -43,6 +43,22 @@ DEEPSEEK: dict[str, Any] = {
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 DEEPSEEK3 = {**DEEPSEEK, "topk_method": None, "q_lora_rank": 20, "norm_topk_prob": True, "n_group": 4, "topk_group": 2}
 OPT: dict[str, Any] = {"ffn_dim": 64, "word_embed_proj_dim": 32, "tie_word_embeddings": True}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+GEMMA2: dict[str, Any] = {
+    "head_dim": 16, "sliding_window": 5, "tie_word_embeddings": True, "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+}  # fmt: skip
+GLM: dict[str, Any] = {"head_dim": 16, "pad_token_id": None}
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.0625, "residual_multiplier": 0.22, "logits_scaling": 8.0,
+}  # fmt: skip
+MIXTRAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}
+OLMO3: dict[str, Any] = {
+    "num_hidden_layers": 4, "sliding_window": 5, "pad_token_id": None,
+    "rope_parameters": {"full_attention": {**YARN}, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+}  # fmt: skip
+PHI3: dict[str, Any] = {"pad_token_id": None}
+SMOLLM3: dict[str, Any] = {"num_hidden_layers": 4, "pad_token_id": None}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3, biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "qwen2 tied, yarn": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
@@ -54,6 +70,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2, groups, a latent of queries": ("DeepseekV2", {**DEEPSEEK, **GROUPS, "q_lora_rank": 20}),
     "gpt-oss": ("GptOss", GPT_OSS),
     "odd vocabulary": ("Llama", {"vocab_size": 97}),
+    "granite": ("Granite", {**GRANITE, "tie_word_embeddings": True}),
+    "glm4": ("Glm4", GLM),
+    "olmo3": ("Olmo3", OLMO3),
+    "smollm3": ("SmolLM3", SMOLLM3),
 }
 FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
@@ -79,6 +99,10 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe, a dense layer, weights as they come": (
         "Qwen3Moe",
         {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [0]},
+    ),
+    "qwen3-moe, a window of 5 in every layer": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
     "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK),
     "deepseek-v2, dense layers only, tied": (
@@ -113,6 +137,28 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "opt, untied": ("OPT", {**OPT, "tie_word_embeddings": False}),
     "qwen3 tied, biases": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
     "odd vocabulary, tied": ("Qwen2", {"vocab_size": 97, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", PHI3),
+    "gemma2": ("Gemma2", GEMMA2),
+    "mixtral": ("Mixtral", MIXTRAL),
+    "phi3, a part turns, a window of 5": (
+        "Phi3",
+        {**PHI3, "sliding_window": 5, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.75}, "head_dim": 16},
+    ),
+    "granite, biases": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
+    "glm, one kv head": ("Glm", {**GLM, "num_key_value_heads": 1}),
+    "glm4, all of a head turns": ("Glm4", {**GLM, "rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}),
+    "gemma2, untied": ("Gemma2", {**GEMMA2, "tie_word_embeddings": False, "num_hidden_layers": 3}),
+    "olmo2": ("Olmo2", {"pad_token_id": None}),
+    "olmo2, as many kv heads, biases": (
+        "Olmo2",
+        {"pad_token_id": None, "num_key_value_heads": 4, "attention_bias": True},
+    ),
+    "olmo2, one kv head": ("Olmo2", {"pad_token_id": None, "num_key_value_heads": 1}),
+    "smollm3, untied, a window where nothing turns": (
+        "SmolLM3",
+        {**SMOLLM3, "sliding_window": 5, "use_sliding_window": True, "no_rope_layer_interval": 2},
+    ),
+    "mixtral, a window of 5": ("Mixtral", {**MIXTRAL, "sliding_window": 5}),
     "eight heads": ("Qwen3", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}),
 }
 TOKENS: Ints = np.random.default_rng(0).integers(0, 96, 48).astype(np.int32)

@@ -41,13 +41,18 @@ def peer(family: str, **changes: Any) -> torch.nn.Module:
     kind = f"{family}TextConfig" if hasattr(transformers, f"{family}TextConfig") else f"{family}Config"
     config = getattr(transformers, kind)(**{**SMALL, **changes}, attn_implementation="eager")
     model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
+    fill(model)
+    return model
+
+
+def fill(model: torch.nn.Module) -> None:
+    """Give a model random weights."""
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(mean=1.0 if weight.ndim == 1 else 0.0, std=0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2)
-    return model
 
 
 def expected(model: torch.nn.Module, tokens: Ints) -> npt.NDArray[np.float32]:

@@ -24,17 +24,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8,
         "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
     },
+    "Gemma2": {
+        "sliding_window": 20, "query_pre_attn_scalar": 16, "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": 20.0,
+    },
     "Gemma3": {
         "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16,
         "hidden_activation": "gelu_pytorch_tanh",
     },
+    "Glm": {},
+    "Glm4": {},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20},
+    "Granite": {"embedding_multiplier": 4.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "Llama": {"attention_bias": True, "mlp_bias": True},
     "MiniMaxM2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
     "Mistral": {"sliding_window": 20},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "OPT": {"ffn_dim": 96},
+    "Olmo2": {},
+    "Olmo3": {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+    "Phi3": {"sliding_window": 20},
     "Qwen2": {},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "SmolLM3": {"no_rope_layer_interval": 2},
 }  # fmt: skip
 
 

@@ -1,0 +1,23 @@
+"""Mixtral: experts in every layer, with the checkpoint names of MiniMax M2."""
+
+from __future__ import annotations
+
+from jaxserve.models.minimax_m2 import Decoder
+from jaxserve.models.spec import Config, Experts, ModelSpec, common, need
+
+__all__ = ["Decoder", "read"]
+
+DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+def read(config: Config) -> ModelSpec:
+    config = {**DEFAULTS, **config}
+    facts = common(config, windows=True)
+    moe = Experts(
+        experts=int(need(config, "num_local_experts")),
+        chosen=int(need(config, "num_experts_per_tok")),
+        ff_dim=facts["ff_dim"],
+        layers=(True,) * facts["layers"],
+        normalized=True,
+    )
+    return ModelSpec(**facts, moe=moe)
