@@ -58,5 +58,5 @@ def test_requests_are_served_while_the_clock_is_set(live: Any, jumping: None) ->
     assert live.http.get(f"/v1/responses/{made['id']}").json()["id"] == made["id"], "it has not expired"
     text = live.http.get("/metrics").text
     for line in text.splitlines():
-        if "_seconds_sum" in line and line.startswith("jaxserve:"):
+        if "_seconds_sum" in line and line.startswith("jaxserve:") and "predicted" not in line:  # of all tests
             assert 0 <= float(line.rpartition(" ")[2]) < PATIENCE * 1000, line

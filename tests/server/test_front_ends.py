@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from jaxserve.server import fronts
 from jaxserve.server.fronts import UNSERVED, Fronts
 from tests.support.server import crashing
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 Ends = Callable[..., list[int]]
 
 
@@ -34,7 +33,7 @@ class Ready:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> Ends:
+def ran(monkeypatch: pytest.MonkeyPatch, repo: Path) -> Ends:
     """Run two fronts, and return the failures in a row before each new start; `enough` of them end the server."""
     failures: list[int] = []
 
@@ -50,7 +49,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ends:
         with socket.create_server(("127.0.0.1", 0)) as sock:
             beside: Any = Ready()
             made = Fronts(ServeConfig.load(api_server_count=2), beside, sock)
-            monkeypatch.setattr(made, "_spawn", multiprocessing.get_context("fork"))  # does not import for a second
+            monkeypatch.syspath_prepend(str(repo))  # for the processes, which import `tests`
             assert made.run() == 0
         return failures
 
