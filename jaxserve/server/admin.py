@@ -24,7 +24,7 @@ def present_roles(engine: Any) -> dict[str, Any]:
         {"instance": index, "name": one.name, "role": one.role, "running": one.running, "waiting": one.waiting}
         for index, one in enumerate(engine.stats().instances)
     ]
-    return {"object": "roles", "roles": [one["role"] for one in instances], "instances": instances}
+    return {"object": "roles", "roles": [instance["role"] for instance in instances], "instances": instances}
 
 
 async def change_roles(engine: Any, body: RolesBody) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def present_load(engine: Any, active: int) -> dict[str, Any]:
         "running": stats.running,
         "waiting": stats.waiting,
         "objectives": objectives,
-        "instances": [_headroom(one) for one in stats.instances],
+        "instances": [_headroom(instance) for instance in stats.instances],
     }
 
 

@@ -237,7 +237,7 @@ class Fronts:
         self._failures[index] = 1 if lasted else self._failures[index] + 1
         self._unserved = 0 if ended.since is not None else self._unserved + 1
         why = ended.failure or JaxserveError(f"front {index} ended with exit status {ended.process.exitcode}")
-        if all(one.since is None for one in self._alive.values()):
+        if all(front.since is None for front in self._alive.values()):
             if ended.failure is not None:
                 self._error = ended.failure
             elif self._unserved >= UNSERVED:

@@ -47,10 +47,10 @@ def read_metrics(registry: CollectorRegistry, prefix: str) -> list[Metric]:
         if not family.name.startswith(prefix):
             continue
         if family.type == "counter":
-            totals = (one for one in family.samples if one.name.endswith("_total"))
-            made += [Counter(family.name, dict(one.labels), int(one.value)) for one in totals]
+            totals = (sample for sample in family.samples if sample.name.endswith("_total"))
+            made += [Counter(family.name, dict(total.labels), int(total.value)) for total in totals]
         elif family.type == "gauge":
-            made += [Gauge(family.name, dict(one.labels), one.value) for one in family.samples]
+            made += [Gauge(family.name, dict(sample.labels), sample.value) for sample in family.samples]
         elif family.type in ("histogram", "summary"):
             made += _histograms(family.name, family.samples)
     return made

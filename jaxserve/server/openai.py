@@ -368,7 +368,9 @@ _TYPES = ("str", "int", "float", "bool")  # pydantic adds the union's member to 
 
 
 _APART = {"max_tokens", "logprobs", "structured_outputs"}  # they differ between chat and text completions
-_ALIKE = [one.name for one in fields(SamplingParams) if one.name in Sampled.model_fields and one.name not in _APART]
+_ALIKE = [
+    field.name for field in fields(SamplingParams) if field.name in Sampled.model_fields and field.name not in _APART
+]
 
 
 def params_of(body: Sampled, vocab_size: int, defaults: Mapping[str, Any] | None = None) -> SamplingParams:

@@ -257,8 +257,14 @@ async def _announce(
         return
     info, config = service.engine.info, service.config
     rows = [
-        (one.name, one.role, " ".join(map(str, one.devices)), one.pages, one.pages * one.page_size)
-        for one in info.instances
+        (
+            instance.name,
+            instance.role,
+            " ".join(map(str, instance.devices)),
+            instance.pages,
+            instance.pages * instance.page_size,
+        )
+        for instance in info.instances
     ]
     title = f"{config.names[0]}, context {info.max_model_len}, policy {info.policy}, attention {info.attention}"
     print_table(title, ("instance", "role", "devices", "pages", "tokens of KV"), rows)

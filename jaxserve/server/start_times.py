@@ -58,9 +58,9 @@ def remember(config: ServeConfig, took: StartTime) -> None:
 
 def _path(config: ServeConfig) -> Path:
     named = {
-        one.name: str(getattr(config, one.name))
-        for one in dataclasses.fields(config)
-        if one.metadata["group"] in GROUPS or one.name in MORE
+        field.name: str(getattr(config, field.name))
+        for field in dataclasses.fields(config)
+        if field.metadata["group"] in GROUPS or field.name in MORE
     }
     around = {name: os.environ.get(name) for name in VARIABLES}
     versions = {name: _version(name) for name in PACKAGES} | {"jaxserve": __version__}

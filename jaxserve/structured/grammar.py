@@ -133,7 +133,7 @@ def _structural_tag(given: dict[str, Any], options: dict[str, Any]) -> str:
         if not isinstance(value, list) or not value:
             raise InvalidValue(f"structural_tag.{name}={short(value)} must be a list with an entry", "structural_tag")
     assert isinstance(structures, list) and isinstance(triggers, list)
-    if not all(isinstance(one, str) and one for one in triggers):
+    if not all(isinstance(trigger, str) and trigger for trigger in triggers):
         raise InvalidValue(
             f"structural_tag.triggers={short(triggers)} must be texts that are not empty", "structural_tag"
         )

@@ -32,7 +32,10 @@ class Tools:
     @property
     def schemas(self) -> Schemas:
         """The schema of the parameters of each tool."""
-        return {one["function"]["name"]: one["function"].get("parameters") or {} for one in self.definitions}
+        return {
+            definition["function"]["name"]: definition["function"].get("parameters") or {}
+            for definition in self.definitions
+        }
 
 
 def tools_of(tools: Any, choice: Any = None, parallel: Any = None) -> Tools | None:
