@@ -204,10 +204,13 @@ def test_no_key_changes_the_mathematics_in_silence(family: str) -> None:
 
 @pytest.mark.parametrize("family", cases([], SMALL_ONES))
 def test_every_value_that_is_read_gives_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
+    """One value of each key, and every kind of RoPE."""
     wrong: dict[tuple[str, str], float] = {}
+    tried = set[str]()
     for at, (key, value) in enumerate(trials(family)):
-        what, theirs = verdict(family, key, value)
+        what, theirs = verdict(family, key, value) if key not in tried else ("", None)
         if what == "compared" and theirs is not None:
+            tried |= {key} - {"rope_parameters"}
             folder = tmp_path / str(at)
             theirs.model.save_pretrained(folder)
             config = json.dumps({**base(family).config, key: value})
