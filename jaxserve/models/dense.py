@@ -133,7 +133,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "GraniteForCausalLM": Family(_granite),
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(windows=True),
+    "MistralForCausalLM": Family(defaults={"sliding_window": 4096}, windows=True),
     "Olmo2ForCausalLM": Family(lambda config: _biased(config) | {"norms": AFTER, "qk_norm": "all"}, _OLMO),
     "Olmo3ForCausalLM": Family(
         lambda config: _biased(config) | {"norms": AFTER, "qk_norm": "all"},
