@@ -15,8 +15,8 @@ def rope_given(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_kind(given: Mapping[str, Any]) -> str:
-    """Return the kind of RoPE of these parameters."""
-    return str(given.get("rope_type") or given.get("type") or "default")
+    """Return the kind of RoPE of these parameters; older configs of Phi-3 call longrope `su` or `yarn`."""
+    return "longrope" if given.get("long_factor") else str(given.get("rope_type") or given.get("type") or "default")
 
 
 def context_length(config: Mapping[str, Any]) -> int:

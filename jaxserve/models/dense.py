@@ -72,8 +72,7 @@ def _named(slides: list[bool]) -> list[str]:
 
 def _every(config: Config) -> list[str]:
     """Return the kinds of layers if one in so many has no window."""
-    older = "sliding_window_pattern"
-    return _named(_one_in(config, older if older in config else f"_{older}"))
+    return _named(_one_in(config, "sliding_window_pattern"))
 
 
 def _one_in(config: Config, key: str) -> list[bool]:
@@ -104,10 +103,10 @@ class Family(NamedTuple):
 
 _GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "sliding_window": 4096}
 _GEMMA2 = {
-    **_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "_sliding_window_pattern": 2,
+    **_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2,
 }  # fmt: skip
 _GEMMA3 = {
-    **_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "_sliding_window_pattern": 6,
+    **_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6,
     "max_position_embeddings": 131_072,
 }  # fmt: skip
 # Published configs of the larger models leave out what their text has in common.
@@ -133,11 +132,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "GraniteForCausalLM": Family(_granite),
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(windows=True),
+    "MistralForCausalLM": Family(defaults={"sliding_window": 4096}, windows=True),
     "Olmo2ForCausalLM": Family(lambda config: _biased(config) | {"norms": AFTER, "qk_norm": "all"}, _OLMO),
     "Olmo3ForCausalLM": Family(
         lambda config: _biased(config) | {"norms": AFTER, "qk_norm": "all"},
-        {**_OLMO, "rope_theta": 5e5, "sliding_window": 4096, "_sliding_window_pattern": 4},
+        {**_OLMO, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
         windows=True, kinds=_every, local="rope_theta",
     ),
     "Phi3ForCausalLM": Family(lambda config: {}, {"rms_norm_eps": 1e-5}, windows=True, partials=True),

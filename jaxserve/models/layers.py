@@ -176,7 +176,9 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 def angles(rope: Rope, dim: int, positions: jax.Array) -> Turn:
     """Return cos and sin of RoPE's angles, each [T, 1, D / 2] float32; computed once for all layers."""
     turn = positions.astype(jnp.float32)[:, None, None] * rope.frequencies(dim)[None, None, :]  # [T, 1, D/2]
-    both = jnp.concatenate([jnp.cos(turn), jnp.sin(turn)], axis=-1) * rope.scale  # [T, 1, D]
+    both = jnp.concatenate([jnp.cos(turn), jnp.sin(turn)], axis=-1)  # [T, 1, D]
+    if rope.scale != 1.0:
+        both *= np.tile(rope.scales(dim), 2)[None, None]
     # XLA on CPU would recompute the cosines inside every layer's fusions for every head, and removes
     # optimization_barrier. It does not recompute a matrix product, and one with the identity is exact.
     both = jnp.einsum("tod,de->toe", both, jnp.eye(dim, dtype=jnp.float32), precision="highest")

@@ -17,11 +17,12 @@ from jaxserve.models.context_length import POSITIONS, context_length, rope_given
 from jaxserve.models.quantization import Quantization
 from jaxserve.sched.api.errors import InvalidValue, short
 
+ORIGINAL = "original_max_position_embeddings"
 Config = Mapping[str, Any]  # the object in config.json
 
 SIZE = re.compile(r"(num|n)_.*|.*_(size|dim|rank|layers|embeddings)|first_k_dense_replace|sliding_window")
 LARGEST, MANY = 2**31 - 1, 1024  # the largest size; the most layers, and experts
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,14 @@ class Rope:
     kind: str = "default"
     theta: float = 10_000.0
     factor: float = 1.0  # linear, llama3, yarn
-    original: int = 0  # llama3, yarn: context length before the extension
+    original: int = 0  # llama3, yarn, longrope: context length before the extension
     low: float = 1.0  # llama3: low_freq_factor; yarn: beta_slow
     high: float = 1.0  # llama3: high_freq_factor; yarn: beta_fast
-    scale: float = 1.0  # yarn: multiplies cos and sin
+    scale: float = 1.0  # yarn, longrope: multiplies cos and sin
     truncate: bool = True  # yarn: round the ends of the ramp to whole dimensions
     share: float = 1.0  # share of a head's dimensions that are rotated
+    divisors: tuple[float, ...] = ()  # longrope: of each pair's frequency
+    short: tuple[float, ...] = ()  # longrope: the divisors for contexts up to `original`
     interleaved: bool = False  # whether the checkpoint rotates pairs (2 i, 2 i + 1)
 
     def frequencies(self, dim: int) -> npt.NDArray[np.float32]:
@@ -44,6 +47,11 @@ class Rope:
         turning = int(dim * self.share)
         still = np.zeros((dim - turning) // 2, np.float32)
         return np.concatenate([self._turning(turning), still])
+
+    def scales(self, dim: int) -> npt.NDArray[np.float32]:
+        """Return the factor of cos and sin of each pair, [D / 2]: 1 for pairs that are not rotated."""
+        pairs = np.arange(dim // 2)
+        return np.where(pairs < int(dim * self.share) // 2, self.scale, 1.0).astype(np.float32)
 
     def order(self, dim: int) -> npt.NDArray[np.int64]:
         """Return the checkpoint index of each dimension of a head [D], so that pair i is (i, i + D / 2).
@@ -65,6 +73,8 @@ class Rope:
             plain = self._llama3(plain)
         elif self.kind == "yarn":
             plain = self._yarn(plain, dim)
+        elif self.kind == "longrope":
+            plain = plain / np.asarray(self.divisors)
         return plain.astype(np.float32)
 
     def _llama3(self, plain: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -233,6 +243,9 @@ class ModelSpec:
             )
         if self.sliding and (len(self.sliding) != self.layers or self.window < 1):
             raise InvalidValue(f"config: sliding_window={self.window} must be at least 1, for {self.layers=} layers")
+        pairs = int(self.head_dim * self.rope.share) // 2
+        if self.rope.kind == "longrope" and not len(self.rope.divisors) == len(self.rope.short) == pairs:
+            raise InvalidValue(f"config: long_factor and short_factor must have {pairs} numbers each", "rope_scaling")
         if self.head_dim % 2 and self.latent is None:
             raise InvalidValue(f"config: head_dim={self.head_dim} must be even: rotary embedding rotates pairs")
 
@@ -291,6 +304,16 @@ class ModelSpec:
     def quantized_as(self, name: str | None) -> ModelSpec:
         """Return the spec with the quantization that `--quantization` selects; None: the checkpoint's."""
         return replace(self, quantized=quantization.chosen(self.quantized, name))
+
+    def for_length(self, length: int) -> ModelSpec:
+        """Return the spec for contexts of up to `length` tokens, on which the frequencies of longrope depend.
+
+        transformers chooses for each text. To choose anew in a text would rotate its whole cache again, and tokens
+        would depend on the schedule.
+        """
+        if self.rope.kind != "longrope" or length > self.rope.original:
+            return self
+        return replace(self, rope=replace(self.rope, divisors=self.rope.short))
 
     def headless(self) -> ModelSpec:
         """Return the spec of a checkpoint without an output head, which gives vectors only."""
@@ -429,27 +452,43 @@ def read_rope(config: Config, *, partials: bool = False) -> tuple[Rope, int]:
     if kind not in ROPE_TYPES:
         raise InvalidValue(f"config.json: rope_type={kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     partial = float(given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
-    if partial != 1.0 and (kind != "default" or not partials or not 0 < partial < 1):
+    if partial != 1.0 and (not partials or not 0 < partial < 1):
         raise InvalidValue(f"config.json: partial_rotary_factor={partial} is not supported; supported is 1.0")
     # Dynamic scaling re-rotates the whole cache when a text exceeds `max_position_embeddings`, so that
     # tokens would depend on the schedule. Up to that length it equals the default, so we stop there.
+    plain = Rope(kind, theta, share=partial)
     if kind in ("default", "dynamic"):
-        return Rope(kind, theta, share=partial), positions
+        return plain, positions
+    stated = int(config.get("max_position_embeddings") or POSITIONS)
+    original = int(given.get(ORIGINAL) or config.get(ORIGINAL) or stated)
+    if kind == "longrope":
+        return replace(plain, original=original, **_longrope(given, stated / original, original)), positions
     if given.get("factor") is None:
         raise InvalidValue(f"config.json: rope_type={kind!r} needs 'factor' in rope_parameters")
     factor = float(given["factor"])
     if kind == "linear":
-        return Rope(kind, theta, factor), positions
-    stated = int(config.get("max_position_embeddings") or POSITIONS)
-    original = int(given.get("original_max_position_embeddings") or stated)
+        return replace(plain, factor=factor), positions
     if kind == "llama3":
         low, high = float(given.get("low_freq_factor") or 1.0), float(given.get("high_freq_factor") or 4.0)
         if not low < high:
             raise InvalidValue(f"config.json: low_freq_factor={low} must be below high_freq_factor={high}")
-        return Rope(kind, theta, factor, original, low, high), positions
+        return replace(plain, factor=factor, original=original, low=low, high=high), positions
     fast, slow = float(given.get("beta_fast") or 32.0), float(given.get("beta_slow") or 1.0)
-    rope = Rope(kind, theta, factor, original, slow, fast, _yarn_scale(given), given.get("truncate", True))
-    return rope, positions
+    ends = {"low": slow, "high": fast, "truncate": bool(given.get("truncate", True))}
+    return replace(plain, factor=factor, original=original, scale=_yarn_scale(given), **ends), positions
+
+
+def _longrope(given: Config, growth: float, original: int) -> dict[str, Any]:
+    """Return the divisors of frequencies, and the scale of LongRoPE (arXiv 2402.13753), by field."""
+    for key in ("long_factor", "short_factor"):
+        if given.get(key) is None:
+            raise InvalidValue(f"config.json: rope_type='longrope' needs {key!r} in rope_parameters", key)
+    factor = float(growth if given.get("factor") is None else given["factor"])
+    scale = given.get("attention_factor")
+    if scale is None:
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    divisors, short = (tuple(map(float, given[key])) for key in ("long_factor", "short_factor"))
+    return {"factor": factor, "scale": float(scale), "divisors": divisors, "short": short}
 
 
 def _yarn_scale(given: Config) -> float:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -15,11 +16,11 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.engine.runtime.checks import check_request
 from jaxserve.models import registry
-from jaxserve.models.weights import WeightsError
+from jaxserve.models.weights import WeightsError, load_weights
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from tests.support.models.configs import GEMMA, OPT, TOKENS
-from tests.support.models.driver import SMALL, Driver, expected, fill, peer
+from tests.support.models.driver import SMALL, Driver, expected, fill, mesh, peer
 from tests.support.server.double import Double
 
 FEW = TOKENS[:16]
@@ -111,3 +112,29 @@ def test_a_fused_tensor_of_another_size_is_named(tmp_path: Path) -> None:
     save_file({**tensors, name: tensors[name][:-8].copy()}, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=rf"unexpected {name} \[56, 32\]"):
         Driver.of(tmp_path)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8_per_block"])
+def test_fused_tensors_load_as_their_parts(tmp_path: Path, quantization: str | None) -> None:
+    peer("Phi3", pad_token_id=None).save_pretrained(tmp_path)  # type: ignore[operator]
+    spec = registry.load_spec(tmp_path).quantized_as(quantization).for_tp(2)
+    fused = load_weights(tmp_path, spec, "float32", [mesh(2)])[0]
+    parts = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        cuts, leaves = {"qkv_proj": ([32, 48], "qkv"), "gate_up_proj": ([64], ("gate", "up"))}.get(
+            name.split(".")[-2], ([], ())
+        )
+        for leaf, part in zip(leaves, np.split(tensor, cuts), strict=False):
+            parts[".".join([*name.split(".")[:-2], f"{leaf}_proj", "weight"])] = part.copy()
+        parts |= {} if leaves else {name: tensor}
+    assert len(parts) == 2 * 9 + 3
+    save_file(parts, tmp_path / "model.safetensors")
+    whole = load_weights(tmp_path, spec, "float32", [mesh(2)])[0]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), fused, whole))
+
+
+def test_a_checkpoint_in_float16_is_read_exactly(tmp_path: Path) -> None:
+    peer("Llama").half().save_pretrained(tmp_path)  # type: ignore[operator]
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert registry.load_spec(tmp_path).dtype == "float16"
+    np.testing.assert_allclose(Driver.of(tmp_path).feed(FEW), expected(model, FEW), atol=2e-4, rtol=0)

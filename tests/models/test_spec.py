@@ -66,6 +66,25 @@ def test_rotary_frequencies_match_transformers(rope: dict[str, Any]) -> None:
     assert spec.rope.scale == pytest.approx(scale)
 
 
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])  # the last two: older spellings
+def test_longrope_depends_on_the_length_of_contexts(kind: str) -> None:
+    long, short = ([1.0 + step * pair for pair in range(12)] for step in (0.5, 0.1))
+    rope = {"type": kind, "long_factor": long, "short_factor": short}
+    turned = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, **rope}
+    config = transformers.Phi3Config(
+        **{**SIZES, "hidden_size": 128}, max_position_embeddings=4096, original_max_position_embeddings=1024,
+        pad_token_id=0, rope_parameters=turned,
+    )  # fmt: skip
+    given = {**SIZES, "architectures": ["Phi3ForCausalLM"], "head_dim": 32, "max_position_embeddings": 4096}
+    given |= {"rope_scaling": rope, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 1024}
+    spec = spec_from_config(given)
+    for length in (1024, 1025, 4096):
+        want, scale = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=length)
+        turning = spec.for_length(length).rope
+        np.testing.assert_allclose(turning.frequencies(32), np.pad(np.asarray(want), (0, 4)), rtol=2e-6)
+        assert turning.scale == pytest.approx(scale)
+
+
 def test_the_older_spelling_of_rope_is_read() -> None:
     config = {
         **LLAMA,
@@ -89,7 +108,9 @@ def test_the_older_spelling_of_rope_is_read() -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported is 'silu'"),
         ({"sliding_window": 4096}, "sliding_window=4096.* supported is full attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=\['sliding_attention'\]"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported; supported: default,"),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "rope_type='mrope' is not supported; supported: default,"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' needs 'long_factor'"),
+        ({"rope_parameters": {"type": "su", "long_factor": [1.0], "short_factor": [1.0]}}, "must have 4 numbers each"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' needs 'factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "method 'awq' is not supported"),

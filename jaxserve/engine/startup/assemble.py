@@ -317,7 +317,7 @@ def build(
     rows, tokens = config.rows(platform), config.step_tokens(platform)
     page_size = config.block_size or kv.default_page_size(platform)
     built = ExecutorConfig(
-        spec=spec,
+        spec=spec.for_length(length),
         load=_weights(config.load_format, config.seed, path, progress),
         mesh=mesh,
         max_num_seqs=rows,
@@ -339,7 +339,7 @@ def build(
         ladder=ladder,
         shipped=None if config.programs is None else Shipped(Path(config.programs), config.digest or ""),
         speculative=config.speculative,
-        **_draft(config),
+        **_draft(config, length),
         compiler=compiler_of(config, spec.vocab, spec.eos),
         processors=processors.load(config.logits_processors, spec.vocab),
         markers=markers_of(config, path, spec.eos),
@@ -444,13 +444,13 @@ def markers_of(config: ServeConfig, path: Path | None, eos: Iterable[int]) -> Th
     return thinking_markers(folder, eos, template_of(config.chat_template))
 
 
-def _draft(config: ServeConfig) -> dict[str, Any]:
+def _draft(config: ServeConfig, length: int) -> dict[str, Any]:
     """Return the settings of the draft model, if there is one."""
     if config.speculative is None or config.speculative.model is None:
         return {}
     load_format = DUMMY if config.load_format == DUMMY else "auto"  # otherwise the draft's own format
     draft, folder = find_model(config.speculative.model, config.speculative.revision, load_format)
-    return {"draft": draft, "load_draft": _weights(load_format, config.seed, folder)}
+    return {"draft": draft.for_length(length), "load_draft": _weights(load_format, config.seed, folder)}
 
 
 def policies_line(config: ServeConfig, mesh: MeshPlan) -> str:

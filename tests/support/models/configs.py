@@ -144,6 +144,35 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {**PHI3, "sliding_window": 5, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.75}, "head_dim": 16},
     ),
+    "phi3, longrope": (
+        "Phi3",
+        {
+            **PHI3,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "long_factor": [1.0, 1.5, 4.0, 8.0],
+                "short_factor": [1.0, 1.0, 1.2, 2.0],
+            },
+        },
+    ),
+    "phi3, longrope on a part": (
+        "Phi3",
+        {
+            **PHI3,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "long_factor": [1.0, 4.0],
+                "short_factor": [1.0, 1.2],
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "glm4, yarn": ("Glm4", {**GLM, "rope_parameters": YARN}),
+    "glm4, yarn on a part": ("Glm4", {**GLM, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
     "granite, biases": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
     "glm, one kv head": ("Glm", {**GLM, "num_key_value_heads": 1}),
     "glm4, all of a head turns": ("Glm4", {**GLM, "rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}),
