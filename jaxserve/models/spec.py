@@ -474,7 +474,7 @@ def read_rope(config: Config, *, partials: bool = False) -> tuple[Rope, int]:
             raise InvalidValue(f"config.json: low_freq_factor={low} must be below high_freq_factor={high}")
         return replace(plain, factor=factor, original=original, low=low, high=high), positions
     fast, slow = float(given.get("beta_fast") or 32.0), float(given.get("beta_slow") or 1.0)
-    ends = {"low": slow, "high": fast, "truncate": bool(given.get("truncate", True))}
+    ends: dict[str, Any] = {"low": slow, "high": fast, "truncate": bool(given.get("truncate", True))}
     return replace(plain, factor=factor, original=original, scale=_yarn_scale(given), **ends), positions
 
 
