@@ -97,11 +97,11 @@ def present_load(engine: Any, active: int) -> dict[str, Any]:
     }
 
 
-def _headroom(one: Any) -> dict[str, Any]:
+def _headroom(slack: Any) -> dict[str, Any]:
     """Return what an instance can still take; null where nothing limits it."""
-    room = one.headroom
+    room = slack.headroom
     return {
-        "name": one.name,
+        "name": slack.name,
         "prefill_budget_tokens": {name: _finite(tokens) for name, tokens in room.budget.items()},
         "slack_seconds": _finite(room.slack),
         "prefill_queue_seconds": _finite(room.queue),

@@ -154,7 +154,7 @@ class Interrupted(Exception):
 
 
 def _server(app: Any, config: ServeConfig) -> Server:
-    made = uvicorn.Config(
+    settings = uvicorn.Config(
         app,
         http=protocol_of(most_connections(config)),
         log_level=config.log_level,
@@ -166,7 +166,7 @@ def _server(app: Any, config: ServeConfig) -> Server:
         ws="none",
         **tls_of(config),
     )
-    return Server(made)
+    return Server(settings)
 
 
 async def _started(server: uvicorn.Server, serving: asyncio.Future[None]) -> None:

@@ -39,10 +39,10 @@ def last_start(config: ServeConfig) -> StartTime | None:
     """Return how long the last start with these settings took on this machine; None if that is unknown."""
     try:
         read = json.loads(_path(config).read_text(encoding="utf-8"))
-        made = StartTime(float(read["seconds"]), int(read["compiled"]))
+        last = StartTime(float(read["seconds"]), int(read["compiled"]))
     except (OSError, ValueError, TypeError, LookupError, OverflowError):
         return None
-    return made if 0 < made.seconds < LONGEST and made.compiled >= 0 else None
+    return last if 0 < last.seconds < LONGEST and last.compiled >= 0 else None
 
 
 def remember(config: ServeConfig, took: StartTime) -> None:

@@ -59,7 +59,7 @@ def _expanded(node: Any, root: Any, known: dict[str, float]) -> float:
     known: the sizes of references so far.
     """
     if isinstance(node, list):
-        return sum(_expanded(one, root, known) for one in node)
+        return sum(_expanded(child, root, known) for child in node)
     if not isinstance(node, dict):
         return len(str(node))
     size = 0.0
@@ -137,7 +137,7 @@ def _structural_tag(given: dict[str, Any], options: dict[str, Any]) -> str:
         raise InvalidValue(
             f"structural_tag.triggers={short(triggers)} must be texts that are not empty", "structural_tag"
         )
-    tags = [_tag(at, one, triggers, options) for at, one in enumerate(structures)]
+    tags = [_tag(at, structure, triggers, options) for at, structure in enumerate(structures)]
     return StructTag.to_grammar(tags, assume_special=False)
 
 
