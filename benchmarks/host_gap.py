@@ -44,7 +44,7 @@ def over_http(args: argparse.Namespace) -> float:
     """Return the output tokens per second of the same load, streamed over HTTP."""
     flags = [
         *("--dataset-name", "random", "--random-input-len", str(args.prompt), "--random-output-len", str(args.tokens)),
-        *("--num-prompts", str(2 * args.requests), "--max-concurrency", str(args.requests), "--client", "http"),
+        *("--num-prompts", str(2 * args.requests), "--max-concurrency", str(args.requests)),
         *("--num-warmups", "2", "--ignore-eos"),
     ]
     with common.server(["--mesh", "1x1", "--max-num-seqs", str(args.requests), "--max-model-len", "1024"]) as server:

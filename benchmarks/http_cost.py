@@ -47,7 +47,7 @@ async def streams(url: str, args: argparse.Namespace, seed: int) -> tuple[float,
         Call(0.0, tuple(draw.randrange(8, 4000) for _ in range(args.prompt)), args.prompt, args.tokens)
         for _ in range(args.streams)
     ]
-    async with open_sender("http", Target(url, "jaxserve-demo", objectives=False)) as sender:
+    async with open_sender(Target(url, "jaxserve-demo", objectives=False)) as sender:
         began = time.perf_counter()
         outcomes = await asyncio.gather(*(sender.send(call, began) for call in calls))
     wrong = [one.error for one in outcomes if one.error]

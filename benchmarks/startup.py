@@ -101,7 +101,7 @@ def measure(label: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]
         if args.load:
             load = common.bench(
                 url,
-                ["--request-rate", str(args.load), "--num-prompts", str(round(SECONDS * args.load)), "--client", "http",
+                ["--request-rate", str(args.load), "--num-prompts", str(round(SECONDS * args.load)),
                  "--random-input-len", str(args.prompt), "--random-output-len", str(args.tokens),
                  "--random-range-ratio", "0.5", "--goodput", *args.goodput],
             )  # fmt: skip

@@ -243,7 +243,10 @@ class ServeConfig(OperationSettings):
         None, "memory", "Folder for KV that does not fit into --kv-host-memory, with --kv-disk-size. An engine of the "
         "same model finds it again after a restart.", metavar="PATH",
     )  # fmt: skip
-    kv_disk_size: Bytes = flag(0, "memory", "Most bytes in --kv-disk, as in 1TiB, per engine.")
+    kv_disk_size: Bytes = flag(
+        0, "memory", "Most bytes in --kv-disk, as in 1TiB, per engine, with what engines of other models have left "
+        "there: their oldest pages are removed."
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         self.check_http()

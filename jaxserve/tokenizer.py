@@ -90,12 +90,17 @@ class Tokenizer:
         return text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text, with the model's special tokens (BOS) unless `add_special_tokens` is off."""
-        if self._reentrant:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        with self._lock:
-            # No warning about lengths: callers check the context.
-            return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        """Encode a text, with special tokens (BOS) unless `add_special_tokens` is off. Raises InvalidValue."""
+        try:
+            if self._reentrant:
+                return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            with self._lock:
+                # No warning about lengths: callers check the context.
+                return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        except BaseException as error:  # a panic in Rust is no Exception; expressions have limits
+            if type(error).__name__ != "PanicException":
+                raise
+            raise InvalidValue(f"the model's tokenizer cannot encode this text: {str(error)[:100]}", "prompt") from None
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Decode tokens; invalid UTF-8 becomes U+FFFD, and ids beyond the vocabulary are empty."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+from jaxserve.errors import InvalidValue
 
 PARTIAL = ".partial"  # how the names of files that are being written end
 
@@ -22,6 +25,18 @@ def write_whole(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 Path(file.name).unlink()
             raise
+
+
+def check_output(path: Path, name: str) -> None:
+    """Make the folder of a file that is written at the end. Raises InvalidValue, of `name`, if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        raise InvalidValue(f"{name}={str(path)!r} cannot be written: {error.strerror}", name) from error
 
 
 def not_ours(found: os.stat_result) -> str | None:

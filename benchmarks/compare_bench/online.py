@@ -86,7 +86,7 @@ def mixed(count: int, rate: float, seed: int, scale: float, vocabulary: Sequence
 
 async def send(url: str, model: str, calls: Sequence[Call]) -> Run:
     """Send all calls at their times, greedy and with their exact output lengths."""
-    async with open_sender("http", Target(url, model, ignore_eos=True)) as sender:
+    async with open_sender(Target(url, model, ignore_eos=True)) as sender:
         return await drive(calls, sender)
 
 

@@ -23,7 +23,7 @@ def send(url: str, model: str, calls: Sequence[Call], tiers: bool) -> Run:
     target = (Tiered if tiers else Target)(url, model)
 
     async def sent() -> Run:
-        async with open_sender("http", target) as sender:
+        async with open_sender(target) as sender:
             return await drive(calls, sender)
 
     return asyncio.run(sent())

@@ -18,10 +18,14 @@ NOT_SENT = "not sent: the request before it in its session failed"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Outcomes in the order of the calls, and the seconds from the run's start to its last token."""
+    """Outcomes in the order of the calls, and the seconds from the run's start to its last token.
+
+    left: calls without an outcome, because the run was stopped.
+    """
 
     outcomes: tuple[Outcome, ...]
     duration: float
+    left: int = 0
 
 
 async def drive(
@@ -30,8 +34,9 @@ async def drive(
     *,
     max_concurrency: int | None = None,
     progress: Progress | None = None,
+    stop: asyncio.Event | None = None,
 ) -> Run:
-    """Send all calls, ordered by `at`, and wait for them.
+    """Send all calls, ordered by `at`, and wait for them, or until `stop` is set: then those under way are given up.
 
     A call `after` another is sent when that one has its answer; if it failed, the call fails without being sent.
     With max_concurrency, a call waits here until another one ends; the wait counts as `lag`, not as
@@ -60,19 +65,28 @@ async def drive(
         return outcome
 
     tasks: list[asyncio.Task[Outcome]] = []
-    try:
+
+    async def send_all() -> None:
         for call in calls:
             wait = began + call.at - perf_counter()
             if wait > 0:
                 await asyncio.sleep(wait)
             before = None if call.after is None else tasks[call.after]
             tasks.append(asyncio.create_task(one(call, before)))
-        outcomes = await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks)
+
+    sending = asyncio.create_task(send_all())
+    stopping = asyncio.create_task((stop or asyncio.Event()).wait())
+    try:
+        await asyncio.wait((sending, stopping), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
+        for task in (sending, stopping, *tasks):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return Run(tuple(outcomes), max(perf_counter() - began, 1e-9))
+        await asyncio.gather(sending, stopping, *tasks, return_exceptions=True)
+    if not sending.cancelled():
+        sending.result()
+    outcomes = tuple(task.result() for task in tasks if not task.cancelled())
+    return Run(outcomes, max(perf_counter() - began, 1e-9), len(calls) - len(outcomes))
 
 
 def _next_turn(call: Call, before: Outcome, now: float) -> Call:
@@ -98,18 +112,23 @@ async def find_goodput(
     target: float = 0.9,
     precision: float = 0.05,
     most: int = 12,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[float, list[Probe]]:
     """Find the highest rate at which at least `target` of the requests are on time.
 
     Returns the rate, 0 if no rate reached the target, and all probes. `measure` returns the attainment
     at a rate. The rate is doubled (or halved) until the answer is enclosed, then bisected
-    geometrically to within `precision`, with at most `most` probes.
+    geometrically to within `precision`, with at most `most` probes. stopped: whether the last rate was not measured
+    to its end; the search ends without it.
     """
     probes: list[Probe] = []
     low, high = 0.0, float("inf")
     rate = start
     while len(probes) < most and high > low * (1 + precision):
-        probes.append(Probe(rate, await measure(rate)))
+        attainment = await measure(rate)
+        if stopped():
+            break
+        probes.append(Probe(rate, attainment))
         if probes[-1].attainment >= target:
             low = max(low, rate)
         else:

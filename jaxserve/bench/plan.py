@@ -13,6 +13,7 @@ from jaxserve.bench.datasets import Reading, Source, estimate
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.sim.workload import Mix, Workload, for_server
+from jaxserve.whole_file import check_output
 
 TIMED = ("trace", "workload")  # data sets with lengths and objectives of their own, and --prompt-scale
 FILES = ("custom", "sharegpt", "hf", "multi-turn")  # data sets that need --dataset-path
@@ -49,6 +50,7 @@ class Plan(Reading):
     max_concurrency: int | None = None
     num_warmups: int = 0
     num_runs: int = 1
+    time_limit: float | None = None
     find_goodput: bool = False
     attainment: float = 0.9
     ttft_slo: float | None = None
@@ -62,6 +64,18 @@ class Plan(Reading):
     result_dir: Path = Path(".")
     result_filename: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise InvalidValue for what would end the run after it was measured."""
+        if unknown := set(self.percentile_metrics) - set(result.METRICS):
+            why = f"percentile_metrics: unknown {sorted(unknown)}; allowed: {result.METRICS}"
+            raise InvalidValue(why, "percentile_metrics")
+        for percentile in self.metric_percentiles:
+            if not 0 <= percentile <= 100:
+                raise InvalidValue(f"metric_percentiles={percentile:g} must be from 0 to 100", "metric_percentiles")
+        result.Goals.parse(self.goodput)
+        if self.save_result:
+            check_output(self.result_dir / (self.result_filename or "result.json"), "result_dir")
 
     def calls(self, vocabulary: Sequence[int], seed: int, tokens: Callable[[str], int] = estimate) -> list[load.Call]:
         """Build the calls at the plan's rate; another seed gives other prompts, which no cache has.

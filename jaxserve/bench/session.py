@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from math import inf, isinf
 from statistics import median
@@ -33,26 +35,48 @@ class Session:
     ignore_eos: the value of the flag; None is the backend's default.
     """
 
-    def __init__(self, plan: Plan, target: Target, client: str = "auto", ignore_eos: bool | None = None) -> None:
+    def __init__(self, plan: Plan, target: Target, ignore_eos: bool | None = None) -> None:
         self.plan = plan
         self.target = target
-        self.client = client
         self._ignore_eos = ignore_eos
         self.goals = result.Goals.parse(plan.goodput)
         self.vocabulary = plan.vocabulary
         self.writer = plan.writer()
+        self._stop = asyncio.Event()
 
     async def run(self) -> int:
-        """Run the plan; return 0 if a request succeeded, or a rate reached the goal."""
+        """Run the plan; return 0 if a request succeeded, or a rate reached the goal, and 130 after Ctrl-C.
+
+        Ctrl-C and `--time-limit` end it with what there is; a second Ctrl-C ends it at once.
+        """
+        loop, interrupted = asyncio.get_running_loop(), False
+
+        def interrupt() -> None:
+            nonlocal interrupted
+            interrupted = True
+            self._stop.set()
+            loop.remove_signal_handler(signal.SIGINT)
+
+        with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
+            loop.add_signal_handler(signal.SIGINT, interrupt)
+        try:
+            status = await self._run()
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+        return 130 if interrupted else status
+
+    async def _run(self) -> int:
         await wait_until_ready(self.target, self.plan.ready_check_timeout_sec)
         await self._know_server()
         plan = self.plan
-        async with open_sender(self.client, self.target) as sender:
+        async with open_sender(self.target) as sender:
             if plan.num_warmups:
                 warm = replace(plan, dataset_name="random", num_prompts=plan.num_warmups, request_rate=inf)
                 await drive(self._calls(plan.seed + WARM_SEED, warm), sender, max_concurrency=8)
             if plan.own_slowdown:
                 await self._measure_alone(sender)
+            if plan.time_limit is not None:
+                asyncio.get_running_loop().call_later(plan.time_limit, self._stop.set)
             if plan.find_goodput:
                 return await self._search(sender)
             runs: list[Run] = []
@@ -63,10 +87,12 @@ class Session:
                 runs.append(await self._drive(calls, sender, label))
                 results.append(self.result(runs[-1], plan.rate(calls)))
                 self.show(runs[-1], results[-1])
+                if self._stop.is_set():
+                    break
         found = results[0]
-        if plan.num_runs > 1:
+        if len(runs) > 1:
             tables.show_runs(results)
-            found = {**tables.mean_of(results), "num_runs": plan.num_runs, "runs": results}
+            found = {**tables.mean_of(results), "num_runs": len(runs), "runs": results}
         self._save(found, runs)
         return 0 if any(one["completed"] for one in results) else 1
 
@@ -117,7 +143,10 @@ class Session:
 
     async def _drive(self, calls: Sequence[load.Call], sender: Sender, label: str) -> Run:
         with bar(label) if label else nullcontext() as progress:
-            run = await drive(calls, sender, max_concurrency=self.plan.max_concurrency, progress=progress)
+            limit = self.plan.max_concurrency
+            run = await drive(calls, sender, max_concurrency=limit, progress=progress, stop=self._stop)
+        if run.left:
+            print(f"stopped: {run.left} of {len(calls)} requests were not sent, or have no answer")
         if self._count is not None:
             for outcome in run.outcomes:
                 _recount(outcome, self._count)
@@ -140,12 +169,15 @@ class Session:
                 calls = load.faster(calls, rate / own)
             runs.append(await self._drive(calls, sender, f"{rate:.3g} requests/s"))
             tried.append(self.result(runs[-1], rate))
+            if self._stop.is_set():
+                return 0.0
             if "slo_attainment" not in tried[-1]:
                 raise InvalidValue("--find-goodput: no request has an objective", "goodput")
             return float(tried[-1]["slo_attainment"])
 
         start = plan.rate(plan.calls(self.vocabulary, plan.seed))
-        peak, probes = await find_goodput(measure, start=1.0 if isinf(start) else start, target=plan.attainment)
+        first, stopped = 1.0 if isinf(start) else start, self._stop.is_set
+        peak, probes = await find_goodput(measure, start=first, target=plan.attainment, stopped=stopped)
         best = max((i for i, probe in enumerate(probes) if probe.rate <= peak), key=lambda i: probes[i].rate, default=0)
         self.show(runs[best], tried[best])
         tables.show_probes(plan.attainment, peak, probes, tried)
@@ -163,6 +195,7 @@ class Session:
             "model_id": self.target.model,
             **plan.fields,
             "num_prompts": len(run.outcomes),
+            **({"unanswered": run.left} if run.left else {}),
             "request_rate": "inf" if isinf(rate) else rate,
             "burstiness": plan.burstiness,
             "max_concurrency": plan.max_concurrency,

@@ -54,7 +54,7 @@ def _add_server(group: Any) -> None:
     add("--base-url", metavar="URL", help="instead of --host and --port")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
-    add("--endpoint", metavar="PATH", help="instead of /v1/completions or /v1/chat/completions; needs --client http")
+    add("--endpoint", metavar="PATH", help="instead of /v1/completions or /v1/chat/completions")
     add("--model", help="model name in requests [the first of /v1/models]")
     add(
         "--tokenizer",
@@ -73,12 +73,6 @@ def _add_server(group: Any) -> None:
     add("--api-key", default="none")
     add("--header", nargs="+", default=[], type=_pair, metavar="NAME=VALUE", help="sent with every request")
     add("--extra-body", type=_object, default={}, metavar="JSON", help="fields added to every request")
-    add(
-        "--client",
-        choices=("auto", "openai", "http"),
-        default="auto",
-        help="the official openai client, or plain HTTP, with less work per token [openai if installed]",
-    )
 
 
 def _add_requests(group: Any) -> None:
@@ -170,6 +164,7 @@ def _add_load(group: Any) -> None:
     add("--max-concurrency", type=int, metavar="N", help="most concurrent calls; waits count as the client's delay")
     add("--num-warmups", type=int, default=0, metavar="N", help="requests sent first, not counted")
     add("--num-runs", type=int, default=1, metavar="N", help="repeat with other prompts and arrival times [1]")
+    add("--time-limit", type=_seconds, metavar="TIME", help="end then, as with Ctrl-C, with what has been measured")
     add("--find-goodput", action="store_true", help="search for the highest rate that reaches --attainment")
     add("--attainment", type=float, default=0.9, metavar="SHARE")
 
@@ -340,5 +335,6 @@ def target_of(args: argparse.Namespace) -> Target:
 def main(args: argparse.Namespace) -> int:
     """Run the benchmark; return 0 if at least one request succeeded."""
     plan, target = plan_of(args), target_of(args)
-    session = Session(plan, target, args.client, args.ignore_eos)
+    plan.check()
+    session = Session(plan, target, args.ignore_eos)
     return asyncio.run(session.run())

@@ -259,6 +259,14 @@ class _Front:
         except ValueError as error:
             self.connection.close(f"a message that cannot be decoded: {error}")
             return
+        try:
+            self._handle(message)
+        except Exception as error:  # MemoryError, for example: other requests of the front go on
+            log.exception("a message of a front could not be handled")
+            if isinstance(message, Submit):
+                self._send(Refused(message.id, Failure.of(Unavailable(f"the engine cannot take it: {error!r:.200}"))))
+
+    def _handle(self, message: FromFront) -> None:
         match message:
             case Submit() if message.request.params.structured_outputs is not None:
                 self._compile(message)

@@ -63,7 +63,9 @@ def _smollm3(config: Config) -> dict[str, Any]:
 def _rotated(config: Config) -> list[bool]:
     """Return for each layer of SmolLM3 whether it has RoPE."""
     given = config.get("no_rope_layers")
-    return _one_in(config, "no_rope_layer_interval") if given is None else [bool(flag) for flag in given]
+    if given is None:
+        return _one_in(config, "no_rope_layer_interval")
+    return [bool(flag) for flag in given][: int(need(config, "num_hidden_layers"))]
 
 
 def _named(slides: list[bool]) -> list[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import InvalidValue
+from jaxserve.models.json_file import object_in
 from jaxserve.sched.api.params import SamplingParams
 
 FILE = "generation_config.json"
@@ -23,7 +23,7 @@ def defaults_in(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        read = object_in(path)
         defaults = {name: read[name] for name in NAMES if read.get(name) is not None}
         SamplingParams(**defaults)
     except (ValueError, TypeError, AttributeError) as error:

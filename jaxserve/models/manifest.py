@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from jaxserve.models.json_file import object_in
 from jaxserve.models.quantization import Quantization
 from jaxserve.sched.api.errors import InvalidValue
 
@@ -48,7 +49,7 @@ def find(folder: Path) -> Manifest | None:
             )
         return None
     try:
-        read = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        read = object_in(folder / NAME)
         if read["format"] != FORMAT:
             raise InvalidValue(
                 f"{str(folder / NAME)!r} has format {read['format']!r}; this version reads {FORMAT}: convert again",

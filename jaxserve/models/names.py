@@ -6,7 +6,6 @@ and of bare decoders, and `qkv_proj` and `gate_up_proj` split by rows.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from jaxserve.models.json_file import parsed
 from jaxserve.models.narrow import SCALE
 
 PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
@@ -26,9 +26,11 @@ def lacks_head(folder: Path) -> bool:
     """Return whether the files of a folder have the tensors of a decoder, but no output head."""
     names: set[str] = set()
     for path in folder.glob("*.safetensors"):
+        if not path.is_file():
+            continue
         with suppress(OSError, ValueError, AttributeError), path.open("rb") as file:  # reported when it is loaded
             size = int.from_bytes(file.read(8), "little")
-            names |= json.loads(file.read(size if size <= path.stat().st_size else 0)).keys()
+            names |= parsed(file.read(size if size <= path.stat().st_size else 0)).keys()
     return any(name.endswith("embed_tokens.weight") for name in names) and not any(
         name.endswith("lm_head.weight") for name in names
     )

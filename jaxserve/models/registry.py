@@ -5,7 +5,6 @@ To add a family, see docs/reference/add-a-model.md.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -17,17 +16,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models import manifest
+from jaxserve.models.json_file import object_in
 from jaxserve.models.keys import check
 from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Stream, Tree, is_info, tree_of
 from jaxserve.models.names import lacks_head
 from jaxserve.models.narrow import narrowed
 from jaxserve.models.quantized import Quantized, multiplied_by
-from jaxserve.models.spec import Config, ModelSpec, architecture
+from jaxserve.models.spec import Config, ModelSpec, architecture, check_sizes, ids_of
 from jaxserve.models.transposed import Transposed
-from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue, short
 from pallas_kernels.attention.api import Attention, Pool
 from pallas_kernels.layout import Ragged
 
+WRONG = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)  # raised by values of the wrong kind
 DENSE = "jaxserve.models.dense"
 FAMILIES = {
     "DeepseekV2ForCausalLM": "jaxserve.models.deepseek",
@@ -56,7 +57,7 @@ FAMILIES = {
 
 def _family(name: str) -> Any:
     if name not in FAMILIES:
-        raise InvalidValue(f"architecture {name!r} is not supported; supported: {', '.join(FAMILIES)}", "model")
+        raise InvalidValue(f"architecture {short(name)} is not supported; supported: {', '.join(FAMILIES)}", "model")
     return import_module(FAMILIES[name])
 
 
@@ -67,33 +68,36 @@ def load_spec(path: Path) -> ModelSpec:
     converted model. Raises InvalidValue.
     """
     spec = spec_from_config(read_config(path))
-    more: list[int] = []
+    more: Sequence[int] = ()
     if (path / "generation_config.json").is_file():
-        eos = _read_json(path, "generation_config.json").get("eos_token_id")
-        more = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    more += [id for id in _tokenizers_eos(path) if id < spec.vocab]  # a tokenizer may have more entries than the model
-    spec = replace(spec, eos=tuple(dict.fromkeys([*spec.eos, *more])))
+        more = ids_of(object_in(path / "generation_config.json").get("eos_token_id"))
+    every = dict.fromkeys([*spec.eos, *more, *_tokenizers_eos(path)])
+    spec = replace(spec, eos=tuple(id for id in every if 0 <= id < spec.vocab))  # a tokenizer may have more entries
     converted = manifest.find(path)
     if converted is not None:
         spec = replace(spec, quantized=converted.quantized)
-    headless = lacks_head(path) if converted is None else "head" not in converted.parts
-    return spec if spec.tied or not headless else spec.headless()
+    if not spec.tied and (lacks_head(path) if converted is None else "head" not in converted.parts):
+        return spec.headless()
+    return spec
 
 
 def _tokenizers_eos(path: Path) -> list[int]:
     """Return the id of the tokenizer's `eos_token`: fine-tunes for chat often name another one than the base model."""
     if not (path / "tokenizer_config.json").is_file():
         return []
-    given = _read_json(path, "tokenizer_config.json")
+    given = object_in(path / "tokenizer_config.json")
     token = given.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
-    added = given.get("added_tokens_decoder") or {}
-    known = [int(id) for id, one in added.items() if isinstance(one, dict) and one.get("content") == text]
-    if known or text is None or not (path / "tokenizer.json").is_file():
-        return known
-    from tokenizers import Tokenizer  # reading a large vocabulary takes a while, and is seldom needed
+    try:
+        added = given.get("added_tokens_decoder") or {}
+        known = [int(id) for id, one in added.items() if isinstance(one, dict) and one.get("content") == text]
+        if known or text is None or not (path / "tokenizer.json").is_file():
+            return known
+        from tokenizers import Tokenizer  # reading a large vocabulary takes a while, and is seldom needed
 
-    id = Tokenizer.from_file(str(path / "tokenizer.json")).token_to_id(text)
+        id = Tokenizer.from_file(str(path / "tokenizer.json")).token_to_id(text)
+    except Exception as error:  # tokenizers raises nothing more special
+        raise InvalidValue(f"the tokenizer in {str(path)!r} cannot be read: {str(error)[:300]}", "tokenizer") from error
     return [] if id is None else [id]
 
 
@@ -104,22 +108,19 @@ def read_config(path: Path) -> Config:
 
 def spec_from_config(config: Config) -> ModelSpec:
     """Return the spec of a Hugging Face config. Raises InvalidValue for unsupported values."""
-    name = architecture(config)
-    whole = name.removesuffix("Model") + "ForCausalLM"
-    bare = name not in FAMILIES and whole in FAMILIES  # a decoder that gives vectors
-    family = _family(whole if bare else name)
-    check(config)
     try:
+        for part in (config, config.get("text_config") or {}):
+            check_sizes(part)
+        check(config)
+        name = architecture(config)
+        whole = name.removesuffix("Model") + "ForCausalLM"
+        bare = name not in FAMILIES and whole in FAMILIES  # a decoder that gives vectors
+        family = _family(whole if bare else name)
         spec: ModelSpec = family.read({**config, "architectures": [whole]}).headless() if bare else family.read(config)
     except InvalidValue:
         raise
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:  # for example a string instead of a number
-        raise InvalidValue(f"config.json has a value of the wrong kind: {error}", "model") from error
+    except WRONG as error:
+        raise InvalidValue(f"config.json has a value of the wrong kind: {str(error)[:300]}", "model") from error
     return spec
 
 
@@ -129,13 +130,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
         raise InvalidValue(f"model folder {str(path)!r} does not exist; expected {what}", "model")
     if not (path / name).is_file():
         raise InvalidValue(f"{str(path / name)!r} is missing; expected {what}", "model")
-    try:
-        read = json.loads((path / name).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidValue(f"{str(path / name)!r} is not valid JSON: {error}", "model") from error
-    if not isinstance(read, dict):
-        raise InvalidValue(f"{str(path / name)!r} must hold a JSON object, not {type(read).__name__}", "model")
-    return read
+    return object_in(path / name)
 
 
 @lru_cache(maxsize=32)

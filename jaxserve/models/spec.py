@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,11 +15,13 @@ from jaxserve.models import quantization
 from jaxserve.models.cache import Cache
 from jaxserve.models.context_length import POSITIONS, context_length, rope_given, rope_kind
 from jaxserve.models.quantization import Quantization
-from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue, short
 
 ORIGINAL = "original_max_position_embeddings"
 Config = Mapping[str, Any]  # the object in config.json
 
+SIZE = re.compile(r"(num|n)_.*|.*_(size|dim|rank|layers|embeddings)|first_k_dense_replace|sliding_window")
+LARGEST, MANY = 2**31 - 1, 1024  # the largest size; the most layers, and experts
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -229,12 +232,24 @@ class ModelSpec:
         for name, key in KEYS.items():
             if getattr(self, name) < 1:
                 raise InvalidValue(f"config: {key}={getattr(self, name)} must be at least 1", key)
+        scales = (self.norm_eps, self.norm_offset, self.query_scale, self.softcap, self.logit_softcap, self.embed_scale)
+        scales += (self.residual_scale, 1 / self.logit_divisor if self.logit_divisor else math.inf)
+        ropes = [one for one in (self.rope, self.local_rope) if one is not None]
+        turns = (value for one in ropes for value in (one.theta, one.factor, one.low, one.high, one.scale))
+        for value in (*scales, *turns, *(1 / (value or math.nan) for value in self.rope.divisors + self.rope.short)):
+            if not math.isfinite(value):
+                raise InvalidValue(f"config: a factor of the model is {value}: it must be finite", "model")
         if self.heads % self.kv_heads:
             raise InvalidValue(
                 f"config: num_attention_heads={self.heads} must be a multiple of num_key_value_heads={self.kv_heads}"
             )
         if self.sliding and (len(self.sliding) != self.layers or self.window < 1):
             raise InvalidValue(f"config: sliding_window={self.window} must be at least 1, for {self.layers=} layers")
+        if self.unrotated and len(self.unrotated) != self.layers:
+            raise InvalidValue(
+                f"config: no_rope_layers has {len(self.unrotated)} layers, num_hidden_layers={self.layers}",
+                "no_rope_layers",
+            )
         pairs = int(self.head_dim * self.rope.share) // 2
         if self.rope.kind == "longrope" and not len(self.rope.divisors) == len(self.rope.short) == pairs:
             raise InvalidValue(f"config: long_factor and short_factor must have {pairs} numbers each", "rope_scaling")
@@ -352,6 +367,23 @@ def architecture(config: Config) -> str:
     return str(names[0])
 
 
+def check_sizes(config: Config) -> None:
+    """Raise InvalidValue if a size in a config is one that no model has, before anything is made of that size."""
+    for name, value in config.items():
+        if isinstance(value, int | float) and SIZE.fullmatch(name):
+            most = MANY if name.endswith(("layers", "experts")) else LARGEST
+            if not value <= most:
+                raise InvalidValue(f"config.json: {name}={short(value)} must be at most {most}", name)
+
+
+def ids_of(given: Any) -> tuple[int, ...]:
+    """Return the token ids that a config gives, as a number or a list. Raises InvalidValue."""
+    ids = given if isinstance(given, list | tuple) else () if given is None else (given,)
+    if wrong := [id for id in ids if type(id) is not int]:
+        raise InvalidValue(f"eos_token_id={short(wrong[0])} must be a token id", "eos_token_id")
+    return tuple(ids)
+
+
 def common(
     config: Config, *, activations: tuple[str, ...] = ("silu",), windows: bool = False, partials: bool = False
 ) -> dict[str, Any]:
@@ -362,7 +394,6 @@ def common(
     """
     heads, dim = int(need(config, "num_attention_heads")), int(need(config, "hidden_size"))
     rope, max_positions = read_rope(config, partials=partials)
-    eos = config.get("eos_token_id")
     return {
         "architecture": architecture(config),
         "vocab": int(need(config, "vocab_size")),
@@ -378,7 +409,7 @@ def common(
         **_windows(config, windows),
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "tied": bool(config.get("tie_word_embeddings", False)),
-        "eos": tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),),
+        "eos": ids_of(config.get("eos_token_id")),
         "quantized": quantization.read(config),
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
     }

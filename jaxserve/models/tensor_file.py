@@ -6,7 +6,6 @@ no numpy type for 8-bit floats.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +14,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
+
+from jaxserve.models.json_file import parsed
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64,
@@ -35,7 +36,7 @@ class TensorFile:
         self._checked: Any = safe_open(path, framework="numpy")
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
-            self._header: dict[str, Any] = json.loads(stream.read(size))
+            self._header: dict[str, Any] = parsed(stream.read(size))
         self._header.pop("__metadata__", None)
         self._start = 8 + size
 

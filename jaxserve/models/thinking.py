@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from jaxserve.models.json_file import object_in
 from jaxserve.sched.api.thinking import Marker, ThinkingMarkers
 
 # (beginning, end) of published model families.
@@ -107,7 +108,4 @@ def _template(folder: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+    return object_in(path) if path.is_file() else {}

@@ -7,7 +7,6 @@ share one copy.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError
 
+from jaxserve.models.json_file import object_in, parsed
 from jaxserve.models.layers import Info, Source, Tree, is_info
 from jaxserve.models.mxfp4 import unpacked
 from jaxserve.models.names import renamed
@@ -30,7 +30,7 @@ from jaxserve.models.registry import abstract_weights
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.tensor_file import TensorFile
 from jaxserve.models.transposed import Transposed
-from jaxserve.sched.api.errors import JaxserveError
+from jaxserve.sched.api.errors import JaxserveError, short
 
 Progress = Callable[[int, int], None]
 Array = npt.NDArray[Any]
@@ -44,6 +44,7 @@ NARROW = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}  # safetensors' names of the
 OTHERS = ("adapter", "consolidated", "optimizer", "training")  # beginnings of files beside those of a model
 OLDER = (".bin", ".pt", ".pth", ".gguf")
 EXPECTED = "model.safetensors, or model.safetensors.index.json and the files it names"
+NAMED = 200  # tensors that do not fit, in a message
 VISION = ("vision_tower.", "multi_modal_projector.")  # of models with images, whose text is served
 ALIGNED = 64  # bytes; XLA on a CPU uses arrays of this alignment without copying them
 
@@ -187,8 +188,10 @@ def _files(path: Path) -> list[Path]:
     if not index.is_file():
         return _without_index(path)
     try:
-        where = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        where = dict(object_in(index)["weight_map"])
         names = sorted(set(where.values()))
+        if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise ValueError(f"{short(outside[0])} is not in the folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index} is not a safetensors index: {error!r}; expected a 'weight_map'") from error
     absent = [name for name in names if not (path / name).is_file()]
@@ -203,7 +206,7 @@ def _files(path: Path) -> list[Path]:
 
 def _without_index(path: Path) -> list[Path]:
     """Return the files of a model without an index: model*.safetensors if there are any, else all but other things."""
-    every = sorted(path.glob("*.safetensors"))
+    every = sorted(file for file in path.glob("*.safetensors") if file.is_file())
     files = [file for file in every if file.name.startswith("model")]
     files = files or [file for file in every if not file.name.startswith(OTHERS)]
     if not files:
@@ -230,7 +233,7 @@ def _first_cut(file: Path) -> str:
             size = int.from_bytes(head, "little")
             if size > file.stat().st_size:
                 return "; the header itself is cut off"
-            header = json.loads(stream.read(size))
+            header = parsed(stream.read(size))
         room = file.stat().st_size - 8 - size
         cut = [(info["data_offsets"], name) for name, info in header.items() if name != "__metadata__"]
         (_, end), name = min((item for item in cut if item[0][1] > room), default=((0, 0), ""))
@@ -257,8 +260,10 @@ def _check_names(path: Path, tensors: Tensors, infos: Sequence[Info], spec: Mode
         elif name not in narrow and dtype not in FLOATS:
             problems.append(f"{name} is {dtype} in {file.name}; supported are {', '.join(FLOATS)}")
     if problems:
+        count = len(problems)
+        problems[NAMED:] = [f"and {count - NAMED} more"] if count > NAMED else []
         lines = "\n  ".join(problems)
-        raise WeightsError(f"{path} does not fit {spec.architecture}, {len(problems)} tensors:\n  {lines}")
+        raise WeightsError(f"{path} does not fit {spec.architecture}, {count} tensors:\n  {lines}")
 
 
 def _harmless(name: str, spec: ModelSpec) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ class Answer:
     client: str = ""  # name of the API key
     reader: Callable[[], Parser] | None = None  # makes the parser of an output; None: the text is the answer
     reasoning: bool = True  # show the thinking
+    custom: Collection[str] = ()  # the names of custom tools
     trace: Trace | None = None
     objectives: bool = False  # the request has some of its own: its usage says what was kept
     created: int = field(default_factory=lambda: int(time.time()))
@@ -74,7 +75,7 @@ class Answer:
         self.outputs = [[self._blank() for _ in range(job.params.n)] for job in self.jobs]
 
     def _blank(self) -> Gathered:
-        return Gathered(message=None if self.reader is None else Message(self.reader(), self.reasoning))
+        return Gathered(message=None if self.reader is None else Message(self.reader(), self.reasoning, self.custom))
 
     def begin(self, number: int) -> bool:
         """Return whether this is the first call for submission `number`."""

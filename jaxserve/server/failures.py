@@ -43,6 +43,7 @@ class Refused(JaxserveError):
     """An error with its own HTTP status. `retry_after`: seconds after which the request may succeed."""
 
     overflow: ContextOverflow | None = None  # the error, if the context is too short
+    headers: Mapping[str, str] | None = None  # of its response
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: Any = None, retry_after: float | None = None
@@ -82,6 +83,9 @@ def refusal(error: Exception) -> Refused:
         return Refused(503, str(error), code="unavailable", retry_after=error.retry_after)
     if isinstance(error, JaxserveError):
         return Refused(503, str(error), code="unavailable", retry_after=1.0)
+    if isinstance(error, MemoryError):  # of this request alone: what it held is free again
+        logger.error("there was not enough memory for a request")
+        return Refused(503, "not enough memory for this request: try again later", code="no_memory", retry_after=5.0)
     logger.error("internal error", exc_info=error)
     return Refused(500, f"internal error: {type(error).__name__}; see the server's log")
 
@@ -96,15 +100,19 @@ def body_of(refused: Refused) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param and param[:100], "code": code}}
 
 
-def response_of(error: Exception, shape: Callable[[Refused], dict[str, Any]] = body_of) -> Response:
-    """Return the HTTP response for an error. shape: returns the body, as an API writes it."""
+def response_of(
+    error: Exception,
+    shape: Callable[[Refused], dict[str, Any]] = body_of,
+    statuses: Callable[[Refused], int] = lambda refused: refused.status,
+) -> Response:
+    """Return the HTTP response for an error. shape and statuses: return its body and status, as an API has them."""
     refused = refusal(error)
     headers = dict(getattr(error, "headers", None) or {})
     if refused.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after)))
     if refused.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(shape(refused), refused.status, headers)
+    return JSONResponse(shape(refused), statuses(refused), headers)
 
 
 def routes_of(app: FastAPI) -> dict[str, list[str]]:
@@ -117,18 +125,18 @@ def routes_of(app: FastAPI) -> dict[str, list[str]]:
 
 
 async def unrouted(routes: Mapping[str, Sequence[str]], request: Request, error: Exception) -> Response:
-    """Return the response for an unknown path or method, naming those that exist."""
+    """Raise the error of an unknown path or method, naming those that exist; the guard writes it as the API does."""
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     asked = f"{method} {path if len(path) <= ECHO else path[: ECHO - 1] + '…'}"
     if error.status_code == HTTPStatus.NOT_FOUND:
         there = ", ".join(f"{'/'.join(methods)} {path}" for path, methods in routes.items())
-        return response_of(Refused(404, f"no route {asked} here; routes: {there}", code="unknown_route"))
+        raise Refused(404, f"no route {asked} here; routes: {there}", code="unknown_route")
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow", "")
-        answer = response_of(Refused(405, f"no route {asked} here; {path[:ECHO]} takes {allowed}", code="wrong_method"))
-        answer.headers["Allow"] = allowed
-        return answer
+        refused = Refused(405, f"no route {asked} here; {path[:ECHO]} takes {allowed}", code="wrong_method")
+        refused.headers = {"Allow": allowed}
+        raise refused
     return response_of(error)
 
 

@@ -1,7 +1,8 @@
 """The processes that serve HTTP for an engine in another one.
 
 Fronts share one listening socket; the system gives each new connection to one of them. A front that
-ends unexpectedly loses its open connections, and another one replaces it.
+ends unexpectedly loses its open connections, and another one replaces it, later each time. If none
+serves and none can start, the server ends with the reason.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from typing import Any, NamedTuple
 import prometheus_client
 
 from jaxserve.config import ServeConfig
+from jaxserve.engine.runtime.gc_control import UNPROMISED, GCControl
 from jaxserve.errors import JaxserveError
 from jaxserve.fleet.messages import Failure
 from jaxserve.fleet.replicas import Replicas
+from jaxserve.fleet.supervisor import LASTING, pause
 from jaxserve.models.source import find_tokenizer
 from jaxserve.report.logs import log_to_stderr
 from jaxserve.report.start import StartProgress
@@ -48,7 +51,7 @@ Told = StartProgress | Failure | tuple[Place, ...]  # how far the start is, why 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TELLING = 0.2  # seconds between two reports of progress to the fronts
-SOONEST = 1.0  # seconds: a front that ends earlier than this after its start is not replaced
+UNSERVED = 4  # fronts in a row that end before they serve: if none serves, the server gives up
 
 
 def begin_process(config: ServeConfig) -> None:
@@ -65,15 +68,17 @@ async def serve_remote(
     sock: socket.socket,
     signals: Signals,
     index: int = 0,
+    served: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve HTTP for the engines at `places`, which it returns once they are ready, until shutdown.
 
-    door: None: connections are accepted only then, for other fronts serve already. index: of this front. Raises
-    what `places` raises, and Interrupted: see `serve_from_start`.
+    door: None: connections are accepted only then, for other fronts serve already. index: of this front. served: is
+    called then. Raises what `places` raises, and Interrupted: see `serve_from_start`.
     """
     # Requests of two fronts must not share seeds: equal prompts would get equal samples.
     seed = f"{config.seed}.{index}" if index else str(config.seed)
-    engines, services = list[Replicas](), list[Service]()
+    engines, services, tending = list[Replicas](), list[Service](), list[asyncio.Task[None]]()
+    collector = GCControl(lambda: UNPROMISED)  # a large body is many objects: to look through them holds up streams
 
     async def make() -> Service:
         tokenizer, found = await asyncio.gather(in_thread(lambda: find_tokenizer(config)), places())
@@ -86,6 +91,9 @@ async def serve_remote(
         engine.dispatcher.on_continued = service.metrics.continued
         if index == 0 and door is not None:
             remember(config, StartTime(door.start.elapsed, engine.stats().compilations))
+        collector.begin()
+        tending.append(asyncio.ensure_future(collector.tend()))
+        served()
         return service
 
     try:
@@ -95,6 +103,9 @@ async def serve_remote(
             opened = (lambda: None) if index else partial(announce, config, door.start.last, sock)
             await serve_from_start(door, config, sock, make, signals=signals, opened=opened)
     finally:
+        for task in tending:
+            task.cancel()
+        collector.end()
         for service in services:
             service.close()
         for engine in engines:
@@ -117,14 +128,17 @@ class Fronts:
         self._start = Start(last_start(config), time.monotonic())
         self._spawn = multiprocessing.get_context("spawn")
         self._alive: dict[int, _Front] = {}
+        self._due: dict[int, float] = {}  # when fronts that have ended start again, by time.monotonic()
+        self._failures = [0] * config.api_server_count  # in a row
+        self._unserved = 0  # fronts in a row that ended before they served
         self._signal: int | None = None  # that ends the server
         self._told: Told = StartProgress()  # what all fronts know
-        self._error: BaseException | None = None  # what kept the engines from starting
+        self._error: BaseException | None = None  # what kept the server from starting
 
     def run(self) -> int:
         """Start the fronts and the engines, pass signals on, and return when all fronts have ended.
 
-        Raises what keeps an engine from starting.
+        Raises what keeps an engine, or all fronts, from starting.
         """
         os.environ[SHARED] = folder = tempfile.mkdtemp(prefix="jaxserve-metrics-")
         before = {number: signal.signal(number, self._signalled) for number in SIGNALS}
@@ -133,16 +147,17 @@ class Fronts:
             for index in range(self._config.api_server_count):
                 self._launch(index)
             threading.Thread(target=self._run_engines, args=(ended,), name="jaxserve-start", daemon=True).start()
-            while self._alive:
+            while self._alive or self._due:
                 told = self._settled
-                several = [one.process.sentinel for one in self._alive.values()] + ([] if told else [over])
-                wait(several, None if told else TELLING)
+                several = [one for front in self._alive.values() for one in front.waited] + ([] if told else [over])
+                wait(several, None if told and not self._due else TELLING)
                 if not told:
                     self._tell(over.recv() if over.poll() else self._beside.progress)
-                self._replace_ended()
+                self._look_after_fronts()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            del os.environ[SHARED]
             shutil.rmtree(folder, ignore_errors=True)
         if self._error is not None:
             raise self._error
@@ -157,7 +172,7 @@ class Fronts:
             self._beside.run()
             told = tuple(self._beside.places)
         except BaseException as error:
-            self._error = error if self._signal is None else None
+            self._error = error if self._signal is None and self._error is None else self._error
             told = Failure.of(error if isinstance(error, JaxserveError) else JaxserveError(repr(error)))
         with suppress(OSError):  # the main thread has returned
             ended.send(told)
@@ -175,7 +190,7 @@ class Fronts:
                 one.tell(told)
 
     def _launch(self, index: int) -> None:
-        theirs, ours = self._spawn.Pipe(duplex=False)
+        theirs, ours = self._spawn.Pipe()
         args = (index, self._config, self._start._replace(over=self._settled), theirs, self._sock)
         process: Any = self._spawn.Process(target=_front, args=args, name=f"jaxserve-front-{index}", daemon=True)
         # It inherits that signals wait, and lets them in when it can handle them.
@@ -185,35 +200,82 @@ class Fronts:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self._alive[index] = made = _Front(process, ours, time.monotonic())
+        self._alive[index] = made = _Front(process, ours)
         made.tell(self._told)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
+        self._end(number)
+
+    def _end(self, number: int) -> None:
+        """Send a signal to all fronts; none starts again."""
+        self._due.clear()
         for one in self._alive.values():
             if one.process.is_alive():
                 os.kill(one.process.pid, number)
 
-    def _replace_ended(self) -> None:
+    def _look_after_fronts(self) -> None:
+        """Note which fronts serve or have ended, and start others in the place of those."""
         for index, one in list(self._alive.items()):
+            if one.look():
+                self._unserved = 0
             if one.process.is_alive():
                 continue
             one.process.join()
+            one.look()
             one.pipe.close()
             del self._alive[index]
-            if self._signal is not None or self._error is not None:
-                continue
-            logger.error("front %d ended with exit status %s", index, one.process.exitcode)
-            if time.monotonic() - one.started > SOONEST:
-                self._launch(index)
+            if self._signal is None and self._error is None:
+                self._replace(index, one)
+        for index in [index for index, due in self._due.items() if due <= time.monotonic()]:
+            del self._due[index]
+            self._launch(index)
+
+    def _replace(self, index: int, ended: _Front) -> None:
+        """Start another front after a while, or give up if none can serve."""
+        lasted = ended.since is not None and time.monotonic() - ended.since > LASTING
+        self._failures[index] = 1 if lasted else self._failures[index] + 1
+        self._unserved = 0 if ended.since is not None else self._unserved + 1
+        why = ended.failure or JaxserveError(f"front {index} ended with exit status {ended.process.exitcode}")
+        if all(one.since is None for one in self._alive.values()):
+            if ended.failure is not None:
+                self._error = ended.failure
+            elif self._unserved >= UNSERVED:
+                self._error = JaxserveError(f"{self._unserved} fronts ended before they served; the last: {why}")
+            if self._error is not None:
+                self._end(signal.SIGTERM)
+                return
+        seconds = pause(self._failures[index])
+        logger.error("%s; it starts again in %g s", why, seconds)
+        self._due[index] = time.monotonic() + seconds
 
 
-class _Front(NamedTuple):
-    """A front process, as its parent sees it. pipe: to it. started: by time.monotonic()."""
+class _Front:
+    """A front process, as its parent sees it. Writer: the main thread."""
 
-    process: Any
-    pipe: Connection[Any, Any]
-    started: float
+    def __init__(self, process: Any, pipe: Connection[Any, Any]) -> None:
+        self.process, self.pipe = process, pipe
+        self.since: float | None = None  # when it began to serve, by time.monotonic()
+        self.failure: JaxserveError | None = None  # what kept it from that
+        self._open = True  # it may say more
+
+    @property
+    def waited(self) -> list[Any]:
+        """What becomes readable when it has ended, or says something."""
+        return [self.process.sentinel, self.pipe] if self._open else [self.process.sentinel]
+
+    def look(self) -> bool:
+        """Read what it has said, and return whether it has begun to serve."""
+        before = self.since
+        try:
+            while self._open and self.pipe.poll():
+                if (said := self.pipe.recv()) is None:
+                    self.since = time.monotonic()
+                else:
+                    self.failure = said.error()
+        except (EOFError, OSError):
+            self._open = False
+        return self.since is not before
 
     def tell(self, told: Told) -> None:
         with suppress(OSError):  # it has ended
@@ -221,7 +283,7 @@ class _Front(NamedTuple):
 
 
 class _Parent:
-    """The parent, as a front sees it. Writer: the thread of `places`."""
+    """The parent, as a front sees it. Writers: the thread of `places`; the event loop's calls `tell`."""
 
     def __init__(self, pipe: Connection[Any, Any]) -> None:
         self._pipe = pipe
@@ -237,6 +299,11 @@ class _Parent:
             raise told.error()
         found: Sequence[Place] = told
         return found
+
+    def tell(self, failure: Failure | None) -> None:
+        """Say that this front serves, or what kept it from that."""
+        with suppress(OSError):  # the parent has ended
+            self._pipe.send(failure)
 
 
 def _front(index: int, config: ServeConfig, start: Start, pipe: Connection[Any, Any], sock: socket.socket) -> None:
@@ -254,13 +321,13 @@ def _front(index: int, config: ServeConfig, start: Start, pipe: Connection[Any, 
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                runner.run(serve_remote(config, door, places, sock, signals, index))
+                runner.run(serve_remote(config, door, places, sock, signals, index, lambda: parent.tell(None)))
         except Interrupted:
             pass
         except JaxserveError as error:
             status = 1
             if not parent.failed:
-                logger.error("%s", error)
+                parent.tell(Failure.of(error))
         signals.served()
     end_process(status)
 

@@ -6,16 +6,15 @@ import logging
 import re
 import secrets
 from collections.abc import Callable
-from functools import partial
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import short
-from jaxserve.server.failures import Refused, body_of, response_of
+from jaxserve.server.failures import Refused, response_of
 from jaxserve.server.keys import LOOPBACK, Keys
 from jaxserve.server.messages.errors import PATH as ANTHROPIC
-from jaxserve.server.messages.errors import anthropic_body
+from jaxserve.server.messages.errors import anthropic_response
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -74,8 +73,8 @@ class Guard:
         except Exception as error:
             if begun:
                 raise
-            shape = partial(anthropic_body, request_id=name) if anthropic else body_of
-            await response_of(error, shape)(scope, receive, named)
+            response = anthropic_response(error, name) if anthropic else response_of(error)
+            await response(scope, receive, named)
 
     def _check(self, scope: Scope, headers: Headers, state: dict[str, str]) -> None:
         path, post = str(scope["path"]), scope["method"] == "POST"

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Container
 from typing import Any
 
+from jaxserve.tools.custom import input_of
 from jaxserve.tools.events import Event, Parser
 
 
 class Message:
     """One message as far as it is parsed. Writer: the answer that it belongs to."""
 
-    def __init__(self, parser: Parser, reasoning: bool = True) -> None:
-        """reasoning: show the thinking."""
+    def __init__(self, parser: Parser, reasoning: bool = True, custom: Container[str] = ()) -> None:
+        """reasoning: show the thinking. custom: the names of custom tools, whose calls have an input."""
         self._parser = parser
         self._show = reasoning
+        self._custom = custom
+        self._inputs = 0  # calls whose input was passed on, or that have none
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -31,7 +35,7 @@ class Message:
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the last deltas; called once."""
-        return self._deltas(self._parser.finish())
+        return self._deltas(self._parser.finish()) + self._input()
 
     def whole(self, text: str) -> dict[str, Any]:
         """Return the fields of a whole message with this text; called once, and without `add`."""
@@ -43,7 +47,7 @@ class Message:
             made |= _thinking("".join(self._reasoning))
         if self._calls:
             made["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": "".join(parts)}}
+                {**call, call["type"]: call[call["type"]] | _argument(call["type"], "".join(parts))}
                 for call, parts in zip(self._calls, self._arguments, strict=True)
             ]
         return made
@@ -51,6 +55,8 @@ class Message:
     def _deltas(self, events: list[Event]) -> list[dict[str, Any]]:
         made: list[dict[str, Any]] = []
         for kind, text in events:
+            if kind != "arguments":
+                made += self._input()
             if kind == "content":
                 self._content.append(text)
                 made.append({"content": text})
@@ -59,15 +65,31 @@ class Message:
                 if self._show:
                     made.append(_thinking(text))
             elif kind == "call":
-                call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": text}}
+                of = "custom" if text in self._custom else "function"
+                call: dict[str, Any] = {"id": f"call_{secrets.token_hex(12)}", "type": of, of: {"name": text}}
                 self._calls.append(call)
                 self._arguments.append([])
-                function = {"name": text, "arguments": ""}
-                made.append({"tool_calls": [{"index": len(self._calls) - 1, **call, "function": function}]})
+                made.append(self._delta({**call, of: call[of] | _argument(of, "")}))
             else:
                 self._arguments[-1].append(text)
-                made.append({"tool_calls": [{"index": len(self._calls) - 1, "function": {"arguments": text}}]})
+                if self._calls[-1]["type"] == "function":
+                    made.append(self._delta({"function": {"arguments": text}}))
         return made
+
+    def _input(self) -> list[dict[str, Any]]:
+        """Return the delta of a custom call that has ended: its input is known then."""
+        seen, self._inputs = self._inputs, len(self._calls)
+        if seen == len(self._calls) or self._calls[-1]["type"] != "custom":
+            return []
+        return [self._delta({"custom": _argument("custom", "".join(self._arguments[-1]))})]
+
+    def _delta(self, call: dict[str, Any]) -> dict[str, Any]:
+        return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
+
+
+def _argument(kind: str, arguments: str) -> dict[str, str]:
+    """Return what a call of this type has besides its name."""
+    return {"input": input_of(arguments)} if kind == "custom" else {"arguments": arguments}
 
 
 def _thinking(text: str) -> dict[str, str]:

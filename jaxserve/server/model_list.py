@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxserve.config import ServeConfig
-from jaxserve.errors import InvalidValue, short
+from jaxserve.errors import short
 from jaxserve.models.context_length import context_length
+from jaxserve.models.json_file import object_in
 from jaxserve.models.published import published, short_name
 from jaxserve.server.failures import Refused
+
+UNKNOWN_MODEL = "model_not_found"
 
 
 def check_model(config: ServeConfig, name: str | None) -> None:
     """Raise Refused (404) for a model that is not served. No name, or an empty one, is any model."""
     if name and name not in config.names and name != config.model:
         known = ", ".join(map(repr, config.names))
-        raise Refused(404, f"model {short(name)} is not served here; served: {known}", "model", "model_not_found")
+        raise Refused(404, f"model {short(name)} is not served here; served: {known}", "model", UNKNOWN_MODEL)
 
 
 def present_model(
@@ -59,7 +61,7 @@ def expected_length(config: ServeConfig) -> int | None:
     try:
         given = _given(config.model_source)
         return context_length(given) if given.get("max_position_embeddings") else None
-    except (InvalidValue, OSError, ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, ArithmeticError):
         return None  # the engine reports what is wrong with it
 
 
@@ -68,5 +70,4 @@ def _given(model: str) -> dict[str, Any]:
     if (name := short_name(model)) is not None:
         return dict(published()[name].config)
     path = Path(model).expanduser() / "config.json"
-    read = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return read if isinstance(read, dict) else {}
+    return object_in(path) if path.is_file() else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
@@ -22,6 +23,9 @@ TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 
 # The name of an InferenceObjective of the Gateway API inference extension, and of llm-d before.
 OBJECTIVE_HEADERS = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
+
+# Objectives under other names, as in `x-ttft-slo`. Ignoring them would promise nothing.
+_NEAR = re.compile(r"(?<![a-z])(ttft|tpot|tbt|itl|slos?)(?![a-z])|time[-_]?to[-_]?first|time[-_]?per[-_]?output", re.I)
 
 MAX_PRIORITY = 2**31 - 1  # must fit an integer column of the scheduler
 
@@ -44,6 +48,7 @@ def objectives_of(
     Body fields take precedence over headers, headers over the tier, the tier over the server's
     defaults. `tiers`: those that the client may choose; None: all. Raises InvalidValue that names the field or header.
     """
+    _check_headers(headers)
     tier, slo, name = config.tier(body.service_tier or _gateway_tier(headers, config, tiers) or STANDARD)
     ttft = _first(("ttft_slo_ms", body.ttft_slo_ms), TTFT_HEADERS, headers)
     tpot = _first(("tpot_slo_ms", body.tpot_slo_ms), TPOT_HEADERS, headers)
@@ -106,6 +111,14 @@ def outcome(outputs: Sequence[tuple[Ended, RequestMetrics]]) -> dict[str, Any] |
     }
     worst: dict[str, Any] = {name: round(1e3 * max(values), 3) for name, values in known.items() if values}
     return {**worst, "attained": all(output.attained for output in measures)}
+
+
+def _check_headers(headers: Mapping[str, str]) -> None:
+    """Raise InvalidValue for a header that looks like an objective, but is none."""
+    for name in headers:
+        if _NEAR.search(name) and name.lower() not in (*TTFT_HEADERS, *TPOT_HEADERS):
+            known = f"{TTFT_HEADERS[-1]} and {TPOT_HEADERS[-1]}, or the fields ttft_slo_ms, tpot_slo_ms and tbt_slo_ms"
+            raise InvalidValue(f"{name[:ECHO]} is no header of a request: objectives in ms are {known}", name[:ECHO])
 
 
 def _gateway_tier(headers: Mapping[str, str], config: ServeConfig, tiers: Collection[str] | None) -> str | None:

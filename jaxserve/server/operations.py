@@ -38,7 +38,7 @@ def add_operations(app: FastAPI, service: Service) -> None:
     @app.post("/ping", include_in_schema=False)
     @app.get("/ping")
     async def ping() -> Response:
-        """Answer like /health, for SageMaker."""
+        """Answer like /health, under the name that SageMaker probes."""
         return _ready(service)
 
     @app.head("/livez", include_in_schema=False)

@@ -50,7 +50,30 @@ def most_connections(settings: HttpSettings) -> int:
 
 def protocol_of(most: int) -> type[asyncio.Protocol]:
     """Return the protocol factory that uvicorn calls for each connection; it refuses more than `most` of them."""
-    return cast(type[asyncio.Protocol], partial(BoundedProtocol, most))
+    return cast(type[asyncio.Protocol], partial(BoundedProtocol, _Room(most)))
+
+
+class _Room:
+    """Room for a number of connections. Those without a request make way for others. Writer: the event loop."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.new: dict[BoundedProtocol, None] = {}  # connections that have sent no headers, oldest first
+        self.kept: dict[BoundedProtocol, None] = {}  # connections that wait for a further request, likewise
+
+    def leave(self, connection: BoundedProtocol) -> None:
+        """Note that a connection has a request, or is closed."""
+        self.new.pop(connection, None)
+        self.kept.pop(connection, None)
+
+    def make(self) -> bool:
+        """Close the oldest connection without a request; return False if there is none."""
+        waiting = self.new or self.kept
+        if waiting:
+            oldest = next(iter(waiting))
+            oldest.make_way(told=waiting is self.new)
+            self.leave(oldest)
+        return bool(waiting)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -60,11 +83,11 @@ class BoundedProtocol(HttpToolsProtocol):
     the next request. uvicorn's keep-alive timeout closes connections that are idle after a response.
     """
 
-    def __init__(self, most: int, *given: Any, **named: Any) -> None:
+    def __init__(self, room: _Room, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.parser = _Parser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn, for pipelined requests
-        self._most = most
+        self._room = room
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: Refused | None = None
         self._begun = False  # a request has begun and its headers are incomplete
@@ -77,14 +100,23 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, Corked(transport, self.loop)))
-        if len(self.connections) > self._most:
-            text = f"{self._most} connections are open (--max-connections): try again later"
+        if len(self.connections) > self._room.most and not self._room.make():
+            self.make_way(told=True)
+        else:
+            self._room.new[self] = None
+            self._arm(HEADER_TIMEOUT, self._late_headers)
+
+    def make_way(self, *, told: bool) -> None:
+        """Close the connection, as there are too many. told: the client learns why."""
+        if told:
+            text = f"{self._room.most} connections are open (--max-connections): try again later"
             self._refuse(Refused(503, text, code="too_many_connections", retry_after=1.0))
         else:
-            self._arm(HEADER_TIMEOUT, self._late_headers)
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._room.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -134,6 +166,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 raise ValueError
             return  # the parser begins again
         self._begun = False
+        self._room.leave(self)
         self._arm(BODY_TIMEOUT, self._late_body)
         super().on_headers_complete()
 
@@ -197,6 +230,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def on_response_complete(self) -> None:
+        if not self.pipeline and not self.transport.is_closing():
+            self._room.kept[self] = None
+        super().on_response_complete()
 
     # HTTP/1.0
 

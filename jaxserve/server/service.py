@@ -171,6 +171,7 @@ class Service:
             client=client,
             reader=self._reader(tools, jobs[0].text or "") if isinstance(body, ChatBody) else None,
             reasoning=isinstance(body, ChatBody) and body.include_reasoning,
+            custom=() if tools is None else tools.custom,
             trace=self.trace_of(headers, name),
             objectives=goals.own,
         )
@@ -220,6 +221,7 @@ class Service:
     async def _traced(self, answer: Answer) -> AsyncIterator[None]:
         """Trace what is generated within the context, however it ends."""
         begun, error = time.time_ns(), None
+        since = time.monotonic_ns()  # the time of day may be set meanwhile
         try:
             yield
         except (GeneratorExit, asyncio.CancelledError):
@@ -230,7 +232,7 @@ class Service:
             raise
         finally:
             if answer.trace is not None:
-                answer.trace.close(begun, time.time_ns(), error)
+                answer.trace.close(begun, begun + time.monotonic_ns() - since, error)
 
     def _count(self, answer: Answer, number: int, piece: Piece, client: Client) -> None:
         """Count a piece. Raises GenerationFailed at a failed one."""

@@ -34,6 +34,8 @@ from jaxserve.server.tls import tls_of
 logger = logging.getLogger("jaxserve.server")
 
 STATS_EVERY = 10.0  # seconds
+# A client that has gone without a word, while its request waits, is noticed after two minutes instead of two hours.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 PATIENCE = 0.6  # seconds in which requests that a shutdown aborts may still send their error
 
 
@@ -60,6 +62,10 @@ def listen_on(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # which its connections inherit, as the next ones
+    for name, value in KEEP_ALIVE.items():
+        if hasattr(socket, name):  # not on every system
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     try:
         sock.bind((host, port))
     except OSError as error:
@@ -278,7 +284,8 @@ def url_of(config: ServeConfig, sock: socket.socket) -> str:
 
 def announce(config: ServeConfig, last: StartTime | None, sock: socket.socket) -> None:
     """Print that the port is open, and when the model will be ready. last: the start before this one."""
-    print(f"jaxserve opens {url_of(config, sock)} now; {expectation(last)}", flush=True)
+    with contextlib.suppress(OSError):  # a full disk, or a reader of the output that has gone
+        print(f"jaxserve opens {url_of(config, sock)} now; {expectation(last)}", flush=True)
 
 
 def promise_line(promise: Promise) -> str:

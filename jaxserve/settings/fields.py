@@ -112,7 +112,8 @@ class HttpSettings:
         "60 s), or the proxy may send a request as it closes."
     )  # fmt: skip
     max_connections: Count = flag(
-        4096, "server", "Concurrent connections; further ones get 503. Fewer if the process may open fewer files."
+        4096, "server", "Concurrent connections. For each further one the oldest without a request is closed; if "
+        "all have one, it gets 503. Fewer if the process may open fewer files."
     )  # fmt: skip
     queue_at_start: bool = flag(
         True, "server", "Let requests that arrive before the model is ready wait for it, within --queue-timeout and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -58,7 +59,7 @@ class Compiler:
         self._vocab = vocab
         self._eos = sorted(eos)
         self._tokenizer: LLTokenizer | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._reading = threading.Lock()
         self._made: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
         self._pending = set[Future[LLMatcher]]()
@@ -85,7 +86,7 @@ class Compiler:
                 self._made.popitem(last=False)
             self._pending.add(made)
             made.add_done_callback(self._pending.discard)
-            self._quick.submit(self._compile, wanted, made, self._quick)
+            self._begin(wanted, made, self._quick)
             return made
 
     def check(self, wanted: StructuredOutputs) -> None:
@@ -113,13 +114,21 @@ class Compiler:
             for made in tuple(self._pending):
                 _settle(made, Unavailable("the server is shutting down"))
 
+    def _begin(self, wanted: StructuredOutputs, made: Future[LLMatcher], lane: Lane) -> None:
+        try:
+            lane.submit(self._compile, wanted, made, lane)
+        except RuntimeError as error:  # without memory no thread starts
+            with self._lock:
+                self._made.pop(wanted, None)
+            _settle(made, Unavailable(f"no thread to compile in ({error}): try again later"))
+
     def _compile(self, wanted: StructuredOutputs, made: Future[LLMatcher], lane: Lane) -> None:
         try:
             grammar = lane.trial.grammar(wanted, lane.seconds)
             _settle(made, compiled(self._loaded(), grammar, wanted.kind))
         except TooSlow:
             if lane is self._quick:
-                self._slow.submit(self._compile, wanted, made, self._slow)
+                self._begin(wanted, made, self._slow)
             else:
                 told = f"{wanted.kind} takes more than {SECONDS:g} s to compile: simplify it"
                 _settle(made, InvalidValue(told, wanted.kind))
@@ -134,13 +143,30 @@ class Compiler:
             if self._tokenizer is None:
                 text = self._read()
                 try:
-                    self._tokenizer = LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos)
+                    try:
+                        self._tokenizer = LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos)
+                    except Exception:  # perhaps it has more tokens than the model
+                        self._tokenizer = LLTokenizer(cut(text, self._vocab), n_vocab=self._vocab, eos_token=self._eos)
                 except Exception as error:  # of the kind that llguidance found
                     raise InvalidValue(
                         f"structured outputs need a tokenizer of the tokenizers library: {str(error)[:200]}",
                         "structured_outputs",
                     ) from error
             return self._tokenizer
+
+
+def cut(text: str, vocab: int) -> str:
+    """Return a tokenizer.json without the tokens that a model with `vocab` logits cannot sample."""
+    tokenizer = json.loads(text)
+    tokenizer["added_tokens"] = [token for token in tokenizer.get("added_tokens", ()) if token["id"] < vocab]
+    model = tokenizer["model"]
+    if isinstance(model["vocab"], list):
+        model["vocab"] = model["vocab"][:vocab]
+    else:
+        kept = model["vocab"] = {piece: id for piece, id in model["vocab"].items() if id < vocab}
+        pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model.get("merges", ())]
+        model["merges"] = [[a, b] for a, b in pairs if a in kept and b in kept and a + b in kept]
+    return json.dumps(tokenizer)
 
 
 def late(what: str) -> Unavailable:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from math import inf
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import numpy as np
 from llguidance import LLMatcher
@@ -14,6 +14,9 @@ from llguidance import LLMatcher
 from jaxserve.errors import JaxserveError
 from jaxserve.sched.api.thinking import ThinkingEnd, ThinkingMarkers
 from jaxserve.structured.token_filter import TokenFilter, Words, bit
+
+SLOW = 0.005  # CPU seconds of a mask, on average: all rows of a step wait for its masks
+REMEMBERED = 16  # masks of which the average is, about
 
 
 class Constraint:
@@ -45,6 +48,7 @@ class Constraint:
         self.known = len(output)  # tokens of the output that were told
         self.error: str | None = None  # why it cannot go on
         self.seconds = inf if make is not None else 0.0  # that its last mask took; inf if a matcher has made none
+        self._average = 0.0  # CPU seconds of its last masks that were made alone
         self._told: deque[int] = deque(output)
         self._make = make
         self._matcher: LLMatcher | None = None
@@ -149,13 +153,17 @@ class Constraint:
             mask |= starts
 
     def fill(self, mask: Words) -> None:
-        """Write the mask [W] of the next token."""
+        """Write the mask [W] of the next token. A constraint whose masks are slow on average is an error."""
         mask[:] = -1
         began, matcher = perf_counter(), self.advance()
         if matcher is not None:
+            burned = thread_time()
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._average += (thread_time() - burned - self._average) / REMEMBERED
         self.finish(mask, matched=matcher is not None)
         self.seconds = perf_counter() - began
+        if self._average > SLOW and self.error is None:
+            self.error = f"structured outputs take {self._average * 1e3:.0f} ms for each token: simplify them"
 
     def fill_ahead(self, masks: Words, draft: Sequence[int]) -> None:
         """Write the masks [1 + D, W] of the next token, and of the one after each of `draft` [D].
@@ -170,7 +178,8 @@ class Constraint:
             if at == len(draft) or not _allows(mask, draft[at]):
                 break
             ahead.tell((draft[at],))
-        if ahead.error is not None and self.error is None and not at:
+        self._average = ahead._average
+        if ahead.error is not None and self.error is None and (not at or self._average > SLOW):
             self.error = ahead.error
 
     def _copied(self) -> Constraint:

@@ -32,6 +32,7 @@ from jaxserve.structured.token_filter import words
 
 STACK = 512 << 20  # bytes of a thread that compiles: about 16 KiB are needed for each object of a chain
 MEMORY = 1 << 30  # bytes of a trial, besides its stack
+NICE = 10  # what is compiled gets a tenth of a core that steps want too
 SLOW = 0.02  # CPU seconds of a mask that is made again
 TOLD = 200  # most characters of llguidance's explanations that are repeated
 # Bounds of one step of the parser: about 15 ms, after which the request ends with an error.
@@ -191,6 +192,7 @@ def _forked(tokenizer: LLTokenizer) -> int:
 
 def main() -> None:
     """Compile what comes, until the server is gone."""
+    os.nice(NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (STACK + MEMORY, STACK + MEMORY))
     tokenizer = LLTokenizer("byte")  # how long a grammar compiles depends little on the tokenizer

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import InvalidValue, short
+from jaxserve.tools.custom import arguments_of, as_function
 from jaxserve.tools.events import Schemas
 
 MAX_TOOLS = 1024
+KINDS = ("function", "custom")  # of tools, in OpenAI's field
 MODES = ("none", "auto", "required")
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 _NAME = re.compile(r"[\w.:/\-]{1,256}")
@@ -25,6 +27,7 @@ class Tools:
     name: str | None = None
     parallel: bool = True
     strict: bool = False
+    custom: frozenset[str] = frozenset()  # names of those that take any text: functions here
 
     @property
     def schemas(self) -> Schemas:
@@ -50,7 +53,8 @@ def tools_of(tools: Any, choice: Any = None, parallel: Any = None) -> Tools | No
     if not made or mode == "none":
         return None
     strict = all(tool["function"].get("strict") for tool in made if name in (None, tool["function"]["name"]))
-    return Tools(made, mode, name, parallel is not False, strict)
+    custom = frozenset(name for name, tool in zip(names, tools, strict=True) if tool.get("type") == "custom")
+    return Tools(made, mode, name, parallel is not False, strict, custom)
 
 
 def _allowed(choice: Any, names: list[str]) -> tuple[Any, list[str]]:
@@ -76,7 +80,8 @@ def _choice(choice: Any, names: list[str]) -> tuple[str, str | None]:
         if choice == "required" and not names:
             raise InvalidValue("tool_choice='required' needs tools", "tool_choice")
         return choice, None
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    function = choice.get(kind) if kind in KINDS else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         wanted = '{"type": "function", "function": {"name": NAME}}'
@@ -88,25 +93,38 @@ def _choice(choice: Any, names: list[str]) -> tuple[str, str | None]:
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
-        kind = tool.get("type") if isinstance(tool, dict) else tool
-        more = "; /v1/responses takes custom tools" if kind == "custom" else ""
-        raise InvalidValue(f"{where}.type={short(kind)} is not supported: only 'function' is{more}", "tools")
-    function = tool.get("function")
+    kind = tool.get("type", "function") if isinstance(tool, dict) else tool
+    if kind not in KINDS:
+        raise InvalidValue(f"{where}.type={short(kind)} is not supported: only {' and '.join(KINDS)} are", "tools")
+    where, function = f"{where}.{kind}", tool.get(kind)
     if not isinstance(function, dict):
-        raise InvalidValue(f"{where}.function={short(function)} must be an object with a name", f"{where}.function")
+        raise InvalidValue(f"{where}={short(function)} must be an object with a name", where)
     name = function.get("name")
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         what = "must be 1 to 256 letters, digits or any of _ . : / -"
-        raise InvalidValue(f"{where}.function.name={short(name)} {what}", f"{where}.function.name")
-    for key, kind in (("description", str), ("strict", bool)):
-        if function.get(key) is not None and not isinstance(function[key], kind):
-            allowed = "a text" if kind is str else "true or false"
-            raise InvalidValue(f"{where}.function.{key} must be {allowed}", f"{where}.function.{key}")
-    if function.get("parameters") is not None:
-        _check_schema(function["parameters"], f"{where}.function.parameters")
+        raise InvalidValue(f"{where}.name={short(name)} {what}", f"{where}.name")
+    for key, of in (("description", str), ("strict", bool)):
+        if function.get(key) is not None and not isinstance(function[key], of):
+            allowed = "a text" if of is str else "true or false"
+            raise InvalidValue(f"{where}.{key} must be {allowed}", f"{where}.{key}")
+    if kind == "custom":
+        return {
+            "type": "function",
+            "function": as_function(name, function.get("description"), _grammar(function, where)),
+        }
+    elif function.get("parameters") is not None:
+        _check_schema(function["parameters"], f"{where}.parameters")
     kept = {key: value for key, value in function.items() if value is not None}
     return {"type": "function", "function": kept}
+
+
+def _grammar(custom: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the grammar of a custom tool; empty if its input is any text. Raises InvalidValue."""
+    form = custom.get("format") or {"type": "text"}
+    grammar = form.get("grammar") if isinstance(form, dict) and form.get("type") == "grammar" else {}
+    if not isinstance(form, dict) or form.get("type") not in ("text", "grammar") or not isinstance(grammar, dict):
+        raise InvalidValue(f"{where}.format={short(form)} must be of type text or grammar", f"{where}.format")
+    return grammar
 
 
 def _check_schema(schema: Any, field: str) -> None:
@@ -137,13 +155,19 @@ def calls_in_history(calls: Any, where: str) -> list[dict[str, Any]]:
         raise InvalidValue(f"{where}={short(calls)} must be a list of calls", where)
     made = []
     for at, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
+        kind = "custom" if isinstance(call, dict) and call.get("type") == "custom" else "function"
+        function = call.get(kind) if isinstance(call, dict) else None
+        field = f"{where}[{at}].{kind}"
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise InvalidValue(f"{where}[{at}].function={short(function)} must have a name", f"{where}[{at}].function")
-        given = function.get("arguments")
-        if not isinstance(given, str | dict | None):
-            field = f"{where}[{at}].function.arguments"
+            raise InvalidValue(f"{field}={short(function)} must have a name", field)
+        field = f"{field}.{'input' if kind == 'custom' else 'arguments'}"
+        given = function.get("input" if kind == "custom" else "arguments")
+        if not isinstance(given, str if kind == "custom" else str | dict | None):
             raise InvalidValue(f"{field}={short(given)} must be a text", field)
+        if kind == "custom":
+            function = {"name": function["name"], "arguments": arguments_of(given)}
+            made.append({"id": call.get("id"), "type": "function", "function": function})
+            continue
         # Any text: a model's mistake, or a call that `max_tokens` has cut, comes back in the history.
         arguments = given if isinstance(given, str) and given else json.dumps(given or {})
         made.append({"type": "function", **call, "function": {**function, "arguments": arguments}})

@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-from jaxserve.tools.events import Call, Markers, Parser, Schemas, loaded, written
+from jaxserve.tools.events import Call, Event, Markers, Parser, Schemas, loaded, written
 from jaxserve.tools.hermes import MARKERS as QWEN
-from jaxserve.tools.marked import Marked
-from jaxserve.tools.scan import Cursor
+from jaxserve.tools.marked import Content, Marked
+from jaxserve.tools.scan import Cursor, Finder, Marks
+from jaxserve.tools.streamed import HEAD
 
 MINIMAX = Markers("<minimax:tool_call>", "</minimax:tool_call>")
 
@@ -22,6 +23,7 @@ class Tag(NamedTuple):
 
 INVOKE, NAMED = Tag("<invoke name=", "</invoke>"), Tag("<parameter name=", "</parameter>")
 FUNCTION, EQUAL = Tag("<function=", "</function>"), Tag("<parameter=", "</parameter>")
+BARE, CLOSING = Marks(*QWEN, *FUNCTION, *EQUAL), Marks(QWEN.closing)
 
 
 def minimax_m2(schemas: Schemas) -> Parser:
@@ -31,7 +33,93 @@ def minimax_m2(schemas: Schemas) -> Parser:
 
 def qwen3_coder(schemas: Schemas) -> Parser:
     """Return a parser of one output."""
-    return Marked(QWEN, partial(_read, schemas, FUNCTION, EQUAL), json=False)
+    return Coder(schemas)
+
+
+class Coder:
+    """Finds Qwen3-Coder's calls, which may come without the markers around them (a `Parser`).
+
+    Without markers a call is `<function=NAME>`, the name of a tool, and a parameter or the end. Writer: one parser.
+    """
+
+    def __init__(self, schemas: Schemas) -> None:
+        self._schemas = schemas
+        self._content = Content()
+        self._finder = Finder(BARE)
+        self._block: list[str] = []  # its text so far
+        self._state = self._outside  # reads the text before the next mark, and the mark
+        self._inside = False  # in a parameter of a call without markers
+        self._bare = False  # such a call has just ended
+
+    def feed(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        at = 0
+        while at < len(text):
+            before, mark, at = self._finder.read(text, at)
+            events += self._state(before, mark)
+        return events
+
+    def finish(self) -> list[Event]:
+        events = self._state(self._finder.rest(), "")
+        return events + (self._end() if self._block else []) + self._content.finish()
+
+    def _outside(self, before: str, mark: str) -> list[Event]:
+        events = self._content.add(before)
+        self._bare = self._bare and not events
+        if mark == QWEN.opening:
+            self._block, self._state, self._finder = [mark], self._tagged, Finder(CLOSING)
+        elif mark == FUNCTION.opening:
+            self._block, self._state = [mark], self._head
+        elif mark == QWEN.closing and self._bare:
+            self._bare = False
+        elif mark:
+            events += self._content.add(mark)
+        return events
+
+    def _tagged(self, before: str, mark: str) -> list[Event]:
+        self._block += (before, mark)
+        return self._end() if mark else []
+
+    def _head(self, before: str, mark: str) -> list[Event]:
+        """Read the beginning of a call without markers; what is none must not wait for the end of the output."""
+        self._block.append(before)
+        text = "".join(self._block)
+        if not mark and len(text) <= HEAD:
+            return []
+        head = Cursor(text)
+        name = _opened(head, FUNCTION)
+        head.skip()
+        if name in self._schemas and head.done and mark in (EQUAL.opening, FUNCTION.closing):
+            self._state, self._inside = self._body, False
+            return self._body("", mark)
+        return self._leave(mark)
+
+    def _body(self, before: str, mark: str) -> list[Event]:
+        self._block.append(before)
+        if mark in (QWEN.opening, QWEN.closing, FUNCTION.opening) and not self._inside:
+            return self._leave(mark)
+        self._block.append(mark)
+        if mark == FUNCTION.closing and not self._inside:
+            events = self._end()
+            self._bare = bool(events)
+            return events
+        self._inside = mark == EQUAL.opening or (self._inside and mark != EQUAL.closing)
+        return []
+
+    def _leave(self, mark: str) -> list[Event]:
+        """Pass on the block, which is no call, and read the mark after it."""
+        text, self._block, self._state = "".join(self._block), [], self._outside
+        return self._content.add(text) + self._outside("", mark)
+
+    def _end(self) -> list[Event]:
+        """Return the calls of the block, or its text if there are none."""
+        text = "".join(self._block)
+        body = text.removeprefix(QWEN.opening).removesuffix(QWEN.closing)
+        calls = _read(self._schemas, FUNCTION, EQUAL, Cursor(body))
+        self._block, self._state, self._finder = [], self._outside, Finder(BARE)
+        if calls:
+            return self._content.calls([event for call in calls for event in call.events()])
+        return self._content.add(text)
 
 
 def _read(schemas: Schemas, function: Tag, parameter: Tag, body: Cursor) -> list[Call] | None:

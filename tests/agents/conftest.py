@@ -1,4 +1,4 @@
-"""Agents as people install them, each in a tool loop of three turns: `.ci/agents` installs them and runs these tests.
+"""Agents as people install them, in tool loops and with errors: `.ci/agents` installs them and runs these tests.
 
 `pytest -n 0 -m agents -W default tests/agents` alone takes what lies in the folder that AGENTS names.
 """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +109,9 @@ def test_chat_and_custom_prompts(tmp_path: Path) -> None:
 STRICT = "--num-prompts 4 --random-input-len 40 --random-output-len 3 --ttft-slo 5s --slo-class a=1,tpot:5000"
 
 
-@pytest.mark.parametrize("client", ["openai", "http"])
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_openai_servers_get_standard_fields_and_text(backend: str, client: str, tmp_path: Path) -> None:
-    flags = [*STRICT.split(), "--backend", backend, "--client", client, "--save-result", "--result-dir", str(tmp_path)]
+def test_openai_servers_get_standard_fields_and_text(backend: str, tmp_path: Path) -> None:
+    flags = [*STRICT.split(), "--backend", backend, "--save-result", "--result-dir", str(tmp_path)]
     with StrictServer().running() as server:
         assert bench(server, *flags) == 0
     found = saved(tmp_path)
@@ -235,3 +237,55 @@ def test_the_commands_of_the_guide_are_parsed(repo: Path) -> None:
         parser = TeachingParser()
         cli.add_arguments(parser)
         cli.plan_of(parser.parse_args(shlex.split(command)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--metric-percentiles 101", "metric_percentiles=101 must be from 0 to 100"),
+        ("--percentile-metrics ttft,speed", "unknown ['speed']"),
+        ("--goodput speed:3", "goodput='speed:3'"),
+        ("--save-result --result-dir {file}", "cannot be written: "),
+        ("--save-result --result-dir {folder} --result-filename sub", "cannot be written: Is a directory"),
+    ],
+)
+def test_what_would_lose_the_results_is_refused_first(
+    flags: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("here")
+    (tmp_path / "sub").mkdir()
+    with Endpoint(ttft=0.0).running() as endpoint:
+        assert bench(endpoint, *flags.format(file=tmp_path / "file", folder=tmp_path).split()) == 2
+    assert named in capsys.readouterr().err and not endpoint.bodies
+
+
+@pytest.mark.parametrize("more", ["", "--find-goodput --ttft-slo 5s --request-rate 1000", "--num-runs 3"])
+@pytest.mark.parametrize("how", ["ctrl-c", "time limit"])
+def test_a_run_that_is_cut_off_reports_what_there_is(
+    how: str, more: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two requests end, the third never does."""
+
+    def interrupt(number: int) -> None:
+        if number == 3 and how == "ctrl-c":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    flags = f"--num-prompts 9 --random-output-len 1 --max-concurrency 1 --save-result --result-dir {tmp_path} {more}"
+    if how == "time limit":
+        flags += " --time-limit 1s"
+    with Hanging(ttft=0.0, gap=0.0, on_request=interrupt).running() as endpoint:
+        assert bench(endpoint, *flags.split()) in ((130,) if how == "ctrl-c" else (0, 1))
+    found = saved(tmp_path)
+    assert found["completed"] <= 2 and found["failed"] == 0  # a slow machine has less when the time is over
+    assert found["completed"] == 2 or how == "time limit"
+    assert found["unanswered"] == 9 - found["completed"]
+    assert f"stopped: {found['unanswered']} of 9 requests" in capsys.readouterr().out
+
+
+class Hanging(Endpoint):
+    """An endpoint that never answers the third request."""
+
+    async def _stream(self, *given: Any) -> None:
+        if len(self.bodies) == 3:
+            await asyncio.sleep(3600)
+        await super()._stream(*given)

@@ -17,7 +17,7 @@ from jaxserve.tokenizer import Tokenizer
 from tests.support.bench.endpoint import Endpoint
 from tests.support.bench.strict_server import StrictServer
 
-SMALL = "--num-prompts 3 --random-input-len 12 --random-output-len 4 --client http"
+SMALL = "--num-prompts 3 --random-input-len 12 --random-output-len 4"
 
 
 def bench(url: str, *flags: str, out: Path | None = None) -> int:

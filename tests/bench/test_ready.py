@@ -15,7 +15,7 @@ from jaxserve.bench import discover
 from jaxserve.cli.main import main as jaxserve
 
 WAITING = {"error": {"message": "the model is not ready: warming up", "code": "starting"}}
-FLAGS = ["--num-prompts", "1", "--random-input-len", "4", "--random-output-len", "2", "--client", "http"]
+FLAGS = ["--num-prompts", "1", "--random-input-len", "4", "--random-output-len", "2"]
 
 
 @contextmanager

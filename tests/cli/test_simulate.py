@@ -7,12 +7,15 @@ import csv
 import gzip
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxserve.cli.main import main
-from jaxserve.cli.simulate import plots
+from jaxserve.cli.simulate import command, plots
 from jaxserve.cli.simulate.command import _read_workload, add_arguments, parse_policies, parse_rates, processes
 from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
@@ -44,6 +47,50 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_rates_are_parsed(text: str, rates: list[float]) -> None:
     assert parse_rates(text) == pytest.approx(rates)
+
+
+def test_ctrl_c_keeps_the_simulations_that_have_ended(
+    no_plots: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def interrupted(jobs: int | None, tell: Any) -> Iterator[Any]:
+        def run(cell: Any, cases: Any) -> Iterator[Any]:
+            with processes(1) as inner:
+                for number, report in enumerate(inner(cell, cases)):
+                    if number == 3:
+                        raise KeyboardInterrupt
+                    yield report
+
+        yield run
+
+    monkeypatch.setattr(command, "processes", interrupted)
+    flags = [
+        "--workload",
+        "slos-serve-chatbot",
+        "--policy",
+        "vllm,kairos",
+        "--qps",
+        "2,4",
+        "--num-requests",
+        "20",
+        "--seeds",
+        "2",
+    ]
+    assert main(["simulate", *flags, "--out", str(tmp_path)]) == 130
+    shown = capsys.readouterr()
+    assert len(re.findall(r"at \d/s, seed \d: \d\.\d{3}", shown.err)) == 3
+    assert "vllm" in shown.out
+    with (tmp_path / "results.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 3
+
+
+def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("here")
+    for flag in ("--out", "--timeline"):
+        flags = ["--workload", "slos-serve-chatbot", "--policy", "vllm", "--qps", "2", "--seeds", "1"]
+        assert main(["simulate", *flags, flag, str(tmp_path / "file" / "x")]) == 2
+        shown = capsys.readouterr()
+        assert "cannot be written" in shown.err and not shown.out
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "3:2:1", "1:2:0", "1:2", "1,,2", "inf", "nan"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.engine.memory import disk_pages
 from jaxserve.engine.memory.disk_pages import DiskPages
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.kv_source import PageCopy
@@ -50,8 +54,8 @@ def chain(count: int) -> list[Stored]:
     return [Stored(PageCopy(name(at + 1), parents[at], 0.5 * at), page(at)) for at in range(count)]
 
 
-def disk(path: Path, model: bytes = MODEL) -> DiskPages:
-    return DiskPages(path, model, SHAPES, Plain())
+def disk(path: Path, model: bytes = MODEL, room: float = math.inf) -> DiskPages:
+    return DiskPages(path, model, SHAPES, Plain(), room)
 
 
 def same(found: Any, stored: Stored) -> bool:
@@ -165,6 +169,78 @@ def test_a_full_disk_is_a_page_that_was_not_written(tmp_path: Path) -> None:
     assert list(asyncio.run(one.write(chain(1)))) == []
     one.folder.chmod(0o700)
     one.close()
+
+
+def test_a_disk_that_stays_full_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = disk(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        for _ in range(2):
+            assert list(asyncio.run(one.write(chain(4)))) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caplog.text.count("cannot be written") == 1 and sorted(os.listdir(one.folder)) == ["lock"]
+    assert len(asyncio.run(one.write(chain(4)))) == 4
+    one.close()
+
+
+def left_by(path: Path, model: int, age: int) -> Path:
+    """Leave 4 pages of a model, used some seconds ago."""
+    other = disk(path, name(model))
+    asyncio.run(other.write(chain(4)))
+    other.close()
+    os.utime(other.folder, (1e9 - age, 1e9 - age))
+    return other.folder
+
+
+def test_what_other_models_have_left_goes_where_it_does_not_fit(tmp_path: Path) -> None:
+    older, newer = left_by(tmp_path, 100, age=1), left_by(tmp_path, 101, age=0)
+    roomy = disk(tmp_path, room=1e9)
+    asyncio.run(roomy.write(chain(4)))
+    assert older.exists() and newer.exists()
+    roomy.close()
+    one = disk(tmp_path, room=10 * roomy.page_bytes)  # 4 pages are its own
+    asyncio.run(one.write([]))
+    one._writer.submit(lambda: None).result()
+    assert not older.parent.exists() and len(os.listdir(newer)) == 5, "the least recently used first"
+    asyncio.run(one.write([Stored(PageCopy(name(9 + at), b"", 0.0), page(at)) for at in range(3)]))
+    assert not newer.parent.exists(), "7 pages and 4 are more than 10"
+    assert len(list(one.stored())) == 7
+    one.close()
+
+
+def test_nothing_else_is_removed(tmp_path: Path) -> None:
+    used = disk(tmp_path, name(100))
+    asyncio.run(used.write(chain(4)))
+    foreign, linked, mixed = (left_by(tmp_path, model, age=9) for model in (101, 102, 103))
+    foreign.chmod(0o722)
+    target = tmp_path / "target"
+    linked.parent.rename(target)
+    linked.parent.symlink_to(target)
+    (mixed / "mine.txt").write_text("data")
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / name(1).hex()).write_text("data")
+    two = disk(tmp_path)
+    same = disk(tmp_path)  # of the same model: it may be of a replica that has not started yet
+    asyncio.run(two.write(chain(4)))
+    two.close()
+    one = disk(tmp_path, room=1)
+    asyncio.run(one.write(chain(1)))
+    assert len(os.listdir(used.folder)) == len(os.listdir(foreign)) == len(os.listdir(target / "0")) == 5
+    assert os.listdir(mixed) == ["mine.txt"] and len(os.listdir(precious)) == 1
+    for each in (used, same, one):
+        each.close()
+
+
+def test_a_folder_that_is_removed_as_it_is_claimed_is_not_shared(tmp_path: Path) -> None:
+    """A lock that was unlinked between its opening and its locking is that of no folder."""
+    folder = left_by(tmp_path, 100, age=0)
+    real = disk_pages.fcntl.flock
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk_pages.fcntl, "flock", lambda lock, how: ((folder / "lock").unlink(), real(lock, how)))
+        assert disk_pages._locked(folder) is None
 
 
 def _root(folder: Path) -> bool:

@@ -15,9 +15,9 @@ import pytest
 from jaxserve.config import ServeConfig
 from jaxserve.server import protocol
 from jaxserve.server.protocol import FILES, most_connections
-from jaxserve.server.serving import _server
+from jaxserve.server.serving import KEEP_ALIVE, _server, listen_on
 from tests.support.server.live import connect
-from tests.support.timing import in_time, once_in_time, until
+from tests.support.timing import PATIENCE, in_time, once_in_time, until
 
 GOOD = {"prompt": "x", "max_tokens": 2}
 QUICK = {"HEADER_TIMEOUT": 0.4, "BODY_TIMEOUT": 0.6}
@@ -129,18 +129,60 @@ def test_a_slow_answer_has_no_deadline(fake, monkeypatch):
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 6
 
 
+ALIVE = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
 def test_connections_are_bounded(fake):
-    live = fake(config={"max_connections": 5})
-    held = [connect(live.url) for _ in range(5)]
-    for one in held:
-        one.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert one.recv(65536).startswith(b"HTTP/1.1 200 ")
+    live = fake(config={"max_connections": 5}, delay=PATIENCE)
+    body = json.dumps({**GOOD, "stream": True}).encode()
+    held = [connect(live.url, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body) for _ in range(5)]
+    until(lambda: len(live.engine.submitted) == 5)
     with connect(live.url) as further:
         answer = read(further)
     assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer and b"--max-connections" in answer
     for one in held:
         one.close()
+    live.engine.release()
     until(lambda: live.http.get("/health").status_code == 200)
+
+
+@pytest.mark.parametrize("said", [b"", HEAD, b"\r\n"])
+def test_connections_without_a_request_make_way(fake, said):
+    """Otherwise 4,096 idle connections of a client would keep all others out."""
+    live = fake(config={"max_connections": 5})
+    kept = connect(live.url, ALIVE)
+    assert kept.recv(65536).startswith(b"HTTP/1.1 200 ")
+    held = [connect(live.url, said) for _ in range(40)]
+    with connect(live.url, ALIVE) as further:
+        assert further.recv(65536).startswith(b"HTTP/1.1 200 ")
+    assert b"too_many_connections" in read(held[0])  # the oldest ones have made way, and know why
+    kept.sendall(ALIVE)
+    assert kept.recv(65536).startswith(b"HTTP/1.1 200 "), "those that have sent a request stay for longer"
+    for one in (kept, *held):
+        one.close()
+
+
+def test_connections_that_wait_for_a_further_request_make_way_last(fake):
+    live = fake(config={"max_connections": 5})
+    held = []
+    for _ in range(6):
+        held.append(connect(live.url, ALIVE))
+        assert held[-1].recv(65536).startswith(b"HTTP/1.1 200 ")
+    assert read(held[0]) == b"", "closed as after --keep-alive-timeout"
+    for one in held[1:]:
+        one.sendall(ALIVE)
+        assert one.recv(65536).startswith(b"HTTP/1.1 200 ")
+    for one in held:
+        one.close()
+
+
+def test_clients_that_have_gone_without_a_word_are_noticed():
+    with listen_on("127.0.0.1", 0) as sock:
+        sock.listen()
+        with socket.create_connection(sock.getsockname()), sock.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            for name, value in KEEP_ALIVE.items():
+                assert accepted.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value
 
 
 def test_connections_stay_below_the_limit_of_open_files(caplog):

@@ -11,13 +11,15 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from jaxserve.config import ServeConfig
+from jaxserve.server.serving import announce, listen_on
 from tests.support.timing import PATIENCE, until
 
 LONG = {"prompt": "def main(", "max_tokens": 200, "ignore_eos": True}
@@ -74,6 +76,18 @@ def test_a_client_that_does_not_read_is_cut(fake, caplog):
         live.call(live.ending.now)
         ended(live)
     assert not complains(caplog)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_a_full_disk_under_the_output_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listen_on("127.0.0.1", 0) as sock, open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        announce(ServeConfig.load(), None, sock)
+        with pytest.raises(OSError, match="No space"):
+            full.flush()
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
 
 
 SERVE = """

@@ -95,7 +95,7 @@ def test_bad_bodies_of_one_endpoint_are_refused(plain):
         ),
         ("/v1/chat/completions", {"messages": CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
         ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
-        ("/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 40}, "logprobs"),
+        ("/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 40}, "top_logprobs"),
         ("/v1/chat/completions", {"messages": CHAT, "tools": "f"}, "tools"),
         ("/v1/chat/completions", {"messages": CHAT, "tools": [TOOL, TOOL]}, "tools"),
         ("/v1/chat/completions", {"messages": CHAT, **FORCED, "guided_regex": "a"}, "tool_choice"),

@@ -25,6 +25,7 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
 from jaxserve.wire import connection
 from jaxserve.wire.address import Address
+from tests.support.server.fronts import eventually
 from tests.support.server.live import at_rest
 from tests.support.server.told import Told
 from tests.support.timing import PATIENCE
@@ -175,6 +176,26 @@ def test_a_request_that_the_engine_cannot_read_yet_is_refused_alone(
     beside(work)
 
 
+def test_a_request_that_the_engine_fails_to_take_is_refused_alone(
+    beside: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        honest, unlucky, last = Told(), Told(), Told()
+        remote.submit(NewRequest(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True), SLO()), honest)
+        with monkeypatch.context() as patch:
+            await eventually(lambda: honest.deltas)
+            patch.setattr(engine, "submit", lambda *given: (_ for _ in ()).throw(MemoryError("no memory")))
+            id = remote.submit(NewRequest(PROMPT, SamplingParams(max_tokens=2), SLO()), unlucky)
+            await unlucky.ended.wait()
+        assert isinstance(refusal := remote.refusal(id), Unavailable) and "no memory" in str(refusal)
+        remote.submit(NewRequest(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True), SLO()), last)
+        for one in (honest, last):
+            await one.ended.wait()
+            assert one.deltas[-1].finish_reason == "length"
+
+    beside(work)
+
+
 def test_roles_and_the_prefix_cache(beside: Any) -> None:
     async def work(remote: RemoteEngine) -> None:
         before = remote.roles
@@ -193,6 +214,7 @@ def test_roles_and_the_prefix_cache(beside: Any) -> None:
 def test_a_front_that_reads_slowly_loses_nothing(beside: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs wait for it: one request with many log-probabilities ends no other stream."""
     monkeypatch.setattr(connection, "UNREAD", 1 << 18)
+    monkeypatch.setattr(under_test, "SILENT", 1 << 30)  # a busy machine takes its time
 
     async def work(remote: RemoteEngine) -> None:
         params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=20, prompt_logprobs=20)

@@ -26,7 +26,7 @@ from jaxserve.outputs import RequestMetrics
 from jaxserve.server import tracing
 from jaxserve.server.tracing import Tracing, check_tracing, phases
 from tests.support.server.collector import Collector
-from tests.support.timing import in_time, once_in_time, until
+from tests.support.timing import PATIENCE, in_time, once_in_time, until
 
 BODY: dict[str, Any] = {"prompt": "def main(", "max_tokens": 5, "temperature": 0.5, "ttft_slo_ms": 60_000}
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -124,6 +124,14 @@ def test_failures_and_clients_that_leave_are_errors(memory):
         next(stream.iter_lines())
     left = memory.spans(1)[tracing.SPAN]
     assert left.status.status_code is StatusCode.ERROR and "left" in left.status.description
+
+
+def test_a_trace_is_as_long_as_its_request_while_the_clock_is_set(memory, monkeypatch):
+    times = iter((10**18, 10**18 - 3600 * 10**9))
+    monkeypatch.setattr("jaxserve.server.service.time.time_ns", lambda: next(times, 0))
+    assert memory.live.http.post("/v1/completions", json=BODY).status_code == 200
+    whole = memory.spans(4)[tracing.SPAN]
+    assert whole.start_time == 10**18 and 0 < whole.end_time - whole.start_time < PATIENCE * 1e9
 
 
 def test_refused_requests_have_no_trace(memory):

@@ -234,3 +234,24 @@ def test_the_death_of_a_trial_refuses_its_constraint_alone(compiler: Compiler) -
 def test_other_threads_keep_their_stack(compiler: Compiler) -> None:
     compiler.check(StructuredOutputs(regex="x"))
     assert threading.stack_size() == 0 and trial.STACK > 1 << 28
+
+
+@pytest.mark.parametrize("lane", ["quick", "slow"])
+def test_without_memory_for_a_thread_a_constraint_is_refused_for_a_while(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, lane: str
+) -> None:
+    """It must neither fail the thread that asks, nor keep all later requests with the same constraint waiting."""
+    wanted = StructuredOutputs(regex="[a-z]{3}")
+    with monkeypatch.context() as patch:
+        if lane == "slow":
+            compiler.check(StructuredOutputs(regex="x"))  # starts the thread of the other lane
+            patch.setattr(compiler._quick.trial, "grammar", lambda wanted, seconds: _raise(trial.TooSlow()))
+        patch.setattr(threading.Thread, "start", lambda self: _raise(RuntimeError("can't start new thread")))
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="no thread to compile in"):
+                compiler.compile(wanted).result(under_test.PATIENCE)
+    compiler.check(wanted)
+
+
+def _raise(error: Exception) -> None:
+    raise error

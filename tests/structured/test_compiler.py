@@ -163,6 +163,23 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error() -> None:
     broken.close()
 
 
+@pytest.mark.parametrize("where", ["added_tokens", "vocab"])
+def test_a_tokenizer_may_have_more_tokens_than_the_model(where: str) -> None:
+    """As that of a model whose embeddings were never resized; of 608 tokens here, the model has 256."""
+    tokenizer = json.loads(tokenizer_json())
+    special = tokenizer["added_tokens"][0]
+    if where == "added_tokens":
+        tokenizer["added_tokens"] += [{**special, "id": id, "content": f"<{id}>"} for id in range(256, 608)]
+    else:
+        for id in range(256, 608):
+            tokenizer["model"]["vocab"][f"a{chr(id)}"] = id
+        tokenizer["model"]["vocab"] |= {"ab": 608}
+        tokenizer["model"]["merges"] = [["a", "b"]]
+    larger = Compiler(lambda: json.dumps(tokenizer), 256, [END])
+    assert accepts(larger, StructuredOutputs(regex="[a-z]{3}"), "abc")
+    larger.close()
+
+
 @given(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=5))
 def test_any_text_can_be_a_choice(compiler: Compiler, texts: list[str]) -> None:
     wanted = StructuredOutputs(choice=tuple(texts))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
 from jaxserve.sched.api.thinking import ThinkingMarkers
+from jaxserve.structured import constraint as under_test
 from jaxserve.structured.compiler import Compiler
 from jaxserve.structured.constraint import Constraint
 from jaxserve.structured.token_filter import words
@@ -109,3 +112,40 @@ def test_masks_ahead_are_those_of_one_token_at_a_time(seed: int, depth: int) -> 
     one.fill_ahead(found, draft[:depth])
     assert [bits(row) for row in found][: len(masks)] == masks[: depth + 1]
     assert allowed(one) == masks[0] and one.error is None
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_slow_masks_end_the_request_that_needs_them(monkeypatch: pytest.MonkeyPatch, drafts: int) -> None:
+    """Its CPU time counts, on average: neither one slow mask nor a busy machine ends a request."""
+    now = [0.0]
+    monkeypatch.setattr(under_test, "thread_time", lambda: now[0])
+
+    class Matcher:
+        def __init__(self, inner: LLMatcher) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def deep_copy(self) -> Matcher:
+            return Matcher(self._inner.deep_copy())
+
+        def unsafe_compute_mask_ptr(self, *given: int) -> None:
+            now[0] += took[0]
+            self._inner.unsafe_compute_mask_ptr(*given)
+
+    wanted = StructuredOutputs(regex="a{200}")
+    slow = Constraint(lambda: Matcher(COMPILER.matcher(wanted)), prompt=(9,), output=())  # type: ignore[arg-type,return-value]
+    took = [0.07 / (1 + drafts)]  # once
+    masks = np.zeros((1 + drafts, words(256)), np.int32)
+    for _ in range(40):
+        slow.fill_ahead(masks, b"a" * drafts) if drafts else slow.fill(masks[0])
+        assert slow.error is None and bits(masks[-1]) == {97}
+        slow.tell(b"a" * (1 + drafts))
+        took[0] = 0.004
+    took[0], made_since = 0.012, 0
+    while slow.error is None:
+        slow.fill_ahead(masks, b"a" * drafts) if drafts else slow.fill(masks[0])
+        slow.tell((97,))
+        made_since += 1 + drafts
+    assert "ms for each token" in slow.error and made_since <= under_test.REMEMBERED

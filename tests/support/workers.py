@@ -38,6 +38,7 @@ GROUPS = {
     "processes": ("tests/ray/", "tests/server/test_ending.py", "tests/server/test_handoff_processes.py",
                   "tests/server/test_killed.py", "tests/server/test_notebook.py",
                   "tests/server/test_operations_processes.py", "tests/server/test_processes.py",
+                  "tests/server/test_resource_limits.py",
                   "tests/server/test_rolling_processes.py", "tests/server/test_scaled_processes.py",
                   "tests/server/test_signals.py"),
     "scripts": ("tests/bench/test_scripts.py",),

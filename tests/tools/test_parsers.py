@@ -329,6 +329,52 @@ def test_texts_around_a_call_are_apart(name, parts, content):
         assert "".join(event.text for event in events if event.kind == "content") == content
 
 
+CITY = "<parameter=city>\nParis\n</parameter>\n"
+# (text, content, calls): Qwen3-Coder's calls without <tool_call>
+BARE = [
+    (f"<function=weather>\n{CITY}</function>", "", [("weather", {"city": "Paris"})]),
+    (f"<function=weather>\n{CITY}</function>\n</tool_call>", "", [("weather", {"city": "Paris"})]),
+    ("<function=time></function>", "", [("time", {})]),
+    ("I look.\n<function=time>\n</function>\n<function=weather></function>\n", "I look.",
+     [("time", {}), ("weather", {})]),
+    ("<tool_call><function=time></function></tool_call>\n<function=weather></function>", "",
+     [("time", {}), ("weather", {})]),
+    ("<function=time></function><tool_call><function=weather></function></tool_call>", "",
+     [("time", {}), ("weather", {})]),
+    ("<function=weather><parameter=city></function>\n</tool_call></parameter></function>", "",
+     [("weather", {"city": "</function>\n</tool_call>"})]),
+    ("<function=time></function> done </tool_call>", "done </tool_call>", [("time", {})]),
+    ("<function=time></function></tool_call></tool_call>", "</tool_call>", [("time", {})]),
+    ("Write `<function=time>`: <tool_call><function=time></function></tool_call>", "Write `<function=time>`:",
+     [("time", {})]),
+    (f"<function=time>\n<function=weather>{CITY}</function>", "<function=time>", [("weather", {"city": "Paris"})]),
+    ("<function=time>\n<parameter=a>1</parameter><tool_call><function=time></function></tool_call>",
+     "<function=time>\n<parameter=a>1</parameter>", [("time", {})]),
+    *((text, text, []) for text in (
+        "<function=unknown></function>", "<function=time> now", "<function=time", "<function=", "<function=time></func",
+        "<function=weather><parameter=city>Paris", f"<function=weather>{CITY}", "</function> </tool_call>",
+        "<parameter=a>", f"<function=weather>{CITY}text</function>",
+        "<function=" + "x" * 500 + "></function>", "<function=<function=",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), BARE)
+def test_calls_without_markers(text, content, calls):
+    for pieces in ([text], list(text)):
+        events = run(parser_of("qwen3_coder"), pieces)
+        assert "".join(event.text for event in events if event.kind == "content") == content
+        assert [event.text for event in events if event.kind == "call"] == [name for name, _ in calls]
+        written = [json.loads(event.text) for event in events if event.kind == "arguments"]
+        assert written == [arguments for _, arguments in calls]
+
+
+def test_what_is_no_call_does_not_wait():
+    parser = parser_of("qwen3_coder")
+    text = "A call begins with <function=time> and then " + "words " * 100
+    assert len("".join(event.text for event in parser.feed(text))) > len(text) - 10
+
+
 THOUGHTS = [
     ("qwen3", "", "<think>\nhm\n\nso\n</think>\n\nYes. ", "hm\n\nso", "Yes. "),
     ("deepseek_r1", "<think>\n", "hm </think> Yes", "hm", "Yes"),

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,10 +40,11 @@ from jaxserve.sched.sim.bounds import STAYING, bounds, goodput_bounds
 from jaxserve.sched.sim.explain import explain
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.simulate import check_mesh
-from jaxserve.sched.sim.sweep import Run, goodput_search
+from jaxserve.sched.sim.sweep import Case, Cell, Run, goodput_search
 from jaxserve.sched.sim.tiers import Tiers
 from jaxserve.sched.sim.timeline import trace
 from jaxserve.sched.sim.workload import for_server
+from jaxserve.whole_file import check_output
 from jaxserve.yamlio import load_yaml
 
 __all__ = ["add_arguments", "main", "parse_policies", "parse_rates", "processes"]
@@ -108,20 +109,43 @@ def _announcement(args: argparse.Namespace, study: Study) -> str:
     return f"simulating {what}: {number} on {workers} process{'es' * (workers > 1)}"
 
 
-def _run(args: argparse.Namespace, study: Study, recorder: Recorder | None, tick: _Tick) -> list[Report]:
+def _run(args: argparse.Namespace, study: Study, recorder: Recorder | None, tick: _Tick) -> tuple[list[Report], bool]:
+    """Return the reports, and whether Ctrl-C ended the run: then those of the simulations that had ended.
+
+    Each is shown as it ends. Raises KeyboardInterrupt if none had.
+    """
     if not args.goodput and study.cases == 1:
-        return [_one(study, recorder, lambda done, total: tick.part(done / total))]
+        return [_one(study, recorder, lambda done, total: tick.part(done / total))], False
+    ended: list[Report] = []
     with processes(args.jobs, tick.part) as run:
-        return _search(args, study, tick.whole, run) if args.goodput else _sweep(study, tick.whole, run)
+
+        def shown(cell: Cell, cases: Sequence[Case]) -> Iterator[Report]:
+            for report in run(cell, cases):
+                ended.append(report)
+                share = VALUES[args.attain](report.summary)
+                print(f"{report.policy} at {report.rate:g}/s, seed {report.seed}: {share:.3f}", file=sys.stderr)
+                yield report
+
+        try:
+            search = _search(args, study, tick.whole, shown) if args.goodput else _sweep(study, tick.whole, shown)
+            return search, False
+        except KeyboardInterrupt:
+            if not ended:
+                raise
+            return ended, True
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the simulations. Raises InvalidValue for invalid settings."""
     study = _study(args)
     recorder = _recorder(args, study)
+    if args.out is not None:
+        check_output(args.out / "results.json", "out")
+    if args.timeline is not None:
+        check_output(args.timeline, "timeline")
     with progress.bar("simulating") as draw:
         tick = _Tick(draw, _announcement(args, study), 0 if args.goodput else study.cases)
-        reports = _run(args, study, recorder, tick)
+        reports, interrupted = _run(args, study, recorder, tick)
     title = f"{args.workload} on {study.mesh} of {study.latency.name}"
     results = Results(
         title,
@@ -133,7 +157,7 @@ def main(args: argparse.Namespace) -> int:
         slo=common_slo(study.workload),
         legend=(describe(study.workload),),
     )
-    if args.bound:
+    if args.bound and not interrupted:
         results = _bounded(args, study, results)
     print_report(results)
     if args.out is not None:
@@ -143,7 +167,7 @@ def main(args: argparse.Namespace) -> int:
             print(f"wrote {path}")
     if recorder is not None:
         _tell(args, recorder, reports[0])
-    return 0
+    return 130 if interrupted else 0
 
 
 def _study(args: argparse.Namespace) -> Study:
@@ -268,7 +292,6 @@ def _bounded(args: argparse.Namespace, study: Study, results: Results) -> Result
 def _tell(args: argparse.Namespace, recorder: Recorder, report: Report) -> None:
     if args.timeline is not None:
         text = json.dumps(trace(recorder), separators=(",", ":")).encode()
-        args.timeline.parent.mkdir(parents=True, exist_ok=True)
         args.timeline.write_bytes(gzip.compress(text) if args.timeline.suffix == ".gz" else text)
         print(f"wrote {args.timeline}: open it on https://ui.perfetto.dev")
     if args.explain is not None:

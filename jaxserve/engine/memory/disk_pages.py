@@ -3,8 +3,10 @@
     PATH/MODEL/N/DIGEST    a page of the model with digest MODEL, of process N of the machine
     PATH/MODEL/N/lock      locked as long as a process uses the folder
 
-A process uses the first folder that no other one has locked, and never touches the others. Only
-folders of this user that other users cannot write are used: what lies there becomes KV. A file
+A process uses the first folder that no other one has locked. It removes folders of other models, the
+least recently used first, where they and its own pages are more than its room; it never touches
+folders that are locked. Only folders of this user that other users cannot write are used or removed:
+what lies there becomes KV. A file
 is a header (`HEADER`) and the bytes of the page. It is written under another name first, and its
 checksum is verified when it is read: a file that is incomplete, damaged or gone is a missing page.
 """
@@ -15,6 +17,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import re
 import stat
@@ -39,19 +42,25 @@ MAGIC = b"jaxserveKVpage1\n"
 HEADER = struct.Struct("<16s16s16s16s16sd")  # MAGIC, model, digest, parent, checksum of the rest, cost
 LOCK = "lock"
 OURS = re.compile(r"[0-9a-f]{32}(\.part)?")  # names of files of pages
+ROOT = re.compile(r"[0-9a-f]{32}")  # names of the folders of models
 
 
 class DiskPages:
     """The medium of the disk tier. Writer: the KVTier that owns it; files are touched in its threads only."""
 
-    def __init__(self, path: Path, model: bytes, shapes: Sequence[tuple[int, ...]], codec: PageCodec) -> None:
-        """model: digest of all that the contents of pages depend on. shapes: of the byte arrays of a page.
+    def __init__(
+        self, path: Path, model: bytes, shapes: Sequence[tuple[int, ...]], codec: PageCodec, room: float = math.inf
+    ) -> None:
+        """model: digest of all that the contents of pages depend on. shapes: of the byte arrays of a page. room: bytes
+        that pages of this process and those that other models have left may take together.
 
         Raises InvalidValue if the folder cannot be written.
         """
         self._model = model
         self._shapes = tuple(shapes)
         self._codec = codec
+        self._room = room
+        self._failed = False  # the last write has failed
         self.page_bytes = HEADER.size + sum(map(_size, shapes))
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-kv-disk-write")  # writes and removes in order
         self._readers = ThreadPoolExecutor(4, thread_name_prefix="jaxserve-kv-disk-read")
@@ -60,8 +69,11 @@ class DiskPages:
             if path.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
                 raise ValueError(f"{path} can be written by others: chmod o-w")
             self.folder, self._lock = _own_folder(path / model.hex())
+            self._pages = sum(1 for _ in _pages_in(self.folder))  # written by this process, or an earlier one
+            self._left = _left(path, model.hex())
         except (OSError, ValueError) as error:
             raise InvalidValue(f"kv_disk={str(path)!r} cannot be used: {error}", "kv_disk") from error
+        self._writer.submit(self._make_room)
 
     async def write(self, several: Sequence[Stored]) -> Sequence[bytes]:
         if not several:
@@ -69,6 +81,8 @@ class DiskPages:
         return await asyncio.get_running_loop().run_in_executor(self._writer, self._write, several)
 
     def _write(self, several: Sequence[Stored]) -> Sequence[bytes]:
+        self._pages += len(several)
+        self._make_room()
         written = []
         for (digest, parent, cost), page, _ in several:
             body = b"".join(array.tobytes() for array in self._codec.plain(page))
@@ -81,12 +95,23 @@ class DiskPages:
                     file.write(body)
                 part.replace(self.folder / digest.hex())
             except OSError as error:
-                log.warning("a KV page could not be written to %s: %s", self.folder, error)
+                if not self._failed:  # a full disk fails many
+                    log.warning("KV pages cannot be written to %s: %s", self.folder, error)
+                self._failed = True
                 with contextlib.suppress(OSError):
                     part.unlink()
             else:
+                self._failed = False
                 written.append(digest)
+        self._pages -= len(several) - len(written)
         return written
+
+    def _make_room(self) -> None:
+        """Remove what other models have left, the least recently used first, until it fits with the pages."""
+        while self._left and self._pages * self.page_bytes + sum(size for _, size in self._left) > self._room:
+            folder, size = self._left.pop(0)
+            if _removed(folder):
+                log.info("%d MiB of KV of another model were removed: %s", size >> 20, folder)
 
     async def read(self, digests: Sequence[bytes]) -> Sequence[Page | None]:
         loop = asyncio.get_running_loop()
@@ -113,8 +138,13 @@ class DiskPages:
 
     def take(self, digest: bytes) -> Page | None:
         with contextlib.suppress(RuntimeError):  # closed
-            self._writer.submit((self.folder / digest.hex()).unlink, missing_ok=True)
+            self._writer.submit(self._remove, digest)
         return None
+
+    def _remove(self, digest: bytes) -> None:
+        with contextlib.suppress(OSError):
+            (self.folder / digest.hex()).unlink()
+            self._pages -= 1
 
     def stored(self) -> Iterator[PageCopy]:
         """Yield the pages of an earlier process, each after the page before it, and remove other files of pages.
@@ -170,15 +200,68 @@ def _own_folder(root: Path) -> tuple[Path, int]:
         for path in (root, folder):
             if why := not_ours(path.lstat()):
                 raise ValueError(f"{path} {why}")
-        # Held as long as the folder is used. A link would be another file.
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-        else:
+        lock = _locked(folder)
+        if lock is not None:
+            os.utime(folder)
             return folder, lock
     raise AssertionError("unreachable")
+
+
+def _locked(folder: Path) -> int | None:
+    """Return the lock of a folder, to be held as long as it is used; None if another process has it. Raises OSError."""
+    # A link would be another file.
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock).st_nlink:
+            return lock
+    except BlockingIOError:
+        pass
+    os.close(lock)  # held by another process, or removed with the folder a moment ago
+    return None
+
+
+def _pages_in(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Return the files of pages in a folder, whole or not."""
+    return (entry for entry in os.scandir(folder) if OURS.fullmatch(entry.name))
+
+
+def _left(path: Path, model: str) -> list[tuple[Path, int]]:
+    """Return the folders of other models, with their bytes, the least recently used first. Raises OSError."""
+    found = []
+    for root in path.iterdir():
+        if not ROOT.fullmatch(root.name) or root.name == model or _foreign(root):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            for folder in root.iterdir():
+                if folder.name.isdecimal() and not _foreign(folder):
+                    size = sum(entry.stat(follow_symlinks=False).st_size for entry in _pages_in(folder))
+                    found.append((folder.stat().st_mtime, folder, size))
+    return [(folder, size) for _, folder, size in sorted(found)]
+
+
+def _foreign(path: Path) -> bool:
+    found = path.lstat()
+    return not stat.S_ISDIR(found.st_mode) or not_ours(found) is not None
+
+
+def _removed(folder: Path) -> bool:
+    """Remove a folder of pages; return False if a process uses it, or it cannot be removed."""
+    try:
+        lock = _locked(folder)
+        if lock is None:
+            return False
+        try:
+            for entry in _pages_in(folder):
+                os.unlink(entry.path)
+            (folder / LOCK).unlink()
+        finally:
+            os.close(lock)
+        folder.rmdir()
+        folder.parent.rmdir()
+    except OSError as error:  # it holds something else, or other folders
+        log.debug("%s: %s", folder, error)
+    return True
 
 
 def _size(shape: tuple[int, ...]) -> int:

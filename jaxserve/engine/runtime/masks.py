@@ -13,6 +13,7 @@ from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from math import inf
 from time import perf_counter
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from jaxserve.structured.constraint import Constraint
 from jaxserve.structured.token_filter import TokenFilter, Words, words
 
 SHORT = 2e-4  # seconds
+SUSPECT = 2e-3  # seconds of a mask; the next one is made alone, so that its cost is known
 
 
 class Masks(NamedTuple):
@@ -147,18 +149,20 @@ class Masker:
             self._parallel = LLExecutor()
         ahead = self._ahead(batch, mine, drafted)
         several = set() if ahead is None else {at for at, span, _ in mine if verified(batch, at, span)}
-        rows, waiting, began = None, [], perf_counter()
+        rows, waiting = None, []
         single = [(at, constraint) for at, _, constraint in mine if at not in several]
         if single:
             rows = np.full((batch.bucket.width, self._words), -1, np.int32)
             for at, constraint in single:
-                if (matcher := constraint.advance()) is not None:
+                if SUSPECT < constraint.seconds < inf:
+                    constraint.fill(rows[at])
+                elif (matcher := constraint.advance()) is not None:
                     waiting.append((at, constraint, matcher))
                 else:
                     constraint.finish(rows[at], matched=False)
         if rows is not None and waiting:
             size = rows.strides[0]
-            given = [(matcher, at) for at, _, matcher in waiting]
+            given, began = [(matcher, at) for at, _, matcher in waiting], perf_counter()
             self._parallel.unsafe_compute_mask_ptr(given, rows.ctypes.data, size, len(rows))
             each = (perf_counter() - began) / len(waiting)
             for at, constraint, _ in waiting:

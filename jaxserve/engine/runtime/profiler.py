@@ -38,6 +38,15 @@ class Profiler:
                     self._running = False
                     jax.profiler.stop_trace()
             except (OSError, RuntimeError, ValueError) as error:
+                _forget()
                 raise JaxserveError(f"the profile in {self._folder!r} failed: {error}") from error
             self._running = on
         return True
+
+
+def _forget() -> None:
+    """Let jax forget a trace that it cannot write, for example to a full disk: it would refuse all others."""
+    from jax._src.profiler import _profile_state  # jax has no public way
+
+    with _profile_state.lock:
+        _profile_state.reset()

@@ -51,7 +51,9 @@ class KVTiers:
             codec = NumpyPages(KVBuffer(1, ((1, piece),)), sizes, self._threads)
         size = sum(int(np.prod(shape)) for shape in shapes)
         if config.kv_disk is not None:
-            self._disk = DiskPages(Path(config.kv_disk), model_digest(config, executor), shapes, codec)
+            self._disk = DiskPages(
+                Path(config.kv_disk), model_digest(config, executor), shapes, codec, config.kv_disk_size
+            )
             self.tiers = [self._disk_tier(self._disk, config.kv_disk_size, codec, executor)]
         if config.kv_host_memory:
             capacity = _pages("kv_host_memory", config.kv_host_memory, size)

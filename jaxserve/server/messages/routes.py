@@ -13,8 +13,7 @@ from starlette.responses import JSONResponse, Response
 from jaxserve.errors import InvalidValue, short
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.server.documented import body_schema
-from jaxserve.server.failures import response_of
-from jaxserve.server.messages.errors import anthropic_body
+from jaxserve.server.messages.errors import anthropic_response
 from jaxserve.server.messages.request import NAMES, CountBody, MessagesBody, chat_of, own_tools
 from jaxserve.server.messages.writer import Writer, new_message
 from jaxserve.server.replies import replied, streamed, written
@@ -38,8 +37,7 @@ def add_messages(app: FastAPI, service: Service) -> None:
 
 
 async def _replied(request: Request, made: Awaitable[Response]) -> Response:
-    shape = partial(anthropic_body, request_id=request.state.request_id)
-    return await replied(request, made, partial(response_of, shape=shape))
+    return await replied(request, made, partial(anthropic_response, request_id=request.state.request_id))
 
 
 def _check_version(request: Request) -> None:

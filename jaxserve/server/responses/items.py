@@ -10,6 +10,7 @@ from jaxserve.errors import InvalidValue, short
 from jaxserve.server.openai import warn_once
 from jaxserve.server.responses.tools import HOSTED, SHELL, function_of
 from jaxserve.server.translated import object_of, text_of
+from jaxserve.tools.custom import arguments_of
 
 Message = dict[str, Any]
 
@@ -111,8 +112,7 @@ def _function(item: dict[str, Any], where: str) -> tuple[str, str]:
 
 
 def _custom(item: dict[str, Any], where: str) -> tuple[str, str]:
-    arguments = json.dumps({"input": text_of(item, "input", where)}, ensure_ascii=False)
-    return function_of(item, where), arguments
+    return function_of(item, where), arguments_of(text_of(item, "input", where))
 
 
 def _shell(item: dict[str, Any], where: str) -> tuple[str, str]:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.server.openai import warn_once
 from jaxserve.server.translated import object_of, text_of
+from jaxserve.tools.custom import as_function, input_of
 from jaxserve.tools.definitions import MAX_TOOLS
 from jaxserve.tools.events import loaded
 
 # Run by OpenAI alone, some with a date: `web_search_preview_2025_03_11`. The model is not told of them.
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "tool_search", "mcp")
 SUPPORTED = "function, custom, namespace and local_shell"
-INPUT = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
 SHELL: dict[str, Any] = {
     "name": "local_shell",
     "description": "Runs a command on the user's machine and returns its output.",
@@ -83,25 +77,18 @@ def _tool(tool: dict[str, Any], place: str, namespace: str | None) -> Iterator[T
     elif kind in ("function", "custom"):
         name = text_of(tool, "name", place)
         function: dict[str, Any] = {"name": flat_name(namespace, name)}
-        fields = ("description", "parameters", "strict") if kind == "function" else ("description",)
-        function |= {field: tool[field] for field in fields if tool.get(field) is not None}
-        if kind == "custom":
-            function |= {"parameters": INPUT, "description": _described(tool, place)}
+        if kind == "function":
+            fields = ("description", "parameters", "strict")
+            function |= {field: tool[field] for field in fields if tool.get(field) is not None}
+        else:
+            form = object_of(tool.get("format") or {}, f"{place}.format")
+            function = as_function(function["name"], tool.get("description"), form)
         yield Tool(place, kind, name, namespace, function)
     elif isinstance(kind, str) and kind.startswith(HOSTED):
         warn_once(f"ignoring tools of type {kind[:100]!r}: only OpenAI runs them")
     else:
         what = f"{place}.type={short(kind)} is not supported: only tools of type {SUPPORTED} are"
         raise InvalidValue(what, f"{place}.type")
-
-
-def _described(tool: dict[str, Any], place: str) -> str:
-    """Return the description of a custom tool with the grammar of its input, which nothing enforces."""
-    parts = [tool["description"]] if isinstance(tool.get("description"), str) else []
-    form = object_of(tool.get("format") or {}, f"{place}.format")
-    if isinstance(form.get("definition"), str):
-        parts.append(f"The input follows this {form.get('syntax')} grammar:\n{form['definition']}")
-    return "\n\n".join(parts)
 
 
 def flat_name(namespace: str | None, name: str) -> str:
@@ -169,12 +156,10 @@ def arguments_read(kind: str, text: str) -> dict[str, Any]:
     """Return the fields of an item of type `kind` for the arguments that the model has written."""
     if kind == "function_call":
         return {"arguments": text}
-    given = loaded(text)
-    given = given if isinstance(given, dict) else {}
     if kind == "custom_tool_call":
-        found = given.get("input", text)  # the arguments as they are, where they are cut or of another form
-        return {"input": found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)}
-    return {"action": _action(given)}
+        return {"input": input_of(text)}
+    given = loaded(text)
+    return {"action": _action(given if isinstance(given, dict) else {})}
 
 
 def _action(given: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jaxserve.server import openai
+from tests.support.server.peers import differs
 
 HEADERS = {
     "anthropic-version": "2023-06-01",
@@ -107,6 +108,11 @@ def live(fake: Callable[..., Any]) -> Any:
     return fake(max_model_len=4000)
 
 
+@differs(
+    "Anthropic",
+    "runs its server tools",
+    "they are ignored, and the log says so once",
+)
 def test_the_first_request(live: Any, caplog: pytest.LogCaptureFixture) -> None:
     openai._warned.clear()
     for _ in range(2):

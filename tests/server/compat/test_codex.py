@@ -13,6 +13,7 @@ import pytest
 
 from jaxserve.server import openai
 from tests.support.server import vendors
+from tests.support.server.peers import differs
 
 CELL = {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"], "additionalProperties": False}
 EXEC = {"type": "function", "name": "exec_command", "description": "Runs it.", "strict": False, "parameters": CELL}
@@ -81,6 +82,11 @@ def live(fake: Callable[..., Any]) -> Any:
     return fake(max_model_len=8000)
 
 
+@differs(
+    "OpenAI",
+    "runs its built-in tools",
+    "they are ignored, and the log says so once",
+)
 def test_the_first_request(live: Any, caplog: pytest.LogCaptureFixture) -> None:
     openai._warned.clear()
     for _ in range(2):

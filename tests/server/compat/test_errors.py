@@ -11,6 +11,8 @@ import openai
 import pytest
 
 from jaxserve.errors import QueueFull
+from jaxserve.generation.generate import GenerationFailed
+from jaxserve.server.messages.writer import Writer
 from tests.support.server.live import MODEL, Live
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -27,6 +29,13 @@ def wrong_model(fake: Fake, tmp_path: Path) -> Live:
 
 def large_body(fake: Fake, tmp_path: Path) -> Live:
     return fake(config={"max_body_size": 20})
+
+
+def compressed(fake: Fake, tmp_path: Path) -> Live:
+    live = fake()
+    live.client = live.client.with_options(default_headers={"Content-Encoding": "gzip"})
+    live.anthropic = live.anthropic.with_options(default_headers={"Content-Encoding": "gzip"})
+    return live
 
 
 def much_used(fake: Fake, tmp_path: Path) -> Live:
@@ -62,19 +71,20 @@ def bad_value(fake: Fake, tmp_path: Path) -> Live:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("server", "status", "of_openai", "of_anthropic", "kinds", "later"),
+    ("server", "statuses", "of_openai", "of_anthropic", "kinds", "later"),
     [
         (bad_value, 400, openai.BadRequestError, anthropic.BadRequestError, "invalid_request_error", False),
         (wrong_key, 401, openai.AuthenticationError, anthropic.AuthenticationError, "authentication_error", False),
         (wrong_model, 404, openai.NotFoundError, anthropic.NotFoundError, "not_found_error", False),
         (large_body, 413, openai.APIStatusError, anthropic.RequestTooLargeError,
          "invalid_request_error request_too_large", False),
+        (compressed, 415, openai.APIStatusError, anthropic.APIStatusError, "invalid_request_error", False),
         (much_used, 429, openai.RateLimitError, anthropic.RateLimitError, "rate_limit_error", True),
         (broken, 500, openai.InternalServerError, anthropic.InternalServerError,
          "internal_server_error api_error", False),
         (draining, 503, openai.InternalServerError, anthropic.ServiceUnavailableError,
          "service_unavailable_error overloaded_error", True),
-        (full_queue, 503, openai.InternalServerError, anthropic.ServiceUnavailableError,
+        (full_queue, (503, 529), openai.InternalServerError, anthropic.OverloadedError,
          "service_unavailable_error overloaded_error", True),
     ],
 )  # fmt: skip
@@ -83,15 +93,16 @@ def test_classes_of_errors(
     tmp_path: Path,
     stream: bool,
     server: Callable[[Fake, Path], Live],
-    status: int,
+    statuses: int | tuple[int, int],
     of_openai: type[openai.APIStatusError],
     of_anthropic: type[anthropic.APIStatusError],
     kinds: str,
     later: bool,
 ) -> None:
-    """Clients retry by status and `Retry-After`, and show the request's id."""
+    """Clients retry by status and `Retry-After`, and show the request's id. statuses: OpenAI's, Anthropic's."""
     live = server(fake, tmp_path)
     own, *others = kinds.split()
+    status, anthropic_status = (statuses, statuses) if isinstance(statuses, int) else statuses
     asks: list[Callable[[], Any]] = [
         lambda: live.client.chat.completions.create(model=MODEL, messages=HI, stream=stream),
         lambda: live.client.completions.create(model=MODEL, prompt="Hi", stream=stream),
@@ -105,22 +116,56 @@ def test_classes_of_errors(
     with pytest.raises(of_anthropic) as caught:
         live.anthropic.messages.create(model=MODEL, messages=HI, max_tokens=5, stream=stream)
     body: Any = caught.value.body
-    assert (caught.value.status_code, body["error"]["type"]) == (status, others[0] if others else own)
+    assert (caught.value.status_code, body["error"]["type"]) == (anthropic_status, others[0] if others else own)
     assert body["request_id"] == caught.value.request_id
-    assert (caught.value.response.headers.get("retry-after") is not None) is later
+    headers = caught.value.response.headers
+    assert (headers.get("retry-after") is not None) is later
+    assert (headers.get("x-should-retry") == "false") is (anthropic_status < 500 and not later)
 
 
-def test_openai_client_retries_a_full_queue(fake: Fake) -> None:
-    """The client waits as long as the server says, and sends the request again."""
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_clients_retry_a_full_queue(fake: Fake, stream: bool) -> None:
+    """The clients wait as long as the server says, and send the request again."""
     live = fake()
     submit, refused = live.engine.submit, list[int]()
 
     def later(*given: Any) -> int:
-        if not refused:
+        if len(refused) % 2 == 0:
             refused.append(1)
             raise QueueFull("1 request waits")
+        refused.append(0)
         return int(submit(*given))
 
     live.engine.submit = later
-    result = live.client.with_options(max_retries=1).chat.completions.create(model=MODEL, messages=HI, max_tokens=2)
-    assert refused and result.choices[0].finish_reason == "length"
+    of_openai, of_anthropic = live.client.with_options(max_retries=1), live.anthropic.with_options(max_retries=1)
+    of_openai.chat.completions.create(model=MODEL, messages=HI, max_tokens=2, stream=stream)
+    of_openai.responses.create(model=MODEL, input="Hi", max_output_tokens=2, stream=stream)
+    of_anthropic.messages.create(model=MODEL, messages=HI, max_tokens=2, stream=stream)
+    assert refused == [1, 0] * 3
+
+
+def test_a_model_that_is_not_served_is_known_by_its_words(fake: Fake) -> None:
+    """Claude Code takes its fallback model where a message of this type has `model:`."""
+    live = fake(config={"served_model_name": ("other",)})
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        live.anthropic.messages.create(model=MODEL, messages=HI, max_tokens=2)
+    body: Any = caught.value.body
+    assert body["error"]["type"] == "not_found_error" and body["error"]["message"].startswith(f"model: '{MODEL}'")
+
+
+def test_unknown_routes_of_anthropic_have_its_shape(fake: Fake) -> None:
+    live = fake()
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        live.anthropic.messages.batches.retrieve("msgbatch_1")
+    body: Any = caught.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+    assert body["request_id"] == caught.value.request_id and "POST /v1/messages" in body["error"]["message"]
+    wrong = live.http.put("/v1/messages", json={})
+    assert (wrong.status_code, wrong.headers["allow"], wrong.json()["type"]) == (405, "POST", "error")
+
+
+def test_a_load_within_a_stream_is_an_event_of_its_kind() -> None:
+    """With the headers sent, Claude Code knows the load by the type."""
+    writer = Writer({}, "req")
+    event = writer.failure(GenerationFailed("it waited 600 s", "expired")).decode()
+    assert event.startswith("event: error\n") and '"type":"overloaded_error"' in event.replace(" ", "")

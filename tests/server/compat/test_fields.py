@@ -16,6 +16,7 @@ from jaxserve.server.responses.request import ResponsesBody
 from jaxserve.server.structured import constraint_of, structured_of
 from jaxserve.tools.definitions import tools_of
 from tests.support.server.live import Live
+from tests.support.server.peers import differs
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 TEXT = {"prompt": "Hi", "max_tokens": 1}
@@ -64,13 +65,41 @@ def test_null_in_a_needed_field_is_refused(plain: Live) -> None:
         ("time_to_first_token_ms", "ttft_slo_ms"), ("timePerOutputToken", "tpot_slo_ms"),
     ],
 )  # fmt: skip
+@differs(
+    "vLLM",
+    "ignores unknown fields",
+    "one near the name of an objective is 400: ignoring it would promise nothing",
+)
 def test_what_looks_like_an_objective_is_no_silent_field(plain: Live, path: str, name: str, right: str) -> None:
     answer = plain.http.post(path, json={**BODIES[path], name: 500})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == name and right in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    "name",
+    ["x-ttft-slo", "x-slo-ttft", "ttft-slo-ms", "X-TTFT-MS", "x-tpot-slo-ms", "x-slo-tbt-ms", "x-itl-slo", "x-slo",
+     "x-llm-d-slo-ttft", "x-time-to-first-token-ms", "x-time-per-output-token"],
+)  # fmt: skip
+def test_what_looks_like_an_objective_is_no_silent_header(plain: Live, path: str, name: str) -> None:
+    answer = plain.http.post(path, json=BODIES[path], headers={name: "500"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, name.lower())
+    assert "x-slo-ttft-ms" in error["message"] and "tpot_slo_ms" in error["message"]
+
+
+@pytest.mark.parametrize("name", ["x-slot-id", "x-e2e-test", "x-slow", "x-isolation", "x-title", "x-mitl-id"])
+def test_other_headers_are_ignored(plain: Live, name: str) -> None:
+    assert plain.http.post("/v1/chat/completions", json=CHAT, headers={name: "500"}).status_code == 200
+
+
 @pytest.mark.parametrize("name", ["slot_id", "id_slot", "slow", "isolation", "title", "client_metadata", "nvext"])
+@differs(
+    "OpenAI",
+    "refuses unknown fields",
+    "they are ignored, as by vLLM: clients send those of other engines",
+)
 def test_other_unknown_fields_are_ignored(plain: Live, name: str) -> None:
     assert plain.http.post("/v1/chat/completions", json={**CHAT, name: 1}).status_code == 200
 
@@ -137,6 +166,11 @@ def test_schemas_are_enforced_in_full_only_where_strict(strict: bool | None) -> 
     assert own is not None and not own.outputs.lenient
 
 
+@differs(
+    "OpenAI",
+    "a model with `response_format` may call tools",
+    "the format leaves no calls, as with vLLM; the log says so once",
+)
 def test_a_format_that_leaves_no_calls_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     openai._warned.clear()
     tool = {"type": "function", "function": {"name": "f"}}

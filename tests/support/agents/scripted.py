@@ -62,12 +62,17 @@ class Scripted(Double):
 class Treasure:
     """Two files in a folder: the first names the second, which holds a value that nothing else does."""
 
-    def __init__(self, folder: Path, *, mentions: bool = False) -> None:
-        """mentions: the model calls no tool, but mentions a file, as an agent without tools expects."""
+    def __init__(self, folder: Path, *, mentions: bool = False, padding: str = "") -> None:
+        """folder: is made.
+
+        mentions: the model calls no tool, but mentions a file, as an agent without tools expects.
+        padding: the rest of the first file.
+        """
+        folder.mkdir()
         salt = f"{time.time_ns() % 10**9:09d}"
         self.folder, self.value, self._mentions = folder, salt[::-1], mentions
         self.first, second = folder / "first.txt", folder / f"second-{salt[:4]}.txt"
-        self.first.write_text(f"The value is in the file {second.name}.\n")
+        self.first.write_text(f"The value is in the file {second.name}.\n{padding}")
         second.write_text(f"The value is {self.value}\n")
         self.task = "Read first.txt, follow what it says, and tell me the value."
         if mentions:
@@ -92,7 +97,8 @@ class Treasure:
         path = self.folder / (second[1] if second else self.first.name)
         if self._mentions:
             return f"Please add {path.name} to the chat."
-        return f"I read a file.\n<tool_call>\n{json.dumps(reading(tools, path))}\n</tool_call>"
+        again = any(path.name in turn for turn in self.turns)
+        return f"I read a file.\n<tool_call>\n{json.dumps(reading(tools, path, begins=again))}\n</tool_call>"
 
 
 def tools_of(prompt: str) -> list[dict[str, Any]]:
@@ -101,17 +107,21 @@ def tools_of(prompt: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[1].splitlines()] if lines else []
 
 
-def reading(tools: list[dict[str, Any]], path: Path) -> dict[str, Any]:
-    """Return a call of one of the tools that shows a file; of a tool that is not offered if none does."""
+def reading(tools: list[dict[str, Any]], path: Path, *, begins: bool) -> dict[str, Any]:
+    """Return a call of one of the tools that shows a file; of a tool that is not offered if none does.
+
+    begins: shows the first line only, if the tool runs commands: the whole did not help.
+    """
     for names, as_command in ((COMMAND, True), (PATH, False)):
         for tool in tools:
             properties = tool.get("parameters", {}).get("properties", {})
             name = next((name for name in names if name in properties), None)
             if name is None or re.search(r"write|edit|create|delete|patch|notebook|kill", tool["name"], re.I):
                 continue
-            value: Any = f"cat {path}" if as_command else str(path)
+            words = ["head", "-n", "1", str(path)] if begins else ["cat", str(path)]
+            value: Any = " ".join(words) if as_command else str(path)
             if as_command and properties[name].get("type") == "array":
-                value = [f"cat {path}"] if name == "commands" else ["cat", str(path)]
+                value = [" ".join(words)] if name == "commands" else words
             needed = set(tool["parameters"].get("required", ())) - {name}
             return {
                 "name": tool["name"],
@@ -129,9 +139,9 @@ def _plain(schema: dict[str, Any]) -> Any:
     return kinds.get(kind if isinstance(kind, str) else kind[0], "reading a file")
 
 
-def serving(tokenizer: Tokenizer, treasure: Treasure, **settings: Any) -> Live:
-    """Return a server of the scripted model."""
+def serving(tokenizer: Tokenizer, treasure: Treasure, context: int = CONTEXT, **settings: Any) -> Live:
+    """Return a server of the scripted model. context: tokens."""
     config = ServeConfig.load(
-        None, tool_call_parser="hermes", max_body_size="64MiB", disable_log_stats=True, **settings
+        None, **{"tool_call_parser": "hermes", "max_body_size": "64MiB", "disable_log_stats": True, **settings}
     )
-    return Live(Service(Scripted(tokenizer, treasure.script), tokenizer, config))
+    return Live(Service(Scripted(tokenizer, treasure.script, context), tokenizer, config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,8 @@ class Endpoint:
     usage: bool = True
     tokenize: bool = True
     in_stream_error: bool = False
+    odd: bytes = b""  # sent as it is after the second token of the first stream, instead of its last events
+    on_request: Callable[[int], None] = lambda number: None  # called with each request's number, from 1
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -91,6 +93,7 @@ class Endpoint:
         self.bodies.append(body)
         self.headers.append(headers)
         number = len(self.bodies)
+        self.on_request(number)
         if self.fail and number % self.fail == 0:
             return _json(writer, 503, {"error": {"message": "the queue is full", "type": "overloaded"}})
         async with self._gate:
@@ -110,6 +113,8 @@ class Endpoint:
                 break
             if index == 2 and cut:
                 raise _Cut
+            if index == 2 and self.odd and len(self.bodies) == 1:
+                return writer.write(f"{len(self.odd):x}\r\n".encode() + self.odd + b"\r\n0\r\n\r\n")
             _event(writer, {"choices": [_choice(chat, "x" if index != 1 or chat else "")]})
             await writer.drain()
         _event(writer, {"choices": [_choice(chat, "", finish="length")]})
