@@ -11,8 +11,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from jaxserve.models.context_length import Config
 from jaxserve.models.layers import Decoder
-from jaxserve.models.spec import Config, Experts, ModelSpec, Norms, architecture, common, need, read_rope
+from jaxserve.models.rope import read_rope
+from jaxserve.models.spec import Experts, ModelSpec, Norms, architecture, common, need
 from jaxserve.sched.api.errors import InvalidValue
 
 __all__ = ["Decoder", "qwen3", "read"]

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models import manifest
+from jaxserve.models.context_length import Config
 from jaxserve.models.json_file import object_in
 from jaxserve.models.keys import check
 from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Stream, Tree, is_info, tree_of
 from jaxserve.models.names import lacks_head
 from jaxserve.models.narrow import narrowed
 from jaxserve.models.quantized import Quantized, multiplied_by
-from jaxserve.models.spec import Config, ModelSpec, architecture, check_sizes, ids_of
+from jaxserve.models.spec import ModelSpec, architecture, check_sizes, ids_of
 from jaxserve.models.transposed import Transposed
 from jaxserve.sched.api.errors import InvalidValue, short
 from pallas_kernels.attention.api import Attention, Pool
