@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+Config = Mapping[str, Any]  # the object in config.json
 POSITIONS = 2048  # of a config that has no `max_position_embeddings`
 EXTENDED = ("linear", "yarn")  # kinds of RoPE whose factor extends the context beyond `max_position_embeddings`
 
 
-def rope_given(config: Mapping[str, Any]) -> dict[str, Any]:
+def rope_given(config: Config) -> dict[str, Any]:
     """Return the RoPE parameters of a config, from `rope_scaling` and `rope_parameters`."""
     return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
 
@@ -19,7 +20,7 @@ def rope_kind(given: Mapping[str, Any]) -> str:
     return "longrope" if given.get("long_factor") else str(given.get("rope_type") or given.get("type") or "default")
 
 
-def context_length(config: Mapping[str, Any]) -> int:
+def context_length(config: Config) -> int:
     """Return the maximum number of positions. Raises ValueError or TypeError for values of the wrong kind."""
     given = rope_given(config)
     positions = int(config.get("max_position_embeddings") or POSITIONS)

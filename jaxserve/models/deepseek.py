@@ -22,19 +22,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models import layers
-from jaxserve.models.context_length import rope_given
+from jaxserve.models.context_length import Config, rope_given
 from jaxserve.models.layers import Array, Info, Source, Turns, angles, library, matrix, vector
 from jaxserve.models.moe import Moe
 from jaxserve.models.quantized import einsum
+from jaxserve.models.rope import yarn_growth
 from jaxserve.models.spec import (
-    Config,
     Experts,
     Latent,
     ModelSpec,
     architecture,
     common,
     need,
-    yarn_growth,
 )
 from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels.attention.api import Attention as Kernel

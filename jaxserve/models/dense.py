@@ -11,8 +11,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from jaxserve.models.context_length import Config
 from jaxserve.models.layers import Decoder
-from jaxserve.models.spec import Config, Experts, ModelSpec, Norms, architecture, common, need, read_rope
+from jaxserve.models.rope import read_rope
+from jaxserve.models.spec import Experts, ModelSpec, Norms, architecture, common, need
 from jaxserve.sched.api.errors import InvalidValue
 
 __all__ = ["Decoder", "qwen3", "read"]
@@ -63,7 +65,9 @@ def _smollm3(config: Config) -> dict[str, Any]:
 def _rotated(config: Config) -> list[bool]:
     """Return for each layer of SmolLM3 whether it has RoPE."""
     given = config.get("no_rope_layers")
-    return _one_in(config, "no_rope_layer_interval") if given is None else [bool(flag) for flag in given]
+    if given is None:
+        return _one_in(config, "no_rope_layer_interval")
+    return [bool(flag) for flag in given][: int(need(config, "num_hidden_layers"))]
 
 
 def _named(slides: list[bool]) -> list[str]:

@@ -12,9 +12,10 @@ from typing import Any
 from flax import nnx
 
 from jaxserve.models import layers
+from jaxserve.models.context_length import Config
 from jaxserve.models.layers import Array, Info, Source, library, same
 from jaxserve.models.moe import Moe
-from jaxserve.models.spec import Config, Experts, ModelSpec, common, need
+from jaxserve.models.spec import Experts, ModelSpec, common, need
 
 THETA = 150_000.0
 

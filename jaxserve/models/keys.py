@@ -10,7 +10,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.models.spec import Config, architecture
+from jaxserve.models.context_length import Config
+from jaxserve.models.spec import architecture
 from jaxserve.sched.api.errors import InvalidValue, short
 
 log = logging.getLogger(__name__)

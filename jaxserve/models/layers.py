@@ -25,7 +25,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxserve.models.quantized import einsum
-from jaxserve.models.spec import ModelSpec, Rope
+from jaxserve.models.rope import Rope
+from jaxserve.models.spec import ModelSpec
 from jaxserve.models.transposed import product
 from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels.attention.api import Attention as Kernel

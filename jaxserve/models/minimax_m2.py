@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 from jaxserve.models import layers
+from jaxserve.models.context_length import Config
 from jaxserve.models.moe import Moe
-from jaxserve.models.spec import Config, Experts, ModelSpec, common, need
+from jaxserve.models.spec import Experts, ModelSpec, common, need
 
 
 def read(config: Config) -> ModelSpec:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from jaxserve.models.context_length import Config
 from jaxserve.models.minimax_m2 import Decoder
-from jaxserve.models.spec import Config, Experts, ModelSpec, common, need
+from jaxserve.models.spec import Experts, ModelSpec, common, need
 
 __all__ = ["Decoder", "read"]
 

@@ -66,8 +66,7 @@ def renamed(tensors: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> dict[str
     for name, (path, file) in tensors.items():
         own = _own(name, wanted)
         parts = _parts(own, wanted)
-        shape = list(file.get_slice(name).get_shape())
-        if parts and sum(wanted[part][0] for part in parts) == shape[0]:
+        if parts and sum(wanted[part][0] for part in parts) == file.get_slice(name).get_shape()[0]:
             first = 0
             for part in parts:
                 found[part] = path, Rows(file, name, first, wanted[part][0])

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models import layers
+from jaxserve.models.context_length import Config
 from jaxserve.models.layers import ACTIVATIONS, Info, Source, Tree, Turns, bind, matrix, same, vector
-from jaxserve.models.spec import Config, ModelSpec, common, need
+from jaxserve.models.spec import ModelSpec, common, need
 from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels.norms import like
 

@@ -14,7 +14,8 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.yamlio import load_yaml, nearest
 
 if TYPE_CHECKING:
-    from jaxserve.models.spec import Config, ModelSpec
+    from jaxserve.models.context_length import Config
+    from jaxserve.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

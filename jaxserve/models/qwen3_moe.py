@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any
 
 from jaxserve.models import layers
+from jaxserve.models.context_length import Config
 from jaxserve.models.dense import qwen3
 from jaxserve.models.moe import Moe
-from jaxserve.models.spec import Config, Experts, ModelSpec, need
+from jaxserve.models.spec import Experts, ModelSpec, need
 
 
 def read(config: Config) -> ModelSpec:

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models import manifest
+from jaxserve.models.context_length import Config
 from jaxserve.models.json_file import object_in
 from jaxserve.models.keys import check
 from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Stream, Tree, is_info, tree_of
 from jaxserve.models.names import lacks_head
 from jaxserve.models.narrow import narrowed
 from jaxserve.models.quantized import Quantized, multiplied_by
-from jaxserve.models.spec import Config, ModelSpec, architecture, check_sizes, ids_of
+from jaxserve.models.spec import ModelSpec, architecture, check_sizes, ids_of
 from jaxserve.models.transposed import Transposed
 from jaxserve.sched.api.errors import InvalidValue, short
 from pallas_kernels.attention.api import Attention, Pool
@@ -76,8 +77,9 @@ def load_spec(path: Path) -> ModelSpec:
     converted = manifest.find(path)
     if converted is not None:
         spec = replace(spec, quantized=converted.quantized)
-    headless = lacks_head(path) if converted is None else "head" not in converted.parts
-    return spec if spec.tied or not headless else spec.headless()
+    if not spec.tied and (lacks_head(path) if converted is None else "head" not in converted.parts):
+        return spec.headless()
+    return spec
 
 
 def _tokenizers_eos(path: Path) -> list[int]:
@@ -108,7 +110,8 @@ def read_config(path: Path) -> Config:
 def spec_from_config(config: Config) -> ModelSpec:
     """Return the spec of a Hugging Face config. Raises InvalidValue for unsupported values."""
     try:
-        check_sizes(config)
+        for part in (config, config.get("text_config") or {}):
+            check_sizes(part)
         check(config)
         name = architecture(config)
         whole = name.removesuffix("Model") + "ForCausalLM"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -68,7 +69,7 @@ SMALL_ONES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {**QWEN3_MOE, **SLIDING},
     "SmolLM3": {**SMOLLM3, **SLIDING},
 }
-BARE = ("DeepseekV2", "Gemma3", "Phi3", "Qwen3Moe", "SmolLM3")
+BARE = ("Gemma3", "Phi3", "SmolLM3")
 DERIVED = ("layer_types", "no_rope_layers", "mlp_layer_types", "head_dim")  # transformers computes them if absent
 FEW = TOKENS[:16]
 ROPES = [
@@ -144,7 +145,9 @@ def changed(family: str, key: str, value: Any) -> Changed | None:
     """Return what transformers makes of another value; None if it refuses that."""
     model, config, logits, _ = base(family)
     try:
-        other = type(model)(type(model.config).from_dict({**config, key: value}, attn_implementation="eager")).eval()
+        other = type(model)(
+            type(model.config).from_dict(deepcopy({**config, key: value}), attn_implementation="eager")
+        ).eval()
         same = weights_of(other) == weights_of(model)
         if same:
             other.load_state_dict(model.state_dict())

@@ -145,7 +145,7 @@ def test_dummy_weights_are_not_downloaded(tmp_path: Path, hub: tuple[str, list[s
         "config = ServeConfig(model='someone/model', load_format='dummy', speculative_config=draft);"
         "spec, folder = find_model(config.model_source, config.revision, config.load_format);"
         "print(spec.vocab, len(find_tokenizer(config)), *sorted(path.name for path in folder.iterdir()));"
-        "made = _draft(config); print(made['draft'] == spec, 'random_init' in made['load_draft'].__qualname__)"
+        "made = _draft(config, 64); print(made['draft'] == spec, 'random_init' in made['load_draft'].__qualname__)"
     )
     done = ask(tmp_path, endpoint, code)
     assert done.returncode == 0, done.stderr

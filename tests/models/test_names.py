@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.engine.runtime.checks import check_request
 from jaxserve.models import registry
+from jaxserve.models.names import lacks_head
 from jaxserve.models.weights import WeightsError, load_weights
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
@@ -92,6 +95,13 @@ def test_a_checkpoint_without_a_head_gives_vectors(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3Model"]}))
     assert registry.load_spec(tmp_path) == spec
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"[]", b'{"a":' * 10_000 + b"1" + b"}" * 10_000])
+def test_damaged_files_do_not_look_like_bare_decoders(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(content)) + content)
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    assert not lacks_head(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,10 @@ def test_unsupported_values_are_named(changes: dict[str, Any], message: str) -> 
         ("Gemma3", {"layer_types": ["chunked_attention"] * 2, "sliding_window": 4}, r"\['chunked_attention'\]"),
         ("Gemma3", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 0}, "sliding_window=0 must be at"),
         ("Gemma3", {"layer_types": ["sliding_attention"], "sliding_window": 4}, "self.layers=2"),
+        ("Granite", {"residual_multiplier": float("inf")}, "must be finite"),
+        ("Granite", {"logits_scaling": 0.0}, "must be finite"),
+        ("SmolLM3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must be at least 1"),
+        ("SmolLM3", {"no_rope_layers": [1]}, r"no_rope_layers has 1 layers, num_hidden_layers=2"),
         ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 5}, "5 of 4 experts"),
         ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 8}, "no 'num_experts_per_tok'"),
         ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "partial_rotary_factor": 2}, "factor=2.0 is"),
@@ -162,6 +166,12 @@ def test_unsupported_values_are_named(changes: dict[str, Any], message: str) -> 
 def test_unsupported_features_of_a_family_are_named(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         spec_from_config({**SIZES, "architectures": [f"{name}ForCausalLM"], **changes})
+
+
+def test_sizes_of_a_text_config_are_checked() -> None:
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"num_hidden_layers": 10**9}}
+    with pytest.raises(InvalidValue, match="num_hidden_layers=1000000000 must be at most 1024"):
+        spec_from_config(config)
 
 
 def test_experts_divide_among_shards() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ def peer(family: str, **changes: Any) -> torch.nn.Module:
     """Return a transformers `<family>ForCausalLM` with random weights large enough to matter."""
     torch.manual_seed(0)
     kind = f"{family}TextConfig" if hasattr(transformers, f"{family}TextConfig") else f"{family}Config"
-    config = getattr(transformers, kind)(**{**SMALL, **changes}, attn_implementation="eager")
+    config = getattr(transformers, kind)(**deepcopy({**SMALL, **changes}), attn_implementation="eager")
     model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
     fill(model)
     return model
