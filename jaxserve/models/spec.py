@@ -14,6 +14,7 @@ import numpy.typing as npt
 from jaxserve.models import quantization
 from jaxserve.models.cache import Cache
 from jaxserve.models.context_length import POSITIONS, context_length, rope_given, rope_kind
+from jaxserve.models.packed import methods
 from jaxserve.models.quantization import Quantization
 from jaxserve.sched.api.errors import InvalidValue, short
 
@@ -380,7 +381,7 @@ def common(
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "tied": bool(config.get("tie_word_embeddings", False)),
         "eos": ids_of(config.get("eos_token_id")),
-        "quantized": quantization.read(config),
+        "quantized": methods.read(config),
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
     }
 
