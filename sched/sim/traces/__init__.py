@@ -131,7 +131,7 @@ def _read(path: Path, file: TextIO, slo: SLO, keep_failed: bool, tell: Tell, ski
     header = [] if is_json else _header(path, first)
     source = Source(path, first, header, file, slo, keep_failed, tell, skipped)
     if is_json:
-        return (qwen if f'"{qwen.MARK}"' in first else mooncake).read(source)
+        return qwen.read(source) if f'"{qwen.MARK}"' in first else mooncake.read(source)
     known = (
         (azure.COLUMNS, azure.read),
         (burstgpt.COLUMNS, burstgpt.read),

@@ -59,12 +59,12 @@ class Skipped:
             )
 
     def sentence(self) -> str:
-        """Return how many rows were skipped and why, in one line; empty if none was."""
+        """Return how many rows were skipped and why, in one line; empty if none was, or if no row is left."""
         skipped = self._counts.total()
-        if not skipped:
+        if not skipped or not self._used:
             return ""
         total = skipped + self._used
-        return f"{self._path}: {skipped} of {total} rows cannot be used and are skipped: {self._why()}"
+        return f"{self._path}: {skipped} of the {total} rows read cannot be used and are skipped: {self._why()}"
 
     def _why(self) -> str:
         reasons = [f"{self._counts[reason]} as {first}" for reason, first in self._first.items()]

@@ -1,7 +1,8 @@
 """Traces are read in their published formats, and rows that cannot be used are skipped."""
 
+from __future__ import annotations
+
 import gzip
-import io
 import re
 from pathlib import Path
 from typing import Any
@@ -269,22 +270,31 @@ def test_skipped_rows_are_counted_by_reason_in_one_line(tmp_path: Path) -> None:
     load_trace(write(tmp_path, AZURE_2024 + "\n".join(bad)), tell=told.append)
     [said] = told
     assert (
-        "7 of 9 rows cannot be used and are skipped: 3 as" in said and "trace.csv:4: column 'GeneratedTokens'" in said
+        "7 of the 9 rows read cannot be used and are skipped: 3 as" in said
+        and "trace.csv:4: column 'GeneratedTokens'" in said
     )
     assert "1 as" in said and said.endswith("; 2 for other reasons") and "\n" not in said
 
 
-class Endless(io.TextIOBase):
+class Endless:
     """Lines that are no rows, counted."""
 
     lines = 0
 
-    def readline(self, size: int | None = -1, /) -> str:
+    def readline(self) -> str:
         self.lines += 1
         return AZURE_2024.splitlines(True)[0] if self.lines == 1 else f"{'x' * 5000},1,1\n"
 
-    def __next__(self) -> str:
-        return self.readline()
+    __next__ = readline
+
+    def __iter__(self) -> Endless:
+        return self
+
+    def __enter__(self) -> Endless:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
 def test_a_file_of_bad_rows_alone_ends_early_with_a_bounded_message(
