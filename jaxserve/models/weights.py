@@ -252,7 +252,7 @@ def _check_names(path: Path, tensors: Tensors, infos: Sequence[Info], spec: Mode
         part = handle.get_slice(name)
         shape, dtype = tuple(part.get_shape()), part.get_dtype()
         if name not in wanted:
-            if not _harmless(name, spec):
+            if not (_harmless(name, spec) or _no_bias(name, handle)):
                 problems.append(f"unexpected {name} {list(shape)} in {file.name}")
         elif shape != wanted[name]:
             problems.append(f"misshapen {name}: {list(shape)} in {file.name}, the config says {list(wanted[name])}")
@@ -274,6 +274,11 @@ def _harmless(name: str, spec: ModelSpec) -> bool:
         others += VISION
     tied = spec.tied and name == "lm_head.weight"
     return tied or name.endswith("rotary_emb.inv_freq") or name.removeprefix("model.").startswith(tuple(others))
+
+
+def _no_bias(name: str, file: Any) -> bool:
+    """Return whether a tensor is a bias of zeros, which some tools write for every module."""
+    return name.endswith(".bias") and len(file.get_slice(name).get_shape()) == 1 and not np.any(file.get_tensor(name))
 
 
 def _check_tp(spec: ModelSpec, tp: int) -> None:
