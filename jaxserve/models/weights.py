@@ -20,6 +20,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError
 
+from jaxserve.models.hub import other_format
 from jaxserve.models.json_file import object_in, parsed
 from jaxserve.models.layers import Info, Source, Tree, is_info
 from jaxserve.models.names import renamed
@@ -42,7 +43,6 @@ log = logging.getLogger(__name__)
 
 NARROW = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}  # safetensors' names of the 8-bit dtypes
 OTHERS = ("adapter", "consolidated", "optimizer", "training")  # beginnings of files beside those of a model
-OLDER = (".bin", ".pt", ".pth", ".gguf")
 EXPECTED = "model.safetensors, or model.safetensors.index.json and the files it names"
 NAMED = 200  # tensors that do not fit, in a message
 VISION = ("vision_tower.", "multi_modal_projector.")  # of models with images, whose text is served
@@ -211,13 +211,7 @@ def _without_index(path: Path) -> list[Path]:
     files = [file for file in every if file.name.startswith("model")]
     files = files or [file for file in every if not file.name.startswith(OTHERS)]
     if not files:
-        old = sorted(file.name for suffix in OLDER for file in path.glob(f"*{suffix}"))
-        remedy = f"expected {EXPECTED}"
-        if old:
-            remedy = (
-                f"{old[0]} is of another format, which is not read: convert it with transformers, "
-                f"`AutoModelForCausalLM.from_pretrained({str(path)!r}).save_pretrained(NEW)`, and serve NEW"
-            )
+        remedy = other_format(path) or f"expected {EXPECTED}"
         raise WeightsError(f"no *.safetensors of a model in {str(path)!r}; {remedy}")
     if passed_over := [file.name for file in every if file not in files]:
         log.info("%s: not read, as they are no weights of the model: %s", path, ", ".join(passed_over))

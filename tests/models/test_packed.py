@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
+from jaxserve.models.hub import resolve_model
 from jaxserve.models.narrow import SCALE, dequantize
 from jaxserve.models.packed import methods
 from jaxserve.models.tensor_file import TensorFile
@@ -252,3 +253,33 @@ def test_damaged_tensors_are_named(tmp_path: Path, end: str, change: Callable[[A
     packed.save({**held, name: change(held[name])}, file)
     with pytest.raises(WeightsError, match=error):
         logits(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("file", "error"),
+    [
+        ("adapter_config.json", r"is missing; it is a LoRA adapter, .* merge it with peft, `.*merge_and_unload\(\)"),
+        ("model-Q4_K_M.gguf", r"Q4_K_M.gguf is a GGUF file, which is not read: .*gguf_file='model-Q4_K_M.gguf'\)"),
+        (
+            "pytorch_model.bin",
+            r"pytorch_model.bin is of another format, which is not read: convert it with transformers",
+        ),
+    ],
+)
+def test_a_folder_of_another_kind_says_how_to_serve_it(tmp_path: Path, file: str, error: str) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(InvalidValue, match=error):
+        registry.load_spec(tmp_path)
+
+
+def test_an_adapter_beside_a_config_says_how_to_serve_it(tmp_path: Path) -> None:
+    save(tmp_path, "qwen2 tied, yarn")
+    (tmp_path / "model.safetensors").rename(tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(WeightsError, match="it is a LoRA adapter"):
+        logits(tmp_path, 1)
+
+
+def test_a_gguf_file_is_refused_by_name() -> None:
+    with pytest.raises(InvalidValue, match=r"model .some/model\.gguf. is a GGUF file, which is not read"):
+        resolve_model("some/model.gguf")
