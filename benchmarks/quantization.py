@@ -74,6 +74,8 @@ def main() -> int:
     common.add_output(parser, "quantization")
     parser.add_argument("--checkpoints", nargs="+", default=[], help="folders of the demo model in other forms")
     args = parser.parse_args()
+    if args.checkpoints:
+        common.name_output(parser, args, "quantized_checkpoints")
     found = [measure(form) for form in _forms(args.checkpoints)]
     rows = []
     for one in found:
@@ -83,6 +85,9 @@ def main() -> int:
         rows.append([words, f"{one['perplexity']:.4f}", f"{change:+.3%}", *mb, one["kv_token"]])
     titles = ["form", "perplexity", "change", "layers, MB", "all weights, MB", "KV bytes per token"]
     print_table("the demo model in 8 bits", titles, rows)
+    args.checkpoints = [Path(folder).name for folder in args.checkpoints]
+    for one in found:
+        one["form"] = {name: Path(value).name for name, value in one["form"].items()}
     common.save(args, {"forms": found})
     return 0
 

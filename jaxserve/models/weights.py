@@ -85,7 +85,11 @@ def reader(path: Path, spec: ModelSpec, dtype: Any) -> Iterator[tuple[Tree, Call
     abstract = abstract_weights(spec, dtype)
     with ExitStack() as open_files:
         wanted = {source.name: source.shape for info in _infos(abstract) for source in info.sources}
-        tensors = methods.unpacked(_index(path, open_files), methods.given_in(path))
+        given = methods.given_in(path)
+        tensors = methods.unpacked(_index(path, open_files), given)
+        if given and not (spec.quantized is not None and spec.quantized.stored):
+            kind = np.dtype(dtype) if spec.quantized is None else spec.quantized.dtype
+            log.info("%s: its %s weights are widened as they are read, to %s", path, given.get("quant_method"), kind)
         tensors = _widened(renamed(tensors, wanted), abstract, spec)
         _check_names(path, tensors, _infos(abstract), spec)
 

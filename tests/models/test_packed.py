@@ -159,12 +159,17 @@ def _stored(file: Path) -> packed.Tensors:
         ("model.layers.0.self_attn.k_scale", 1.0, None),
     ],
 )
-def test_tensors_beside_the_weights(tmp_path: Path, name: str, value: float, error: str | None) -> None:
+def test_tensors_beside_the_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: float, error: str | None
+) -> None:
+    caplog.set_level("INFO")
     save(tmp_path, "qwen2 tied, yarn")
     config, pack = (FP8, packed.float_quantized) if "scale" in name else (GPTQ, packed.gptq)
     packed.write(tmp_path, pack, config, {name: np.full(32, value, np.float16)})
     if error is None:
         assert np.isfinite(logits(tmp_path, 1)).all()
+        told = "1 scales of activations, keys" if "scale" in name else "its gptq weights are widened as they are read"
+        assert [record for record in caplog.records if told in record.getMessage()]
         return
     with pytest.raises(WeightsError, match=error):
         logits(tmp_path, 1)
