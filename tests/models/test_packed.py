@@ -196,6 +196,11 @@ def test_a_config_is_found_where_older_tools_put_it(tmp_path: Path, beside: str,
 
 # Refused
 
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+
 
 def _compressed(**changes: Any) -> dict[str, Any]:
     return {**W4, **changes}
@@ -230,6 +235,14 @@ def _compressed(**changes: Any) -> dict[str, Any]:
 def test_other_forms_are_refused_by_name(config: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidValue, match=rf"{named}.* not supported; serve the model that it was quantized"):
         methods.read({"quantization_config": config})
+
+
+@pytest.mark.parametrize(
+    "config", [{**GPTQ, "group_size": "x"}, {**AWQ, "group_size": [1]}, {**W4, "ignore": 3}, ["gptq"]]
+)
+def test_values_of_the_wrong_kind_are_refused(config: Any) -> None:
+    with pytest.raises(InvalidValue):
+        registry.spec_from_config({**QWEN, "quantization_config": config})
 
 
 def test_modelopt_is_refused_by_the_file_beside(tmp_path: Path) -> None:

@@ -13,7 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.models.packed.computed import Array, Computed, Parts, Tensors, fields, groups_of, replaced, widened
+from jaxserve.models.packed.computed import (
+    Array,
+    Computed,
+    Parts,
+    Tensors,
+    fields,
+    groups_of,
+    replaced,
+    size_of,
+    widened,
+)
 from jaxserve.models.packed.refused import refuse
 
 NEEDED = (".qweight", ".qzeros", ".scales")
@@ -23,6 +33,7 @@ FIELD = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # of each output of eight
 def declared(given: Mapping[str, Any]) -> None:
     """See `methods.Method`."""
     bits, form = given.get("bits", given.get("w_bit")), given.get("version") or given.get("format") or "gemm"
+    size_of(given)
     if bits != 4:
         refuse("awq", f"bits={bits!r}")
     if str(form).lower() != "gemm":
@@ -32,8 +43,7 @@ def declared(given: Mapping[str, Any]) -> None:
 
 
 def unpacked(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
-    size = int(given.get("group_size") or given.get("q_group_size") or -1)
-    return replaced(tensors, NEEDED, (), partial(_views, size))
+    return replaced(tensors, NEEDED, (), partial(_views, size_of(given)))
 
 
 def _views(size: int, parts: Parts) -> dict[str, Computed] | None:

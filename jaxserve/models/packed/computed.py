@@ -112,6 +112,11 @@ def widened(values: Array, scales: Array, zeros: Array | int, group: Array) -> A
     return out
 
 
+def size_of(given: Mapping[str, Any]) -> int:
+    """Return the inputs of a group that a config gives; 0: all, or not given. Raises ValueError or TypeError."""
+    return max(int(given.get("group_size") or given.get("q_group_size") or 0), 0)
+
+
 def groups_of(inputs: int, groups: int, size: int, given: Array | None) -> npt.NDArray[np.int64]:
     """Return the group of each input. given: as the checkpoint has it (act-order). Raises ValueError.
 
