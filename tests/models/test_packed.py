@@ -238,7 +238,7 @@ def test_other_forms_are_refused_by_name(config: dict[str, Any], named: str) -> 
 
 
 @pytest.mark.parametrize(
-    "config", [{**GPTQ, "group_size": "x"}, {**AWQ, "group_size": [1]}, {**W4, "ignore": 3}, ["gptq"]]
+    "config", [{**GPTQ, "group_size": "x"}, {**AWQ, "group_size": [1]}, {**W8, "ignore": 3}, ["gptq"]]
 )
 def test_values_of_the_wrong_kind_are_refused(config: Any) -> None:
     with pytest.raises(InvalidValue):
