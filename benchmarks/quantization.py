@@ -2,6 +2,7 @@
 
 Perplexity is measured on code that is not in the model's training data, from the log-probabilities of prompt tokens.
 Prompts of a thousand tokens are computed in chunks, so that keys and values are read from the cache.
+With `--checkpoints` the forms are folders of the model as other tools quantized it, as they are and in int8.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import argparse
 import inspect
 import math
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import common
 import jax
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.models.registry import load_spec
 from jaxserve.report.table import print_table
 
 PROMPT = 1000
@@ -54,19 +57,37 @@ def measure(form: dict[str, str]) -> dict[str, Any]:
     return {"form": form, "perplexity": perplexity, "layers": layers, "weights": whole, "kv_token": cache}
 
 
+def _forms(folders: list[str]) -> list[dict[str, str]]:
+    """Return the forms to measure: FORMS, or the float model and folders, those that are widened also in int8."""
+    if not folders:
+        return list(FORMS)
+    forms: list[dict[str, str]] = [{"dtype": "float32"}]
+    for folder in folders:
+        forms.append({"dtype": "float32", "model": folder})
+        if load_spec(Path(folder)).quantized is None:
+            forms.append({"dtype": "float32", "model": folder, "quantization": "int8"})
+    return forms
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     common.add_output(parser, "quantization")
+    parser.add_argument("--checkpoints", nargs="+", default=[], help="folders of the demo model in other forms")
     args = parser.parse_args()
-    found = [measure(form) for form in FORMS]
+    if args.checkpoints:
+        common.name_output(parser, args, "quantized_checkpoints")
+    found = [measure(form) for form in _forms(args.checkpoints)]
     rows = []
     for one in found:
         change = one["perplexity"] / found[0]["perplexity"] - 1
-        words = ", ".join(f"{name} {value}" for name, value in one["form"].items())
+        words = ", ".join(f"{name} {Path(value).name}" for name, value in one["form"].items())
         mb = (f"{one[name] / 1e6:.2f}" for name in ("layers", "weights"))
         rows.append([words, f"{one['perplexity']:.4f}", f"{change:+.3%}", *mb, one["kv_token"]])
     titles = ["form", "perplexity", "change", "layers, MB", "all weights, MB", "KV bytes per token"]
     print_table("the demo model in 8 bits", titles, rows)
+    args.checkpoints = [Path(folder).name for folder in args.checkpoints]
+    for one in found:
+        one["form"] = {name: Path(value).name for name, value in one["form"].items()}
     common.save(args, {"forms": found})
     return 0
 

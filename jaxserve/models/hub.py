@@ -10,6 +10,7 @@ from jaxserve.sched.api.errors import InvalidValue, JaxserveError
 DESCRIPTION = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # files of configs and tokenizers
 WEIGHTS = ("*.safetensors",)  # repositories may also hold the same weights in other formats
 FILES = (*WEIGHTS, *DESCRIPTION)
+OLDER = (".bin", ".pt", ".pth", ".gguf")  # weights in formats that are not read
 SKIPPED = ("original/*", "onnx/*", "consolidated*.safetensors")
 
 
@@ -37,6 +38,8 @@ def check_folder(name_or_path: str, setting: str = "model") -> None:
     """Raise InvalidValue if the name can only be a path and that folder does not exist. Needs no network."""
     if name_or_path and Path(name_or_path).expanduser().is_dir():
         return
+    if name_or_path.endswith(".gguf"):
+        raise InvalidValue(f"{setting} {name_or_path!r} is a GGUF file{_gguf(Path(name_or_path))}", setting)
     if name_or_path.count("/") > 1 or name_or_path.startswith((".", "/", "~")) or not name_or_path:
         files = {"model": "config.json and *.safetensors", "tokenizer": "tokenizer.json or the like"}
         raise InvalidValue(
@@ -44,6 +47,33 @@ def check_folder(name_or_path: str, setting: str = "model") -> None:
             "Face Hub id such as Qwen/Qwen3-8B",
             setting,
         )
+
+
+def other_format(folder: Path) -> str:
+    """Return what a folder holds instead of a model's weights, and how to serve it; "" if that is not known."""
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "it is a LoRA adapter, which is not read: merge it with peft, "
+            f"`AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(NEW)`, "
+            "and serve NEW"
+        )
+    files = sorted(file for suffix in OLDER for file in folder.glob(f"*{suffix}"))
+    if not files:
+        return ""
+    if files[0].suffix == ".gguf":
+        return f"{files[0].name} is a GGUF file{_gguf(files[0])}"
+    return f"{files[0].name} is of another format{_rewritten(f'{str(folder)!r}')}"
+
+
+def _gguf(file: Path) -> str:
+    return _rewritten(f"{str(file.parent)!r}, gguf_file={file.name!r}") + ", or the model that it was made from"
+
+
+def _rewritten(arguments: str) -> str:
+    return (
+        ", which is not read: convert it with transformers, "
+        f"`AutoModelForCausalLM.from_pretrained({arguments}).save_pretrained(NEW)`, and serve NEW"
+    )
 
 
 def fetch_config(name: str) -> Path:

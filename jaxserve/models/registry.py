@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxserve.models import manifest
 from jaxserve.models.context_length import Config
+from jaxserve.models.hub import other_format
 from jaxserve.models.json_file import object_in
 from jaxserve.models.keys import check
 from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Stream, Tree, is_info, tree_of
@@ -131,7 +132,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     if not path.is_dir():
         raise InvalidValue(f"model folder {str(path)!r} does not exist; expected {what}", "model")
     if not (path / name).is_file():
-        raise InvalidValue(f"{str(path / name)!r} is missing; expected {what}", "model")
+        raise InvalidValue(f"{str(path / name)!r} is missing; {other_format(path) or f'expected {what}'}", "model")
     return object_in(path / name)
 
 

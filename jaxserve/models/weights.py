@@ -20,6 +20,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError
 
+from jaxserve.models.hub import other_format
 from jaxserve.models.json_file import object_in, parsed
 from jaxserve.models.layers import Info, Source, Tree, is_info
 from jaxserve.models.names import renamed
@@ -42,7 +43,6 @@ log = logging.getLogger(__name__)
 
 NARROW = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}  # safetensors' names of the 8-bit dtypes
 OTHERS = ("adapter", "consolidated", "optimizer", "training")  # beginnings of files beside those of a model
-OLDER = (".bin", ".pt", ".pth", ".gguf")
 EXPECTED = "model.safetensors, or model.safetensors.index.json and the files it names"
 NAMED = 200  # tensors that do not fit, in a message
 VISION = ("vision_tower.", "multi_modal_projector.")  # of models with images, whose text is served
@@ -85,7 +85,11 @@ def reader(path: Path, spec: ModelSpec, dtype: Any) -> Iterator[tuple[Tree, Call
     abstract = abstract_weights(spec, dtype)
     with ExitStack() as open_files:
         wanted = {source.name: source.shape for info in _infos(abstract) for source in info.sources}
-        tensors = methods.unpacked(_index(path, open_files), methods.given_in(path))
+        given = methods.given_in(path)
+        tensors = methods.unpacked(_index(path, open_files), given)
+        if given and not (spec.quantized is not None and spec.quantized.stored):
+            kind = np.dtype(dtype) if spec.quantized is None else spec.quantized.dtype
+            log.info("%s: its %s weights are widened as they are read, to %s", path, given.get("quant_method"), kind)
         tensors = _widened(renamed(tensors, wanted), abstract, spec)
         _check_names(path, tensors, _infos(abstract), spec)
 
@@ -211,13 +215,7 @@ def _without_index(path: Path) -> list[Path]:
     files = [file for file in every if file.name.startswith("model")]
     files = files or [file for file in every if not file.name.startswith(OTHERS)]
     if not files:
-        old = sorted(file.name for suffix in OLDER for file in path.glob(f"*{suffix}"))
-        remedy = f"expected {EXPECTED}"
-        if old:
-            remedy = (
-                f"{old[0]} is of another format, which is not read: convert it with transformers, "
-                f"`AutoModelForCausalLM.from_pretrained({str(path)!r}).save_pretrained(NEW)`, and serve NEW"
-            )
+        remedy = other_format(path) or f"expected {EXPECTED}"
         raise WeightsError(f"no *.safetensors of a model in {str(path)!r}; {remedy}")
     if passed_over := [file.name for file in every if file not in files]:
         log.info("%s: not read, as they are no weights of the model: %s", path, ", ".join(passed_over))
@@ -252,7 +250,7 @@ def _check_names(path: Path, tensors: Tensors, infos: Sequence[Info], spec: Mode
         part = handle.get_slice(name)
         shape, dtype = tuple(part.get_shape()), part.get_dtype()
         if name not in wanted:
-            if not _harmless(name, spec):
+            if not (_harmless(name, spec) or _no_bias(name, handle)):
                 problems.append(f"unexpected {name} {list(shape)} in {file.name}")
         elif shape != wanted[name]:
             problems.append(f"misshapen {name}: {list(shape)} in {file.name}, the config says {list(wanted[name])}")
@@ -274,6 +272,11 @@ def _harmless(name: str, spec: ModelSpec) -> bool:
         others += VISION
     tied = spec.tied and name == "lm_head.weight"
     return tied or name.endswith("rotary_emb.inv_freq") or name.removeprefix("model.").startswith(tuple(others))
+
+
+def _no_bias(name: str, file: Any) -> bool:
+    """Return whether a tensor is a bias of zeros, which some tools write for every module."""
+    return name.endswith(".bias") and len(file.get_slice(name).get_shape()) == 1 and not np.any(file.get_tensor(name))
 
 
 def _check_tp(spec: ModelSpec, tp: int) -> None:

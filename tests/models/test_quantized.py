@@ -27,6 +27,7 @@ from jaxserve.models.quantized import Quantized
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.weights import WeightsError, load_weights, shardings
 from tests.support.examples import cases
+from tests.support.models import packed
 from tests.support.models.configs import CASES, FULL, TOKENS
 from tests.support.models.driver import Driver, mesh, peer
 
@@ -102,7 +103,7 @@ def as_fp8(folder: Path, tensors: Tensors, how: Quantization) -> Tensors:
         held[name], scales = quantize(x, how)
         held[name + SCALE] = scales
     (file,) = folder.glob("*.safetensors")
-    save_fp8(held, file)
+    packed.save(held, file)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "dynamic",
@@ -111,22 +112,6 @@ def as_fp8(folder: Path, tensors: Tensors, how: Quantization) -> Tensors:
     (folder / "config.json").write_text(json.dumps(config))
     plain = {n: x.astype(np.float32) for n, x in held.items() if not n.endswith(SCALE) and n not in linear}
     return plain | {name: dequantize(held[name], held[name + SCALE], how.block) for name in linear}
-
-
-def save_fp8(tensors: Tensors, file: Path) -> None:
-    """Write the file with torch, since the numpy side of safetensors has no 8-bit floats."""
-    import torch
-    from safetensors.torch import save_file as save
-
-    made = {}
-    for name, x in tensors.items():
-        if x.dtype == ml_dtypes.float8_e4m3fn:
-            made[name] = torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn)
-        elif x.dtype == ml_dtypes.bfloat16:
-            made[name] = torch.from_numpy(x.view(np.uint16).astype(np.int32).astype(np.uint16)).view(torch.bfloat16)
-        else:
-            made[name] = torch.from_numpy(np.ascontiguousarray(x))
-    save(made, file)
 
 
 FP8_SAMPLE = [("minimax-m2", ODD, (4,)), ("deepseek-v3", ODD, (2,))]

@@ -7,12 +7,23 @@ first, are outputs 0, 2, 4, 6, 1, 3, 5 and 7 of eight.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxserve.models.packed.computed import Array, Computed, Parts, Tensors, fields, groups_of, replaced, widened
+from jaxserve.models.packed.computed import (
+    Array,
+    Computed,
+    Parts,
+    Tensors,
+    fields,
+    groups_of,
+    replaced,
+    size_of,
+    widened,
+)
 from jaxserve.models.packed.refused import refuse
 
 NEEDED = (".qweight", ".qzeros", ".scales")
@@ -22,6 +33,7 @@ FIELD = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # of each output of eight
 def declared(given: Mapping[str, Any]) -> None:
     """See `methods.Method`."""
     bits, form = given.get("bits", given.get("w_bit")), given.get("version") or given.get("format") or "gemm"
+    size_of(given)
     if bits != 4:
         refuse("awq", f"bits={bits!r}")
     if str(form).lower() != "gemm":
@@ -31,19 +43,19 @@ def declared(given: Mapping[str, Any]) -> None:
 
 
 def unpacked(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
-    return replaced(tensors, NEEDED, (), _views)
+    return replaced(tensors, NEEDED, (), partial(_views, size_of(given)))
 
 
-def _views(parts: Parts) -> dict[str, Computed] | None:
+def _views(size: int, parts: Parts) -> dict[str, Computed] | None:
     if len(parts.shape(".qweight")) != 2 or len(parts.shape(".scales")) != 2:
         return None
     (inputs, words), (groups, outputs) = parts.shape(".qweight"), parts.shape(".scales")
-    if parts.shape(".qzeros") != (groups, words) or words * 8 != outputs or not groups or inputs % groups:
+    if parts.shape(".qzeros") != (groups, words) or words * 8 != outputs or not groups:
         return None
 
     def compute(read: dict[str, Array]) -> Array:
         values, zeros = (_outputs(read[end]).T for end in (".qweight", ".qzeros"))
-        return widened(values, read[".scales"].T, zeros, groups_of(inputs, groups, 0, None))
+        return widened(values, read[".scales"].T, zeros, groups_of(inputs, groups, size, None))
 
     return {".weight": parts.computed((outputs, inputs), parts.dtype(".scales"), compute)}
 

@@ -16,7 +16,17 @@ from typing import Any
 import numpy as np
 
 from jaxserve.models.packed import eight
-from jaxserve.models.packed.computed import Array, Computed, Parts, Tensors, fields, groups_of, replaced, widened
+from jaxserve.models.packed.computed import (
+    Array,
+    Computed,
+    Parts,
+    Tensors,
+    fields,
+    groups_of,
+    replaced,
+    size_of,
+    widened,
+)
 from jaxserve.models.packed.refused import refuse
 from jaxserve.models.quantization import Quantization
 
@@ -42,6 +52,7 @@ def declared(given: Mapping[str, Any]) -> Quantization | None:
         if bits not in ((4, 8) if form == "pack-quantized" else (8,)) or kind not in ("int", "float"):
             refuse(METHOD, f"weights of {bits!r} bits of type {kind!r} in format={form!r}")
     weights = groups[0]["weights"]
+    size_of(weights)
     if len(groups) > 1 or "Linear" not in (groups[0].get("targets") or ()):
         return None
     strategy, block = weights.get("strategy"), weights.get("block_structure")
@@ -54,7 +65,7 @@ def declared(given: Mapping[str, Any]) -> Quantization | None:
 def unpacked(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
     how = declared(given)
     readable = replaced(tensors, NEEDED, OPTIONAL, partial(_views, how is not None))
-    return eight.unpacked(readable, how, int(_groups(given)[0]["weights"].get("group_size") or 0))
+    return eight.unpacked(readable, how, size_of(_groups(given)[0]["weights"]))
 
 
 def _groups(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -112,13 +112,22 @@ def widened(values: Array, scales: Array, zeros: Array | int, group: Array) -> A
     return out
 
 
+def size_of(given: Mapping[str, Any]) -> int:
+    """Return the inputs of a group that a config gives; 0: all, or not given. Raises ValueError or TypeError."""
+    return max(int(given.get("group_size") or given.get("q_group_size") or 0), 0)
+
+
 def groups_of(inputs: int, groups: int, size: int, given: Array | None) -> npt.NDArray[np.int64]:
     """Return the group of each input. given: as the checkpoint has it (act-order). Raises ValueError.
 
-    size: inputs of a group where `groups` does not divide them.
+    size: inputs of a group as the config says, of which modules may differ.
     """
     if given is None:
-        return np.arange(inputs) // (size if inputs % groups else inputs // groups)
+        if size < 1 or -(-inputs // size) != groups:
+            size, rest = divmod(inputs, groups)
+            if rest:
+                raise ValueError(f"{inputs} inputs have {groups} groups of unknown sizes")
+        return np.arange(inputs) // size
     if given.shape != (inputs,) or given.min() < 0 or given.max() >= groups:
         raise ValueError(f"its g_idx must name a group of {groups} for each of {inputs} inputs")
     return given.astype(np.int64)

@@ -6,6 +6,7 @@ Scales are one for the tensor, one for each output, group or block. Those that t
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import numpy as np
 from jaxserve.models.packed.computed import Array, Computed, Parts, Tensors, groups_of, replaced, widened
 from jaxserve.models.packed.refused import refuse
 from jaxserve.models.quantization import Quantization
+
+log = logging.getLogger(__name__)
 
 VALUES = ("F8_E4M3", "I8")
 SCALE, INVERSE, ZERO = ".weight_scale", ".weight_scale_inv", ".weight_zero_point"
@@ -66,6 +69,9 @@ class Fp8:
 def unpacked(tensors: Tensors, how: Quantization | None, size: int = 0) -> dict[str, tuple[Path, Any]]:
     """Rename the scales of weights that are held as they are stored, and widen others. size: inputs of a group."""
     used = {name: at for name, at in tensors.items() if not UNUSED.fullmatch(name)}
+    if len(used) < len(tensors):
+        text = "%d scales of activations, keys and values are not used: see --dtype and --kv-cache-dtype"
+        log.info(text, len(tensors) - len(used))
     for scale in (SCALE, INVERSE):
         used = replaced(used, (".weight", scale), (ZERO,), partial(_views, how, size, scale))
     return used

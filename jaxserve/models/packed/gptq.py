@@ -12,7 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxserve.models.packed.computed import Array, Computed, Parts, Tensors, fields, groups_of, replaced, widened
+from jaxserve.models.packed.computed import (
+    Array,
+    Computed,
+    Parts,
+    Tensors,
+    fields,
+    groups_of,
+    replaced,
+    size_of,
+    widened,
+)
 from jaxserve.models.packed.refused import refuse
 
 NEEDED, OPTIONAL = (".qweight", ".qzeros", ".scales"), (".g_idx",)
@@ -22,6 +32,7 @@ BITS = (4, 8)
 def declared(given: Mapping[str, Any]) -> None:
     """See `methods.Method`."""
     bits, form = given.get("bits"), given.get("checkpoint_format") or given.get("format") or "gptq"
+    size_of(given)
     if bits not in BITS:
         refuse("gptq", f"bits={bits!r}")
     if form not in ("gptq", "gptq_v2") or given.get("is_marlin_format"):
@@ -30,7 +41,7 @@ def declared(given: Mapping[str, Any]) -> None:
 
 def unpacked(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
     less = 0 if "gptq_v2" in (given.get("checkpoint_format"), given.get("format")) else 1
-    return replaced(tensors, NEEDED, OPTIONAL, partial(_views, less, int(given.get("group_size") or -1)))
+    return replaced(tensors, NEEDED, OPTIONAL, partial(_views, less, size_of(given)))
 
 
 def _views(less: int, size: int, parts: Parts) -> dict[str, Computed] | None:
