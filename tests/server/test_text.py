@@ -17,7 +17,7 @@ from jaxserve.generation.detokenize import Detokenizer, TextStream, common
 from jaxserve.generation.stops import Automaton, StopStrings, Thinking, Thoughts
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.server.service import Service
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.tokenizer import Tokenizer, template_of
 from tests.support.examples import examples
 from tests.support.server.double import Double
 from tests.support.server.live import Live
@@ -244,6 +244,29 @@ def test_chat_templates(tokenizer, fallback, tmp_path):
     assert loaded.chat(talk, arguments={"mood": "?"}) == "hi?!"
     with pytest.raises(InvalidValue, match="neither a file nor a template"):
         Tokenizer.load("x", chat_template="nowhere.jinja")
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "template"),
+    [
+        ("chat_template.json", b'{"chat_template": "{{ messages }}"}', "{{ messages }}"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", '
+         b'"template": "{{ d }}"}], "eos_token": "x"}', "{{ d }}"),
+        ("own.jinja", b"\xef\xbb\xbf{{ messages }}", "{{ messages }}"),
+        ("own.jinja", "café {{ x }}".encode("latin-1"), "is not UTF-8: save the file in that encoding"),
+        ("chat_template.json", b'{"other": 1}', "no key 'chat_template' with a template"),
+        ("chat_template.json", b"{{ messages }}", "is not JSON"),
+    ],
+)  # fmt: skip
+def test_template_files_as_people_have_them(name, raw, template, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(raw)
+    try:
+        read = template_of(str(path))
+    except InvalidValue as error:
+        assert "{{" not in template and template in str(error) and str(path) in str(error)
+    else:
+        assert read == template
 
 
 @pytest.fixture(scope="module")
