@@ -314,7 +314,5 @@ def test_the_example_in_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_simulation_that_counts_no_request_is_refused(
     flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(["simulate", "--policy", "distserve", "--qps", "1", "--num-requests", "10", "--mesh", "1x1", *flags]) == 2
-    )
+    assert main(["simulate", "--policy", "distserve", "--qps", "1", "--num-requests", "10", *flags]) == 2
     assert says in capsys.readouterr().err
