@@ -126,9 +126,7 @@ def simulate(
     validate(arrivals)
     if len(arrivals) <= 2 * options.skip:
         raise InvalidValue(
-            f"skip={options.skip} at each end leaves none of the {len(arrivals)} requests: lower it, or raise "
-            "num_requests",
-            "skip",
+            f"skip={options.skip} at each end leaves none of the {len(arrivals)} requests: lower it", "skip"
         )
     simulation = _Simulation(arrivals, policy, mesh, latency, seed, options, progress, logs, recorder)
     cluster, ended = clock.run(simulation.run())
