@@ -96,7 +96,10 @@ class ServeConfig(OperationSettings):
     max_model_len: Annotated[int, Range(2)] | None = flag(
         None, "model", "Longest prompt plus output, in tokens. Default: the model's own limit."
     )
-    seed: int = flag(0, "model", "Seed of dummy weights and of requests without a seed.")
+    seed: Annotated[int, Range(0)] | None = flag(
+        None, "model", "Seed of requests without one, for equal outputs in every run (default: random), and of dummy "
+        "weights (default: 0).",
+    )  # fmt: skip
     pooling_type: PoolingType = flag(
         "last", "model", "How /v1/embeddings, /pooling and /v1/score make one vector of a text: the hidden state of "
         "its last token, or the mean over all. Requests can override it with pooling_type.",

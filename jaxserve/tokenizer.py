@@ -42,7 +42,23 @@ def template_of(given: str | None) -> str | None:
     path = Path(given)
     if not path.is_file():
         raise InvalidValue(f"chat_template={given!r} is neither a file nor a template", "chat_template")
-    return text_of(path)
+    text = text_of(path)
+    return text if path.suffix != ".json" else _template_in(text, given)
+
+
+def _template_in(text: str, given: str) -> str:
+    """Return the template in the JSON of a `chat_template.json` or `tokenizer_config.json`. Raises InvalidValue."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InvalidValue(f"chat_template={given!r} is not JSON: {error}", "chat_template") from error
+    found = found.get("chat_template") if isinstance(found, dict) else found
+    if isinstance(found, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    if not isinstance(found, str):
+        raise InvalidValue(f"chat_template={given!r} has no key 'chat_template' with a template", "chat_template")
+    return found
 
 
 class Tokenizer:

@@ -102,7 +102,7 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
 def text_of(path: Path) -> str:
     """Return the text of a UTF-8 file. Raises InvalidValue, and FileNotFoundError for a missing file."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # a template with a mark of its encoding would put it into prompts
     except UnicodeDecodeError as error:
         raise InvalidValue(f"{path}: byte {error.start} is not UTF-8: save the file in that encoding") from error
 

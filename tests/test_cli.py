@@ -195,3 +195,41 @@ def test_a_config_in_another_encoding_is_named(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "config.yaml").write_bytes("model: x".encode("utf-16"))
     assert cli.main(["serve", "--config", str(tmp_path / "config.yaml")]) == 2
     assert "config.yaml: byte 0 is not UTF-8" in capsys.readouterr().err
+
+
+STREAMS = """
+import os, socket
+from jaxserve.cli.main import open_standard_streams
+open_standard_streams()
+assert socket.socket().fileno() > 2
+print("to nowhere, or to the pipe", flush=True)
+"""
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "012"])
+def test_standard_streams_that_are_closed_are_opened(closed):
+    closing = " ".join(f"{number}>&-" for number in closed)
+    ran = subprocess.run(
+        ["bash", "-c", f'exec "$0" -c "$1" {closing}', sys.executable, STREAMS], timeout=120, check=False
+    )
+    assert ran.returncode == 0
+
+
+UTF16 = "skip: 1".encode("utf-16")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["simulate", "--workload", "FILE.yaml", "--qps", "1"],
+        ["fit", "FILE.jsonl"],
+        ["distill", "--prompts", "FILE.txt", "--out", "OUT"],
+    ],
+)
+def test_files_in_other_encodings_are_named(words, tmp_path, capsys):
+    words = [word.replace("FILE", str(tmp_path / "given")).replace("OUT", str(tmp_path / "out")) for word in words]
+    [path] = [word for word in words if "given" in word]
+    Path(path).write_bytes(UTF16)
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert path in said and "is not UTF-8: save the file in that encoding" in said

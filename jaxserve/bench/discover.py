@@ -76,15 +76,17 @@ async def discover(target: Target, vocabulary: Sequence[int]) -> tuple[Target, S
     async with _open(target) as http:
         try:
             if not target.model:
-                found = await _models(http, target)
-                if not found or "id" not in found[0]:
+                models = await _models(http, target)
+                if not models or "id" not in models[0]:
                     raise InvalidValue(f"{target.base_url}/v1/models lists no model: set --model", "model")
-                target = replace(target, model=str(found[0]["id"]))
+                target = replace(target, model=str(models[0]["id"]))
             if not vocabulary:
                 body = {"model": target.model, "prompt": texts.SAMPLE, "add_special_tokens": False}
                 async with http.post(target.base_url + "/tokenize", json=body) as answer:
-                    tokens = (await answer.json()).get("tokens") if answer.status == 200 else None
-                vocabulary = sorted(set(tokens)) if tokens else FALLBACK
+                    found = await answer.json() if answer.status == 200 else None
+                tokens = found.get("tokens") if isinstance(found, dict) else None
+                usable = isinstance(tokens, list) and all(type(token) is int for token in tokens)
+                vocabulary = sorted(set(tokens)) if tokens and usable else FALLBACK
         except InvalidValue:
             raise
         except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as error:
@@ -103,8 +105,9 @@ async def _models(http: aiohttp.ClientSession, target: Target) -> list[dict[str,
         if answer.status in ABSENT and target.model:
             return []
         answer.raise_for_status()
-        found = (await answer.json()).get("data")
-    return [one for one in found or () if isinstance(one, dict)]
+        found = await answer.json()
+    listed = found.get("data") if isinstance(found, dict) else found  # some servers answer the bare list
+    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
 
 
 def _unreachable(target: Target, error: Exception) -> InvalidValue:

@@ -21,7 +21,7 @@ from jaxserve.sched.perf.compare import Score, compare
 from jaxserve.sched.perf.fit import Fit, fit, to_total
 from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.perf.registry import KINDS, Step
-from jaxserve.yamlio import nearest
+from jaxserve.yamlio import nearest, text_of
 
 DESCRIPTION = "Fit step-time models to measured steps, report their errors, and write a latency preset."
 EPILOG = """examples:
@@ -116,7 +116,7 @@ def read(path: Path) -> Profile:
 
 
 def _objects(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text_of(path).splitlines(), 1):
         where = f"{path}:{number}"
         try:
             row = json.loads(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 
@@ -53,8 +54,21 @@ def _exists(module: str) -> bool:
         return False
 
 
+def open_standard_streams() -> None:
+    """Open /dev/null in place of closed standard streams: sockets would take their numbers, and logs go there."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
 def dispatch(command: str, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run a command with its flags; invalid settings print one line and return status 2."""
+    open_standard_streams()
     name = COMMANDS[command][0]
     if not _exists(name):
         print(f"jaxserve {command}: error: not in this version", file=sys.stderr)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import InvalidValue
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.yamlio import text_of
 
 FEWEST = 16  # prompts that a file must have, because some are held out
 LONGEST_BEGINNING = 48  # tokens of a prompt that the target generates itself
@@ -29,7 +30,7 @@ def of_file(path: Path, tokenizer: Tokenizer, longest: int) -> Prompts:
     """
     if not path.is_file():
         raise InvalidValue(f"prompts={str(path)!r} does not exist; expected a text file, or JSONL", "prompts")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = text_of(path).splitlines()
     found: list[Prompt] = []
     for number, line in enumerate(lines, 1):
         if line.strip():

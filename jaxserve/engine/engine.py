@@ -49,6 +49,7 @@ from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.journal import REHEARSAL
+from jaxserve.settings.seeds import request_seed
 from jaxserve.structured.compiler import Compiler
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Engine:
         self._machine = machine
         self._cluster = machine.cluster(self._finished)
         self._queue = Queue(None, 0.0, machine.now, self._expire)  # unbounded until warm-up requests are done
-        self._seed = config.seed
+        self._seed = request_seed(config.seed)
         self._ids = itertools.count()
         self._entering = 0  # submitted, not yet routed; guarded by _lock
         self._lock = threading.RLock()  # a listener that is told while a request is routed may submit another

@@ -53,11 +53,12 @@ class Detokenizer:
         """Return the last tokens of the prompt that have text, with all of a byte-fallback run at its end."""
         end: list[int] = []
         for token in reversed(prompt):
+            if not self._tokenizer.has_text(token, self._skip):
+                continue  # bytes before and after it are one run
             run = end and end[-1] in self._tokenizer.byte_fallback and token in self._tokenizer.byte_fallback
             if len(end) >= _CONTEXT and not run:
                 break
-            if self._tokenizer.has_text(token, self._skip):
-                end.append(token)
+            end.append(token)
         return end[::-1]
 
     def add(self, token: int) -> str:

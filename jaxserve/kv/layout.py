@@ -48,7 +48,7 @@ def layout_of(machine: Machine) -> Layout:
     config, state = machine.config, machine.executors[0].state
     spec = state.programs.spec
     arrays = state.kv_buffer(1)
-    seed = f", seed {config.seed}" if config.load_format == "dummy" else ""
+    seed = f", seed {config.seed or 0}" if config.load_format == "dummy" else ""
     drafts = "" if config.speculative is None else repr(config.speculative)
     return Layout(
         jaxserve=__version__,

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxserve.models.json_file import object_in
 from jaxserve.sched.api.thinking import Marker, ThinkingMarkers
+from jaxserve.yamlio import text_of
 
 # (beginning, end) of published model families.
 PAIRS = (
@@ -103,7 +104,7 @@ def _template(folder: Path) -> str:
     """Return the chat templates of a folder as one text: from their file or tokenizer_config.json, or ""."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return text_of(path)
     return json.dumps(_read(folder / "tokenizer_config.json").get("chat_template") or "", ensure_ascii=False)
 
 

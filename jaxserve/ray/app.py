@@ -27,6 +27,7 @@ from jaxserve.server.keys import Keys
 from jaxserve.server.limits import load_limits
 from jaxserve.server.main import check_processes
 from jaxserve.server.service import Service
+from jaxserve.settings.seeds import request_seed
 from jaxserve.wire.address import Address, Place
 
 log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class Front:
         own = serve.get_replica_context().replica_id.unique_id
         routing, fronts = config.replica_routing, config.api_server_count
         partly = config.max_replicas is not None
-        replicas = await Replicas.connect(places, f"{config.seed}.{own}", routing, fronts, partly=partly)
+        replicas = await Replicas.connect(places, f"{request_seed(config.seed)}.{own}", routing, fronts, partly=partly)
         self._service = Service(replicas, await tokenizer, config)
         replicas.dispatcher.on_continued = self._service.metrics.continued
         self._learning = asyncio.ensure_future(self._learn())

@@ -43,6 +43,7 @@ from jaxserve.server.service import Service
 from jaxserve.server.serving import Interrupted, announce, loop_factory, serve, serve_from_start
 from jaxserve.server.signals import Signals, end_process
 from jaxserve.server.start_times import StartTime, last_start, remember
+from jaxserve.settings.seeds import request_seed
 from jaxserve.wire.address import Place
 
 logger = logging.getLogger("jaxserve.server")
@@ -76,7 +77,7 @@ async def serve_remote(
     called then. Raises what `places` raises, and Interrupted: see `serve_from_start`.
     """
     # Requests of two fronts must not share seeds: equal prompts would get equal samples.
-    seed = f"{config.seed}.{index}" if index else str(config.seed)
+    seed = request_seed(config.seed) + f".{index}" * (index > 0)
     engines, services, tending = list[Replicas](), list[Service](), list[asyncio.Task[None]]()
     collector = GCControl(lambda: UNPROMISED)  # a large body is many objects: to look through them holds up streams
 

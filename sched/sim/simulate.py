@@ -124,11 +124,21 @@ def simulate(
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     arrivals, rate = arrivals_of(workload, qps, num_requests, seed)
     validate(arrivals)
+    if len(arrivals) <= 2 * options.skip:
+        raise InvalidValue(
+            f"skip={options.skip} at each end leaves none of the {len(arrivals)} requests: lower it", "skip"
+        )
     simulation = _Simulation(arrivals, policy, mesh, latency, seed, options, progress, logs, recorder)
     cluster, ended = clock.run(simulation.run())
     measured = tuple(
         measure(request, arrivals[request.id].class_, stage_allowance(request)) for request in simulation.requests
     )
+    if len(measured) <= 2 * options.skip:
+        raise InvalidValue(
+            f"horizon={options.horizon} and skip={options.skip} leave no request: {len(measured)} of {len(arrivals)} "
+            "had arrived",
+            "horizon",
+        )
     counters = Counters.total(core.scheduler.counters for core in cluster.cores)
     busy = tuple(core.scheduler.counters.measured_seconds / ended if ended else 0.0 for core in cluster.cores)
     return Report(

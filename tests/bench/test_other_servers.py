@@ -173,6 +173,16 @@ def test_runs_are_repeated_with_other_prompts(tmp_path: Path, capsys: pytest.Cap
     assert "3 runs" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("answer", [[{"id": "strict"}], [], None, 3, "strict", {"data": 3}, {"data": {"id": "strict"}}])
+def test_odd_answers_about_models_give_a_name_or_one_line(answer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with StrictServer(listed=answer).running() as server:
+        if answer == [{"id": "strict"}]:
+            assert bench(server.url) == 0
+        else:
+            assert bench(server.url) == 2
+            assert "lists no model: set --model" in capsys.readouterr().err
+
+
 def test_a_server_without_models_needs_the_name(capsys: pytest.CaptureFixture[str]) -> None:
     with StrictServer(models=False).running() as server:
         assert bench(server.url) == 2

@@ -48,6 +48,8 @@ def test_models_that_do_not_fit_give_the_engines_error() -> None:
     assert refused.refusal.startswith("gpu_memory_utilization=0.5 of 100000 bytes on made-up leaves nothing for the KV")
     tight = fit(SPEC, setting(device=replace(DEVICE, memory=2.0 * (WEIGHTS + 1024 + 15 * 4 * KV))), 1, 1, HELD)
     assert "holds 15 pages of 4 tokens" in tight.refusal and "fewer than the 16 that max_model_len=64" in tight.refusal
+    none = fit(SPEC, setting(device=replace(DEVICE, memory=2.0 * (WEIGHTS + 1024 + 3 * KV))), 1, 1, HELD)
+    assert "holds 0 pages" in none.refusal and "lower max_model_len" not in none.refusal
     assert remedy(SPEC, setting(), [tight]) == "a request of 64 tokens does not fit; --max-model-len 60 does"
     assert "must divide heads=4" in fit(SPEC, setting(), 1, 3, HELD).refusal
     assert not any(one.fits for one in (refused, tight))

@@ -302,3 +302,17 @@ def test_the_example_in_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> Non
     exec(compile(example, "docs/guide/simulator.md", "exec"), {"__name__": "example"})
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()] == ["kairos", "LongestFirst"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--skip", "5"), "skip=5 at each end leaves none of the 10 requests"),
+        (("--horizon", "1us"), "horizon=1e-06 and skip=0 leave no request: 0 of 10 had arrived"),
+    ],
+)
+def test_a_simulation_that_counts_no_request_is_refused(
+    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "--policy", "distserve", "--qps", "1", "--num-requests", "10", *flags]) == 2
+    assert says in capsys.readouterr().err

@@ -90,3 +90,17 @@ def test_seeds_matter(executor: JaxExecutor) -> None:
     texts = {tuple(alone(executor, Job(PROMPT, params, seed=seed), 8)) for seed in (0, 1, -1, 2**32, 2**63)}
     assert len(texts) == 5
     assert alone(executor, Job(PROMPT, GREEDY, seed=1), 8) == alone(executor, Job(PROMPT, GREEDY, seed=2), 8)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_p=1e-45, seed=5, max_tokens=None),
+        SamplingParams(top_p=1e-300, temperature=2.0, seed=6, max_tokens=None),
+        SamplingParams(temperature=1e-45, seed=5, max_tokens=None),
+        SamplingParams(temperature=1e-36, seed=5, max_tokens=None),
+        SamplingParams(temperature=1e-300, top_p=0.5, seed=5, max_tokens=None),
+    ],
+)
+def test_values_below_those_of_float32_are_the_limit_and_not_off(executor: JaxExecutor, params: SamplingParams) -> None:
+    assert alone(executor, Job(PROMPT, params), 12) == alone(executor, Job(PROMPT), 12)

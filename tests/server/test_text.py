@@ -17,7 +17,7 @@ from jaxserve.generation.detokenize import Detokenizer, TextStream, common
 from jaxserve.generation.stops import Automaton, StopStrings, Thinking, Thoughts
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.server.service import Service
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.tokenizer import Tokenizer, template_of
 from tests.support.examples import examples
 from tests.support.server.double import Double
 from tests.support.server.live import Live
@@ -49,6 +49,8 @@ def streamed(tokenizer, ids, prompt=(), skip=True):
 def test_text_is_what_transformers_decodes_less_the_prompt(kind, data):
     tokenizer, skip = tokenizer_of(kind), data.draw(st.booleans())
     ids = st.integers(0, 3) | st.integers(0, len(tokenizer) + 2)
+    if tokenizer.byte_fallback:
+        ids |= st.sampled_from(sorted(tokenizer.byte_fallback))
     prompt = data.draw(st.lists(ids, max_size=24) | st.text(max_size=8).map(tokenizer.encode))
     output = data.draw(st.lists(ids, max_size=40))
     before, whole = (
@@ -57,6 +59,31 @@ def test_text_is_what_transformers_decodes_less_the_prompt(kind, data):
     )
     # The output may complete a character of the prompt, whose text is then no beginning of the whole.
     assert "".join(streamed(tokenizer, output, prompt, skip)) == whole[common(before, whole) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=examples(60))
+@given(data=st.data())
+def test_stop_strings_are_found_in_the_text_of_every_kind(kind, data):
+    tokenizer = tokenizer_of(kind)
+    ids = st.lists(st.integers(4, len(tokenizer) - 1), max_size=20)
+    prompt, output = data.draw(ids), data.draw(ids)
+    text = "".join(streamed(tokenizer, output, prompt))
+    start = data.draw(st.integers(0, max(0, len(text) - 1)))
+    stop = text[start : start + data.draw(st.integers(1, 5))] or "never"
+    stream = TextStream(tokenizer, SamplingParams(stop=(stop,)), prompt=prompt)
+    gains = [stream.add([id], final=at == len(output) - 1) for at, id in enumerate(output)]
+    end = next((at for at, gain in enumerate(gains) if gain.stop), len(gains))
+    assert "".join(gain.text for gain in gains[: end + 1]) == text.split(stop)[0]
+    assert any(gain.stop for gain in gains) == (stop in text)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "gemma", "metaspace"])
+def test_a_run_of_bytes_in_the_prompt_goes_on_behind_special_tokens(kind):
+    tokenizer = tokenizer_of(kind)
+    ids = sorted(tokenizer.byte_fallback)
+    prompt, output = [ids[0xFF], 2, 1, *(ids[byte] for byte in b"abcde"), 2], [ids[0x41]]
+    assert "".join(streamed(tokenizer, output, prompt)) == "\ufffd", "one byte that is not UTF-8 breaks the whole run"
 
 
 @given(st.text(max_size=40))
@@ -244,6 +271,29 @@ def test_chat_templates(tokenizer, fallback, tmp_path):
     assert loaded.chat(talk, arguments={"mood": "?"}) == "hi?!"
     with pytest.raises(InvalidValue, match="neither a file nor a template"):
         Tokenizer.load("x", chat_template="nowhere.jinja")
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "template"),
+    [
+        ("chat_template.json", b'{"chat_template": "{{ messages }}"}', "{{ messages }}"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", '
+         b'"template": "{{ d }}"}], "eos_token": "x"}', "{{ d }}"),
+        ("own.jinja", b"\xef\xbb\xbf{{ messages }}", "{{ messages }}"),
+        ("own.jinja", "café {{ x }}".encode("latin-1"), "is not UTF-8: save the file in that encoding"),
+        ("chat_template.json", b'{"other": 1}', "no key 'chat_template' with a template"),
+        ("chat_template.json", b"{{ messages }}", "is not JSON"),
+    ],
+)  # fmt: skip
+def test_template_files_as_people_have_them(name, raw, template, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(raw)
+    try:
+        read = template_of(str(path))
+    except InvalidValue as error:
+        assert "{{" not in template and template in str(error) and str(path) in str(error)
+    else:
+        assert read == template
 
 
 @pytest.fixture(scope="module")

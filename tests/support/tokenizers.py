@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +43,50 @@ def _sentencepiece() -> Backend:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return backend
+
+
+def _gemma() -> Backend:
+    """Gemma: BPE with byte fallback, and no mark before the text, so that nothing is stripped."""
+    backend = _sentencepiece()
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _metaspace() -> Backend:
+    """Llama 2 as transformers 5 converts it: the mark comes from Metaspace, before the first word only."""
+    backend = _sentencepiece()
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return backend
+
+
+def _tekken() -> Backend:
+    """Mistral's tekken: BPE over bytes, behind a thousand special tokens of which most have no use."""
+    backend = Backend(models.BPE())
+    words = pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=[*SPECIAL, *(f"<SPECIAL_{at}>" for at in range(len(SPECIAL), 100))],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    return _trained(backend, trainer)
+
+
+def _added(base: Callable[[], Backend]) -> Callable[[], Backend]:
+    """A kind with tokens added by a fine-tune: texts with spaces, some that take those around them, some special."""
+
+    def made() -> Backend:
+        backend = base()
+        backend.add_tokens([AddedToken("<think>", normalized=False), AddedToken(" two words "), AddedToken("日本")])
+        backend.add_tokens([AddedToken("<call>", lstrip=True, rstrip=True), AddedToken("▁mark")])
+        backend.add_special_tokens([AddedToken("<|im_end|>", special=True, rstrip=True)])
+        return backend
+
+    return made
 
 
 def _unigram() -> Backend:
@@ -91,6 +135,12 @@ KINDS: dict[str, Callable[[], Backend]] = {
     "byte_level": _byte_level,
     "wordpiece": _wordpiece,
     "suffix": _suffix,
+    "gemma": _gemma,
+    "metaspace": _metaspace,
+    "tekken": _tekken,
+    "sentencepiece_added": _added(_sentencepiece),
+    "byte_level_added": _added(_byte_level),
+    "unigram_added": _added(_unigram),
 }
 
 

@@ -12,7 +12,7 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import NAMED, Arrival, Mix, Workload
 from jaxserve.sched.sim.draws import Lengths
 from jaxserve.sched.sim.workload import Slowdown
-from jaxserve.yamlio import load_yaml, nearest
+from jaxserve.yamlio import load_yaml, nearest, text_of
 
 
 def find_workload(name: str) -> Workload | Mix:
@@ -31,7 +31,7 @@ def find_workload(name: str) -> Workload | Mix:
             hint = nearest(name, NAMED)
             raise InvalidValue(f"{error}; built in: {hint}; or FILE.yaml, or trace:FILE", "workload") from error
     try:
-        mixture = re.search(r"(?m)^parts\s*:", path.read_text(encoding="utf-8"))
+        mixture = re.search(r"(?m)^parts\s*:", text_of(path))
     except FileNotFoundError as error:
         raise InvalidValue(f"workload {path} does not exist", "workload") from error
     return load_yaml(path, Mix) if mixture else load_yaml(path, Workload)

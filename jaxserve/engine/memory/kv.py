@@ -158,10 +158,11 @@ def fit_pages(
     pages = pool_bytes // each
     needed = -(-max_model_len // page_size)
     if pages < needed:
+        lower = f", or lower max_model_len to {pages * page_size}" if pages else ""
         raise InvalidValue(
             f"a KV pool of {pool_bytes} bytes holds {pages} pages of {page_size} tokens ({each} bytes each), fewer "
-            f"than the {needed} that {max_model_len=} needs ({needed * each} bytes per instance): raise {name}, or "
-            f"lower max_model_len to {pages * page_size}",
+            f"than the {needed} that {max_model_len=} needs ({needed * each} bytes per instance): raise "
+            f"{name}{lower}",
             name,
         )
     grid = max(1, (1 << (pages.bit_length() - 1)) // STEPS_PER_OCTAVE)

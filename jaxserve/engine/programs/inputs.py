@@ -34,6 +34,8 @@ FLOATS = {
     Column.PRESENCE: "presence_penalty",
     Column.FREQUENCY: "frequency_penalty",
 }
+# Devices take a number below float32's least for 0, which would be no cut; logits divided by one are infinite.
+LEAST = {Column.TEMPERATURE: 1e-30, Column.TOP_P: float(np.finfo(np.float32).tiny)}
 
 
 def banned(params: SamplingParams, eos: Sequence[int]) -> tuple[int, ...]:
@@ -219,7 +221,8 @@ class SlotTable:
         self.begins[slot] = begin
         floats = row.view(np.float32)
         for column, name in FLOATS.items():
-            floats[column] = getattr(params, name)
+            value = getattr(params, name)
+            floats[column] = max(value, LEAST.get(column, value)) if value > 0 else value
         history = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         row[Column.SLOT] = slot
         row[Column.TOP_K] = min(max(params.top_k, 0), np.iinfo(np.int32).max)

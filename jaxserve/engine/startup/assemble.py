@@ -318,7 +318,7 @@ def build(
     page_size = config.block_size or kv.default_page_size(platform)
     built = ExecutorConfig(
         spec=spec.for_length(length),
-        load=_weights(config.load_format, config.seed, path, progress),
+        load=_weights(config.load_format, config.seed or 0, path, progress),
         mesh=mesh,
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
@@ -450,7 +450,7 @@ def _draft(config: ServeConfig, length: int) -> dict[str, Any]:
         return {}
     load_format = DUMMY if config.load_format == DUMMY else "auto"  # otherwise the draft's own format
     draft, folder = find_model(config.speculative.model, config.speculative.revision, load_format)
-    return {"draft": draft.for_length(length), "load_draft": _weights(load_format, config.seed, folder)}
+    return {"draft": draft.for_length(length), "load_draft": _weights(load_format, config.seed or 0, folder)}
 
 
 def policies_line(config: ServeConfig, mesh: MeshPlan) -> str:

@@ -131,7 +131,7 @@ def model_digest(config: ServeConfig, executor: JaxExecutor) -> bytes:
         "versions": [__version__, jax.__version__],
         "model": config.model_source,
         "spec": repr(programs.spec),
-        "weights": _fingerprint(config.model_source, config.revision, config.load_format, config.seed),
+        "weights": _fingerprint(config.model_source, config.revision, config.load_format, config.seed or 0),
         "dtype": str(state.weights["embed"].dtype),
         "kv": [[str(array.dtype), array.shape] for array in state.kv_buffer(1)],
         "page_size": programs.limits.page_size,
@@ -140,7 +140,7 @@ def model_digest(config: ServeConfig, executor: JaxExecutor) -> bytes:
     }
     draft = config.speculative
     if draft is not None and draft.model is not None:
-        facts["draft"] = [draft.model, _fingerprint(draft.model, draft.revision, config.load_format, config.seed)]
+        facts["draft"] = [draft.model, _fingerprint(draft.model, draft.revision, config.load_format, config.seed or 0)]
     return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).digest()
 
 

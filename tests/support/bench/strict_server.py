@@ -46,16 +46,20 @@ class _Chat(_Body):
     max_completion_tokens: int
 
 
+UNSET: Any = object()
+
+
 @dataclass
 class StrictServer:
     """The server, and the bodies that it accepted.
 
-    completions: it has /v1/completions. models: it lists its model. thinks: chat answers begin with two chunks of
-    thinking. refuse: number of the request, from 1, that gets a 429.
+    completions: it has /v1/completions. models: it lists its model. listed: what it answers instead. thinks: chat
+    answers begin with two chunks of thinking. refuse: number of the request, from 1, that gets a 429.
     """
 
     completions: bool = True
     models: bool = True
+    listed: Any = UNSET
     thinks: bool = False
     refuse: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -69,8 +73,9 @@ class StrictServer:
         app = FastAPI()
 
         @app.get("/v1/models")
-        def models() -> dict[str, Any]:
-            return {"object": "list", "data": [{"id": "strict", "owned_by": "strict"}] if self.models else []}
+        def models() -> Any:
+            listed = {"object": "list", "data": [{"id": "strict", "owned_by": "strict"}] if self.models else []}
+            return listed if self.listed is UNSET else self.listed
 
         @app.post("/v1/chat/completions", response_model=None)
         def chat(body: _Chat) -> Any:

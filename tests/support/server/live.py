@@ -31,6 +31,7 @@ SMALL = {
     "kv_cache_memory": "32MiB",
     "profile_time": 0.5,  # seconds; by default step times are measured for 10 at the first start
     "disable_log_stats": True,
+    "seed": 0,
 }
 # For one instance: with the memory that SMALL gives to each of two, it has the same programs, which compile once.
 ALONE = {**SMALL, "kv_cache_memory": "16MiB"}
