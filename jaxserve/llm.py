@@ -324,7 +324,7 @@ class LLM(_Base):
         """
         check_dimensions(dimensions, self.engine.info.hidden_size)
         outputs = self._pooled(prompts, pooling_type, priority=priority, tier=tier, use_tqdm=use_tqdm)
-        vectors = (finished_vector(vector_of(one.outputs[0].pooled), dimensions, normalize) for one in outputs)
+        vectors = (finished_vector(vector_of(output.outputs[0].pooled), dimensions, normalize) for output in outputs)
         return [
             EmbeddingRequestOutput(one.request_id, EmbeddingOutput(vector.tolist()), one.prompt_token_ids)
             for one, vector in zip(outputs, vectors, strict=True)
@@ -571,7 +571,11 @@ def add_piece(whole: RequestOutput, output: CompletionOutput, piece: Piece, toke
 def snapshot(whole: RequestOutput) -> RequestOutput:
     """Copy the growing parts, so that a yielded output does not change later."""
     outputs = [
-        replace(one, token_ids=list(one.token_ids), logprobs=None if one.logprobs is None else list(one.logprobs))
-        for one in whole.outputs
+        replace(
+            output,
+            token_ids=list(output.token_ids),
+            logprobs=None if output.logprobs is None else list(output.logprobs),
+        )
+        for output in whole.outputs
     ]
     return replace(whole, outputs=outputs)

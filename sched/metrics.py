@@ -199,14 +199,14 @@ def summarize(measured: Sequence[Measured], skip: int = 0) -> Summary:
     """
     ordered = sorted(measured, key=lambda one: (one.arrival, one.id))
     ordered = ordered[skip : len(ordered) - skip]
-    promised = [one for one in ordered if one.promised] or ordered
-    attained = np.array([one.attained for one in promised], dtype=bool)
-    prompts = np.array([one.prompt for one in promised], dtype=float)
-    tpot = np.array([one.tpot for one in ordered], dtype=float)
-    ends = [one.ended for one in ordered if isfinite(one.ended)]
+    promised = [request for request in ordered if request.promised] or ordered
+    attained = np.array([request.attained for request in promised], dtype=bool)
+    prompts = np.array([request.prompt for request in promised], dtype=float)
+    tpot = np.array([request.tpot for request in ordered], dtype=float)
+    ends = [request.ended for request in ordered if isfinite(request.ended)]
     duration = max(ends) - ordered[0].arrival if ends else 0.0
-    finished = sum(one.reason in FINISHED for one in ordered)
-    every = np.array([one.attained for one in ordered], dtype=bool)
+    finished = sum(request.reason in FINISHED for request in ordered)
+    every = np.array([request.attained for request in ordered], dtype=bool)
 
     def per_second(amount: float) -> float:
         return float(amount) / duration if duration > 0 else nan
@@ -214,25 +214,29 @@ def summarize(measured: Sequence[Measured], skip: int = 0) -> Summary:
     return Summary(
         count=len(ordered),
         attained=_mean(attained),
-        ttft_attained=_mean(one.ttft_attained for one in promised),
-        tpot_attained=_mean(one.tpot_attained for one in promised),
-        worst_attained=_mean(one.ttft_attained and one.worst_attained for one in promised),
-        window_attained=_mean(one.ttft_attained and one.window_attained for one in promised),
+        ttft_attained=_mean(request.ttft_attained for request in promised),
+        tpot_attained=_mean(request.tpot_attained for request in promised),
+        worst_attained=_mean(request.ttft_attained and request.worst_attained for request in promised),
+        window_attained=_mean(request.ttft_attained and request.window_attained for request in promised),
         token_weighted=float(prompts @ attained / prompts.sum()) if prompts.sum() else nan,
-        by_length=_shares([length_class(one.prompt) for one in promised], attained, [name for name, _ in CLASSES]),
-        by_class=_shares([one.class_ for one in ordered], every, sorted({one.class_ for one in ordered} - {""})),
-        ttft=spread([one.ttft for one in ordered]),
+        by_length=_shares(
+            [length_class(request.prompt) for request in promised], attained, [name for name, _ in CLASSES]
+        ),
+        by_class=_shares(
+            [request.class_ for request in ordered], every, sorted({request.class_ for request in ordered} - {""})
+        ),
+        ttft=spread([request.ttft for request in ordered]),
         tpot=spread(tpot),
-        worst_tpot=spread([one.worst_tpot for one in ordered]),
-        window_tpot=spread([one.window_tpot for one in ordered]),
-        largest_gap=spread([one.largest_gap for one in ordered]),
-        latency=spread([one.ended - one.arrival for one in ordered]),
+        worst_tpot=spread([request.worst_tpot for request in ordered]),
+        window_tpot=spread([request.window_tpot for request in ordered]),
+        largest_gap=spread([request.largest_gap for request in ordered]),
+        latency=spread([request.ended - request.arrival for request in ordered]),
         duration=duration,
-        output_throughput=per_second(sum(one.output for one in ordered)),
+        output_throughput=per_second(sum(request.output for request in ordered)),
         request_throughput=per_second(finished),
         request_goodput=per_second(attained.sum()),
         median_speed=float(np.median(1 / tpot[tpot > 0])) if np.any(tpot > 0) else nan,
-        reasons=dict(sorted(Counter(one.reason or "unfinished" for one in ordered).items())),
+        reasons=dict(sorted(Counter(request.reason or "unfinished" for request in ordered).items())),
     )
 
 

@@ -59,7 +59,7 @@ def show_runs(runs: Sequence[Mapping[str, Any]]) -> None:
     """Print the main figures of repeated runs, with their mean and standard deviation."""
     rows: list[list[object]] = []
     for name in COMPARED:
-        values = [float(one[name]) for one in runs if one.get(name) is not None]
+        values = [float(run[name]) for run in runs if run.get(name) is not None]
         if len(values) == len(runs):
             rows.append([name, *values, float(np.mean(values)), float(np.std(values, ddof=1))])
     print_table(f"{len(runs)} runs", ["", *map(str, range(1, len(runs) + 1)), "mean", "std"], rows)
@@ -70,7 +70,7 @@ def mean_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name, value in runs[0].items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        values = [one[name] for one in runs if isinstance(one.get(name), int | float)]
+        values = [run[name] for run in runs if isinstance(run.get(name), int | float)]
         made[name] = float(np.mean(values)) if number and len(values) == len(runs) else value
     return made
 

@@ -26,10 +26,10 @@ class Device:
     note: str | None = None
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             if isinstance(value, float) and not 0 < value < float("inf"):
-                raise InvalidValue(f"{one.name}={value!r} must be above 0", one.name)
+                raise InvalidValue(f"{field.name}={value!r} must be above 0", field.name)
 
     @property
     def dtype(self) -> str:

@@ -104,7 +104,7 @@ def measure(
 
 def _batches(samples: Sequence[Sample], room: int) -> list[tuple[Sequence[Sample], npt.NDArray[np.int32]]]:
     """Return the samples in batches of one shape [S, T], with `room` after the longest sample."""
-    length = max(len(one.tokens) for one in samples) + room
+    length = max(len(sample.tokens) for sample in samples) + room
     made = []
     for first in range(0, len(samples), ROWS):
         batch = samples[first : first + ROWS]
@@ -144,7 +144,7 @@ class _Measured:
         """Roll out drafts at random positions of each sample's answer."""
         rng = np.random.default_rng(seed)
         survived = np.zeros(self.drafted)
-        samples = [one for one in samples for _ in range(PLACES)]
+        samples = [sample for sample in samples for _ in range(PLACES)]
         for number, (batch, tokens) in enumerate(_batches(samples, self.drafted)):
             known = np.ones(ROWS, np.int32)
             for at, one in enumerate(batch):

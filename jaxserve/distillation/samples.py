@@ -57,7 +57,7 @@ def generate(
                 drawn = [float(t) for t in rng.choice(np.asarray(temperatures, float), last - first)]
                 _write(file, _answers(llm, prompts(llm, first, last), drawn, length, seed + first))
             samples += read(file)
-            progress(last, count, f"{sum(len(one.tokens) for one in samples)} tokens")
+            progress(last, count, f"{sum(len(sample.tokens) for sample in samples)} tokens")
     return samples
 
 
@@ -84,11 +84,11 @@ def _write(file: Path, samples: Sequence[Sample]) -> None:
     with partial.open("wb") as out:
         np.savez(
             out,
-            tokens=np.concatenate([one.tokens for one in samples]),
-            lengths=np.asarray([len(one.tokens) for one in samples]),
-            asked=np.asarray([one.asked for one in samples]),
-            prompts=np.asarray([one.prompt for one in samples]),
-            temperatures=np.asarray([one.temperature for one in samples]),
+            tokens=np.concatenate([sample.tokens for sample in samples]),
+            lengths=np.asarray([len(sample.tokens) for sample in samples]),
+            asked=np.asarray([sample.asked for sample in samples]),
+            prompts=np.asarray([sample.prompt for sample in samples]),
+            temperatures=np.asarray([sample.temperature for sample in samples]),
         )
     os.replace(partial, file)
 
@@ -107,4 +107,4 @@ def stream(samples: Sequence[Sample]) -> npt.NDArray[np.int32]:
     Rows may span several samples. Target and draft still see the same context, because they read the
     same rows.
     """
-    return np.concatenate([one.tokens for one in samples if not one.held_out])
+    return np.concatenate([sample.tokens for sample in samples if not sample.held_out])

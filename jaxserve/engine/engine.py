@@ -232,10 +232,10 @@ class Engine:
         if self._draining:
             raise JaxserveError("the engine is shutting down")
         schedulers = [core.scheduler for core in self._cluster.cores]
-        entries = sum(one.role is not Role.DECODE and not one.hung for one in schedulers)
-        if not entries and all(one.hung for one in schedulers):
+        entries = sum(scheduler.role is not Role.DECODE and not scheduler.hung for scheduler in schedulers)
+        if not entries and all(scheduler.hung for scheduler in schedulers):
             raise Unavailable(self._cluster.ailment or "no instance responds")
-        waiting = self._entering + len(self._cluster.prefix_fetch) + sum(one.waiting for one in schedulers)
+        waiting = self._entering + len(self._cluster.prefix_fetch) + sum(scheduler.waiting for scheduler in schedulers)
         self._queue.check(waiting, entries)
 
     def _expire(self, id: int, seconds: float) -> None:
@@ -397,7 +397,7 @@ class Engine:
         """
         now = self._machine.now()
         schedulers = [core.scheduler for core in self._cluster.cores]
-        return least_slack((max(now, one.ends), one) for one in schedulers)
+        return least_slack((max(now, scheduler.ends), scheduler) for scheduler in schedulers)
 
     def _enter(self, request: Request) -> None:
         with self._lock:  # in one piece, so that `_admit` counts the request once: as entering or as waiting
@@ -522,7 +522,7 @@ class Engine:
         """Update the headroom of the instances in `stats`. Call this on the engine's thread."""
         config, now, predictions = self._machine.config, self.now, self._cluster.ttft_predictions
         self._headroom = tuple(
-            headroom(one, now, predictions, config.slo, config.class_objectives) for one in self.schedulers
+            headroom(scheduler, now, predictions, config.slo, config.class_objectives) for scheduler in self.schedulers
         )
 
     async def refresh(self) -> None:

@@ -163,7 +163,7 @@ class EngineServer:
         engine, exchange = self.engine, self.exchange
         info = engine.info if exchange is None else exchange.presented(engine.info)
         kv = "" if exchange is None else str(exchange.address)
-        limits = tuple(one.limits for one in engine.schedulers)
+        limits = tuple(scheduler.limits for scheduler in engine.schedulers)
         reports = self._whole_reports(cache=False)
         return Hello(__version__, info, engine.queue_bound, self.state(), limits, reports, kv)
 

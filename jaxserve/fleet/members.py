@@ -154,7 +154,7 @@ class Members:
             if engine.healthy and at not in self.draining
             for index in self.front.instances(at)
         ]
-        return Fleet(now, [one for one in instances if one is not None], lambda tokens: 0.0)
+        return Fleet(now, [instance for instance in instances if instance is not None], lambda tokens: 0.0)
 
     # which take requests
 

@@ -205,8 +205,8 @@ class EngineProcesses(Engines):
             for at, own in enumerate(zip(gpus, KVShare.each(config), strict=True))
         ]
         self._keep(replicas)
-        for one in replicas[: self.begin]:
-            one.launch()
+        for replica in replicas[: self.begin]:
+            replica.launch()
 
     def _place(self, at: int, several: bool) -> Place:
         address = Address(path=os.path.join(self._folder, str(at)))

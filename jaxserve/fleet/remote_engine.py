@@ -181,7 +181,7 @@ class RemoteEngine:
     @property
     def roles(self) -> tuple[Role, ...]:
         """The role of each instance, as of the last State."""
-        return tuple(Role(one.role) for one in self._stats.instances)
+        return tuple(Role(instance.role) for instance in self._stats.instances)
 
     def follow(self, on_report: Callable[[dict[int, Update], int], None]) -> None:
         """Ask for reports of the instances; `on_report` gets what has changed, and the last request that it shows."""
@@ -333,7 +333,7 @@ class RemoteEngine:
         else:
             return {}
         now = time.monotonic()
-        taken = [one.snapshot.taken for one in updates.values()]
+        taken = [update.snapshot.taken for update in updates.values()]
         if taken:  # the least difference that was seen is nearest to that of the clocks: no message came faster
             self._ahead = min(self._ahead + DRIFT, now - max(taken))
         return {at: replace(one, snapshot=one.snapshot.later(self._ahead)) for at, one in updates.items()}

@@ -128,8 +128,8 @@ class Replicas:
         several, state = self.engines.values(), None if self.board is None else self.board.state()
         return replace(
             self.members.stats(),
-            replicas=sum(one.healthy for one in several),
-            replicas_draining=sum(one.leaving and not one.lost for one in several),
+            replicas=sum(engine.healthy for engine in several),
+            replicas_draining=sum(engine.leaving and not engine.lost for engine in several),
             replicas_wanted=self.members.slots if state is None else state.wanted,
         )
 

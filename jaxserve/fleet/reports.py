@@ -95,7 +95,7 @@ def _columns(rows: Rows) -> Columns:
 
 
 def _rows(given: Columns) -> Rows:
-    columns = [_unpacked(one, given.count) for one in given.columns] or [np.zeros(0)] * len(COLUMNS)
+    columns = [_unpacked(column, given.count) for column in given.columns] or [np.zeros(0)] * len(COLUMNS)
     named: dict[str, Any] = dict(zip(COLUMNS, columns, strict=True))
     return Rows(**named, standard=given.standard)
 

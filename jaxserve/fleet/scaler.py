@@ -80,7 +80,7 @@ class ReplicaScaler:
     def _decide(self, replicas: Replicas, now: float) -> None:
         """Change what runs, and say so."""
         keepers = self._engines.keepers
-        standing = [one.standing for one in keepers]
+        standing = [keeper.standing for keeper in keepers]
         wanted = self._needed(replicas, now, standing)
         made = changes(wanted, standing, [self._requests(replicas, at) for at in range(len(keepers))])
         serving, restarting = standing.count(Standing.SERVING), self._restarting
@@ -109,7 +109,7 @@ class ReplicaScaler:
         # A replica that takes long to start is worth keeping for as long.
         self._target.hold = max(self._config.downscale_delay, self._startup)
         fleet = replicas.members.fleet(now)
-        arriving = Arriving.total([one.arriving for one in replicas.engines.values() if not one.lost])
+        arriving = Arriving.total([engine.arriving for engine in replicas.engines.values() if not engine.lost])
         if fleet.instances:
             needed = self._scaler.needed(fleet, arriving) / self._each
         else:
@@ -129,7 +129,7 @@ class ReplicaScaler:
 
     @property
     def _startup(self) -> float:
-        return max(one.startup for one in self._engines.keepers)
+        return max(keeper.startup for keeper in self._engines.keepers)
 
     @property
     def _restarting(self) -> bool:
@@ -143,7 +143,7 @@ class ReplicaScaler:
 
     def _publish(self, wanted: int) -> None:
         keepers = self._engines.keepers
-        failures = [one.failure for one in keepers if one.failure is not None and one.wanted]
-        standing = tuple(one.standing.value for one in keepers)
+        failures = [keeper.failure for keeper in keepers if keeper.failure is not None and keeper.wanted]
+        standing = tuple(keeper.standing.value for keeper in keepers)
         failure = failures[0] if failures else None
         self.board.publish(ScaleState(self._least, self._most, wanted, self._fixed, standing, self._startup, failure))

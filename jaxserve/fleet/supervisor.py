@@ -154,29 +154,29 @@ class Engines:
         self.keepers: list[Keeper] = []
 
     def _keep(self, replicas: Sequence[Replica]) -> None:
-        self.keepers = [Keeper(one, self.closing) for one in replicas]
-        for one in self.keepers[: self.begin]:
-            one.want(True)
+        self.keepers = [Keeper(replica, self.closing) for replica in replicas]
+        for keeper in self.keepers[: self.begin]:
+            keeper.want(True)
 
     @property
     def replicas(self) -> tuple[Any, ...]:
         """The replicas, running or not."""
-        return tuple(one.replica for one in self.keepers)
+        return tuple(keeper.replica for keeper in self.keepers)
 
     @property
     def places(self) -> tuple[Place, ...]:
         """Where fronts find the engines: also those that do not run."""
-        return tuple(one.replica.place for one in self.keepers)
+        return tuple(keeper.replica.place for keeper in self.keepers)
 
     @property
     def progress(self) -> StartProgress:
         """The progress of the slowest of the first engines."""
-        return slowest(one.replica.progress for one in self.keepers[: self.begin] if not one.ready)
+        return slowest(keeper.replica.progress for keeper in self.keepers[: self.begin] if not keeper.ready)
 
     def wait(self) -> None:
         """Wait until the first engines are ready. Raises what kept one from starting."""
         with ThreadPoolExecutor(self.begin) as beside:
-            for started in [beside.submit(one.start) for one in self.keepers[: self.begin]]:
+            for started in [beside.submit(keeper.start) for keeper in self.keepers[: self.begin]]:
                 started.result()
         for at, one in enumerate(self.keepers):
             threading.Thread(target=one.run, name=f"jaxserve-keeper-{at}", daemon=True).start()

@@ -210,9 +210,9 @@ def cancel(engine: EngineLike, choices: Sequence[Choice]) -> None:
 def joined(deltas: Sequence[Delta]) -> Delta:
     """Join the deltas of one output, in order."""
     return deltas[-1]._replace(
-        tokens=tuple(chain.from_iterable(one.tokens for one in deltas)),
-        logprobs=tuple(chain.from_iterable(one.logprobs for one in deltas)),
-        prompt_logprobs=tuple(chain.from_iterable(one.prompt_logprobs for one in deltas)),
+        tokens=tuple(chain.from_iterable(delta.tokens for delta in deltas)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+        prompt_logprobs=tuple(chain.from_iterable(delta.prompt_logprobs for delta in deltas)),
     )
 
 

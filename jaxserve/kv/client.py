@@ -67,8 +67,8 @@ class Destination(NamedTuple):
     def shapes(self, size: int) -> list[Any]:
         """Return the abstract arrays of a piece."""
         return [
-            jax.ShapeDtypeStruct((*one.shape[:2], size, *one.shape[3:]), one.dtype, sharding=one.sharding)
-            for one in self.arrays
+            jax.ShapeDtypeStruct((*array.shape[:2], size, *array.shape[3:]), array.dtype, sharding=array.sharding)
+            for array in self.arrays
         ]
 
 
@@ -183,7 +183,7 @@ class KVClient:
             piece = await asyncio.to_thread(self._puller.pull, self._from, offer.uuid, shapes, PULL)
         except RuntimeError as error:
             raise Unavailable(f"a pull of KV pages failed: {error}") from error
-        sums = await asyncio.to_thread(lambda: [int(x) for one in checksums(piece) for x in np.asarray(one)])
+        sums = await asyncio.to_thread(lambda: [int(x) for checksum in checksums(piece) for x in np.asarray(checksum)])
         if tuple(sums) != offer.sums or not 0 < offer.pages <= offer.size:
             raise WrongKV(f"{offer.pages} pulled KV pages have checksums {sums}, and were given as {list(offer.sums)}")
         return KVBuffer(offer.pages, ((offer.pages, piece),))
@@ -221,7 +221,7 @@ class KVClient:
     def _most(self) -> int:
         """Return the bytes of the largest piece."""
         return sum(
-            prod(one.shape) * one.dtype.itemsize for one in self._destination.shapes(self._destination.sizes[-1])
+            prod(shape.shape) * shape.dtype.itemsize for shape in self._destination.shapes(self._destination.sizes[-1])
         )
 
     def _greet(self, message: LayoutReply) -> None:
@@ -258,7 +258,7 @@ def _unpacked(header: PagesHeader, content: npt.NDArray[np.uint8], destination: 
     """Return the piece of an answer on the devices. Raises WrongKV if a length or a checksum is wrong."""
     size, at, piece = destination.size(header.pages), 0, []
     shapes = destination.shapes(size)
-    lengths = [prod(one.shape) // size * header.pages * one.dtype.itemsize for one in shapes]
+    lengths = [prod(shape.shape) // size * header.pages * shape.dtype.itemsize for shape in shapes]
     if list(header.sizes) != lengths:
         raise WrongKV(f"{header.pages} KV pages have {list(header.sizes)} bytes, and {lengths} were expected")
     for one, length, given in zip(shapes, lengths, header.sums, strict=True):

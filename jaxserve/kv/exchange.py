@@ -160,13 +160,13 @@ class KVExchange:
         role = self.role
         if role is None:
             return info
-        return replace(info, instances=tuple(replace(one, role=role.value) for one in info.instances))
+        return replace(info, instances=tuple(replace(instance, role=role.value) for instance in info.instances))
 
     def described(self, stats: Stats) -> Stats:
         """Return a snapshot with the role of the replica, and what was fetched and given."""
         remote, role = self._remote, self.role
         if role is not None:
-            stats = replace(stats, instances=tuple(replace(one, role=role.value) for one in stats.instances))
+            stats = replace(stats, instances=tuple(replace(instance, role=role.value) for instance in stats.instances))
         return replace(
             stats,
             kv_fetched_pages=remote.pages,

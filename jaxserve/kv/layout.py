@@ -40,7 +40,7 @@ def shards_of(machine: Machine) -> str:
     """Return how a page lies on the devices of an instance; pulls between devices need equal shards."""
     arrays = machine.executors[0].state.kv_buffer(1)
     platform = machine.executors[0].state.mesh.devices.flat[0].platform
-    return f"{platform}: " + ", ".join(str(one.sharding.shard_shape(one.shape)) for one in arrays)
+    return f"{platform}: " + ", ".join(str(array.sharding.shard_shape(array.shape)) for array in arrays)
 
 
 def layout_of(machine: Machine) -> Layout:
@@ -58,5 +58,5 @@ def layout_of(machine: Machine) -> Layout:
         architecture=blake2b(f"{spec!r} {drafts}".encode(), digest_size=8).hexdigest(),
         dtype=machine.info.dtype,
         page_size=machine.limits.page_size,
-        pages=tuple((tuple(one.shape), str(one.dtype)) for one in arrays),
+        pages=tuple((tuple(array.shape), str(array.dtype)) for array in arrays),
     )

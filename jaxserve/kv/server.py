@@ -197,5 +197,5 @@ class _Client:
 def _packed(export: Export) -> tuple[list[Bytes], tuple[int, ...]]:
     """Return the bytes of the pages of each array, without the padding of the piece, and their CRC-32."""
     arrays = [np.ascontiguousarray(np.asarray(one)[:, :, : export.pages]) for one in export.piece]
-    flat = [one.reshape(-1).view(np.uint8) for one in arrays]
+    flat = [array.reshape(-1).view(np.uint8) for array in arrays]
     return flat, tuple(zlib.crc32(one.data) for one in flat)

@@ -24,7 +24,7 @@ def present_roles(engine: Any) -> dict[str, Any]:
         {"instance": index, "name": one.name, "role": one.role, "running": one.running, "waiting": one.waiting}
         for index, one in enumerate(engine.stats().instances)
     ]
-    return {"object": "roles", "roles": [one["role"] for one in instances], "instances": instances}
+    return {"object": "roles", "roles": [instance["role"] for instance in instances], "instances": instances}
 
 
 async def change_roles(engine: Any, body: RolesBody) -> dict[str, Any]:
@@ -93,15 +93,15 @@ def present_load(engine: Any, active: int) -> dict[str, Any]:
         "running": stats.running,
         "waiting": stats.waiting,
         "objectives": objectives,
-        "instances": [_headroom(one) for one in stats.instances],
+        "instances": [_headroom(instance) for instance in stats.instances],
     }
 
 
-def _headroom(one: Any) -> dict[str, Any]:
+def _headroom(slack: Any) -> dict[str, Any]:
     """Return what an instance can still take; null where nothing limits it."""
-    room = one.headroom
+    room = slack.headroom
     return {
-        "name": one.name,
+        "name": slack.name,
         "prefill_budget_tokens": {name: _finite(tokens) for name, tokens in room.budget.items()},
         "slack_seconds": _finite(room.slack),
         "prefill_queue_seconds": _finite(room.queue),

@@ -130,81 +130,83 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         """Return the response body of a request that does not stream."""
         choices = [
-            self._choice(number, which, one)
+            self._choice(number, which, output)
             for number, outputs in enumerate(self.outputs)
-            for which, one in enumerate(outputs)
+            for which, output in enumerate(outputs)
         ]
-        made = self._head("chat.completion" if self.chat else "text_completion")
-        made |= {"choices": choices, "usage": self.usage}
+        body = self._head("chat.completion" if self.chat else "text_completion")
+        body |= {"choices": choices, "usage": self.usage}
         if self.chat and self.prompt_top:
-            made["prompt_logprobs"] = self._prompt_logprobs(self.outputs[0][0])
-        return made
+            body["prompt_logprobs"] = self._prompt_logprobs(self.outputs[0][0])
+        return body
 
-    def _choice(self, number: int, which: int, one: Gathered) -> dict[str, Any]:
-        made: dict[str, Any] = {"index": number * len(self.outputs[number]) + which}
+    def _choice(self, number: int, which: int, output: Gathered) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": number * len(self.outputs[number]) + which}
         if self.chat:
-            message = {"content": one.text} if one.message is None else one.message.whole(one.text)
-            made["message"] = {"role": "assistant", **message}
-            made["logprobs"] = None if self.top is None else self._chat_logprobs(one.logprobs)
+            message = {"content": output.text} if output.message is None else output.message.whole(output.text)
+            choice["message"] = {"role": "assistant", **message}
+            choice["logprobs"] = None if self.top is None else self._chat_logprobs(output.logprobs)
         else:
             job = self.jobs[number]
-            made["text"] = self._prompt_text(job) + one.text if self.echo else one.text
-            made["logprobs"] = self._text_logprobs(one, one.logprobs, job, self._scored(number))
+            choice["text"] = self._prompt_text(job) + output.text if self.echo else output.text
+            choice["logprobs"] = self._text_logprobs(output, output.logprobs, job, self._scored(number))
             if self.prompt_top:
-                made["prompt_logprobs"] = self._prompt_logprobs(self.outputs[number][0])
-        return {**made, "finish_reason": self._reason(one), "stop_reason": one.stop_reason}
+                choice["prompt_logprobs"] = self._prompt_logprobs(self.outputs[number][0])
+        return {**choice, "finish_reason": self._reason(output), "stop_reason": output.stop_reason}
 
     @staticmethod
-    def _reason(one: Gathered) -> str | None:
+    def _reason(output: Gathered) -> str | None:
         """Return the finish reason: that of calls if the model stopped after them."""
-        called = one.message is not None and one.message.called and one.finish_reason == "stop"
-        return "tool_calls" if called else one.finish_reason
+        called = output.message is not None and output.message.called and output.finish_reason == "stop"
+        return "tool_calls" if called else output.finish_reason
 
     # chunks
 
     def chunks(self, number: int, piece: Piece) -> list[dict[str, Any]]:
         """Add a piece, and return the chunks to send, which may be none."""
-        one = self.add(number, piece)
-        made = []
-        if not one.begun and (piece.tokens or piece.finish_reason):
-            one.begun = True
-            made += self._opening(number, piece, one)
+        output = self.add(number, piece)
+        chunks = []
+        if not output.begun and (piece.tokens or piece.finish_reason):
+            output.begun = True
+            chunks += self._opening(number, piece, output)
         if self.score_only:
             piece = piece._replace(text="", tokens=(), logprobs=())
         scored = self.top is not None and piece.logprobs
         if not self.chat:
             if piece.text or scored:
-                made.append(self._chunk(number, piece, {"text": piece.text}, self._text_logprobs(one, piece.logprobs)))
+                chunks.append(
+                    self._chunk(number, piece, {"text": piece.text}, self._text_logprobs(output, piece.logprobs))
+                )
         else:
-            made += self._deltas(number, piece, one)
+            chunks += self._deltas(number, piece, output)
         if piece.finish_reason is not None:  # in a chunk of its own: there are clients that read no text from it
             end: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-            made.append(self._chunk(number, piece, end, None, self._reason(one), one.stop_reason))
-        return made
+            chunks.append(self._chunk(number, piece, end, None, self._reason(output), output.stop_reason))
+        return chunks
 
-    def _opening(self, number: int, piece: Piece, one: Gathered) -> list[dict[str, Any]]:
+    def _opening(self, number: int, piece: Piece, output: Gathered) -> list[dict[str, Any]]:
         """Return the first chunk of an output, if it has one before its text."""
         scored = self.prompt_top and piece.choice == 0
-        scores = {"prompt_logprobs": self._prompt_logprobs(one)} if scored else {}
+        scores = {"prompt_logprobs": self._prompt_logprobs(output)} if scored else {}
         if self.chat:
             return [{**self._chunk(number, piece, {"delta": {"role": "assistant", "content": ""}}), **scores}]
         if self.echo:
             job = self.jobs[number]
-            logprobs = self._text_logprobs(one, [], job, self._scored(number))
+            logprobs = self._text_logprobs(output, [], job, self._scored(number))
             return [self._chunk(number, piece, {"text": self._prompt_text(job), **scores}, logprobs)]
         return [self._chunk(number, piece, {"text": "", **scores})] if scores else []
 
-    def _deltas(self, number: int, piece: Piece, one: Gathered) -> list[dict[str, Any]]:
+    def _deltas(self, number: int, piece: Piece, output: Gathered) -> list[dict[str, Any]]:
         """Return the chunks of a chat answer's piece; the first has the log-probabilities."""
-        if one.message is None:
+        if output.message is None:
             deltas: list[dict[str, Any]] = [{"content": piece.text}] if piece.text else []
         else:
-            deltas = one.message.add(piece.text)
+            deltas = output.message.add(piece.text)
             if piece.finish_reason is not None:
-                deltas += one.message.finish()
+                deltas += output.message.finish()
         logprobs = self._chat_logprobs(piece.logprobs) if self.top is not None and piece.logprobs else None
         if logprobs and not deltas:
-            deltas = [{} if one.message else {"content": ""}]
+            deltas = [{} if output.message else {"content": ""}]
         return [
             self._chunk(number, piece, {"delta": delta}, None if at else logprobs) for at, delta in enumerate(deltas)
         ]
@@ -232,10 +234,10 @@ class Answer:
     # parts
 
     def _head(self, kind: str) -> dict[str, Any]:
-        made: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        head: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         if self.service_tier is not None:
-            made["service_tier"] = self.service_tier
-        return made
+            head["service_tier"] = self.service_tier
+        return head
 
     def _prompt_text(self, job: Submission) -> str:
         return self.tokenizer.decode(job.prompt) if job.text is None else job.text
@@ -244,9 +246,9 @@ class Answer:
         """Return the prompt's log-probabilities, which only the first output computes; None without echo."""
         return self.outputs[number][0].prompt_logprobs if self.echo else None
 
-    def _prompt_logprobs(self, one: Gathered) -> list[Any]:
+    def _prompt_logprobs(self, output: Gathered) -> list[Any]:
         made: list[Any] = [None]  # the first token has no context
-        for position in one.prompt_logprobs:
+        for position in output.prompt_logprobs:
             entries = logprob_dict(position, self.tokenizer).items()
             made.append(
                 {str(t): {"logprob": e.logprob, "rank": e.rank, "decoded_token": e.decoded_token} for t, e in entries}
@@ -270,7 +272,7 @@ class Answer:
 
     def _text_logprobs(
         self,
-        one: Gathered,
+        output: Gathered,
         positions: Sequence[TokenLogprobs],
         job: Submission | None = None,
         scored: Sequence[TokenLogprobs] | None = None,
@@ -278,26 +280,26 @@ class Answer:
         """Return log-probabilities as the parallel lists of text completions, after those of the prompt in `scored`."""
         if self.top is None:
             return None
-        made: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         hidden = self.tokenizer.special if self.jobs[0].params.skip_special_tokens else frozenset()
 
         def add(token: int, logprob: float | None, top: dict[str, float] | None) -> None:
             raw = b"" if token in hidden else self.tokenizer.piece_bytes(token)
-            offset = max(0, one.offset - (not _begun(raw[:1]) and bool(raw)))
-            for key, value in zip(made, (self._name(token), logprob, top, offset), strict=True):
-                made[key].append(value)
-            one.offset += _begun(raw)
+            offset = max(0, output.offset - (not _begun(raw[:1]) and bool(raw)))
+            for key, value in zip(lists, (self._name(token), logprob, top, offset), strict=True):
+                lists[key].append(value)
+            output.offset += _begun(raw)
 
         if job is not None and scored is not None:
             # Its text may lack a BOS, and the first space of a token: the end is where both agree.
             tokens = [job.prompt[0], *(at.token for at in scored)]
             characters = sum(_begun(self.tokenizer.piece_bytes(token)) for token in tokens if token not in hidden)
-            one.offset = len(self._prompt_text(job)) - characters
+            output.offset = len(self._prompt_text(job)) - characters
             add(job.prompt[0], None, None)
         for at in [*(scored or ()), *positions]:
             top = {self._name(token): _finite(value) for token, value in at.top[: self.top]}
             add(at.token, _finite(at.logprob), {**top, self._name(at.token): _finite(at.logprob)})
-        return made
+        return lists
 
     def _name(self, token: int) -> str:
         """Return a token as text, or as OpenAI's `bytes:` form if it is an incomplete character.

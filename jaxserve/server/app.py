@@ -164,9 +164,9 @@ async def _answer(service: Service, request: Request, kind: type[Sampled]) -> Re
 async def _tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     service.check_model(body.model)
     tokens = await service.prompts.tokenize(body)
-    made = {"count": len(tokens), "max_model_len": service.engine.info.max_model_len, "tokens": tokens}
-    made["token_strs"] = [service.tokenizer.piece(token) for token in tokens] if body.return_token_strs else None
-    return made
+    answer = {"count": len(tokens), "max_model_len": service.engine.info.max_model_len, "tokens": tokens}
+    answer["token_strs"] = [service.tokenizer.piece(token) for token in tokens] if body.return_token_strs else None
+    return answer
 
 
 async def _detokenize(service: Service, body: DetokenizeBody) -> dict[str, str]:

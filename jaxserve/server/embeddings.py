@@ -50,10 +50,10 @@ class VectorAnswer(Answer):
 
     def whole(self) -> dict[str, Any]:
         """Return the response body."""
-        made: dict[str, Any] = {"object": "list", "model": self.model, "usage": self.usage}
+        body: dict[str, Any] = {"object": "list", "model": self.model, "usage": self.usage}
         if not self.bare:
-            made |= {"id": self.id, "created": self.created}
-        return {**made, "data": self.data([self.vectors[number] for number in range(len(self.jobs))])}
+            body |= {"id": self.id, "created": self.created}
+        return {**body, "data": self.data([self.vectors[number] for number in range(len(self.jobs))])}
 
 
 def add_pooling(app: FastAPI, service: Service) -> None:
@@ -138,10 +138,10 @@ def _data(body: Pooling, counts: list[int]) -> Callable[[list[Vector]], Data]:
 
 def _encoded(body: EmbeddingBody, vectors: list[Vector]) -> Data:
     kind, name = ("pooling", "data") if isinstance(body, PoolingBody) else ("embedding", "embedding")
-    made = []
+    encoded = []
     for index, vector in enumerate(vectors):
         done = finished(vector, body.dimensions, body.normalize)
         plain = done.tolist()
         coded = base64.b64encode(done.astype("<f4").tobytes()).decode() if body.encoding_format == "base64" else plain
-        made.append({"object": kind, "index": index, name: coded})
-    return made
+        encoded.append({"object": kind, "index": index, name: coded})
+    return encoded

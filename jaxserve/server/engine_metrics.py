@@ -95,7 +95,7 @@ class EngineCollector(Collector):
             ("slo_attainable", kept, ("objective",), {(name,): name not in promise.broken for name in goals}),
             ("cache_config_info", "Page size and number of pages of the KV cache, as labels.",
              ("engine", "block_size", "num_gpu_blocks"),
-             {(one.name, str(one.page_size), str(one.pages)): 1 for one in info.instances}),
+             {(instance.name, str(instance.page_size), str(instance.pages)): 1 for instance in info.instances}),
             ("attention_backend_info", "The attention backend, as a label.", ("backend",), {(info.attention,): 1}),
         ):  # fmt: skip
             rows = [(key, None, value) for key, value in values.items()]

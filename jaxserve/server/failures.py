@@ -117,11 +117,11 @@ def response_of(
 
 def routes_of(app: FastAPI) -> dict[str, list[str]]:
     """Return the methods of each documented path of an application."""
-    made: dict[str, list[str]] = {}
+    methods: dict[str, list[str]] = {}
     for route in app.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
-            made.setdefault(route.path, []).extend(sorted(route.methods or ()))
-    return made
+            methods.setdefault(route.path, []).extend(sorted(route.methods or ()))
+    return methods
 
 
 async def unrouted(routes: Mapping[str, Sequence[str]], request: Request, error: Exception) -> Response:

@@ -149,7 +149,9 @@ class Fronts:
             threading.Thread(target=self._run_engines, args=(ended,), name="jaxserve-start", daemon=True).start()
             while self._alive or self._due:
                 told = self._settled
-                several = [one for front in self._alive.values() for one in front.waited] + ([] if told else [over])
+                several = [waited for front in self._alive.values() for waited in front.waited] + (
+                    [] if told else [over]
+                )
                 wait(several, None if told and not self._due else TELLING)
                 if not told:
                     self._tell(over.recv() if over.poll() else self._beside.progress)
@@ -186,8 +188,8 @@ class Fronts:
         """Tell all fronts how far the start is."""
         if told != self._told:
             self._told = told
-            for one in self._alive.values():
-                one.tell(told)
+            for front in self._alive.values():
+                front.tell(told)
 
     def _launch(self, index: int) -> None:
         theirs, ours = self._spawn.Pipe()
@@ -200,8 +202,8 @@ class Fronts:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self._alive[index] = made = _Front(process, ours)
-        made.tell(self._told)
+        self._alive[index] = front = _Front(process, ours)
+        front.tell(self._told)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
@@ -210,23 +212,23 @@ class Fronts:
     def _end(self, number: int) -> None:
         """Send a signal to all fronts; none starts again."""
         self._due.clear()
-        for one in self._alive.values():
-            if one.process.is_alive():
-                os.kill(one.process.pid, number)
+        for front in self._alive.values():
+            if front.process.is_alive():
+                os.kill(front.process.pid, number)
 
     def _look_after_fronts(self) -> None:
         """Note which fronts serve or have ended, and start others in the place of those."""
-        for index, one in list(self._alive.items()):
-            if one.look():
+        for index, front in list(self._alive.items()):
+            if front.look():
                 self._unserved = 0
-            if one.process.is_alive():
+            if front.process.is_alive():
                 continue
-            one.process.join()
-            one.look()
-            one.pipe.close()
+            front.process.join()
+            front.look()
+            front.pipe.close()
             del self._alive[index]
             if self._signal is None and self._error is None:
-                self._replace(index, one)
+                self._replace(index, front)
         for index in [index for index, due in self._due.items() if due <= time.monotonic()]:
             del self._due[index]
             self._launch(index)
@@ -237,7 +239,7 @@ class Fronts:
         self._failures[index] = 1 if lasted else self._failures[index] + 1
         self._unserved = 0 if ended.since is not None else self._unserved + 1
         why = ended.failure or JaxserveError(f"front {index} ended with exit status {ended.process.exitcode}")
-        if all(one.since is None for one in self._alive.values()):
+        if all(front.since is None for front in self._alive.values()):
             if ended.failure is not None:
                 self._error = ended.failure
             elif self._unserved >= UNSERVED:

@@ -104,12 +104,12 @@ def _of_file(path: Path, before: int) -> Iterator[tuple[str, str]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not a text file"
         raise InvalidValue(f"api_key_file={str(path)!r} cannot be read: {reason}", "api_key_file") from error
-    found = 0
+    keys = 0
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        found += 1
+        keys += 1
         if len(words) > 2 or (len(words) == 2 and not _NAME.fullmatch(words[0])):
             raise InvalidValue(
                 f"{path}:{number} must be a key, or a name of letters, digits, '.', '_' and '-' (not key-N), a space "
@@ -117,8 +117,8 @@ def _of_file(path: Path, before: int) -> Iterator[tuple[str, str]]:
                 "api_key_file",
             )
         check_key(words[-1], f"{path}:{number}")
-        yield words[0] if len(words) == 2 else f"key-{before + found}", words[-1]
-    if not found:
+        yield words[0] if len(words) == 2 else f"key-{before + keys}", words[-1]
+    if not keys:
         raise InvalidValue(f"api_key_file={str(path)!r} contains no key", "api_key_file")
 
 

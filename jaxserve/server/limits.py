@@ -59,9 +59,9 @@ def load_limits(settings: HttpSettings, names: tuple[str, ...]) -> ClientLimitsF
     path = Path(settings.limits)
     if not path.is_file():
         raise InvalidValue(f"limits={str(path)!r} does not exist: docs/guide/security.md has an example", "limits")
-    made = load_yaml(path, ClientLimitsFile)
-    for name in made.keys:
+    limits = load_yaml(path, ClientLimitsFile)
+    for name in limits.keys:
         if name not in names:
             hint = nearest(name, names) if names else "there are no keys; name them in --api-key-file"
             raise InvalidValue(f"{path}: no API key is called {name!r}: {hint}", "limits")
-    return made
+    return limits

@@ -42,39 +42,39 @@ class Message:
         self.add(text)
         self.finish()
         content = "".join(self._content)
-        made: dict[str, Any] = {"content": content or (None if self._calls else "")}
+        message: dict[str, Any] = {"content": content or (None if self._calls else "")}
         if self._show and self._reasoning:
-            made |= _thinking("".join(self._reasoning))
+            message |= _thinking("".join(self._reasoning))
         if self._calls:
-            made["tool_calls"] = [
+            message["tool_calls"] = [
                 {**call, call["type"]: call[call["type"]] | _argument(call["type"], "".join(parts))}
                 for call, parts in zip(self._calls, self._arguments, strict=True)
             ]
-        return made
+        return message
 
     def _deltas(self, events: list[Event]) -> list[dict[str, Any]]:
-        made: list[dict[str, Any]] = []
+        deltas: list[dict[str, Any]] = []
         for kind, text in events:
             if kind != "arguments":
-                made += self._input()
+                deltas += self._input()
             if kind == "content":
                 self._content.append(text)
-                made.append({"content": text})
+                deltas.append({"content": text})
             elif kind == "reasoning":
                 self._reasoning.append(text)
                 if self._show:
-                    made.append(_thinking(text))
+                    deltas.append(_thinking(text))
             elif kind == "call":
                 of = "custom" if text in self._custom else "function"
                 call: dict[str, Any] = {"id": f"call_{secrets.token_hex(12)}", "type": of, of: {"name": text}}
                 self._calls.append(call)
                 self._arguments.append([])
-                made.append(self._delta({**call, of: call[of] | _argument(of, "")}))
+                deltas.append(self._delta({**call, of: call[of] | _argument(of, "")}))
             else:
                 self._arguments[-1].append(text)
                 if self._calls[-1]["type"] == "function":
-                    made.append(self._delta({"function": {"arguments": text}}))
-        return made
+                    deltas.append(self._delta({"function": {"arguments": text}}))
+        return deltas
 
     def _input(self) -> list[dict[str, Any]]:
         """Return the delta of a custom call that has ended: its input is known then."""

@@ -47,12 +47,12 @@ _TIMES: tuple[tuple[str, str, Sequence[float]], ...] = (
 
 
 def _steps_1_2_5(limit: int) -> list[int]:
-    made, power = list[int](), 1
+    steps, power = list[int](), 1
     while True:
         for factor in (1, 2, 5):
             if factor * power > limit:
-                return made
-            made.append(factor * power)
+                return steps
+            steps.append(factor * power)
         power *= 10
 
 

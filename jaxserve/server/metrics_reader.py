@@ -42,26 +42,26 @@ class Histogram(Metric):
 
 def read_metrics(registry: CollectorRegistry, prefix: str) -> list[Metric]:
     """Return every series with a name that begins with `prefix`. Counter names lack `_total`, as in vLLM."""
-    made: list[Metric] = []
+    metrics: list[Metric] = []
     for family in registry.collect():
         if not family.name.startswith(prefix):
             continue
         if family.type == "counter":
-            totals = (one for one in family.samples if one.name.endswith("_total"))
-            made += [Counter(family.name, dict(one.labels), int(one.value)) for one in totals]
+            totals = (sample for sample in family.samples if sample.name.endswith("_total"))
+            metrics += [Counter(family.name, dict(total.labels), int(total.value)) for total in totals]
         elif family.type == "gauge":
-            made += [Gauge(family.name, dict(one.labels), one.value) for one in family.samples]
+            metrics += [Gauge(family.name, dict(sample.labels), sample.value) for sample in family.samples]
         elif family.type in ("histogram", "summary"):
-            made += _histograms(family.name, family.samples)
-    return made
+            metrics += _histograms(family.name, family.samples)
+    return metrics
 
 
 def _histograms(name: str, samples: Iterable[Any]) -> list[Histogram]:
     """Return one histogram for each set of labels other than `le`. A summary has no buckets."""
-    found: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
+    series: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
     for sample in samples:
         labels = {key: value for key, value in sample.labels.items() if key != "le"}
-        fields = found.setdefault(tuple(sorted(labels.items())), {"labels": labels, "buckets": {}})
+        fields = series.setdefault(tuple(sorted(labels.items())), {"labels": labels, "buckets": {}})
         kind = sample.name.removeprefix(name).lstrip("_")
         if kind == "bucket":
             fields["buckets"][sample.labels["le"]] = int(sample.value)
@@ -69,5 +69,5 @@ def _histograms(name: str, samples: Iterable[Any]) -> list[Histogram]:
             fields[kind] = sample.value
     return [
         Histogram(name, one["labels"], int(one.get("count", 0)), float(one.get("sum", 0.0)), one["buckets"])
-        for one in found.values()
+        for one in series.values()
     ]

@@ -155,15 +155,15 @@ class ChatBody(Sampled):
     @property
     def template_arguments(self) -> dict[str, Any]:
         """The variables of the chat template that the request sets."""
-        made: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if (effort := self.reasoning_effort) is not None:
             if effort not in EFFORTS:
                 allowed = ", ".join(EFFORTS)
                 raise InvalidValue(f"reasoning_effort={short(effort)} must be one of {allowed}", "reasoning_effort")
-            made = {"reasoning_effort": effort, **(thinking_arguments(False) if effort == "none" else {})}
+            arguments = {"reasoning_effort": effort, **(thinking_arguments(False) if effort == "none" else {})}
         for given in (self.enable_thinking, self.thinking):
-            made |= {} if given is None else thinking_arguments(given)
-        return made | (self.chat_template_kwargs or {})
+            arguments |= {} if given is None else thinking_arguments(given)
+        return arguments | (self.chat_template_kwargs or {})
 
 
 class CompletionBody(Sampled):
@@ -294,8 +294,8 @@ def validated(data: dict[str, Any], kind: type[M]) -> M:
 
 def _check_objective(name: str) -> None:
     """Raise InvalidValue for a field that looks like an objective, but is none."""
-    if (found := _OBJECTIVE.search(re.sub("([a-z])([A-Z])", r"\1_\2", name[:100]))) is not None:
-        known = _OBJECTIVES.get((found[1] or "").lower(), "ttft_slo_ms, tpot_slo_ms, tbt_slo_ms and stage_slo")
+    if (match := _OBJECTIVE.search(re.sub("([a-z])([A-Z])", r"\1_\2", name[:100]))) is not None:
+        known = _OBJECTIVES.get((match[1] or "").lower(), "ttft_slo_ms, tpot_slo_ms, tbt_slo_ms and stage_slo")
         raise InvalidValue(f"{name[:100]} is no field of a request: objectives in milliseconds are {known}", name[:100])
 
 
@@ -368,7 +368,9 @@ _TYPES = ("str", "int", "float", "bool")  # pydantic adds the union's member to 
 
 
 _APART = {"max_tokens", "logprobs", "structured_outputs"}  # they differ between chat and text completions
-_ALIKE = [one.name for one in fields(SamplingParams) if one.name in Sampled.model_fields and one.name not in _APART]
+_ALIKE = [
+    field.name for field in fields(SamplingParams) if field.name in Sampled.model_fields and field.name not in _APART
+]
 
 
 def params_of(body: Sampled, vocab_size: int, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
@@ -419,16 +421,19 @@ def _of_chat(body: ChatBody) -> dict[str, Any]:
 
 
 def _of_completion(body: CompletionBody) -> dict[str, Any]:
-    made: dict[str, Any] = {"max_tokens": 16 if body.max_tokens is None else body.max_tokens, "logprobs": body.logprobs}
+    fields: dict[str, Any] = {
+        "max_tokens": 16 if body.max_tokens is None else body.max_tokens,
+        "logprobs": body.logprobs,
+    }
     if body.echo and body.max_tokens == 0:
-        made["max_tokens"] = 1  # the engine generates at least one token; `Answer.score_only` hides it
+        fields["max_tokens"] = 1  # the engine generates at least one token; `Answer.score_only` hides it
     if body.echo and body.logprobs is not None:
-        made["prompt_logprobs"] = body.logprobs if body.prompt_logprobs is None else body.prompt_logprobs
-    return made
+        fields["prompt_logprobs"] = body.logprobs if body.prompt_logprobs is None else body.prompt_logprobs
+    return fields
 
 
 def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    made = []
+    pairs = []
     for key, value in bias.items():
         try:
             token = int(key)
@@ -437,8 +442,8 @@ def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, 
         check_token(token, vocab_size, "logit_bias")
         if not -100.0 <= value <= 100.0:
             raise InvalidValue(f"logit_bias[{short(key)}]={value} must be between -100 and 100", "logit_bias")
-        made.append((token, value))
-    return tuple(made)
+        pairs.append((token, value))
+    return tuple(pairs)
 
 
 def check_token(token: int, vocab_size: int, name: str) -> None:

@@ -97,19 +97,19 @@ def present_server(service: Service) -> dict[str, Any]:
     """Return the response to `GET /server_info`: settings without keys, the engine's instances, and versions."""
     info, config = service.engine.info, service.config
     settings = {
-        one.name: getattr(config, one.name)
-        for one in dataclasses.fields(config)
-        if one.repr  # `repr` is off for secrets
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.repr  # `repr` is off for secrets
     }
     instances = [
         {
-            "name": one.name,
-            "role": one.role,
-            "devices": [str(device) for device in one.devices],
-            "pages": one.pages,
-            "page_size": one.page_size,
+            "name": instance.name,
+            "role": instance.role,
+            "devices": [str(device) for device in instance.devices],
+            "pages": instance.pages,
+            "page_size": instance.page_size,
         }
-        for one in info.instances
+        for instance in info.instances
     ]
     return {
         "object": "server_info",

@@ -59,14 +59,14 @@ class Prompts:
         check(count, n)
         if isinstance(body, ChatBody):
             # Templates contain special tokens.
-            made = [await self._conversation(body, bool(body.add_special_tokens))]
+            prompts = [await self._conversation(body, bool(body.add_special_tokens))]
         else:
             assert isinstance(body, CompletionBody)
             special = body.add_special_tokens is not False
-            made = [await self._completion(prompt, special, room) for prompt in prompts_of(body.prompt)]
+            prompts = [await self._completion(prompt, special, room) for prompt in prompts_of(body.prompt)]
         if room is not None and isinstance(body, ChatBody):  # of which only the end of the text is read
-            return [(text, tokens[-room:]) for text, tokens in made]
-        return _truncated(made, room)
+            return [(text, tokens[-room:]) for text, tokens in prompts]
+        return _truncated(prompts, room)
 
     async def texts_of(
         self, given: Any, name: str, special: bool, params: SamplingParams, check: Callable[[int, int], None]
@@ -76,8 +76,8 @@ class Prompts:
             raise InvalidValue(f"{name} has {count} entries: at most {MAX_OUTPUTS} are allowed", name)
         check(count, 1)
         room = params.room(self._context)
-        made = [await self._completion(one, special, room, name) for one in prompts_of(given, name)]
-        return _truncated(made, room)
+        prompts = [await self._completion(prompt, special, room, name) for prompt in prompts_of(given, name)]
+        return _truncated(prompts, room)
 
     async def tokenize(self, body: TokenizeBody) -> list[int]:
         """Return the token ids of a prompt or a conversation. Raises InvalidValue."""

@@ -156,7 +156,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def head(self) -> bytes:
         """The request line and the headers of the last request, without `Upgrade`."""
         start = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
-        lines = [b"%b: %b" % one for one in self.headers if one[0] != b"upgrade"]
+        lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join((start, *lines, b"\r\n"))
 
     def on_headers_complete(self) -> None:

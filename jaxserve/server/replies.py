@@ -27,11 +27,11 @@ async def left(_: Request, error: Exception) -> Response:
 
 
 async def replied(
-    request: Request, made: Awaitable[Response], failed: Callable[[Exception], Response] = response_of
+    request: Request, answer: Awaitable[Response], failed: Callable[[Exception], Response] = response_of
 ) -> Response:
     """Return the response of a route. All errors become responses here, so that none reaches uvicorn's 500 page."""
     try:
-        return await made
+        return await answer
     except (Disconnected, ClientDisconnect) as error:
         return await left(request, error)
     except Exception as error:

@@ -154,7 +154,7 @@ class Interrupted(Exception):
 
 
 def _server(app: Any, config: ServeConfig) -> Server:
-    made = uvicorn.Config(
+    settings = uvicorn.Config(
         app,
         http=protocol_of(most_connections(config)),
         log_level=config.log_level,
@@ -166,7 +166,7 @@ def _server(app: Any, config: ServeConfig) -> Server:
         ws="none",
         **tls_of(config),
     )
-    return Server(made)
+    return Server(settings)
 
 
 async def _started(server: uvicorn.Server, serving: asyncio.Future[None]) -> None:
@@ -257,8 +257,14 @@ async def _announce(
         return
     info, config = service.engine.info, service.config
     rows = [
-        (one.name, one.role, " ".join(map(str, one.devices)), one.pages, one.pages * one.page_size)
-        for one in info.instances
+        (
+            instance.name,
+            instance.role,
+            " ".join(map(str, instance.devices)),
+            instance.pages,
+            instance.pages * instance.page_size,
+        )
+        for instance in info.instances
     ]
     title = f"{config.names[0]}, context {info.max_model_len}, policy {info.policy}, attention {info.attention}"
     print_table(title, ("instance", "role", "devices", "pages", "tokens of KV"), rows)

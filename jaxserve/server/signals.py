@@ -60,12 +60,14 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before: dict[int, Any] = {one: signal.signal(one, self._handle) for one in (signal.SIGTERM, signal.SIGINT)}
+        before: dict[int, Any] = {
+            number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)
+        }
         try:
             yield
         finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def end_process(status: int) -> None:

@@ -39,10 +39,10 @@ def last_start(config: ServeConfig) -> StartTime | None:
     """Return how long the last start with these settings took on this machine; None if that is unknown."""
     try:
         read = json.loads(_path(config).read_text(encoding="utf-8"))
-        made = StartTime(float(read["seconds"]), int(read["compiled"]))
+        last = StartTime(float(read["seconds"]), int(read["compiled"]))
     except (OSError, ValueError, TypeError, LookupError, OverflowError):
         return None
-    return made if 0 < made.seconds < LONGEST and made.compiled >= 0 else None
+    return last if 0 < last.seconds < LONGEST and last.compiled >= 0 else None
 
 
 def remember(config: ServeConfig, took: StartTime) -> None:
@@ -58,9 +58,9 @@ def remember(config: ServeConfig, took: StartTime) -> None:
 
 def _path(config: ServeConfig) -> Path:
     named = {
-        one.name: str(getattr(config, one.name))
-        for one in dataclasses.fields(config)
-        if one.metadata["group"] in GROUPS or one.name in MORE
+        field.name: str(getattr(config, field.name))
+        for field in dataclasses.fields(config)
+        if field.metadata["group"] in GROUPS or field.name in MORE
     }
     around = {name: os.environ.get(name) for name in VARIABLES}
     versions = {name: _version(name) for name in PACKAGES} | {"jaxserve": __version__}

@@ -35,12 +35,14 @@ class Wanted(NamedTuple):
 
 def structured_of(body: Sampled) -> Wanted | None:
     """Return the constraint of a request, if it has one. Raises InvalidValue that names the field."""
-    found = [one for one in (_of_format(body.response_format), _of_fields(body)) if one is not None]
-    found += [_of_guided(name, value) for name in GUIDED if (value := getattr(body, name)) is not None]
-    if len(found) > 1:
-        fields = " and ".join(one.field for one in found)
-        raise InvalidValue(f"{fields} are given: a request can have one constraint", found[1].field)
-    return found[0] if found else None
+    constraints = [
+        constraint for constraint in (_of_format(body.response_format), _of_fields(body)) if constraint is not None
+    ]
+    constraints += [_of_guided(name, value) for name in GUIDED if (value := getattr(body, name)) is not None]
+    if len(constraints) > 1:
+        fields = " and ".join(constraint.field for constraint in constraints)
+        raise InvalidValue(f"{fields} are given: a request can have one constraint", constraints[1].field)
+    return constraints[0] if constraints else None
 
 
 def constraint_of(body: Sampled, tools: Tools | None) -> Wanted | None:

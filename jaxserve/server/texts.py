@@ -66,8 +66,8 @@ class TextThreads:
             heapq.heappush(self._queues[size > SHORT], (key, next(self._order), task))
             self._ready.notify_all()
         try:
-            made: T = await asyncio.wrap_future(task.future)
-            return made
+            result: T = await asyncio.wrap_future(task.future)
+            return result
         finally:
             task.work = None
 

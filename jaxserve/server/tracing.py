@@ -139,16 +139,16 @@ class Tracing:
                 self._children(one, inside, begun)
         whole.end(ended)
 
-    def _children(self, one: Ended, inside: Any, begun: int) -> None:
+    def _children(self, ended: Ended, inside: Any, begun: int) -> None:
         """Make the spans of an output. Its arrival is when the request began, whatever the engine's clock says."""
-        which = {"jaxserve.prompt": one.number, "jaxserve.choice": one.choice}
-        for phase in phases(one.times):
+        which = {"jaxserve.prompt": ended.number, "jaxserve.choice": ended.choice}
+        for phase in phases(ended.times):
             start, end = (
-                begun + round((at - one.times.arrival) * BILLION) for at in (phase.start, max(phase.start, phase.end))
+                begun + round((at - ended.times.arrival) * BILLION) for at in (phase.start, max(phase.start, phase.end))
             )
             span = self._tracer.start_span(phase.name, inside, attributes=which, start_time=start)
             if phase.name == "decode":
-                span.set_attribute("gen_ai.usage.completion_tokens", len(one.times.token_times))
+                span.set_attribute("gen_ai.usage.completion_tokens", len(ended.times.token_times))
             span.end(end)
 
     def close(self) -> None:
@@ -160,13 +160,13 @@ class Tracing:
 
 def _attributes(trace: Trace) -> dict[str, Any]:
     """Return the attributes of a request; latencies are those of its first output."""
-    made: dict[str, Any] = {"gen_ai.request.id": trace.id, "gen_ai.response.model": trace.model}
+    attributes: dict[str, Any] = {"gen_ai.request.id": trace.id, "gen_ai.response.model": trace.model}
     if not trace.ended:
-        return made
+        return attributes
     one = trace.ended[0]
     params, times, slo = one.job.params, one.times, one.job.request.slo
     prompts = {ended.number: len(ended.job.prompt) for ended in trace.ended}
-    made |= {
+    attributes |= {
         "gen_ai.request.n": params.n,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
@@ -179,24 +179,24 @@ def _attributes(trace: Trace) -> dict[str, Any]:
         "jaxserve.cached_tokens": times.cached,
     }
     if params.max_tokens is not None:
-        made["gen_ai.request.max_tokens"] = params.max_tokens
+        attributes["gen_ai.request.max_tokens"] = params.max_tokens
     names = {"queue": "time_in_queue", "prefill": "time_in_model_prefill", "decode": "time_in_model_decode"}
     for phase in phases(times):
         if phase.name in names:
-            made[f"gen_ai.latency.{names[phase.name]}"] = phase.end - phase.start
+            attributes[f"gen_ai.latency.{names[phase.name]}"] = phase.end - phase.start
     if times.finished is not None:
-        made["gen_ai.latency.e2e"] = times.finished - times.arrival
+        attributes["gen_ai.latency.e2e"] = times.finished - times.arrival
         if times.scheduled is not None:
-            made["gen_ai.latency.time_in_model_inference"] = times.finished - times.scheduled
+            attributes["gen_ai.latency.time_in_model_inference"] = times.finished - times.scheduled
     measured = {"ttft": (times.ttft, slo.ttft), "tpot": (times.tpot, slo.tpot)}
     if times.ttft is not None:
-        made["gen_ai.latency.time_to_first_token"] = times.ttft
+        attributes["gen_ai.latency.time_to_first_token"] = times.ttft
     for name, (seconds, goal) in measured.items():
         if isfinite(goal):
-            made[f"jaxserve.slo.{name}"] = goal
+            attributes[f"jaxserve.slo.{name}"] = goal
             if seconds is not None:
-                made[f"jaxserve.slo.{name}_attained"] = seconds <= goal
-    return made
+                attributes[f"jaxserve.slo.{name}_attained"] = seconds <= goal
+    return attributes
 
 
 def check_tracing(settings: OperationSettings) -> None:

@@ -39,8 +39,8 @@ def shared_fields(body: Drawn) -> dict[str, Any]:
 
 def chunked(streams: bool | None) -> dict[str, Any]:
     """Return the fields of a chat request that is read in chunks. streams: by its client, as they come."""
-    made = {"stream": True, "stream_options": {"include_usage": True}}
-    return made if streams else {**made, "pace_tokens": False}
+    fields = {"stream": True, "stream_options": {"include_usage": True}}
+    return fields if streams else {**fields, "pace_tokens": False}
 
 
 def text_of(part: Mapping[str, Any], name: str, where: str) -> str:

@@ -34,13 +34,13 @@ def check_schema(kind: str, given: Any) -> None:
     level, depth = [given], 0
     while level:
         below: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                rules += sum(len(one[name]) for name in DEFINITIONS if isinstance(one.get(name), dict))
-                below += one.values()
+        for node in level:
+            if isinstance(node, dict):
+                rules += sum(len(node[name]) for name in DEFINITIONS if isinstance(node.get(name), dict))
+                below += node.values()
             else:
-                below += one
-        level = [one for one in below if isinstance(one, dict | list)]
+                below += node
+        level = [node for node in below if isinstance(node, dict | list)]
         nodes, depth = nodes + len(level), depth + 1
         _check(kind, "definitions", rules, MAX_RULES)
         _check(kind, "objects and lists", nodes, MAX_NODES)

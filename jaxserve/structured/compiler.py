@@ -72,22 +72,22 @@ class Compiler:
         many wait.
         """
         with self._lock:
-            made = self._made.get(wanted)
-            if made is not None:
+            result = self._made.get(wanted)
+            if result is not None:
                 self._made.move_to_end(wanted)
-                return made
-            made = Future[LLMatcher]()
-            made.set_running_or_notify_cancel()  # shared: its callers cannot cancel it
+                return result
+            result = Future[LLMatcher]()
+            result.set_running_or_notify_cancel()  # shared: its callers cannot cancel it
             if len(self._pending) >= PENDING:
-                made.set_exception(Unavailable(f"{PENDING} structured outputs wait to be compiled: try again later"))
-                return made
-            self._made[wanted] = made
+                result.set_exception(Unavailable(f"{PENDING} structured outputs wait to be compiled: try again later"))
+                return result
+            self._made[wanted] = result
             if len(self._made) > KEPT:
                 self._made.popitem(last=False)
-            self._pending.add(made)
-            made.add_done_callback(self._pending.discard)
-            self._begin(wanted, made, self._quick)
-            return made
+            self._pending.add(result)
+            result.add_done_callback(self._pending.discard)
+            self._begin(wanted, result, self._quick)
+            return result
 
     def check(self, wanted: StructuredOutputs) -> None:
         """Wait until a constraint is compiled. Raises as `compile` does, and Unavailable if it takes too long."""
@@ -111,32 +111,32 @@ class Compiler:
         for lane in (self._quick, self._slow):
             lane.close()
         with self._lock:
-            for made in tuple(self._pending):
-                _settle(made, Unavailable("the server is shutting down"))
+            for compiled in tuple(self._pending):
+                _settle(compiled, Unavailable("the server is shutting down"))
 
-    def _begin(self, wanted: StructuredOutputs, made: Future[LLMatcher], lane: Lane) -> None:
+    def _begin(self, wanted: StructuredOutputs, result: Future[LLMatcher], lane: Lane) -> None:
         try:
-            lane.submit(self._compile, wanted, made, lane)
+            lane.submit(self._compile, wanted, result, lane)
         except RuntimeError as error:  # without memory no thread starts
             with self._lock:
                 self._made.pop(wanted, None)
-            _settle(made, Unavailable(f"no thread to compile in ({error}): try again later"))
+            _settle(result, Unavailable(f"no thread to compile in ({error}): try again later"))
 
-    def _compile(self, wanted: StructuredOutputs, made: Future[LLMatcher], lane: Lane) -> None:
+    def _compile(self, wanted: StructuredOutputs, result: Future[LLMatcher], lane: Lane) -> None:
         try:
             grammar = lane.trial.grammar(wanted, lane.seconds)
-            _settle(made, compiled(self._loaded(), grammar, wanted.kind))
+            _settle(result, compiled(self._loaded(), grammar, wanted.kind))
         except TooSlow:
             if lane is self._quick:
-                self._begin(wanted, made, self._slow)
+                self._begin(wanted, result, self._slow)
             else:
                 told = f"{wanted.kind} takes more than {SECONDS:g} s to compile: simplify it"
-                _settle(made, InvalidValue(told, wanted.kind))
+                _settle(result, InvalidValue(told, wanted.kind))
         except BaseException as error:
             if not isinstance(error, InvalidValue):
                 with self._lock:
                     self._made.pop(wanted, None)  # it may compile the next time
-            _settle(made, error)
+            _settle(result, error)
 
     def _loaded(self) -> LLTokenizer:
         with self._reading:
@@ -174,9 +174,9 @@ def late(what: str) -> Unavailable:
     return Unavailable(f"{what} is not compiled after {PATIENCE:g} s: other structured outputs are first")
 
 
-def _settle(made: Future[LLMatcher], result: LLMatcher | BaseException) -> None:
+def _settle(future: Future[LLMatcher], result: LLMatcher | BaseException) -> None:
     with suppress(InvalidStateError):  # `close` was first
         if isinstance(result, BaseException):
-            made.set_exception(result)
+            future.set_exception(result)
         else:
-            made.set_result(result)
+            future.set_result(result)

@@ -183,13 +183,13 @@ class Constraint:
             self.error = ahead.error
 
     def _copied(self) -> Constraint:
-        made: Constraint = copy(self)
-        made._told = deque()
+        copied: Constraint = copy(self)
+        copied._told = deque()
         if self._matcher is not None:
-            made._matcher = self._matcher.deep_copy()
+            copied._matcher = self._matcher.deep_copy()
         if self._thinking is not None:
-            made._thinking = ThinkingEnd(self._thinking.markers, self._thinking.seen)
-        return made
+            copied._thinking = ThinkingEnd(self._thinking.markers, self._thinking.seen)
+        return copied
 
 
 def _allows(mask: Words, token: int) -> bool:

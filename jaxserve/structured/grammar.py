@@ -59,7 +59,7 @@ def _expanded(node: Any, root: Any, known: dict[str, float]) -> float:
     known: the sizes of references so far.
     """
     if isinstance(node, list):
-        return sum(_expanded(one, root, known) for one in node)
+        return sum(_expanded(child, root, known) for child in node)
     if not isinstance(node, dict):
         return len(str(node))
     size = 0.0
@@ -133,11 +133,11 @@ def _structural_tag(given: dict[str, Any], options: dict[str, Any]) -> str:
         if not isinstance(value, list) or not value:
             raise InvalidValue(f"structural_tag.{name}={short(value)} must be a list with an entry", "structural_tag")
     assert isinstance(structures, list) and isinstance(triggers, list)
-    if not all(isinstance(one, str) and one for one in triggers):
+    if not all(isinstance(trigger, str) and trigger for trigger in triggers):
         raise InvalidValue(
             f"structural_tag.triggers={short(triggers)} must be texts that are not empty", "structural_tag"
         )
-    tags = [_tag(at, one, triggers, options) for at, one in enumerate(structures)]
+    tags = [_tag(at, structure, triggers, options) for at, structure in enumerate(structures)]
     return StructTag.to_grammar(tags, assume_special=False)
 
 

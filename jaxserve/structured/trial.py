@@ -100,11 +100,11 @@ class Trial:
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "jaxserve.structured.trial"]
         null = subprocess.DEVNULL
-        made = subprocess.Popen(
+        process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=null, start_new_session=True
         )  # a session of its own: Ctrl-C is for the server
-        self._end = weakref.finalize(self, _end, made)
-        return made
+        self._end = weakref.finalize(self, _end, process)
+        return process
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

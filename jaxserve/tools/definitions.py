@@ -32,7 +32,10 @@ class Tools:
     @property
     def schemas(self) -> Schemas:
         """The schema of the parameters of each tool."""
-        return {one["function"]["name"]: one["function"].get("parameters") or {} for one in self.definitions}
+        return {
+            definition["function"]["name"]: definition["function"].get("parameters") or {}
+            for definition in self.definitions
+        }
 
 
 def tools_of(tools: Any, choice: Any = None, parallel: Any = None) -> Tools | None:
@@ -42,19 +45,19 @@ def tools_of(tools: Any, choice: Any = None, parallel: Any = None) -> Tools | No
         raise InvalidValue(f"tools={short(tools)} must be a list of tools", "tools")
     if len(tools) > MAX_TOOLS:
         raise InvalidValue(f"tools has {len(tools)} entries: at most {MAX_TOOLS} are allowed", "tools")
-    made = tuple(_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
-    names = [tool["function"]["name"] for tool in made]
+    offered = tuple(_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
+    names = [tool["function"]["name"] for tool in offered]
     choice, allowed = _allowed(choice, names)
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidValue(f"tools: {short(twice)} is defined twice", "tools")
-    made = tuple(tool for tool in made if tool["function"]["name"] in allowed)
+    offered = tuple(tool for tool in offered if tool["function"]["name"] in allowed)
     mode, name = _choice(choice, allowed)
-    if not made or mode == "none":
+    if not offered or mode == "none":
         return None
-    strict = all(tool["function"].get("strict") for tool in made if name in (None, tool["function"]["name"]))
+    strict = all(tool["function"].get("strict") for tool in offered if name in (None, tool["function"]["name"]))
     custom = frozenset(name for name, tool in zip(names, tools, strict=True) if tool.get("type") == "custom")
-    return Tools(made, mode, name, parallel is not False, strict, custom)
+    return Tools(offered, mode, name, parallel is not False, strict, custom)
 
 
 def _allowed(choice: Any, names: list[str]) -> tuple[Any, list[str]]:
@@ -136,16 +139,16 @@ def _check_schema(schema: Any, field: str) -> None:
     properties = schema.get("properties", {})
     if not isinstance(properties, dict):
         raise InvalidValue(f"{field}.properties={short(properties)} must be an object", f"{field}.properties")
-    for name, one in properties.items():
+    for name, child in properties.items():
         where = f"{field}.properties.{name[:100]}"
-        if not isinstance(one, dict | bool):
-            raise InvalidValue(f"{where}={short(one)} must be a JSON schema", where)
-        kinds = one.get("type", []) if isinstance(one, dict) else []
+        if not isinstance(child, dict | bool):
+            raise InvalidValue(f"{where}={short(child)} must be a JSON schema", where)
+        kinds = child.get("type", []) if isinstance(child, dict) else []
         for kind in kinds if isinstance(kinds, list) else [kinds]:
             if kind not in TYPES:
                 raise InvalidValue(f"{where}.type={short(kind)} must be one of {', '.join(TYPES)}", f"{where}.type")
     required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+    if not isinstance(required, list) or not all(isinstance(child, str) for child in required):
         raise InvalidValue(f"{field}.required={short(required)} must be a list of names", f"{field}.required")
 
 

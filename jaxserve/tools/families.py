@@ -118,12 +118,12 @@ class FirstCall:
         return self._first(self._inner.finish())
 
     def _first(self, events: list[Event]) -> list[Event]:
-        made = []
+        first = []
         for event in events:
             self._calls += event.kind == "call"
             if event.kind not in ("call", "arguments") or self._calls < 2:
-                made.append(event)
-        return made
+                first.append(event)
+        return first
 
 
 # What the templates of a family contain. The first that fits is taken.

@@ -23,11 +23,11 @@ def required_schema(schemas: Schemas, parallel: bool) -> dict[str, Any]:
         }
         for at, name in enumerate(names)
     ]
-    made: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls} if len(calls) > 1 else calls[0]}
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls} if len(calls) > 1 else calls[0]}
     if not parallel:
-        made["maxItems"] = 1
+        schema["maxItems"] = 1
     defs = {f"tool-{at}": _moved(named_schema(schemas[name]), f"#/$defs/tool-{at}") for at, name in enumerate(names)}
-    return {**made, "$defs": defs}
+    return {**schema, "$defs": defs}
 
 
 def named_schema(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def named_schema(parameters: dict[str, Any]) -> dict[str, Any]:
 def _moved(schema: Any, root: str) -> Any:
     """Return a schema whose references within itself begin at `root`."""
     if isinstance(schema, list):
-        return [_moved(one, root) for one in schema]
+        return [_moved(child, root) for child in schema]
     if not isinstance(schema, dict):
         return schema
     return {

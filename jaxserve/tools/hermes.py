@@ -18,6 +18,6 @@ def hermes(schemas: Schemas) -> Parser:
 
 def _read(body: Cursor) -> list[Call] | None:
     body.skip()
-    found = call_of(body.value())
+    call = call_of(body.value())
     body.skip()
-    return [found] if found is not None and body.done else None
+    return [call] if call is not None and body.done else None

@@ -77,7 +77,7 @@ def pythonic(schemas: Schemas) -> Parser:
             tree = ast.parse(rest.rest.rstrip(), mode="eval").body
             if not isinstance(tree, ast.List) or not tree.elts:
                 return []
-            calls = [_python_call(one) for one in tree.elts]
+            calls = [_python_call(element) for element in tree.elts]
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             return []
         return calls if all(call.name in schemas for call in calls) else []

@@ -40,9 +40,9 @@ def _read(body: Cursor) -> list[Call] | None:
     body.skip()
     if not body.text.startswith(("[", "{"), body.at):
         return _named(body)
-    found = body.value()
+    value = body.value()
     body.skip()
-    calls = [call_of(one) for one in (found if isinstance(found, list) else [found])]
+    calls = [call_of(one) for one in (value if isinstance(value, list) else [value])]
     good = [call for call in calls if call is not None]
     return good if good and len(good) == len(calls) and body.done else None
 

@@ -50,12 +50,12 @@ class Pattern:
         return min((self._ends[state] for state in states if state in self._ends), default=None)
 
     def _closed(self, states: list[int]) -> frozenset[int]:
-        found, waiting = set(states), list(states)
+        closed, waiting = set(states), list(states)
         while waiting:
-            more = [state for state in self._free[waiting.pop()] if state not in found]
-            found.update(more)
+            more = [state for state in self._free[waiting.pop()] if state not in closed]
+            closed.update(more)
             waiting += more
-        return frozenset(found)
+        return frozenset(closed)
 
 
 class Match:

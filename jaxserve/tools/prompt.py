@@ -37,13 +37,13 @@ def with_objects(messages: Sequence[Message], wrapped: bool = False) -> list[dic
 
     wrapped: also those that are the text of no object, as where `max_tokens` has cut a call.
     """
-    made = []
+    written = []
     for message in messages:
         one = dict(message)
         if calls := one.get("tool_calls"):
             one["tool_calls"] = [{**call, "function": _object(call["function"], wrapped)} for call in calls]
-        made.append(one)
-    return made
+        written.append(one)
+    return written
 
 
 def _object(function: Mapping[str, Any], wrapped: bool = False) -> dict[str, Any]:
@@ -61,15 +61,15 @@ def demands_short_ids(template: str) -> bool:
 
 def with_short_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages with ids of 9 letters and digits; equal ids stay equal."""
-    made = []
+    written = []
     for message in messages:
         one = dict(message)
         if calls := one.get("tool_calls"):
             one["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in calls]
         if one.get("role") == "tool":
             one["tool_call_id"] = _short_id(one.get("tool_call_id"))
-        made.append(one)
-    return made
+        written.append(one)
+    return written
 
 
 def _short_id(id: Any) -> str:
@@ -86,34 +86,34 @@ def _text(content: Any) -> Any:
 
 def as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with tools, calls and results as text, for a template that knows none of them."""
-    made: list[dict[str, Any]] = []
+    written: list[dict[str, Any]] = []
     if tools:
         described = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
-        made.append({"role": "system", "content": PREAMBLE.format(tools=described)})
+        written.append({"role": "system", "content": PREAMBLE.format(tools=described)})
     results: list[str] = []  # those in a row, one message
 
     def end_results() -> None:
         if results:
-            made.append({"role": "user", "content": "\n".join(results)})
+            written.append({"role": "user", "content": "\n".join(results)})
             results.clear()
 
     for message in messages:
-        one = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
-        one["content"] = _text(one.get("content") or "")
+        plain = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+        plain["content"] = _text(plain.get("content") or "")
         if message.get("role") == "tool":
-            results.append(f"<tool_response>\n{one['content']}\n</tool_response>")
+            results.append(f"<tool_response>\n{plain['content']}\n</tool_response>")
             continue
         end_results()
-        parts = [one["content"]] if one["content"] else []
+        parts = [plain["content"]] if plain["content"] else []
         for call in message.get("tool_calls") or ():
             function = _object(call["function"])
             text = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
             parts.append(f"<tool_call>\n{text}\n</tool_call>")
         if len(parts) > 1 or message.get("tool_calls"):
-            one["content"] = "\n".join(parts)
-        if tools and message is messages[0] and one["role"] == "system":
-            made[0]["content"] = f"{one['content']}\n\n{made[0]['content']}"
+            plain["content"] = "\n".join(parts)
+        if tools and message is messages[0] and plain["role"] == "system":
+            written[0]["content"] = f"{plain['content']}\n\n{written[0]['content']}"
         else:
-            made.append(one)
+            written.append(plain)
     end_results()
-    return made
+    return written

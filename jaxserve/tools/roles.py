@@ -46,10 +46,10 @@ def _probe(at: int, role: str, calls: int) -> dict[str, Any]:
     """Return a message of a short conversation. role: `calls` is a message of the assistant with calls."""
     if role != "calls":
         return {"role": role, "content": f"probe{at}probe", "tool_call_id": "probe0000", "name": "f"}
-    made = [
+    renders = [
         {"id": f"probe000{n}", "type": "function", "function": {"name": "f", "arguments": {}}} for n in range(calls)
     ]
-    return {"role": "assistant", "content": "", "tool_calls": made}
+    return {"role": "assistant", "content": "", "tool_calls": renders}
 
 
 def unusual(messages: Sequence[Message]) -> bool:

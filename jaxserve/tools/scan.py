@@ -91,9 +91,9 @@ class Finder:
             if held in marks.marks:
                 break
         seen = self._held + text[start:at]
-        found = held if held in marks.marks else ""
-        self._held = "" if found else held
-        return Found(seen[: len(seen) - len(held)], found, at)
+        mark = held if held in marks.marks else ""
+        self._held = "" if mark else held
+        return Found(seen[: len(seen) - len(held)], mark, at)
 
     def rest(self) -> str:
         """Return what was held back, and hold it no more."""
@@ -160,9 +160,9 @@ class Cursor:
 
     def take(self, mark: str) -> bool:
         """Skip `mark` and return True if it comes next."""
-        found = self.text.startswith(mark, self.at)
-        self.at += len(mark) if found else 0
-        return found
+        taken = self.text.startswith(mark, self.at)
+        self.at += len(mark) if taken else 0
+        return taken
 
     def until(self, mark: str) -> tuple[str, bool]:
         """Return the text before `mark`, which is skipped, and True; all that is left and False without a mark."""

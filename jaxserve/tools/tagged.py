@@ -166,10 +166,10 @@ def _types(schema: Any) -> set[str]:
     """Return the types that a schema names, in alternatives and values too, as pydantic writes `str | None`."""
     if not isinstance(schema, dict):
         return set()
-    found = set[str]()
+    types = set[str]()
     alternatives = (schema.get(key) for key in ("anyOf", "oneOf", "allOf"))
     for one in [schema, *(one for given in alternatives if isinstance(given, list) for one in given)]:
         kinds = one.get("type") if isinstance(one, dict) else None
-        found.update(kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str))
+        types.update(kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str))
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
-    return found | {"string" for value in values if isinstance(value, str)}
+    return types | {"string" for value in values if isinstance(value, str)}

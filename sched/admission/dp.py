@@ -75,12 +75,12 @@ class ByDP:
 
 def _with_drafting(standing: Commitments, instance: InstanceView, view: View) -> Commitments:
     """Add the decodes with unverified drafts, which are in no queue of the view."""
-    drafting = [one for one in instance if one.drafting and one.tier != "best_effort"]
+    drafting = [request for request in instance if request.drafting and request.tier != "best_effort"]
     if not drafting or view.role is Role.PREFILL:
         return standing
-    tpot = [tightest(one, one.slo.tpot_of(one.stage)) for one in drafting]
+    tpot = [tightest(request, request.slo.tpot_of(request.stage)) for request in drafting]
     return replace(
         standing,
         tpot=np.concatenate([standing.tpot, tpot]),
-        context=np.concatenate([standing.context, [float(one.computed) for one in drafting]]),
+        context=np.concatenate([standing.context, [float(request.computed) for request in drafting]]),
     )

@@ -54,4 +54,4 @@ class NewRequest:
         return {name: getattr(self, name) for name in _RECORDED}
 
 
-_RECORDED = [one.name for one in fields(NewRequest) if one.name not in ("prompt", "salt", "waited", "progress")]
+_RECORDED = [field.name for field in fields(NewRequest) if field.name not in ("prompt", "salt", "waited", "progress")]

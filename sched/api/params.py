@@ -78,7 +78,9 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words))
         words = _listed("bad_words_token_ids", self.bad_words_token_ids, "a list of lists of token ids")
-        object.__setattr__(self, "bad_words_token_ids", tuple(_token_ids("bad_words_token_ids", one) for one in words))
+        object.__setattr__(
+            self, "bad_words_token_ids", tuple(_token_ids("bad_words_token_ids", word) for word in words)
+        )
         object.__setattr__(self, "logits_processors", _processors("logits_processors", self.logits_processors))
         self._to_plain_numbers()
         for name, ok, allowed in (
@@ -115,7 +117,7 @@ class SamplingParams:
             ("bad_words", all(map(str.strip, self.bad_words)), "texts that are not empty"),
             (
                 "bad_words",
-                len(self.bad_words) <= MAX_BAD_WORDS and all(len(one) <= MAX_WORD_LENGTH for one in self.bad_words),
+                len(self.bad_words) <= MAX_BAD_WORDS and all(len(word) <= MAX_WORD_LENGTH for word in self.bad_words),
                 f"at most {MAX_BAD_WORDS} texts of at most {MAX_WORD_LENGTH} characters each",
             ),
             ("bad_words_token_ids", all(self.bad_words_token_ids), "lists of at least one token id"),

@@ -106,7 +106,7 @@ class StructuredOutputs:
                 f"structured_outputs={short(given)} must be an object with one of {', '.join(KINDS)}",
                 "structured_outputs",
             )
-        known = {one.name for one in fields(cls)}
+        known = {field.name for field in fields(cls)}
         if unknown := sorted(map(str, set(given) - known)):
             raise InvalidValue(
                 f"structured_outputs.{unknown[0][:100]} is unknown: allowed are {', '.join(sorted(known))}",

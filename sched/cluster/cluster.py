@@ -76,12 +76,14 @@ class Cluster:
         """
         if first_token not in ("prefill", "decode"):
             raise InvalidValue(f"{first_token=} must be 'prefill' or 'decode'", "first_token")
-        self.cores = [Core(one.name, one.scheduler, one.executor, self, patience) for one in instances]
+        self.cores = [
+            Core(instance.name, instance.scheduler, instance.executor, self, patience) for instance in instances
+        ]
         check_roles([core.scheduler.role for core in self.cores])
         self._router = router
         self._admission = admission or AdmitAll()
         self._schedulers = [core.scheduler for core in self.cores]
-        self._pool_tokens = min(one.limits.pages * one.limits.page_size for one in self._schedulers)
+        self._pool_tokens = min(scheduler.limits.pages * scheduler.limits.page_size for scheduler in self._schedulers)
         self._hold_first = first_token == "decode"
         self._finished = finished
         self._residents: dict[int, Resident] = {}
@@ -125,18 +127,18 @@ class Cluster:
 
     def end_session(self, session: str) -> bool:
         """Release the pages that a session keeps between turns; return whether it kept any."""
-        return sum(one.end_session(session) for one in self._schedulers) > 0
+        return sum(scheduler.end_session(session) for scheduler in self._schedulers) > 0
 
     async def reset_prefix_cache(self) -> bool:
         """Clear the prefix caches and the store. Returns False, and clears nothing, if a request is unfinished."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLES):
-                while not len(self) and any(one.blocks.held for one in self._schedulers):
+                while not len(self) and any(scheduler.blocks.held for scheduler in self._schedulers):
                     await asyncio.sleep(0.001)
-        if len(self) or any(one.blocks.held for one in self._schedulers):
+        if len(self) or any(scheduler.blocks.held for scheduler in self._schedulers):
             return False
-        for one in self._schedulers:
-            one.reset_prefix_cache()
+        for scheduler in self._schedulers:
+            scheduler.reset_prefix_cache()
         if self._store is not None:
             self._store.clear()
         return True
@@ -219,7 +221,7 @@ class Cluster:
 
     def _redirect(self) -> None:
         """Apply role changes and moves decided by the router."""
-        if any(one.hung for one in self._schedulers):
+        if any(scheduler.hung for scheduler in self._schedulers):
             return  # `_cover` sets the roles while an instance hangs
         roles = self._router.roles(self.kv_transfers.fleet())
         if roles:
@@ -351,8 +353,8 @@ class Cluster:
 
     def _cover(self) -> None:
         """Make all instances mixed if those that do not hang could not both prefill and decode otherwise."""
-        roles = tuple(one.role for one in self._schedulers)
-        serving = [one.role for one in self._schedulers if not one.hung]
+        roles = tuple(scheduler.role for scheduler in self._schedulers)
+        serving = [scheduler.role for scheduler in self._schedulers if not scheduler.hung]
         if serving and not complete(serving):
             before = self._covered or roles
             self.set_roles(dict.fromkeys(range(len(roles)), Role.MIXED))
@@ -360,7 +362,7 @@ class Cluster:
 
     def returned(self, core: Core) -> None:
         """Restore the roles after a hung step has ended after all."""
-        if self._covered and not any(one.hung for one in self._schedulers):
+        if self._covered and not any(scheduler.hung for scheduler in self._schedulers):
             self.set_roles(dict(enumerate(self._covered)))
         self.kv_transfers.place()
         for one in self.cores:

@@ -177,7 +177,7 @@ class KVTransferManager:
         for transfer in ranked:
             if transfer.reservation is None and transfer.nearly and not self._reserve(transfer):
                 break
-        self._keep([one for one in ranked if one.complete and one.reservation is None])
+        self._keep([transfer for transfer in ranked if transfer.complete and transfer.reservation is None])
         lacking = sum(one.complete and one.reservation is None for one in self._going.values())
         for scheduler in self._schedulers:
             scheduler.set_kv_waiting(lacking if scheduler.role is Role.DECODE else 0)
@@ -192,7 +192,7 @@ class KVTransferManager:
 
     def _keep(self, waiting: Sequence[KVTransfer]) -> None:
         """Let requests that stay decode in place, and the first without room, if the router agrees."""
-        asked = islice((one for one in waiting if not one.stays), KEPT)
+        asked = islice((transfer for transfer in waiting if not transfer.stays), KEPT)
         for transfer in [*(one for one in waiting if one.stays), *asked]:
             request, fleet = transfer.request, self.fleet()
             if transfer.stays or self._router.decode_in_place(request, self._cores.index(transfer.source), fleet):

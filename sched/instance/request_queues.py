@@ -111,7 +111,7 @@ class RequestQueue:
     def last(self, order: Order) -> Array:
         """Return the times of the last tokens. Not a column, since they change every step and are rarely read."""
         times = [self._requests[row].token_times for row in order.tolist()]
-        return np.array([one[-1] if one else nan for one in times], dtype=float)
+        return np.array([time[-1] if time else nan for time in times], dtype=float)
 
     def add(self, request: Request) -> None:
         place = key(request)

@@ -120,7 +120,7 @@ class StepSettler:
         """End a request whose row failed, and all requests that share pages it computed."""
         own = self._kv.condemn(request)
         others = (one for one in self._queues.requests.values() if one is not request)
-        condemned = [request, *(one for one in others if not own.isdisjoint(one.pages))]
+        condemned = [request, *(other for other in others if not own.isdisjoint(other.pages))]
         alive = [one for one in condemned if one.state is not State.FINISHED]
         return [finish(one, self._queues, self._kv, "error", why) for one in alive]
 

@@ -46,12 +46,12 @@ class Derived:
     draft: float = 0.0
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name in SHARES and not 0 <= value <= 1:
-                raise InvalidValue(f"{one.name}={value!r} must be between 0 and 1", one.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in SHARES and not 0 <= value <= 1:
+                raise InvalidValue(f"{field.name}={value!r} must be between 0 and 1", field.name)
             if not 0 <= value < float("inf"):
-                raise InvalidValue(f"{one.name}={value!r} must be 0 or more", one.name)
+                raise InvalidValue(f"{field.name}={value!r} must be 0 or more", field.name)
         for name in ("flops", "bandwidth", "compute", "memory"):
             if getattr(self, name) == 0:
                 raise InvalidValue(f"{name}=0 must be more than 0", name)

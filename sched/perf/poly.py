@@ -31,10 +31,10 @@ class Polynomial:
     context: float = 0.0
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             if not 0 <= value < float("inf"):
-                raise InvalidValue(f"{one.name}={value!r} must be 0 or more seconds", one.name)
+                raise InvalidValue(f"{field.name}={value!r} must be 0 or more seconds", field.name)
 
     def step_time(self, load: Load) -> float:
         rows = self.row * load.decode + self.context * load.context

@@ -52,7 +52,7 @@ class Recipe:
 
         Points that it would pad differently say nothing about it, unless there are no others.
         """
-        alike = [one for one in self.points if buckets.placed(one[0])[1] == self.buckets.placed(one[0])[1]]
+        alike = [point for point in self.points if buckets.placed(point[0])[1] == self.buckets.placed(point[0])[1]]
         return replace(self, points=tuple(alike) or self.points, buckets=buckets)
 
     def record(self) -> dict[str, Any]:

@@ -71,8 +71,8 @@ class Drafting:
         if not self._adaptive and mine:
             prompts = sum(grant.tokens for grant in decision.grants if grant.request not in decoding)
             room = (view.limits.tokens - prompts) // len(mine) - 1
-            return dict.fromkeys((one.id for one in mine), min(view.limits.draft, max(0, room)))
-        if len(mine) < len(decision.grants) or not any(one.drafts for one in mine):
+            return dict.fromkeys((request.id for request in mine), min(view.limits.draft, max(0, room)))
+        if len(mine) < len(decision.grants) or not any(request.drafts for request in mine):
             return {}
         batch = _Batch.of(view, mine, rows)
         idle = _Best(batch.count / batch.alone, 0, batch.able)
@@ -122,8 +122,8 @@ class _Batch:
     @classmethod
     def of(cls, view: View, mine: Sequence[RequestView], rows: Sequence[int]) -> _Batch:
         """Build a batch from the requests `mine`, which are at `rows` of `view.decode`."""
-        able = np.array([one.drafts for one in mine])
-        chance = np.array([one.acceptance if one.drafts else 0.0 for one in mine])
+        able = np.array([request.drafts for request in mine])
+        chance = np.array([request.acceptance if request.drafts else 0.0 for request in mine])
         context = view.decode.context[np.array(rows)]
         return cls(view.perf, view.limits.tokens, int(context.max()), int(context.sum()), able, chance)
 

@@ -139,7 +139,7 @@ class FlowPrefill:
     def _owed(self, view: View, task: Task) -> bool:
         """Return whether the current time is reserved for long prompts and the step computes one."""
         return longs_turn(view.start, self._ageing) and any(
-            one.prompt_length >= LONG and one.tier != BEST_EFFORT for one in task.requests
+            request.prompt_length >= LONG and request.tier != BEST_EFFORT for request in task.requests
         )
 
     def _fits(self, view: View, row: int) -> bool:
@@ -204,7 +204,12 @@ class _Guard:
         rows = view.prefill
         slack = np.where(late | (rows.best_effort > 0), np.inf, rows.deadline - view.start - work)
         slack[head] = np.inf
-        tasks = ((task.seconds, one) for task in view.suspended for one in task.requests if one.tier != BEST_EFFORT)
+        tasks = (
+            (task.seconds, request)
+            for task in view.suspended
+            for request in task.requests
+            if request.tier != BEST_EFFORT
+        )
         stopped = [one.arrival + one.slo.ttft - view.start - seconds for seconds, one in tasks]
         self._slack: list[float] = slack.tolist()
         self._outside: list[float] = np.sort(np.concatenate([slack, stopped])).tolist()

@@ -397,8 +397,10 @@ class _Piggyback(NamedTuple):
 
 
 def _job(view: View, task: Task) -> _PromptWork:
-    due = min((one.arrival + one.slo.ttft for one in task.requests if one.tier != BEST_EFFORT), default=-inf)
-    left = [(float(left_behind(one)), float(one.context)) for one in task.requests if left_behind(one)]
+    due = min(
+        (request.arrival + request.slo.ttft for request in task.requests if request.tier != BEST_EFFORT), default=-inf
+    )
+    left = [(float(left_behind(request)), float(request.context)) for request in task.requests if left_behind(request)]
     if not left:
         return _PromptWork(due, task.seconds, task.step)
     tokens, context = np.array(left).T

@@ -124,7 +124,7 @@ class Front:
         decoders = [one for _, one in known if one.role is Role.DECODE]
         entries = max(1, len(known) - len(decoders))
         running, context = (
-            sum(getattr(one, name) for one in decoders) // entries for name in ("running", "decode_context")
+            sum(getattr(decoder, name) for decoder in decoders) // entries for name in ("running", "decode_context")
         )
         for index, one in known:
             if decoders and one.role is not Role.DECODE:

@@ -37,7 +37,7 @@ class RoleBalancer:
         """Return the role changes to make now. `offered`: seconds of prefill that arrive per second."""
         decoders = [fleet.instances[index] for index in fleet.decoders]
         if self._apart and not decoders and len(fleet.entries) == len(self._apart):
-            rows = sum(one.running for one in fleet.instances)
+            rows = sum(instance.running for instance in fleet.instances)
             room = sum(fleet.instances[at].limits.rows for at, role in self._apart.items() if role is Role.DECODE)
             if rows > CALM * room:
                 return {}

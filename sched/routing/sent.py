@@ -25,7 +25,9 @@ class Sent:
         """
         if fleet.shows_sent:
             self._sent.clear()
-        seen = {index: {one.id for one in fleet.instances[index]} for index in {index for index, _ in self._sent}}
+        seen = {
+            index: {instance.id for instance in fleet.instances[index]} for index in {index for index, _ in self._sent}
+        }
         self._sent = [
             (index, request)
             for index, request in self._sent

@@ -92,7 +92,7 @@ class Rows:
         columns: dict[str, Array] = {name: getattr(rows, name).copy() for name in COPIED}
         count = len(rows)
         if identify:
-            ids, generated = [float(one.id) for one in rows], [float(one.generated) for one in rows]
+            ids, generated = [float(row.id) for row in rows], [float(row.generated) for row in rows]
         else:
             ids, generated = [float(UNKNOWN)] * count, [0.0] * count
         own = {"id": np.array(ids, dtype=float), "generated": np.array(generated, dtype=float)}
@@ -198,9 +198,9 @@ class Snapshot:
         others: tuple[Row, ...] = ()
         if identify and len(instance) > len(prefill) + len(decode):
             queued = {*prefill.id.tolist(), *decode.id.tolist()}
-            others = tuple(Row.of(one) for one in instance if one.id not in queued)
+            others = tuple(Row.of(request) for request in instance if request.id not in queued)
         elif view.limits.draft:
-            others = tuple(Row.of(one) for one in instance if one.drafting)
+            others = tuple(Row.of(request) for request in instance if request.drafting)
         return cls(
             now, instance.role, view.role, view.limits, view.perf, instance.ends, instance.hung, instance.accepting,
             instance.kv_waiting, instance.running, instance.waiting, instance.prefill_backlog,
@@ -232,11 +232,11 @@ class Snapshot:
         """Return this snapshot as if these requests, which were sent later, already waited on the instance."""
         if not requests:
             return self
-        hits = [self.hits(one) for one in requests]
+        hits = [self.hits(request) for request in requests]
         return replace(
             self,
             waiting=self.waiting + len(requests),
-            prefill_backlog=self.prefill_backlog + sum(one.remaining for one in requests) - sum(hits),
+            prefill_backlog=self.prefill_backlog + sum(request.remaining for request in requests) - sum(hits),
             prefill=self.prefill.plus(requests, hits),
         )
 
@@ -245,5 +245,5 @@ class Snapshot:
         rows = [replace(one, deadline=one.deadline + seconds) for one in (self.prefill, self.decode)]
         return replace(
             self, taken=self.taken + seconds, ends=self.ends + seconds, prefill=rows[0], decode=rows[1],
-            others=tuple(replace(one, deadline=one.deadline + seconds) for one in self.others),
+            others=tuple(replace(other, deadline=other.deadline + seconds) for other in self.others),
         )  # fmt: skip

@@ -28,12 +28,12 @@ class Arriving(NamedTuple):
     @classmethod
     def total(cls, several: Sequence[Arriving]) -> Arriving:
         """Return what arrives at several engines; means are weighted by tokens."""
-        tokens = sum(one.tokens for one in several)
-        timely = [one for one in several if one.ttft < inf]
+        tokens = sum(outcome.tokens for outcome in several)
+        timely = [outcome for outcome in several if outcome.ttft < inf]
         return cls(
             tokens,
             _mean([(one.ttft, one.tokens) for one in timely], inf),
-            _mean([(one.prompt, one.tokens) for one in several], PROMPT),
+            _mean([(outcome.prompt, outcome.tokens) for outcome in several], PROMPT),
         )
 
 

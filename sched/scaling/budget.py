@@ -37,8 +37,8 @@ class ByBudget:
         window = arrivals.ttft if arrivals.ttft < inf else WINDOW
         prompt = max(1, round(arrivals.prompt))
         idle = taken = pages = 0.0
-        for one in fleet.instances:
-            whole, used, held = _promises(one, fleet.now, window, prompt)
+        for instance in fleet.instances:
+            whole, used, held = _promises(instance, fleet.now, window, prompt)
             idle, taken, pages = idle + whole, taken + used, pages + held
         expected = arrivals.rate(fleet.now) * window
         mean = max(1.0, idle / len(fleet.instances))

@@ -149,11 +149,11 @@ def serve(policy: str, latency: Latency, load: Sequence[Arrival], mesh: Mesh, op
 
     watched.__name__ = policy  # selects the router
     report = simulate(load, watched, mesh, latency, options=options)
-    attained = sum(one.attained and one.promised for one in report.measured)
-    context = int(np.mean([one.prompt for one in report.measured]))
+    attained = sum(request.attained and request.promised for request in report.measured)
+    context = int(np.mean([request.prompt for request in report.measured]))
     rows = options.rows
     full = latency.solve().step_time(Load(options.tokens, rows, 0.0, context, rows * context))
-    tokens = sum(one.output for one in report.measured)
+    tokens = sum(request.output for request in report.measured)
     return Floor(tokens / report.ended, attained / report.ended, max(waits, default=0.0), full)
 
 

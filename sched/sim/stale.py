@@ -68,4 +68,4 @@ class Stale(Router):
 
 def _waits(instance: InstanceView, id: int) -> bool:
     """Return whether a request is still on the instance with no token computed."""
-    return any(one.id == id and one.state is State.WAITING and not one.drops for one in instance)
+    return any(request.id == id and request.state is State.WAITING and not request.drops for request in instance)

@@ -14,7 +14,7 @@ TICKS = 8  # most labels of the axis of rates
 
 def draw(out: Path, results: Results) -> list[Path]:
     """Plot curves and bars over several rates, and distributions at the middle rate; return the paths."""
-    rates = sorted({one.rate for one in results.reports})
+    rates = sorted({report.rate for report in results.reports})
     several = len(rates) > 1
     return [*(_curves(out, results) if several else []), *_distributions(out, results, rates[len(rates) // 2])]
 
@@ -46,7 +46,7 @@ def _curves(out: Path, results: Results) -> list[Path]:
         _panel(results, "Weighted by prompt tokens", "% attained", VALUES["tokens"]),
         _panel(results, "All requests together", "tokens/s", FIGURES["all"], 1.0),
     ]
-    lowest = min(one.rate for one in results.reports)
+    lowest = min(report.rate for report in results.reports)
     bars = {policy: lowest if rate is None else rate for policy, rate in results.goodput.items()}
     return [
         plot.lines(out / "attainment.png", paper, title=results.title),
@@ -69,7 +69,7 @@ def _panel(results: Results, name: str, ylabel: str, value: Value, scale: float 
     cells = results.cells()
     for policy in results.policies:
         rates = sorted(rate for other, rate in cells if other == policy)
-        spread = [[scale * value(one.summary) for one in cells[policy, rate]] for rate in rates]
+        spread = [[scale * value(report.summary) for report in cells[policy, rate]] for rate in rates]
         lines[policy] = plot.Series(rates, [*map(fmean, spread)], [*map(min, spread)], [*map(max, spread)])
     share = scale == 100.0
     ends = (0, 102) if share else None

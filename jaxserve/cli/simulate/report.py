@@ -122,8 +122,8 @@ def _print_times(shown: Sequence[tuple[float, str, list[Report]]]) -> None:
     """
     rows, found = [], [_cached(cell) for _, _, cell in shown]
     for rate, policy, cell in shown:
-        busy = zip(*(one.busy for one in cell), strict=True)
-        decisions = [one.decisions for one in cell if one.decisions is not None]
+        busy = zip(*(report.busy for report in cell), strict=True)
+        decisions = [report.decisions for report in cell if report.decisions is not None]
         took = [1e6 * fmean(getattr(one, part) for one in decisions) for part in ("p50", "p99") if decisions]
         rows.append(
             [f"{rate:.3g}", policy]

@@ -90,7 +90,7 @@ class Results(NamedTuple):
 
     @property
     def policies(self) -> list[str]:
-        return list(dict.fromkeys(one.policy for one in self.reports))
+        return list(dict.fromkeys(report.policy for report in self.reports))
 
     def cells(self) -> dict[tuple[str, float], list[Report]]:
         """Return reports by policy and rate; each cell has one report per seed."""
@@ -109,7 +109,7 @@ class Results(NamedTuple):
     @property
     def at_least(self) -> frozenset[str]:
         """Policies that reached the goal at the highest simulated rate: their goodput may be higher."""
-        highest = max((one.rate for one in self.reports), default=None)
+        highest = max((report.rate for report in self.reports), default=None)
         if self.searched:
             return frozenset()
         return frozenset(policy for policy, rate in self.goodput.items() if rate is not None and rate == highest)
@@ -122,7 +122,7 @@ class Results(NamedTuple):
     def attained(self, policy: str) -> dict[float, float]:
         """Return attainment by rate, as a mean over seeds."""
         cells = sorted((rate, cell) for (name, rate), cell in self.cells().items() if name == policy)
-        return {rate: fmean(VALUES[self.attain](one.summary) for one in cell) for rate, cell in cells}
+        return {rate: fmean(VALUES[self.attain](report.summary) for report in cell) for rate, cell in cells}
 
     def again(self, policy: str) -> list[float]:
         """Return rates that reach the goal above a rate that misses it; they do not count as goodput."""
@@ -130,4 +130,4 @@ class Results(NamedTuple):
         return [rate for rate, share in self.attained(policy).items() if rate > limit and share >= self.goal]
 
     def classes(self) -> list[str]:
-        return sorted({name for one in self.reports for name in one.summary.by_class})
+        return sorted({name for report in self.reports for name in report.summary.by_class})

@@ -79,7 +79,7 @@ class Programs:
         self.limits = limits
         backends = backends or Backends()
         self.attention, self.experts, self.products, self.sampling, self.mlp = (
-            "xla" if one is None else str(one) for one in backends
+            "xla" if backend is None else str(backend) for backend in backends
         )
         shape = mesh.abstract_mesh  # without devices, so that one trace serves every instance
         whole = NamedSharding(shape, PartitionSpec())

@@ -54,12 +54,12 @@ def _ends(tokens: Sequence[int]) -> tuple[int, ...]:
 
 def cause(error: BaseException) -> str:
     """Describe the errors behind an error; exception groups are replaced by their members."""
-    return "; ".join(dict.fromkeys(f"{type(one).__name__}: {one}" for one in _leaves(error)))
+    return "; ".join(dict.fromkeys(f"{type(leaf).__name__}: {leaf}" for leaf in _leaves(error)))
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
     if isinstance(error, BaseExceptionGroup):
-        for one in error.exceptions:
-            yield from _leaves(one)
+        for exception in error.exceptions:
+            yield from _leaves(exception)
     else:
         yield error

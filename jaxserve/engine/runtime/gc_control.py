@@ -88,8 +88,8 @@ def least_slack(residents: Iterable[tuple[float, Iterable[Request]]]) -> float:
     """
     least = inf
     for end, requests in residents:
-        for one in requests:
-            slack = -1.0 if one.tier == BEST_EFFORT else one.deadline - end
+        for request in requests:
+            slack = -1.0 if request.tier == BEST_EFFORT else request.deadline - end
             least = min(least, slack if 0 <= slack < inf else UNPROMISED)
     return least
 

@@ -211,14 +211,14 @@ class Stats:
 
     @property
     def running(self) -> int:
-        return sum(one.running for one in self.instances)
+        return sum(instance.running for instance in self.instances)
 
     @property
     def waiting(self) -> int:
-        return sum(one.waiting for one in self.instances)
+        return sum(instance.waiting for instance in self.instances)
 
     @property
     def kv_usage(self) -> float:
         """The share of pages that are held."""
-        pages = sum(one.pages for one in self.instances)
-        return sum(one.pages_held for one in self.instances) / pages if pages else 0.0
+        pages = sum(instance.pages for instance in self.instances)
+        return sum(instance.pages_held for instance in self.instances) / pages if pages else 0.0

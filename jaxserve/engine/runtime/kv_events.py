@@ -125,7 +125,7 @@ class Follower:
             self._told.clear()
             made.append(AllBlocksCleared())
         gained, lost = self._events.take()
-        removed = [one for one in lost if one in self._told]  # others came and went since the last call
+        removed = [digest for digest in lost if digest in self._told]  # others came and went since the last call
         if removed and not self._blocks.digests:
             self._told.clear()
             return [AllBlocksCleared()]
@@ -224,7 +224,7 @@ class KVEventFeed:
         check_events(settings)
         self._schedulers = schedulers
         self._contents = Contents(schedulers[0].limits.page_size)
-        self._followers = [Follower(one) for one in schedulers]
+        self._followers = [Follower(scheduler) for scheduler in schedulers]
         self.publishers = [Publisher(settings, settings.first_rank + at) for at in range(len(schedulers))]
 
     def ended(self, request: Request) -> None:
@@ -241,7 +241,7 @@ class KVEventFeed:
             if events := follower.take(self._contents):
                 publisher.send(events)
             publisher.answer()
-        pools = [one.blocks for one in self._schedulers]
+        pools = [scheduler.blocks for scheduler in self._schedulers]
         if len(self._contents) > 2 * sum(pool.pages for pool in pools):
             live = (digest for scheduler in self._schedulers for one in scheduler for digest in one.digests)
             self._contents.keep({*live, *(digest for pool in pools for digest in pool.digests)})

@@ -28,7 +28,7 @@ def merged_info(several: Mapping[int, EngineInfo], alone: bool = False) -> Engin
     if alone:
         return first
     instances = [replace(x, name=f"{at}/{x.name}") for at, one in several.items() for x in one.instances]
-    startup = max(one.startup_seconds for one in several.values())
+    startup = max(part.startup_seconds for part in several.values())
     return replace(first, instances=tuple(instances), startup_seconds=startup)
 
 
@@ -43,7 +43,7 @@ def merged_stats(running: Mapping[int, Stats], ended: Sequence[Stats] = (), alon
     several = [*running.values(), *ended]
     if alone and len(several) == 1:
         return several[0]
-    made: Stats = _sum([replace(one, instances=()) for one in several])
+    made: Stats = _sum([replace(part, instances=()) for part in several])
     instances = [
         replace(x, name=x.name if alone else f"{at}/{x.name}") for at, one in running.items() for x in one.instances
     ]
@@ -56,11 +56,11 @@ def _sum(several: Sequence[Any]) -> Any:
     if isinstance(first, int | float):
         return sum(several)
     if isinstance(first, Mapping):
-        keys = dict.fromkeys(key for one in several for key in one)
-        return {key: _sum([one[key] for one in several if key in one]) for key in keys}
+        keys = dict.fromkeys(key for part in several for key in part)
+        return {key: _sum([part[key] for part in several if key in part]) for key in keys}
     if isinstance(first, Accuracy):  # its median cannot be added: that of the most predictions
         most = max(several, key=lambda one: one.count)
-        several = [replace(one, median=0.0) for one in several]
+        several = [replace(part, median=0.0) for part in several]
         return replace(_fields(several), median=most.median)
     if is_dataclass(first):
         return _fields(several)
@@ -69,4 +69,4 @@ def _sum(several: Sequence[Any]) -> Any:
 
 def _fields(several: Sequence[Any]) -> Any:
     names = [each.name for each in fields(several[0])]
-    return type(several[0])(**{name: _sum([getattr(one, name) for one in several]) for name in names})
+    return type(several[0])(**{name: _sum([getattr(part, name) for part in several]) for name in names})

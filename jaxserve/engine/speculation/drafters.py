@@ -110,7 +110,7 @@ class NGram:
     def calls(self, carry: Carry) -> list[Call]:
         sizes = [bucket.rows for bucket in self._limits.buckets if bucket.decode]
         rows = [idle_rows(size, self._limits.row_pages, self._limits.slots) for size in sizes]
-        return [Call(f"look up {len(one)}", self._look, (carry.tokens, carry.history, one)) for one in rows]
+        return [Call(f"look up {len(row)}", self._look, (carry.tokens, carry.history, row)) for row in rows]
 
     def run(self, carry: Carry) -> None:
         """Steps of padding run all programs."""

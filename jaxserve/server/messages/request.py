@@ -64,11 +64,11 @@ def chat_of(body: CountBody) -> ChatBody:
         what = "thread is not supported by this server, which holds no conversation: send all its messages"
         raise Refused(400, what, "thread", NO_THREADS)
     messages = _messages(body)
-    made: dict[str, Any] = {**shared_fields(body), "model": body.model, "messages": messages}
+    fields: dict[str, Any] = {**shared_fields(body), "model": body.model, "messages": messages}
     if body.service_tier in TIERS:
-        made["service_tier"] = TIERS[body.service_tier]
+        fields["service_tier"] = TIERS[body.service_tier]
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
-        made |= {"add_generation_prompt": False, "continue_final_message": True}
+        fields |= {"add_generation_prompt": False, "continue_final_message": True}
     tools = [_tool(tool, where) for where, tool in own_tools(body).items()]
     more: dict[str, Any] = {
         "chat_template_kwargs": _template_arguments(body),
@@ -81,14 +81,14 @@ def chat_of(body: CountBody) -> ChatBody:
         more["parallel_tool_calls"] = False
     if isinstance(body, MessagesBody):
         more |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, **chunked(body.stream)}
-    made |= {name: value for name, value in more.items() if value is not None}
-    return validated(made, ChatBody)
+    fields |= {name: value for name, value in more.items() if value is not None}
+    return validated(fields, ChatBody)
 
 
 def _messages(body: CountBody) -> list[Message]:
-    made: list[Message] = []
+    messages: list[Message] = []
     if body.system:
-        made.append({"role": "system", "content": _without_bill(_texts(body.system, "system"))})
+        messages.append({"role": "system", "content": _without_bill(_texts(body.system, "system"))})
     for at, given in enumerate(body.messages):
         where = f"messages[{at}]"
         message = object_of(given, where)
@@ -96,16 +96,16 @@ def _messages(body: CountBody) -> list[Message]:
         if role not in ("user", "assistant", "system"):
             raise InvalidValue(f"{where}.role={short(role)} must be user, assistant or system", f"{where}.role")
         if role == "system" and isinstance(content, list):
-            made.append({"role": role, "content": _texts(content, f"{where}.content")})
+            messages.append({"role": role, "content": _texts(content, f"{where}.content")})
         elif isinstance(content, str):
-            made.append({"role": role, "content": content})
+            messages.append({"role": role, "content": content})
         elif isinstance(content, list):
             blocks = [object_of(block, f"{where}.content[{i}]") for i, block in enumerate(content)]
-            made += (_assistant if role == "assistant" else _user)(blocks, f"{where}.content")
+            messages += (_assistant if role == "assistant" else _user)(blocks, f"{where}.content")
         else:
             what = f"{where}.content={short(content)} must be a text or a list of blocks"
             raise InvalidValue(what, f"{where}.content")
-    return made
+    return messages
 
 
 def _without_bill(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
@@ -128,8 +128,8 @@ def _text_block(block: dict[str, Any], where: str) -> dict[str, Any]:
     if kind == "tool_reference":  # a result of Claude Code's search for tools; all tools are given
         return _part(f"The tool {text_of(block, 'tool_name', where)} can be called.")
     if kind == "search_result" and isinstance(block.get("content"), list):
-        found = [object_of(part, f"{where}.content[{at}]") for at, part in enumerate(block["content"])]
-        texts = [text_of(part, "text", f"{where}.content[{at}]") for at, part in enumerate(found)]
+        parts = [object_of(part, f"{where}.content[{at}]") for at, part in enumerate(block["content"])]
+        texts = [text_of(part, "text", f"{where}.content[{at}]") for at, part in enumerate(parts)]
         return _part("\n".join([str(block.get("title") or ""), str(source or ""), *texts]))
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         return _part(f"{block.get('title') or ''}\n{text_of(source, 'data', f'{where}.source')}".lstrip("\n"))
@@ -175,12 +175,12 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> list[Message]:
             warn_once(f"ignoring blocks of type {kind[:100]!r} in the history: only Anthropic reads them")
         else:
             parts.append(_text_block(block, here))
-    made: Message = {"role": "assistant", "content": parts}
+    message: Message = {"role": "assistant", "content": parts}
     if calls:
-        made["tool_calls"] = calls
+        message["tool_calls"] = calls
     if thoughts:
-        made["reasoning_content"] = "".join(thoughts)
-    return [made]
+        message["reasoning_content"] = "".join(thoughts)
+    return [message]
 
 
 def _template_arguments(body: CountBody) -> dict[str, Any] | None:
@@ -203,14 +203,14 @@ def _format(config: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def own_tools(body: CountBody) -> dict[str, Any]:
     """Return the tools of a body by their places in it, without those that only Anthropic runs."""
-    made = {}
+    names = {}
     for at, tool in enumerate(body.tools or ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and HOSTED.fullmatch(kind):
             warn_once(f"ignoring tools of type {kind[:100]!r}: only Anthropic runs them")
         else:
-            made[f"tools[{at}]"] = tool
-    return made
+            names[f"tools[{at}]"] = tool
+    return names
 
 
 def _tool(given: Any, where: str) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def _choice(given: dict[str, Any] | None) -> str | dict[str, Any] | None:
     kind = given.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": text_of(given, "name", "tool_choice")}}
-    made = {"auto": "auto", "any": "required", "none": "none"}.get(kind) if isinstance(kind, str) else None
-    if made is None:
+    choice = {"auto": "auto", "any": "required", "none": "none"}.get(kind) if isinstance(kind, str) else None
+    if choice is None:
         raise InvalidValue(f"tool_choice.type={short(kind)} must be auto, any, tool or none", "tool_choice.type")
-    return made
+    return choice

@@ -36,8 +36,8 @@ def add_messages(app: FastAPI, service: Service) -> None:
         return await _replied(request, _count(service, request))
 
 
-async def _replied(request: Request, made: Awaitable[Response]) -> Response:
-    return await replied(request, made, partial(anthropic_response, request_id=request.state.request_id))
+async def _replied(request: Request, answer: Awaitable[Response]) -> Response:
+    return await replied(request, answer, partial(anthropic_response, request_id=request.state.request_id))
 
 
 def _check_version(request: Request) -> None:

@@ -79,53 +79,53 @@ class Writer(Dialect):
             self.message["usage"] |= {**told, "output_tokens": usage["completion_tokens"]}
             if "slo" in usage:
                 self.message["usage"]["slo"] = usage["slo"]
-        made = []
+        events = []
         for choice in chunk["choices"]:
             delta = choice.get("delta") or {}
             for kind, text in (("thinking", delta.get("reasoning_content")), ("text", delta.get("content"))):
                 if text:
-                    made += self._say(kind, text)
+                    events += self._say(kind, text)
             for call in delta.get("tool_calls") or ():
-                made += self._call(call["index"], call)
+                events += self._call(call["index"], call)
             if (reason := choice.get("finish_reason")) is not None:
                 self._stop(reason, choice.get("stop_reason"))
-        return made
+        return events
 
     def finish(self) -> list[Event]:
         """Complete the message, and return the last events."""
-        made = [] if self.message["content"] else self._open("text", {"type": "text", "text": ""})
-        made += self._close()
+        events = [] if self.message["content"] else self._open("text", {"type": "text", "text": ""})
+        events += self._close()
         told = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
         return [
-            *made,
+            *events,
             {"type": "message_delta", "delta": told, "usage": dict(self.message["usage"])},
             {"type": "message_stop"},
         ]
 
     def _stop(self, reason: str, sequence: object) -> None:
-        found = reason == "stop" and isinstance(sequence, str)
-        self.message["stop_reason"] = "stop_sequence" if found else REASONS.get(reason, "end_turn")
-        self.message["stop_sequence"] = sequence if found else None
+        stopped = reason == "stop" and isinstance(sequence, str)
+        self.message["stop_reason"] = "stop_sequence" if stopped else REASONS.get(reason, "end_turn")
+        self.message["stop_sequence"] = sequence if stopped else None
 
     # blocks
 
     def _say(self, kind: str, text: str) -> list[Event]:
-        made = []
+        events = []
         if self._kind != kind:
             more = {"signature": ""} if kind == "thinking" else {}
-            made = self._open(kind, {"type": kind, KINDS[kind][1]: "", **more})
+            events = self._open(kind, {"type": kind, KINDS[kind][1]: "", **more})
         self._texts.append(text)
-        return [*made, self._delta(text)]
+        return [*events, self._delta(text)]
 
     def _call(self, index: int, call: Mapping[str, Any]) -> list[Event]:
-        made, function = [], call.get("function") or {}
+        events, function = [], call.get("function") or {}
         if self._kind != ("tool_use", index):
             block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
-            made = self._open(("tool_use", index), block)
+            events = self._open(("tool_use", index), block)
         if arguments := function.get("arguments"):
             self._texts.append(arguments)
-            made.append(self._delta(arguments))
-        return made
+            events.append(self._delta(arguments))
+        return events
 
     @property
     def _current(self) -> dict[str, Any]:
@@ -134,10 +134,10 @@ class Writer(Dialect):
 
     def _open(self, kind: object, block: dict[str, Any]) -> list[Event]:
         """Begin a block, after the one before."""
-        made = self._close()
+        events = self._close()
         self._kind = kind
         self.message["content"].append(block)
-        return [*made, {"type": "content_block_start", "index": self._index, "content_block": dict(block)}]
+        return [*events, {"type": "content_block_start", "index": self._index, "content_block": dict(block)}]
 
     def _delta(self, text: str) -> Event:
         kind, field = KINDS[self._current["type"]]
@@ -163,7 +163,7 @@ class Writer(Dialect):
 def _arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a call; none if the output ended before they were complete."""
     try:
-        made = json.loads(text or "{}")
+        arguments = json.loads(text or "{}")
     except ValueError:
         return {}
-    return made if isinstance(made, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}

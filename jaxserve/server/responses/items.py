@@ -134,8 +134,8 @@ def _reasoning(item: dict[str, Any], where: str) -> str:
     parts = item.get("content") or []
     if not isinstance(parts, list):
         raise InvalidValue(f"{where}.content={short(parts)} must be a list of parts", f"{where}.content")
-    found = (object_of(part, f"{where}.content[{at}]") for at, part in enumerate(parts))
-    return "".join(text_of(part, "text", f"{where}.content[{at}]") for at, part in enumerate(found))
+    objects = (object_of(part, f"{where}.content[{at}]") for at, part in enumerate(parts))
+    return "".join(text_of(part, "text", f"{where}.content[{at}]") for at, part in enumerate(objects))
 
 
 def _content(given: Any, where: str) -> str | list[dict[str, Any]]:

@@ -118,8 +118,8 @@ def chat_of(body: ResponsesBody, messages: Sequence[Message], tools: Mapping[str
     Raises InvalidValue that names a field of the body.
     """
     first = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
-    made: dict[str, Any] = {**shared_fields(body), "model": body.model, "messages": [*first, *messages]}
-    made |= {
+    fields: dict[str, Any] = {**shared_fields(body), "model": body.model, "messages": [*first, *messages]}
+    fields |= {
         name: value
         for name, value in (
             ("max_completion_tokens", body.max_output_tokens),
@@ -134,8 +134,8 @@ def chat_of(body: ResponsesBody, messages: Sequence[Message], tools: Mapping[str
         if value is not None
     }
     if body.wants_logprobs:
-        made |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    return validated(made | chunked(body.stream), ChatBody)
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    return validated(fields | chunked(body.stream), ChatBody)
 
 
 def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -52,15 +52,15 @@ def add_responses(app: FastAPI, service: Service) -> None:
     @app.get("/v1/responses/{response_id}/input_items")
     async def items(request: Request, response_id: str) -> dict[str, Any]:
         stored = store.get(request.state.client, response_id, "response_id")
-        found = _input_items(msgspec.json.decode(stored.given), response_id)
+        inputs = _input_items(msgspec.json.decode(stored.given), response_id)
         if request.query_params.get("order") != "asc":
-            found.reverse()
+            inputs.reverse()
         return {
             "object": "list",
-            "data": found,
+            "data": inputs,
             "has_more": False,
-            "first_id": found[0]["id"] if found else None,
-            "last_id": found[-1]["id"] if found else None,
+            "first_id": inputs[0]["id"] if inputs else None,
+            "last_id": inputs[-1]["id"] if inputs else None,
         }
 
     @app.post("/v1/responses/{response_id}/cancel")

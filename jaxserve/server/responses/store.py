@@ -55,25 +55,25 @@ class Store:
     ) -> None:
         """Store a response, and the input as it was given. One that is larger than the store is not kept."""
         encode = msgspec.json.encode
-        made = Stored(client, encode(response), encode(given), encode(messages))
+        entry = Stored(client, encode(response), encode(given), encode(messages))
         self._expire()
-        if made.size > self._most:
+        if entry.size > self._most:
             return
-        self._stored[response["id"]] = made
+        self._stored[response["id"]] = entry
         self._ends[response["id"]] = self._clock() + self._ttl
-        self.size += made.size
+        self.size += entry.size
         while self.size > self._most or len(self._stored) > MAX_STORED:
             self._drop(next(iter(self._stored)))
 
     def get(self, client: str, id: str, field: str) -> Stored:
         """Return a response of a client. Raises Refused (404) that names the field with the id."""
         self._expire()
-        found = self._stored.get(id)
-        if found is None or found.client != client:
+        entry = self._stored.get(id)
+        if entry is None or entry.client != client:
             why = "" if self.enabled else "; this server stores none (--response-store-size)"
             raise Refused(404, f"{field}={short(id)}: there is no such response{why}", field, "response_not_found")
         self._stored.move_to_end(id)
-        return found
+        return entry
 
     def delete(self, client: str, id: str) -> None:
         """Forget a response. Raises Refused (404) as `get` does."""

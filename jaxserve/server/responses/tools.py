@@ -45,15 +45,15 @@ def tools_in(given: Sequence[Any] | None) -> dict[str, Tool]:
 
     Raises InvalidValue that names the field.
     """
-    made: dict[str, Tool] = {}
+    tools: dict[str, Tool] = {}
     for tool in _each(given or ()):
-        if len(made) == MAX_TOOLS:
+        if len(tools) == MAX_TOOLS:
             raise InvalidValue(f"tools has more than {MAX_TOOLS} tools", "tools")
         name = tool.function["name"]
-        if name in made:
+        if name in tools:
             raise InvalidValue(f"tools: {short(name)} is defined twice", "tools")
-        made[name] = tool
-    return made
+        tools[name] = tool
+    return tools
 
 
 def _each(given: Sequence[Any]) -> Iterator[Tool]:
@@ -114,7 +114,7 @@ def choice_of(given: Any, tools: Mapping[str, Tool]) -> Any:
         if not isinstance(chosen, list) or len(chosen) > MAX_TOOLS:
             what = f"tool_choice: the tools of allowed_tools={short(chosen)} must be a list of at most {MAX_TOOLS}"
             raise InvalidValue(what, "tool_choice")
-        names = [name for one in chosen for name in _chosen(one, tools)]
+        names = [name for choice in chosen for name in _chosen(choice, tools)]
         allowed = [{"type": "function", "function": {"name": name}} for name in names]
         return {"type": kind, "allowed_tools": {"mode": given.get("mode"), "tools": allowed}}
     if kind not in ("function", "custom", "local_shell"):
@@ -133,8 +133,8 @@ def _chosen(given: Any, tools: Mapping[str, Tool]) -> list[str]:
         return [flat for flat, tool in tools.items() if tool.namespace == name]
     flat = name if kind == "local_shell" else function_of(given, "tool_choice")
     if flat not in tools:  # a tool of a namespace by its own name, if there is one only
-        found = [one for one, tool in tools.items() if tool.name == name]
-        flat = found[0] if len(found) == 1 else flat
+        names = [one for one, tool in tools.items() if tool.name == name]
+        flat = names[0] if len(names) == 1 else flat
     return [flat]
 
 
@@ -144,12 +144,12 @@ def _chosen(given: Any, tools: Mapping[str, Tool]) -> list[str]:
 def new_call(tool: Tool | None, name: str, id: str) -> dict[str, Any]:
     """Return the item of a call before its arguments. tool: None: the model has invented the name."""
     if tool is None or tool.kind == "function":
-        made = {"type": "function_call", "call_id": id, "name": tool.name if tool else name, "arguments": ""}
+        item = {"type": "function_call", "call_id": id, "name": tool.name if tool else name, "arguments": ""}
     elif tool.kind == "custom":
-        made = {"type": "custom_tool_call", "call_id": id, "name": tool.name, "input": ""}
+        item = {"type": "custom_tool_call", "call_id": id, "name": tool.name, "input": ""}
     else:
         return {"type": "local_shell_call", "call_id": id, "action": _action({})}
-    return made | ({"namespace": tool.namespace} if tool and tool.namespace else {})
+    return item | ({"namespace": tool.namespace} if tool and tool.namespace else {})
 
 
 def arguments_read(kind: str, text: str) -> dict[str, Any]:

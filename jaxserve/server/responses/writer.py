@@ -107,76 +107,76 @@ class Writer(Dialect):
         """Add a chunk of a chat completion; return its events."""
         if (usage := chunk.get("usage")) is not None:
             self.response["usage"] = _usage(usage)
-        made = []
+        events = []
         for choice in chunk["choices"]:
             delta = choice.get("delta") or {}
             self._logprobs += (choice.get("logprobs") or {}).get("content") or []
             if text := delta.get("reasoning_content"):
-                made += self._reason(text)
+                events += self._reason(text)
             if delta.get("content") or (self._logprobs and self._kind == "message"):
-                made += self._say(delta.get("content") or "")
+                events += self._say(delta.get("content") or "")
             for call in delta.get("tool_calls") or ():
-                made += self._call(call["index"], call)
+                events += self._call(call["index"], call)
             self._finish = choice.get("finish_reason") or self._finish
-        return made
+        return events
 
     def finish(self) -> list[Event]:
         """Complete the response, and return the last events."""
         cut = self._finish == "length"
-        made = [] if self.response["output"] else self._say("")
-        made += self._close("incomplete" if cut else "completed")
+        events = [] if self.response["output"] else self._say("")
+        events += self._close("incomplete" if cut else "completed")
         if cut:
             self.response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         else:
             self.response |= {"status": "completed", "completed_at": int(time.time())}
         self._done(self.response)
-        return [*made, self._whole(f"response.{self.response['status']}")]
+        return [*events, self._whole(f"response.{self.response['status']}")]
 
     def _failed(self, refused: Refused) -> list[Event]:
         """Return the last events of a response that cannot be completed."""
-        made = self._close("incomplete")
+        events = self._close("incomplete")
         code = "rate_limit_exceeded" if refused.status == 429 else "server_error"
         message = body_of(refused)["error"]["message"]
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
-        return [*made, self._whole("response.failed")]
+        return [*events, self._whole("response.failed")]
 
     # items
 
     def _reason(self, text: str) -> list[Event]:
-        made = []
+        events = []
         if self._kind != "reasoning":
-            made = self._open("reasoning", {"type": "reasoning", "id": _id("rs"), "summary": [], "content": []})
-            made.append(self._part("added", {"type": "reasoning_text", "text": ""}))
+            events = self._open("reasoning", {"type": "reasoning", "id": _id("rs"), "summary": [], "content": []})
+            events.append(self._part("added", {"type": "reasoning_text", "text": ""}))
             self._current["content"].append({"type": "reasoning_text", "text": ""})
         self._texts.append(text)
-        return [*made, self._at("response.reasoning_text.delta", content_index=0, delta=text)]
+        return [*events, self._at("response.reasoning_text.delta", content_index=0, delta=text)]
 
     def _say(self, text: str) -> list[Event]:
-        made = []
+        events = []
         logprobs, self._logprobs = self._logprobs, []
         if self._kind != "message":
             item = {"type": "message", "id": _id("msg"), "role": "assistant", "content": []}
-            made = self._open("message", item)
-            made.append(self._part("added", {"type": "output_text", "text": "", "annotations": [], "logprobs": []}))
+            events = self._open("message", item)
+            events.append(self._part("added", {"type": "output_text", "text": "", "annotations": [], "logprobs": []}))
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             self._current["content"].append(part)
         self._texts.append(text)
         self._current["content"][0]["logprobs"] += logprobs
         if text or logprobs:
-            made.append(self._at("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs))
-        return made
+            events.append(self._at("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs))
+        return events
 
     def _call(self, index: int, call: Mapping[str, Any]) -> list[Event]:
-        made, function = [], call.get("function") or {}
+        events, function = [], call.get("function") or {}
         if self._kind != ("call", index):
             name = function["name"]
             item = new_call(self._tools.get(name), name, call["id"])
-            made = self._open(("call", index), {"id": _id("fc"), **item})
+            events = self._open(("call", index), {"id": _id("fc"), **item})
         if arguments := function.get("arguments"):
             self._texts.append(arguments)
             if self._current["type"] == "function_call":
-                made.append(self._at("response.function_call_arguments.delta", delta=arguments))
-        return made
+                events.append(self._at("response.function_call_arguments.delta", delta=arguments))
+        return events
 
     @property
     def _current(self) -> dict[str, Any]:
@@ -185,37 +185,37 @@ class Writer(Dialect):
 
     def _open(self, kind: object, item: dict[str, Any]) -> list[Event]:
         """Begin an item, after the one before."""
-        made = self._close("completed")
+        events = self._close("completed")
         self._kind = kind
         self.response["output"].append({**item, "status": "in_progress"})
         added = {**self._current, "content": []} if "content" in item else dict(self._current)
-        return [*made, self._event("response.output_item.added", output_index=self._index, item=added)]
+        return [*events, self._event("response.output_item.added", output_index=self._index, item=added)]
 
     def _close(self, status: str) -> list[Event]:
         """End the item that is being written, if there is one."""
         if self._kind is None:
             return []
-        item, kind, text, made = self._current, self._kind, "".join(self._texts), []
+        item, kind, text, events = self._current, self._kind, "".join(self._texts), []
         self._kind, self._texts = None, []
         item["status"] = status
         if kind == "message":
             part = item["content"][0]
             part["text"] = text
             told = {"text": text, "logprobs": part["logprobs"]}
-            made = [self._at("response.output_text.done", content_index=0, **told), self._part("done", dict(part))]
+            events = [self._at("response.output_text.done", content_index=0, **told), self._part("done", dict(part))]
         elif kind == "reasoning":
             part = item["content"][0]
             part["text"] = text
-            made = [self._at("response.reasoning_text.done", content_index=0, text=text)]
-            made.append(self._part("done", dict(part)))
+            events = [self._at("response.reasoning_text.done", content_index=0, text=text)]
+            events.append(self._part("done", dict(part)))
         else:
             item |= (told := arguments_read(item["type"], text))
             if item["type"] == "function_call":
-                made = [self._at("response.function_call_arguments.done", **told, name=item["name"])]
+                events = [self._at("response.function_call_arguments.done", **told, name=item["name"])]
             elif item["type"] == "custom_tool_call":
-                made = [self._at("response.custom_tool_call_input.delta", delta=item["input"])]
-                made.append(self._at("response.custom_tool_call_input.done", **told))
-        return [*made, self._event("response.output_item.done", output_index=self._index, item=dict(item))]
+                events = [self._at("response.custom_tool_call_input.delta", delta=item["input"])]
+                events.append(self._at("response.custom_tool_call_input.done", **told))
+        return [*events, self._event("response.output_item.done", output_index=self._index, item=dict(item))]
 
     @property
     def _index(self) -> int:
@@ -232,9 +232,9 @@ class Writer(Dialect):
         return self._event(kind, response={**self.response, "output": list(self.response["output"])})
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        made = {"type": kind, "sequence_number": self._sequence, **fields}
+        event = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
-        return made
+        return event
 
 
 def _id(prefix: str) -> str:

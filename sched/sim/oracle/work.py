@@ -105,10 +105,10 @@ def jobs(arrivals: Sequence[Arrival], server: Server, *, prefix_caching: bool = 
     """
     ordered = sorted(arrivals, key=lambda one: one.time)
     cached = np.array(list(_cached(ordered)) if prefix_caching else [0] * len(ordered), dtype=float)
-    lengths = np.array([one.prompt_tokens for one in ordered], dtype=float)
-    outputs = np.array([_outputs(one, server) for one in ordered], dtype=float)
-    tpot = np.array([max(one.slo.tpot, *(tpot for _, tpot in one.slo.stages), 0.0) for one in ordered])
-    ttft = np.array([one.slo.ttft for one in ordered]) + GRACE
+    lengths = np.array([arrival.prompt_tokens for arrival in ordered], dtype=float)
+    outputs = np.array([_outputs(arrival, server) for arrival in ordered], dtype=float)
+    tpot = np.array([max(arrival.slo.tpot, *(tpot for _, tpot in arrival.slo.stages), 0.0) for arrival in ordered])
+    ttft = np.array([arrival.slo.ttft for arrival in ordered]) + GRACE
     with np.errstate(invalid="ignore"):
         allowed = np.where(outputs > 0, outputs * tpot, 0.0) + GRACE
     one, fresh, chunk = server.coefficients, lengths - cached, server.tokens
@@ -120,7 +120,7 @@ def jobs(arrivals: Sequence[Arrival], server: Server, *, prefix_caching: bool = 
     attended = steps * lengths + steps * (steps - 1) / 2
     decode = one.decode * outputs
     return Jobs(
-        arrival=np.array([one.time for one in ordered], dtype=float),
+        arrival=np.array([arrival.time for arrival in ordered], dtype=float),
         ttft=ttft,
         span=ttft + allowed,
         length=lengths,

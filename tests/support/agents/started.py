@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,16 @@ def answer(agent: str, installed: Path, folder: Path, task: Treasure, live: Live
         return run([*words, *more], task.folder, {**shared, **environment})
     finally:
         live.stop()
+        end_all(home)
+
+
+def end_all(home: Path) -> None:
+    """Kill what an agent has left running in a session of its own, as Cline does; it is known by its HOME."""
+    mine = f"HOME={home}\0".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mine in (process / "environ").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def run(words: list[str], folder: Path, environment: dict[str, Any]) -> str:
