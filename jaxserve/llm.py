@@ -171,13 +171,13 @@ class _Base:
         if (room := params.room(limit)) is not None:
             tokens = tokens[-room:]
         check_length(len(tokens), _capped(params, limit - len(tokens)), limit)
-        found = self.config.tier(tier or STANDARD)
+        objectives = self.config.tier(tier or STANDARD)
         request = NewRequest(
             tuple(tokens),
             params,
-            found.slo if slo is None else slo,
-            found.tier.priority if priority is None else priority,
-            found.name,
+            objectives.slo if slo is None else slo,
+            objectives.tier.priority if priority is None else priority,
+            objectives.name,
             named() if request_id is None else request_id,
             salt_of("", prompt.cache_salt),
             session_of("", session_id, {}),
@@ -296,14 +296,14 @@ class LLM(_Base):
         tokens = [list(self._job(prompt).prompt) for prompt in parse_prompts(prompts)]
         info = self.engine.info
 
-        def step(beams: list[list[int]], one: SamplingParams) -> list[RequestOutput]:
-            return self.generate(beams, one, use_tqdm=False)
+        def step(beams: list[list[int]], sampling: SamplingParams) -> list[RequestOutput]:
+            return self.generate(beams, sampling, use_tqdm=False)
 
-        found = search(tokens, params, info.eos, info.max_model_len, step)
-        for output in found:
+        outputs = search(tokens, params, info.eos, info.max_model_len, step)
+        for output in outputs:
             for beam in output.sequences:
                 beam.text = self.tokenizer.decode(beam.tokens)
-        return found
+        return outputs
 
     def embed(
         self,
@@ -361,10 +361,10 @@ class LLM(_Base):
         params = pooling_params(self.config.pooling_type if pooling_type is None else pooling_type)
         outputs = self.generate(prompts, params, **settings)
         for output in outputs:
-            one = output.outputs[0]
-            if one.finish_reason in GIVEN_UP:
-                reason = one.finish_reason or "error"
-                raise GenerationFailed(one.error or "the engine gave the request up", reason)
+            first = output.outputs[0]
+            if first.finish_reason in GIVEN_UP:
+                reason = first.finish_reason or "error"
+                raise GenerationFailed(first.error or "the engine gave the request up", reason)
         return outputs
 
     def get_tokenizer(self) -> Any:

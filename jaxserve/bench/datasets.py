@@ -1,25 +1,37 @@
-"""Prompts from files: custom JSON lines, ShareGPT, a Hugging Face dataset's file, conversations."""
+"""Prompts from files: custom JSON lines, ShareGPT, a Hugging Face dataset's file, conversations.
+
+Published files have rows that cannot be used: these are skipped, counted and told at the end. In a custom file,
+which is the reader's own, they are errors.
+"""
 
 from __future__ import annotations
 
+import csv
+import gzip
 import importlib
+import io
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxserve.bench.load import Call, Message, Objective
+from jaxserve.bench.load import Call, Message, Objective, warn
 from jaxserve.errors import InvalidValue
+from jaxserve.sched.sim.traces.skipped import Skipped, Unusable
 
 T = TypeVar("T")
 Count = Callable[[str], int]  # tokens of a text
 
 CUSTOM = ("prompt", "output_tokens", "ttft_slo_ms", "tpot_slo_ms", "tbt_slo_ms", "service_tier", "class")
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
-ROLES |= {"system": "system", "developer": "system"}
+ROLES = dict.fromkeys(("human", "user", "prompter"), "user")
+ROLES |= dict.fromkeys(("gpt", "chatgpt", "assistant", "bing", "bard", "bot", "chatbot", "model"), "assistant")
+ROLES |= dict.fromkeys(("system", "developer"), "system")
+LISTS = ("conversations", "messages", "conversation", "items")  # columns that have the messages
 SHORTEST = 4  # tokens: shorter prompts and answers of ShareGPT are skipped, as in vLLM
 
 
@@ -57,6 +69,7 @@ class Source(Reading):
 
     path: Path
     tokens: Count = estimate
+    tell: Callable[[str], None] = warn
 
     def custom(self, count: int, default_output: int) -> list[Call]:
         """Read objects with a `prompt`, and optional `output_tokens`, objectives, `service_tier` and `class`.
@@ -80,8 +93,7 @@ class Source(Reading):
     def sharegpt(self, count: int, seed: int) -> list[Call]:
         """Draw first questions of ShareGPT's conversations, with the length of the first answer to generate."""
         made: list[Call] = []
-        for row, where in _shuffled(read_rows(self.path), seed):
-            turns = conversation(row, where)
+        for turns in self._usable(conversation, seed):
             if not turns:
                 continue
             prompt, output = self.tokens(turns[0].prompt), self._output(turns[0])
@@ -100,12 +112,11 @@ class Source(Reading):
         The output column has texts, which give the length to generate, or numbers of tokens.
         """
         made: list[Call] = []
-        for row, where in _shuffled(read_rows(self.path), seed):
-            turns = self._turns_of(row, where)
-            output = self.output_len or self._length(row, where) or (self._output(turns[0]) or default_output)
-            prompt = self.tokens(turns[0].prompt)
+        for turn, length in self._usable(self._first_turn, seed):
+            output = self.output_len or length or (self._output(turn) or default_output)
+            prompt = self.tokens(turn.prompt)
             if self.max_len is None or prompt + output <= self.max_len:
-                made.append(Call(0.0, turns[0].prompt, 0, output, history=turns[0].system))
+                made.append(Call(0.0, turn.prompt, 0, output, history=turn.system))
             if len(made) == count:
                 break
         return _repeat(made, count, self.path)
@@ -117,8 +128,8 @@ class Source(Reading):
         mean `think_time`, in seconds.
         """
         chosen: list[list[Turn]] = []
-        for row, where in _shuffled(read_rows(self.path), seed):
-            if turns := self._fitting(conversation(row, where)[: self.max_turns]):
+        for read in self._usable(conversation, seed):
+            if turns := self._fitting(read[: self.max_turns]):
                 chosen.append(turns)
             if len(chosen) == count:
                 break
@@ -141,6 +152,22 @@ class Source(Reading):
                 )
         return calls
 
+    def _usable(self, read: Callable[[Mapping[str, Any], str], T], seed: int) -> Iterator[T]:
+        """Yield what `read` makes of each row, in drawn order; skip, count and tell rows that cannot be used."""
+        skipped = Skipped(self.path, "dataset_path")
+        rows = list(read_rows(self.path, skipped))
+        try:
+            for index in np.random.default_rng([seed, 3]).permutation(len(rows)):
+                with skipped:
+                    yield read(*rows[index])
+            skipped.check()
+        finally:  # also where the caller has enough
+            if sentence := skipped.sentence():
+                self.tell(sentence)
+
+    def _first_turn(self, row: Mapping[str, Any], where: str) -> tuple[Turn, int]:
+        return self._turns_of(row, where)[0], self._length(row, where)
+
     def _output(self, turn: Turn) -> int:
         return self.output_len or (self.tokens(turn.reply) if turn.reply else 0)
 
@@ -156,17 +183,15 @@ class Source(Reading):
 
     def _turns_of(self, row: Mapping[str, Any], where: str) -> list[Turn]:
         if self.prompt_column not in row:
-            raise InvalidValue(
-                f"{where}: no column {self.prompt_column!r}; there is {', '.join(map(repr, row))}", "prompt_column"
-            )
+            there = ", ".join(map(repr, row))
+            raise _unusable(where, f"no column {self.prompt_column!r}; there is {there}", "prompt_column")
         value = row[self.prompt_column]
         if isinstance(value, str):
             return [Turn(value)]
         turns = conversation({"messages": value}, where) if isinstance(value, list) else []
         if not turns:
-            raise InvalidValue(
-                f"{where}: column {self.prompt_column!r} must be a text or a list of messages", "prompt_column"
-            )
+            text = f"column {self.prompt_column!r} must be a text or a list of messages"
+            raise _unusable(where, text, "prompt_column")
         return turns
 
     def _length(self, row: Mapping[str, Any], where: str) -> int:
@@ -176,12 +201,10 @@ class Source(Reading):
         value = row.get(self.output_column)
         if isinstance(value, str):
             return self.tokens(value)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        raise InvalidValue(
-            f"{where}: column {self.output_column!r} is {value!r}; it must be a text or a positive number of tokens",
-            "output_column",
-        )
+        if isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value < inf:
+            return int(value)
+        named = f"column {self.output_column!r} is {repr(value)[:40]}"
+        raise _unusable(where, f"{named}; it must be a text or a positive number of tokens", "output_column")
 
 
 class Turn(NamedTuple):
@@ -196,21 +219,19 @@ class Turn(NamedTuple):
 def conversation(row: Mapping[str, Any], where: str) -> list[Turn]:
     """Return the turns of ShareGPT's `conversations` ({from, value}) or of `messages` ({role, content}).
 
-    An answer before the first question is left out. Raises InvalidValue.
+    Messages may also be pairs {human, assistant}. An answer before the first question is left out. Raises Unusable.
     """
-    told = row.get("conversations", row.get("messages", row.get("conversation")))
+    told = next((row[name] for name in LISTS if name in row), None)
     if not isinstance(told, list):
-        raise InvalidValue(f"{where}: no list `conversations` or `messages`", "dataset_path")
+        raise _unusable(where, "no list `conversations` or `messages`")
     turns: list[Turn] = []
     system: tuple[Message, ...] = ()
-    for message in told:
-        role = message.get("from", message.get("role")) if isinstance(message, dict) else None
-        text = message.get("value", message.get("content")) if isinstance(message, dict) else None
-        if not isinstance(text, str) or not isinstance(role, str):
-            raise InvalidValue(
-                f"{where}: a message must be {{role, content}} or {{from, value}}, texts", "dataset_path"
-            )
-        known = ROLES.get(role)
+    for message, role, text in _messages(told):
+        if not isinstance(role, str):
+            raise _unusable(where, _MESSAGE)
+        known = ROLES.get(role.strip().lower())
+        if known and not isinstance(text, str):
+            raise _unusable(where, _MESSAGE)
         if known == "user":
             turns.append(Turn(text, delay=_number(message, "delay", where, least=0.0), system=system))
             system = ()
@@ -221,41 +242,101 @@ def conversation(row: Mapping[str, Any], where: str) -> list[Turn]:
     return turns
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """Read the objects of a JSON list, of JSON lines, or of a parquet file (needs pyarrow). Raises InvalidValue."""
+_MESSAGE = "a message must be {role, content} or {from, value}, texts"
+
+
+def _messages(told: Iterable[Any]) -> Iterator[tuple[Mapping[str, Any], Any, Any]]:
+    """Yield each message with its role and text. Parts of a content become one text, if all are texts."""
+    for message in told:
+        if not isinstance(message, dict):
+            yield {}, None, None
+        elif {"human", "assistant"} <= set(message):
+            yield from ((message, role, message[role]) for role in ("human", "assistant"))
+        else:
+            text = message.get("value", message.get("content"))
+            if isinstance(text, list):
+                parts = [part.get("text") if isinstance(part, dict) else None for part in text]
+                text = "\n".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else None
+            yield message, message.get("from", message.get("role")), text
+
+
+def _unusable(where: str, reason: str, param: str = "dataset_path") -> Unusable:
+    return Unusable(f"{where}: {reason}", param, reason)
+
+
+def read_rows(path: Path, skipped: Skipped | None = None) -> Iterator[Row]:
+    """Read the objects of a JSON list, JSON lines, a CSV, each also gzipped, or a parquet file (needs pyarrow).
+
+    skipped: counts what is no object; None: that is an error. Raises InvalidValue.
+    """
     if not path.is_file():
         raise InvalidValue(f"dataset_path={str(path)!r} is not a file", "dataset_path")
     if path.suffix == ".parquet":
         return _parquet(path)
+    found = _text_rows(path)
+    return _strictly(found) if skipped is None else _counted(found, skipped)
+
+
+def _strictly(rows: Iterable[Row | Unusable]) -> Iterator[Row]:
+    for row in rows:
+        if isinstance(row, Unusable):
+            raise row
+        yield row
+
+
+def _counted(rows: Iterable[Row | Unusable], skipped: Skipped) -> Iterator[Row]:
+    for row in rows:
+        if isinstance(row, Unusable):
+            skipped.add(row)
+        else:
+            yield row
+
+
+def _text_rows(path: Path) -> Iterator[Row | Unusable]:
     try:
-        text = path.read_text(encoding="utf-8")
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidValue(f"{path} is not UTF-8 text: {error}", "dataset_path") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidValue(f"{path}: {error}", "dataset_path") from error
+    if ".csv" in path.suffixes:
+        return _csv(path, text)
     return _listed(path, text) if text.lstrip().startswith("[") else _lines(path, text)
 
 
-def _listed(path: Path, text: str) -> Iterator[Row]:
+def _csv(path: Path, text: str) -> Iterator[Row]:
+    try:
+        for index, row in enumerate(csv.DictReader(io.StringIO(text, newline=""))):
+            yield Row(row, f"{path}[{index}]")
+    except csv.Error as error:
+        raise InvalidValue(f"{path}: not CSV: {error}", "dataset_path") from error
+
+
+def _listed(path: Path, text: str) -> Iterator[Row | Unusable]:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidValue(f"{path}: not JSON: {error}", "dataset_path") from error
     for index, row in enumerate(found):
-        if not isinstance(row, dict):
-            raise InvalidValue(f"{path}[{index}]: {str(row)[:40]!r} must be an object", "dataset_path")
-        yield Row(row, f"{path}[{index}]")
+        where = f"{path}[{index}]"
+        if isinstance(row, dict):
+            yield Row(row, where)
+        else:
+            yield Unusable(f"{where}: {str(row)[:40]!r} must be an object", "dataset_path", "an object")
 
 
-def _lines(path: Path, text: str) -> Iterator[Row]:
+def _lines(path: Path, text: str) -> Iterator[Row | Unusable]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
+        where = f"{path}:{number}"
         try:
             row = json.loads(line)
-        except ValueError as error:
-            raise InvalidValue(f"{path}:{number}: not JSON: {error}", "dataset_path") from error
-        if not isinstance(row, dict):
-            raise InvalidValue(f"{path}:{number}: the line must be an object", "dataset_path")
-        yield Row(row, f"{path}:{number}")
+        except (ValueError, RecursionError) as error:
+            yield Unusable(f"{where}: not JSON: {error}", "dataset_path", "not JSON")
+            continue
+        yield Row(row, where) if isinstance(row, dict) else _unusable(where, "the line must be an object")
 
 
 def _parquet(path: Path) -> Iterator[Row]:
@@ -268,11 +349,6 @@ def _parquet(path: Path) -> Iterator[Row]:
     except (ValueError, OSError) as error:  # pyarrow's own errors derive from these
         raise InvalidValue(f"{path} is not a parquet file: {error}", "dataset_path") from error
     return (Row(row, f"{path}[{index}]") for index, row in enumerate(rows))
-
-
-def _shuffled(rows: Iterable[Row], seed: int) -> list[Row]:
-    found = list(rows)
-    return [found[index] for index in np.random.default_rng([seed, 3]).permutation(len(found))]
 
 
 def _repeat(made: Sequence[T], count: int, path: Path) -> list[T]:
@@ -288,7 +364,7 @@ def _number(row: Mapping[str, Any], name: str, where: str, least: float | None =
     allowed = "positive" if least is None else f"at least {least:g}"
     good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or not (value > 0 if least is None else value >= least):
-        raise InvalidValue(f"{where}: {name}={value!r} must be a number, {allowed}", "dataset_path")
+        raise _unusable(where, f"{name}={repr(value)[:40]} must be a number, {allowed}")
     return float(value)
 
 

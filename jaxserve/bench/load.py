@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isinf
@@ -129,6 +130,11 @@ def random_calls(
     return [Call(0.0, words(int(n), vocabulary, rng), int(n), int(m)) for n, m in zip(prompts, outputs, strict=True)]
 
 
+def warn(sentence: str) -> None:
+    """Print what was left out of a file."""
+    print(sentence, file=sys.stderr, flush=True)
+
+
 def trace_calls(
     path: Path,
     *,
@@ -150,6 +156,7 @@ def trace_calls(
         time_scale=time_scale,
         prompt_scale=prompt_scale,
         output_scale=output_scale,
+        tell=warn,
     )
     return calls_of(arrivals, vocabulary, seed)
 

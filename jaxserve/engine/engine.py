@@ -474,18 +474,18 @@ class Engine:
             tuple(
                 InstanceStats(
                     name,
-                    one.role.value,
-                    one.running,
-                    one.waiting + held,
-                    one.limits.pages,
-                    one.blocks.held,
-                    one.prefill_backlog,
+                    scheduler.role.value,
+                    scheduler.running,
+                    scheduler.waiting + held,
+                    scheduler.limits.pages,
+                    scheduler.blocks.held,
+                    scheduler.prefill_backlog,
                     room,
-                    one.pinned,
+                    scheduler.pinned,
                 )
-                for (name, one, held), room in zip(schedulers, self._headroom, strict=True)
+                for (name, scheduler, held), room in zip(schedulers, self._headroom, strict=True)
             ),
-            Counters.total(one.counters for _, one, _ in schedulers),
+            Counters.total(scheduler.counters for _, scheduler, _ in schedulers),
             len(kv_transfers),
             kv_transfers.transfers,
             kv_transfers.seconds,

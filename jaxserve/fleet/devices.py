@@ -13,7 +13,7 @@ def visible(config: ServeConfig, gpus: int, given: str | None) -> list[str | Non
     InvalidValue if there are too few.
     """
     count = config.most_replicas
-    names = [str(at) for at in range(gpus)] if given is None else [one for one in given.split(",") if one]
+    names = [str(at) for at in range(gpus)] if given is None else [name for name in given.split(",") if name]
     if count == 1 or not gpus or not names:
         return [None] * count
     if config.mesh is None:

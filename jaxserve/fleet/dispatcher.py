@@ -107,7 +107,7 @@ class Dispatcher:
         request.target = None
         if not kv:
             return
-        taking = {at: one for at, one in members.engines.items() if self._takes(request, at)}
+        taking = {at: engine for at, engine in members.engines.items() if self._takes(request, at)}
         if not splits(request.asked, taking, replica):
             return
         request.stage = Stage.FIRST

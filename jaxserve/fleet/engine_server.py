@@ -73,7 +73,7 @@ class EngineServer:
         self._key = key
         self._fronts = set[_Front]()
         self._unproved: dict[Connection, None] = {}
-        self._feeds = [Feed(index, one) for index, one in enumerate(engine.schedulers)]
+        self._feeds = [Feed(index, scheduler) for index, scheduler in enumerate(engine.schedulers)]
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._listening: asyncio.Server | None = None
         self._retiring: asyncio.Task[None] | None = None  # at the request of a front
@@ -210,8 +210,8 @@ class EngineServer:
             followers = [front for front in self._fronts if front.follows]
             if followers:
                 now = self.engine.now
-                news = [one for feed in self._feeds if (one := feed.news(now)) is not None]
-                encoded = tuple(msgspec.Raw(encode(one)) for one in news)  # once for all fronts
+                news = [report for feed in self._feeds if (report := feed.news(now)) is not None]
+                encoded = tuple(msgspec.Raw(encode(report)) for report in news)  # once for all fronts
                 for front in followers:
                     front.report(encoded)
 

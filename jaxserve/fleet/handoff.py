@@ -18,7 +18,7 @@ from jaxserve.sched.api.policy import Role
 def unfit(engines: Mapping[int, RemoteEngine], begun: bool) -> set[int]:
     """Return the replicas whose role is not to begin requests, or to continue those that have begun."""
     other = Role.PREFILL if begun else Role.DECODE
-    return {at for at, one in engines.items() if one.kv and all(role is other for role in one.roles)}
+    return {at for at, engine in engines.items() if engine.kv and all(role is other for role in engine.roles)}
 
 
 def splits(request: NewRequest, engines: Mapping[int, RemoteEngine], replica: int) -> bool:

@@ -118,7 +118,7 @@ class Members:
 
     def _changed(self) -> None:
         if self.engines:
-            self.info = merged_info({at: one.info for at, one in self.engines.items()}, alone=self.slots == 1)
+            self.info = merged_info({at: engine.info for at, engine in self.engines.items()}, alone=self.slots == 1)
         self.on_changed()
 
     def close(self) -> bool:
@@ -142,9 +142,9 @@ class Members:
         if self.engines.get(at) is not engine:
             return
         first = self.front.instances(at).start
-        for index, one in updates.items():
-            self.front.caches(first + index, one.gained, one.lost, one.anew)
-        self.front.update(at, {first + index: one.snapshot for index, one in updates.items()}, mark)
+        for index, update in updates.items():
+            self.front.caches(first + index, update.gained, update.lost, update.anew)
+        self.front.update(at, {first + index: update.snapshot for index, update in updates.items()}, mark)
 
     def fleet(self, now: float) -> Fleet:
         """Return the instances of all replicas that take requests, as a router sees them."""
@@ -180,10 +180,10 @@ class Members:
     @property
     def ailment(self) -> str | None:
         """Why no engine takes requests; None if one does."""
-        found = [engine.ailment for at, engine in self.engines.items() if at not in self.draining]
-        if None in found:
+        ailments = [engine.ailment for at, engine in self.engines.items() if at not in self.draining]
+        if None in ailments:
             return None
-        return "; ".join(dict.fromkeys(filter(None, found))) or "all replicas are draining"
+        return "; ".join(dict.fromkeys(filter(None, ailments))) or "all replicas are draining"
 
     async def renew(self, replica: int, patience: float) -> None:
         """Let a replica finish its requests, up to `patience` seconds, and start again; return once it is back.
@@ -204,7 +204,7 @@ class Members:
 
     def stats(self) -> Stats:
         """Return the sum of the engines' last snapshots, and of what those that have ended had counted."""
-        return merged_stats({at: one.stats() for at, one in self.engines.items()}, self._ended, self.slots == 1)
+        return merged_stats({at: engine.stats() for at, engine in self.engines.items()}, self._ended, self.slots == 1)
 
     def standing(self) -> list[tuple[str, str | None, int]]:
         """Return the name of each replica that runs, why it takes no requests, or None, and its requests."""

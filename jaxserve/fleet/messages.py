@@ -140,7 +140,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, error: JaxserveError) -> Failure:
-        kind = next(one for one in type(error).__mro__ if one.__name__ in KINDS)
+        kind = next(ancestor for ancestor in type(error).__mro__ if ancestor.__name__ in KINDS)
         return cls(kind.__name__, str(error), getattr(error, "param", None), getattr(error, "retry_after", None))
 
     def error(self) -> JaxserveError:

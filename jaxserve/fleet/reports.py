@@ -75,10 +75,10 @@ class Update:
     anew: bool
 
 
-def report_of(index: int, one: Snapshot, **more: Any) -> InstanceReport:
+def report_of(index: int, snapshot: Snapshot, **more: Any) -> InstanceReport:
     """Return the message of a snapshot; `more` are the fields from `perf` on."""
-    plain = {name: getattr(one, name) for name in PLAIN}
-    return InstanceReport(index, **plain, prefill=_columns(one.prefill), decode=_columns(one.decode), **more)
+    plain = {name: getattr(snapshot, name) for name in PLAIN}
+    return InstanceReport(index, **plain, prefill=_columns(snapshot.prefill), decode=_columns(snapshot.decode), **more)
 
 
 def update_of(report: InstanceReport, limits: Limits, perf: PerfModel) -> Update:

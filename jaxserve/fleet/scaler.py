@@ -82,22 +82,22 @@ class ReplicaScaler:
         keepers = self._engines.keepers
         standing = [keeper.standing for keeper in keepers]
         wanted = self._needed(replicas, now, standing)
-        made = changes(wanted, standing, [self._requests(replicas, at) for at in range(len(keepers))])
+        planned = changes(wanted, standing, [self._requests(replicas, at) for at in range(len(keepers))])
         serving, restarting = standing.count(Standing.SERVING), self._restarting
-        drain = [] if restarting else made.drain
-        for at in (*made.start, *made.resume):
+        drain = [] if restarting else planned.drain
+        for at in (*planned.start, *planned.resume):
             keepers[at].want(True)
-        for at in made.resume:
+        for at in planned.resume:
             if at in replicas.engines:
                 replicas.engines[at].stay()
         for at in drain:
             keepers[at].want(False)
-        for at, one in enumerate(standing):
-            if one is Standing.STARTING and serving >= wanted and not restarting:
+        for at, state in enumerate(standing):
+            if state is Standing.STARTING and serving >= wanted and not restarting:
                 keepers[at].want(False)
         self._retire(replicas)
-        if made.start or made.resume or drain:
-            said = {"starts": made.start, "serves on": made.resume, "drains": drain}
+        if planned.start or planned.resume or drain:
+            said = {"starts": planned.start, "serves on": planned.resume, "drains": drain}
             log.info("%d replicas are wanted: %s", wanted, "; ".join(f"{at} {do}" for do, at in said.items() if at))
         self._publish(wanted)
 
@@ -113,7 +113,7 @@ class ReplicaScaler:
         if fleet.instances:
             needed = self._scaler.needed(fleet, arriving) / self._each
         else:
-            needed = float(sum(one in (Standing.SERVING, Standing.STARTING) for one in standing))
+            needed = float(sum(state in (Standing.SERVING, Standing.STARTING) for state in standing))
         target = self._target.at(now, needed)
         return target if self._fixed is None else min(self._most, max(self._least, self._fixed))
 

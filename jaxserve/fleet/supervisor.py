@@ -185,7 +185,7 @@ class Engines:
         """Close all engines; return False if one had to be killed."""
         self.closing.set()
         with ThreadPoolExecutor(max(1, len(self.keepers))) as beside:
-            closed = list(beside.map(lambda one: one.replica.close(), self.keepers))
+            closed = list(beside.map(lambda keeper: keeper.replica.close(), self.keepers))
         return all(closed)
 
 

@@ -102,32 +102,32 @@ class KVClient:
         cls, address: Address, key: bytes, destination: Destination, direct: Direct | None, transport: Transport
     ) -> KVClient:
         """Connect, and compare layouts. Raises InvalidValue that names the first difference."""
-        made = cls(destination, direct, transport)
+        client = cls(destination, direct, transport)
 
         def connection() -> Connection:
-            made._connection = Connection(
+            client._connection = Connection(
                 key,
                 "front",
-                opened=lambda _: made._send(CompareLayouts(destination.layout.digest)),
-                received=made._received,
-                lost=made._lost,
+                opened=lambda _: client._send(CompareLayouts(destination.layout.digest)),
+                received=client._received,
+                lost=client._lost,
             )
-            return made._connection
+            return client._connection
 
         await address.connect(connection)
         try:
             async with asyncio.timeout(GREETING):
-                await made._greeted
+                await client._greeted
         except TimeoutError:
-            made.close()
+            client.close()
             raise InvalidValue(f"no KV layout came from {address} within {GREETING:g} s", "address") from None
         except JaxserveError as error:
-            made.close()
+            client.close()
             raise InvalidValue(f"KV pages of {address} cannot be used: {error}", "address") from None
         except asyncio.CancelledError:
-            made.close()
+            client.close()
             raise
-        return made
+        return client
 
     def close(self) -> None:
         self._connection.close()
@@ -264,9 +264,9 @@ def _unpacked(header: PagesHeader, content: npt.NDArray[np.uint8], destination: 
     for one, length, given in zip(shapes, lengths, header.sums, strict=True):
         mine = content[at : at + length]
         at += length
-        found = zlib.crc32(mine.data)
-        if found != given:
-            raise WrongKV(f"{header.pages} KV pages have CRC-32 {found:#x}, and were given with {given:#x}")
+        checksum = zlib.crc32(mine.data)
+        if checksum != given:
+            raise WrongKV(f"{header.pages} KV pages have CRC-32 {checksum:#x}, and were given with {given:#x}")
         array = np.zeros(one.shape, one.dtype)
         array[:, :, : header.pages] = mine.view(one.dtype).reshape(*one.shape[:2], header.pages, *one.shape[3:])
         piece.append(jax.device_put(array, one.sharding))

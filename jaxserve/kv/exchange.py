@@ -78,7 +78,7 @@ class KVExchange:
             self._engine.add_kv_source(self._remote)
 
         async def listening() -> Address:
-            size = sum(one.nbytes for one in page)
+            size = sum(array.nbytes for array in page)
             self._server = KVServer(
                 _EnginePages(self._engine), destination.layout, destination.shards, size, share.key, direct
             )

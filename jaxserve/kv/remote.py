@@ -94,7 +94,9 @@ class RemoteKV:
     def _note(self, kv_buffer: KVBuffer, seconds: float) -> None:
         self.pages += kv_buffer.pages
         self.fetch_seconds += seconds
-        self.bytes += sum(one.nbytes * count // one.shape[2] for count, piece in kv_buffer.pieces for one in piece)
+        self.bytes += sum(
+            array.nbytes * count // array.shape[2] for count, piece in kv_buffer.pieces for array in piece
+        )
         error, weight = seconds - self.seconds(kv_buffer.pages), LEARNING if self._each else 0.5
         self._each = max(0.0, self._each + weight * error)
         self._page = max(0.0, self._page + weight * error / kv_buffer.pages)
@@ -103,8 +105,10 @@ class RemoteKV:
         """Return the connection to a process; requests that need it at the same time share one."""
         connecting = self._clients.get(address)
         if connecting is None or (connecting.done() and connecting.result().gone is not None):
-            made = KVClient.connect(Address.parse(address), self._key, self._destination, self._direct, self._transport)
-            connecting = self._clients[address] = asyncio.ensure_future(made)
+            client = KVClient.connect(
+                Address.parse(address), self._key, self._destination, self._direct, self._transport
+            )
+            connecting = self._clients[address] = asyncio.ensure_future(client)
         return await asyncio.shield(connecting)
 
     def _fail(self, address: str, error: JaxserveError) -> None:

@@ -181,7 +181,7 @@ class _Client:
 
     async def _offer(self, want: GetPages, export: Export, direct: Direct) -> None:
         """Offer a piece, and keep it until it has been pulled: jax does not keep deleted arrays."""
-        sums = await asyncio.to_thread(lambda: [int(x) for one in export.sums for x in np.asarray(one)])
+        sums = await asyncio.to_thread(lambda: [int(x) for checksum in export.sums for x in np.asarray(checksum)])
         taken = self._taken[want.call] = asyncio.Event()
         try:
             number = direct.offer(export.piece, OFFERED)

@@ -21,12 +21,10 @@ THETA = 150_000.0
 
 
 def read(config: Config) -> ModelSpec:
-    packed = config.get("quantization_config") or {}
-    plain = {"quantization_config": None} if packed.get("quant_method") == "mxfp4" else {}
     count = int(need(config, "num_hidden_layers"))
     kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
     spelt = {"layer_types": kinds, "rope_theta": config.get("rope_theta") or THETA}
-    facts = common({**config, **plain, **spelt}, windows=True)
+    facts = common({**config, **spelt}, windows=True)
     bias = bool(config.get("attention_bias", True))
     limit, slope, eps = (config.get(key) for key in ("swiglu_limit", "swiglu_alpha", "rms_norm_eps"))
     moe = Experts(

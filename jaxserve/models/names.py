@@ -31,9 +31,7 @@ def lacks_head(folder: Path) -> bool:
         with suppress(OSError, ValueError, AttributeError), path.open("rb") as file:  # reported when it is loaded
             size = int.from_bytes(file.read(8), "little")
             names |= parsed(file.read(size if size <= path.stat().st_size else 0)).keys()
-    return any(name.endswith("embed_tokens.weight") for name in names) and not any(
-        name.endswith("lm_head.weight") for name in names
-    )
+    return any(name.endswith("embed_tokens.weight") for name in names) and not any("lm_head." in name for name in names)
 
 
 @dataclass(frozen=True)

@@ -99,14 +99,15 @@ def _every(scales: Array, block: tuple[int, int], shape: Sequence[int]) -> Array
 class Dequantized:
     """A view of an open file that dequantizes a tensor on reading."""
 
-    def __init__(self, file: Any, scales: Any, block: tuple[int, int]) -> None:
+    def __init__(self, file: Any, scales: Any, block: tuple[int, int] | None) -> None:
         self.file, self.scales, self.block = file, scales, block
 
     def get_slice(self, name: str) -> Any:
         return _Described(self.file.get_slice(name).get_shape())
 
     def get_tensor(self, name: str) -> Array:
-        return dequantize(self.file.get_tensor(name), self.scales.get_tensor(name + SCALE), self.block)
+        values = self.file.get_tensor(name)
+        return dequantize(values, self.scales.get_tensor(name + SCALE), self.block or (1, values.shape[1]))
 
 
 class _Described:

@@ -1,11 +1,10 @@
-"""Which weights are quantized to 8 bits, and how: from `--quantization` or from the checkpoint's config.json."""
+"""Which weights are quantized to 8 bits, and how: from `--quantization` or from the checkpoint (see `packed`)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jaxserve.sched.api.errors import InvalidValue
 
@@ -59,25 +58,3 @@ def chosen(stored: Quantization | None, name: str | None) -> Quantization | None
             "quantization",
         )
     return stored or how
-
-
-def read(config: Mapping[str, Any]) -> Quantization | None:
-    """Return the quantization that a config.json declares; None if it declares none.
-
-    Raises InvalidValue for an unsupported method.
-    """
-    given = config.get("quantization_config")
-    if not given:
-        return None
-    method, form = given.get("quant_method"), given.get("fmt") or "e4m3"
-    block = given.get("weight_block_size")
-    whole = isinstance(block, (list, tuple)) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
-    if method != "fp8" or form not in ("e4m3", "float8_e4m3fn") or not whole:
-        raise InvalidValue(
-            f"config.json: quantization_config of method {method!r} is not supported with fmt={form!r}, "
-            f"weight_block_size={block!r}; supported are quant_method 'fp8' in e4m3 with weight_block_size "
-            "[rows, columns], and unquantized float32, float16 and bfloat16 weights",
-            "quantization_config",
-        )
-    kept = given.get("modules_to_not_convert") or ()
-    return Quantization("float8_e4m3fn", (int(block[0]), int(block[1])), True, tuple(map(str, kept)))

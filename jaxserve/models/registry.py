@@ -22,6 +22,7 @@ from jaxserve.models.keys import check
 from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Stream, Tree, is_info, tree_of
 from jaxserve.models.names import lacks_head
 from jaxserve.models.narrow import narrowed
+from jaxserve.models.packed.methods import completed
 from jaxserve.models.quantized import Quantized, multiplied_by
 from jaxserve.models.spec import ModelSpec, architecture, check_sizes, ids_of
 from jaxserve.models.transposed import Transposed
@@ -104,7 +105,7 @@ def _tokenizers_eos(path: Path) -> list[int]:
 
 def read_config(path: Path) -> Config:
     """Read config.json of the model in folder `path`. Raises InvalidValue if it is missing or invalid."""
-    return _read_json(path, "config.json")
+    return completed(_read_json(path, "config.json"), path)
 
 
 def spec_from_config(config: Config) -> ModelSpec:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jaxserve.models import quantization
 from jaxserve.models.cache import Cache
 from jaxserve.models.context_length import Config, context_length
+from jaxserve.models.packed import methods
 from jaxserve.models.quantization import Quantization
 from jaxserve.models.rope import PLAIN, Rope, read_rope
 from jaxserve.sched.api.errors import InvalidValue, short
@@ -334,7 +335,7 @@ def common(
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "tied": bool(config.get("tie_word_embeddings", False)),
         "eos": ids_of(config.get("eos_token_id")),
-        "quantized": quantization.read(config),
+        "quantized": methods.read(config),
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
     }
 

@@ -24,6 +24,8 @@ DTYPES: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "I8": np.int8,
+    "I32": np.int32,
+    "I64": np.int64,
     "U8": np.uint8,
 }
 

@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 
 from jaxserve.models.json_file import object_in, parsed
 from jaxserve.models.layers import Info, Source, Tree, is_info
-from jaxserve.models.mxfp4 import unpacked
 from jaxserve.models.names import renamed
 from jaxserve.models.narrow import SCALE, Dequantized, quantize
+from jaxserve.models.packed import methods
 from jaxserve.models.quantized import Quantized
 from jaxserve.models.registry import abstract_weights
 from jaxserve.models.spec import ModelSpec
@@ -85,7 +85,8 @@ def reader(path: Path, spec: ModelSpec, dtype: Any) -> Iterator[tuple[Tree, Call
     abstract = abstract_weights(spec, dtype)
     with ExitStack() as open_files:
         wanted = {source.name: source.shape for info in _infos(abstract) for source in info.sources}
-        tensors = _widened(renamed(_index(path, open_files), wanted), abstract, spec)
+        tensors = methods.unpacked(_index(path, open_files), methods.given_in(path))
+        tensors = _widened(renamed(tensors, wanted), abstract, spec)
         _check_names(path, tensors, _infos(abstract), spec)
 
         def read(source: Source) -> Array:
@@ -162,12 +163,12 @@ def _index(path: Path, open_files: ExitStack) -> Tensors:
             tensors |= dict.fromkeys(handle.keys(), (file, handle))
         except (SafetensorError, OSError, ValueError) as error:
             raise WeightsError(f"{file} cannot be read as safetensors: {error}{_first_cut(file)}") from error
-    return unpacked(tensors)
+    return tensors
 
 
 def _widened(tensors: Tensors, abstract: Tree, spec: ModelSpec) -> Tensors:
     """Dequantize on reading those tensors that are 8-bit in the file but not in the tree."""
-    if spec.quantized is None or spec.quantized.block is None:
+    if spec.quantized is None or not spec.quantized.stored:
         return tensors
     narrow = {source.name for info in _infos(abstract) for source in info.sources if _is_narrow(info)}
     widened = dict(tensors)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +92,11 @@ def test_columns_of_a_hugging_face_file(tmp_path: Path) -> None:
     assert {call.history for call in calls} == {(), (("system", "s"),)}
     texts = Source(path, count, prompt_column="q").hugging_face(2, 0, 5)
     assert {call.output_tokens for call in texts} == {5}
-    with pytest.raises(InvalidValue, match="'a' is None; it must be a text or a positive number"):
-        Source(path, count, prompt_column="q", output_column="a").hugging_face(2, 0, 5)
+    told: list[str] = []
+    calls = Source(path, count, told.append, prompt_column="q", output_column="a").hugging_face(2, 0, 5)
+    assert [call.output_tokens for call in calls] == [3, 3]
+    [said] = told
+    assert re.search("1 of the 2 rows .*'a' is None; it must be a text or a positive number", said)
     with pytest.raises(InvalidValue, match="no column 'prompt'; there is 'q'"):
         Source(path).hugging_face(1, 0, 5)
 
@@ -112,6 +117,80 @@ def test_delays_of_the_file_come_before_think_times(tmp_path: Path) -> None:
 
 TURN = '{"messages": [{"role": "user", '
 GOOD = '{"prompt": "x"}\n'
+CHAT = [{"from": "human", "value": "a b c d e"}, {"from": "gpt", "value": "v w x y z"}]
+
+
+def _openai(*contents: Any) -> list[dict[str, Any]]:
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": CHAT},
+        {"items": CHAT},
+        {"conversations": [{**one, "from": one["from"].upper()} for one in CHAT]},
+        {"conversations": [CHAT[0], {**CHAT[1], "from": "bing"}]},
+        {"conversations": [{"from": "tool", "value": None}, *CHAT]},
+        {"conversation": [{"human": CHAT[0]["value"], "assistant": CHAT[1]["value"]}]},
+        {"messages": _openai(CHAT[0]["value"], CHAT[1]["value"])},
+        {"messages": _openai([{"type": "text", "text": CHAT[0]["value"]}], CHAT[1]["value"])},
+    ],
+)
+def test_conversations_are_read_as_people_publish_them(row: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "chats.json"
+    path.write_text(json.dumps([row]))
+    [call] = Source(path, count).sharegpt(1, 0)
+    assert (call.prompt, call.output_tokens) == ("a b c d e", 5)
+
+
+BAD = [
+    {"conversations": None},
+    {},
+    {"conversations": [None]},
+    {"messages": _openai(None, "x")},
+    3,
+    {"conversations": 3},
+]
+
+
+@pytest.mark.parametrize("form", ["list", "lines", "bom", "gz"])
+@pytest.mark.parametrize("kind", ["sharegpt", "conversations"])
+def test_conversations_that_cannot_be_used_are_skipped_and_counted(kind: str, form: str, tmp_path: Path) -> None:
+    rows, told = [*BAD, {"conversations": CHAT}], list[str]()
+    text = json.dumps(rows) if form == "list" else "\n".join(map(json.dumps, rows)) + "\n{cut\n"
+    raw = text.encode("utf-8-sig" if form == "bom" else "utf-8")
+    path = tmp_path / "chats.json"
+    path.write_bytes(gzip.compress(raw) if form == "gz" else raw)
+    calls = getattr(Source(path, count, told.append), kind)(2, 0)
+    assert [call.prompt for call in calls] == ["a b c d e"] * 2
+    [said] = told
+    bad = len(BAD) + (form != "list")
+    assert f"{bad} of the {bad + 1} rows read cannot be used and are skipped" in said and len(said) < 1000
+
+
+def test_files_of_bad_rows_alone_are_refused_early(tmp_path: Path) -> None:
+    path = tmp_path / "chats.json"
+    path.write_text(json.dumps([{"conversations": None}] * 20_000))
+    with pytest.raises(
+        InvalidValue, match=r"none of its first 10000 rows can be used: 10000 as .*no list `conv"
+    ) as raised:
+        Source(path).sharegpt(1, 0)
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_csv_of_hugging_face_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text('question,answer\n"one\ntwo",x y z\n')
+    [call] = Source(path, count, prompt_column="question", output_column="answer").hugging_face(1, 0, 5)
+    assert (call.prompt, call.output_tokens) == ("one\ntwo", 3)
+
+
+def test_skipped_rows_of_a_trace_are_told_by_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-12 01:00:00,5,0\n2024-05-12 01:00:00,5,6\n")
+    assert len(load.trace_calls(path, count=None, vocabulary=range(9))) == 1
+    assert "1 of the 2 rows read cannot be used and are skipped" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.models.dummy import random_weights
-from jaxserve.models.mxfp4 import dequantized
+from jaxserve.models.packed.mxfp4 import dequantized
 from jaxserve.models.registry import load_spec
 from jaxserve.models.weights import WeightsError, load_weights
 from tests.support.models.configs import GPT_OSS, TOKENS

@@ -19,10 +19,9 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Load, PerfModel
-from jaxserve.sched.api.policy import Limits, Role, View
+from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Request, State
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.request_queues import RequestQueue
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf import Perf, make
 from jaxserve.sched.perf.buckets import Buckets
@@ -31,6 +30,7 @@ from jaxserve.sched.policies.fcfs import Fcfs
 from jaxserve.sched.policies.slos_serve.policy import SlosServe
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
 from tests.support.examples import examples
+from tests.support.sched.views import view
 
 LARGE = Coefficients(fixed=5e-3, prefill=2e-5, decode=1e-5, quadratic=1e-10, longest=1e-8, context=1e-8)
 SMALL = Coefficients(fixed=12e-3, prefill=7e-5, decode=1e-5, quadratic=3e-9, longest=1e-7, context=1e-7, draft=1e-3)
@@ -85,14 +85,6 @@ def waiting(prompt: int, slo: SLO) -> Request:
     return Request(0, NewRequest(range(prompt), SamplingParams(max_tokens=None), slo), 0.0)
 
 
-def view(prompts: list[Request], perf: PerfModel, within: Limits, role: Role = Role.MIXED, now: float = 0.0) -> View:
-    table = RequestQueue()
-    for one in prompts:
-        table.add(one)
-    slots = within.rows - sum(one.state is State.RUNNING for one in prompts)
-    return View(now, now, role, table, RequestQueue(), within, within.pages, slots, 0, perf)
-
-
 def served(policy: SlosServe, one: Request, perf: PerfModel, within: Limits, role: Role) -> float:
     """Return the time to compute the prompt of the only request with steps as predicted by `perf`.
 
@@ -100,7 +92,9 @@ def served(policy: SlosServe, one: Request, perf: PerfModel, within: Limits, rol
     """
     now = 0.0
     while one.remaining:
-        decision = policy.decide(view([one], perf, within, role, now))
+        decision = policy.decide(
+            view([one], [], perf=perf, limits=within, free_pages=within.pages, role=role, now=now, start=now)
+        )
         assert not decision.demote, f"demoted at {now} s with {one.computed} tokens computed, {one.hit} of them cached"
         [grant] = decision.grants
         if one.state is State.WAITING:

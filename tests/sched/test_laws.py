@@ -35,8 +35,9 @@ from tests.support.sched.cases import (
     Case,
     drawn,
 )
+from tests.support.sched.complete import check_complete
 from tests.support.sched.harness import COEFFICIENTS, Job, Outcome
-from tests.support.sched.laws import REQUEST, Watch, check_tokens, check_told, first_difference, sealed
+from tests.support.sched.laws import REQUEST, Watch, check_tokens, first_difference, sealed
 
 CASES: list[Case] = list(product(MESHES, ROUTERS, ADMISSIONS))
 
@@ -65,7 +66,7 @@ def serve(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], *, se
 def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any]) -> None:
     """Check all laws of a run, and that watching a policy does not change the history."""
     watch, outcome = serve(policy, case, jobs, shape, seal=False)
-    check_told(outcome, jobs, case[2].endswith(":refuse"))
+    check_complete(outcome, jobs, refuses=case[2].endswith(":refuse"))
     check_tokens(outcome, watch.records, page_size=4)
     again, same = serve(policy, case, jobs, shape, seal=True)
     assert watch.records == again.records and outcome.ended == same.ended

@@ -16,7 +16,7 @@ from jaxserve.sched.admission.dp import ByDP
 from jaxserve.sched.api.perf import Array, Load, PerfModel
 from jaxserve.sched.api.plan import StepResult
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.request import Request, State
+from jaxserve.sched.api.request import State
 from jaxserve.sched.feasibility import (
     chunk_times,
     decode_load,
@@ -26,7 +26,6 @@ from jaxserve.sched.feasibility import (
     on_time_set,
     remaining_work,
 )
-from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.linear import LinearModel
 from jaxserve.sched.perf.model import Coefficients, Corrected, GeneralModel
 from jaxserve.sched.perf.poly import Polynomial
@@ -221,22 +220,3 @@ def test_a_model_reports_when_it_has_learned(model: str) -> None:
     before = perf.version
     perf.observe(Load(decode=4, longest=100, context=400), 0.02)
     assert perf.version > before
-
-
-def test_an_instance_reports_when_its_tables_change() -> None:
-    one: Scheduler = instance(Role.MIXED)
-    seen = {one.version}
-
-    def changed() -> bool:
-        new = one.version not in seen
-        seen.add(one.version)
-        return new
-
-    assert not changed()
-    first: Request = request(1, 20)
-    one.add(first)
-    assert changed() and not changed()
-    assert one.plan(0.0, 0.0) is not None
-    assert changed()
-    one.cancel(1, "abort")
-    assert changed()

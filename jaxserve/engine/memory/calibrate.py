@@ -97,7 +97,7 @@ def with_kv_scales(spec: ModelSpec, trees: Sequence[Tree], meshes: Sequence[Mesh
     name, columns = jnp.dtype(dtype).name, spec.cache.latent
     largest = (COLUMN_HEADROOM if columns else HEADROOM)[name] / LARGEST[name]
     leaves = ("kv_scale",) if columns else ("k_scale", "v_scale")
-    found = [
+    scales = [
         {leaf: rounded_up(peak * largest) for leaf, peak in zip(leaves, layer, strict=True)}
         for layer in peaks(spec, trees[0], meshes[0])
     ]
@@ -105,7 +105,7 @@ def with_kv_scales(spec: ModelSpec, trees: Sequence[Tree], meshes: Sequence[Mesh
     placed: dict[Mesh, Tree] = {}
     for tree, mesh in zip(trees, meshes, strict=True):
         if mesh not in placed:
-            placed[mesh] = _placed(tree, found, NamedSharding(mesh, PartitionSpec(None if columns else "tp")))
+            placed[mesh] = _placed(tree, scales, NamedSharding(mesh, PartitionSpec(None if columns else "tp")))
     return [placed[mesh] for mesh in meshes]
 
 
@@ -124,9 +124,9 @@ def peaks(spec: ModelSpec, tree: Tree, mesh: Mesh) -> list[tuple[Floats, ...]]:
     """
     count = min(TOKENS, spec.max_positions)
     tokens = np.random.default_rng(0).integers(0, spec.vocab, count).astype(np.int32)
-    index, one = np.arange(count, dtype=np.int32), np.full(1, count, np.int32)
+    index, length = np.arange(count, dtype=np.int32), np.full(1, count, np.int32)
     unused = np.zeros((1, 1), np.int32)
-    rows = (index, np.zeros_like(index), index, np.zeros(1, np.int32), one, one, unused)
+    rows = (index, np.zeros_like(index), index, np.zeros(1, np.int32), length, length, unused)
     ragged = Ragged.of(map(jnp.asarray, rows))
     run = jax.jit(partial(_observed, spec=spec, attention=Observer(mesh)))
     shape = (spec.pool_heads,) if spec.latent is None else (spec.pool_heads, spec.cache.dim)

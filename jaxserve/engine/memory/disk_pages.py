@@ -151,22 +151,22 @@ class DiskPages:
 
         Pages that name each other as the page before are none.
         """
-        found: dict[bytes, PageCopy] = {}
+        copies: dict[bytes, PageCopy] = {}
         for entry in os.scandir(self.folder):
             copy = self._header(Path(entry.path), entry.stat().st_size)
             if copy is not None:
-                found[copy.digest] = copy
+                copies[copy.digest] = copy
             elif OURS.fullmatch(entry.name):
                 os.unlink(entry.path)
         done: set[bytes] = set()
-        for copy in found.values():
+        for copy in copies.values():
             line: dict[bytes, PageCopy] = {}
             while copy.digest not in done and copy.digest not in line:
                 line[copy.digest] = copy
-                if copy.parent not in found:
+                if copy.parent not in copies:
                     break
-                copy = found[copy.parent]
-            circle = copy.digest in line and copy.parent in found
+                copy = copies[copy.parent]
+            circle = copy.digest in line and copy.parent in copies
             done.update(line)
             for page in reversed(line.values()):
                 if circle:
@@ -228,7 +228,7 @@ def _pages_in(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 def _left(path: Path, model: str) -> list[tuple[Path, int]]:
     """Return the folders of other models, with their bytes, the least recently used first. Raises OSError."""
-    found = []
+    folders = []
     for root in path.iterdir():
         if not ROOT.fullmatch(root.name) or root.name == model or _foreign(root):
             continue
@@ -236,8 +236,8 @@ def _left(path: Path, model: str) -> list[tuple[Path, int]]:
             for folder in root.iterdir():
                 if folder.name.isdecimal() and not _foreign(folder):
                     size = sum(entry.stat(follow_symlinks=False).st_size for entry in _pages_in(folder))
-                    found.append((folder.stat().st_mtime, folder, size))
-    return [(folder, size) for _, folder, size in sorted(found)]
+                    folders.append((folder.stat().st_mtime, folder, size))
+    return [(folder, size) for _, folder, size in sorted(folders)]
 
 
 def _foreign(path: Path) -> bool:

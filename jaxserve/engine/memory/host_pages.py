@@ -126,8 +126,8 @@ class HostMemory:
         self._pages: dict[bytes, Page] = {}
 
     async def write(self, several: Sequence[Stored]) -> Sequence[bytes]:
-        self._pages |= {one.copy.digest: one.page for one in several}
-        return [one.copy.digest for one in several]
+        self._pages |= {stored.copy.digest: stored.page for stored in several}
+        return [stored.copy.digest for stored in several]
 
     async def read(self, digests: Sequence[bytes]) -> Sequence[Page | None]:
         return [self._pages.get(digest) for digest in digests]

@@ -38,12 +38,12 @@ def _mixed(x: jax.Array) -> jax.Array:
 
 def checksums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Dispatch the checksums of arrays on a mesh with the axis `tp`: one [tp] of uint32 for each array."""
-    made = []
+    sums = []
     for array in arrays:
         sharding = array.sharding
         assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-        made.append(_program(sharding.mesh, sharding.spec)(array))
-    return made
+        sums.append(_program(sharding.mesh, sharding.spec)(array))
+    return sums
 
 
 @cache

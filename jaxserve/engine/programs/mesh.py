@@ -75,7 +75,7 @@ def placed(values: Any, sharding: NamedSharding) -> Any:
     """
     if sharding.is_fully_addressable:
         return jax.device_put(values, sharding)
-    return jax.tree.map(lambda one: jax.make_array_from_callback(one.shape, sharding, one.__getitem__), values)
+    return jax.tree.map(lambda array: jax.make_array_from_callback(array.shape, sharding, array.__getitem__), values)
 
 
 def _emulate(plan: MeshPlan) -> None:
@@ -96,17 +96,17 @@ def _emulate(plan: MeshPlan) -> None:
         log.info("emulating %d CPU devices for mesh %s", plan.devices, plan)
 
 
-def _refuse(plan: MeshPlan, found: int, platform: str, share_devices: bool) -> None:
+def _refuse(plan: MeshPlan, count: int, platform: str, share_devices: bool) -> None:
     if platform != "cpu":
-        if share_devices and found >= plan.tp:
+        if share_devices and count >= plan.tp:
             return
         raise InvalidValue(
-            f"mesh {plan} needs {plan.devices} devices, but there are {found} ({platform}); use a smaller mesh"
+            f"mesh {plan} needs {plan.devices} devices, but there are {count} ({platform}); use a smaller mesh"
             + ("" if share_devices else ", or --share-devices to let instances share them"),
             "mesh",
         )
     raise InvalidValue(
-        f"mesh {plan} needs {plan.devices} devices, but jax has already started with {found} on CPU. Set "
+        f"mesh {plan} needs {plan.devices} devices, but jax has already started with {count} on CPU. Set "
         f"JAX_NUM_CPU_DEVICES={plan.devices} in the environment, or create the engine before other uses of jax",
         "mesh",
     )

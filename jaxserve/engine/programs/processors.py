@@ -62,8 +62,8 @@ def _applied(processor: Processor, logits: jax.Array, argument: jax.Array) -> ja
     asked = ~jnp.isnan(argument)  # see `inputs.NOT_ASKED`
 
     def changed(x: jax.Array) -> jax.Array:
-        made = processor(x, jnp.where(asked, argument, PLAIN_ARGUMENT))
-        return jnp.where((asked & finite(x))[:, None], made, x)
+        changed_logits = processor(x, jnp.where(asked, argument, PLAIN_ARGUMENT))
+        return jnp.where((asked & finite(x))[:, None], changed_logits, x)
 
     applied: jax.Array = lax.cond(jnp.any(asked), changed, lambda x: x, logits)
     return applied

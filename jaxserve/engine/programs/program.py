@@ -60,10 +60,14 @@ def _key(args: tuple[Any, ...]) -> Key:
 
 def bound(holder: T) -> T:
     """Copy an object whose attributes are programs, or dicts of them, for one instance."""
-    made = copy(holder)
+    copied = copy(holder)
     for name, value in vars(holder).items():
         if isinstance(value, Program):
-            setattr(made, name, value.bound())
+            setattr(copied, name, value.bound())
         elif isinstance(value, dict):
-            setattr(made, name, {key: one.bound() if isinstance(one, Program) else one for key, one in value.items()})
-    return made
+            setattr(
+                copied,
+                name,
+                {key: entry.bound() if isinstance(entry, Program) else entry for key, entry in value.items()},
+            )
+    return copied

@@ -89,13 +89,13 @@ class Segments:
         bucket = max(self.buckets)
         packed = jax.ShapeDtypeStruct((Layout.of(bucket, self._limits).end,), "int32")
         carry = jax.ShapeDtypeStruct((self._limits.slots, 1 + self._limits.draft), "int32")
-        made = jax.eval_shape(
+        shapes = jax.eval_shape(
             partial(_begin, spec=self._spec, limits=self._limits, bucket=bucket, kernel=self._kernel),
             jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), outer),
             carry,
             packed,
         )
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 class Walk:

@@ -27,8 +27,8 @@ class _Read(threading.local):
 
     def taken(self) -> bytes | None:
         """Return what was read since the last call."""
-        found, self.serialized = self.serialized, None
-        return found
+        taken, self.serialized = self.serialized, None
+        return taken
 
 
 _read = _Read()
@@ -72,9 +72,9 @@ def _note_reads() -> None:
 
     @functools.wraps(plain)
     def noted(data: bytes) -> Any:
-        found = plain(data)
-        _read.serialized = found[0]
-        return found
+        value = plain(data)
+        _read.serialized = value[0]
+        return value
 
     noted.notes = True  # type: ignore[attr-defined]
     cache.extract_executable_and_time = noted

@@ -88,10 +88,10 @@ def probabilistic(
     best = argmax(logits)
     warm = told.floats(Column.TEMPERATURE) > 0
     right = jnp.where(warm, kept, drafted & (best == tokens[:, 0]))
-    found = jnp.where(right, tokens[:, 0], jnp.where(warm, drawn, best))
-    found = jnp.where(finite(logits), found, BAD).reshape(width, times)
+    chosen = jnp.where(right, tokens[:, 0], jnp.where(warm, drawn, best))
+    chosen = jnp.where(finite(logits), chosen, BAD).reshape(width, times)
     right = right & finite(logits)
-    return gained(found, _leading(right.reshape(width, times)[:, :-1]))
+    return gained(chosen, _leading(right.reshape(width, times)[:, :-1]))
 
 
 def uniform(told: SamplingRows) -> jax.Array:

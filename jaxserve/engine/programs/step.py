@@ -115,9 +115,9 @@ class Programs:
 
     def bound(self) -> Programs:
         """Return the programs of one instance: each with executables of its own."""
-        made = bound(self)
-        made.moves = bound(self.moves)
-        return made
+        programs = bound(self)
+        programs.moves = bound(self.moves)
+        return programs
 
 
 class KVPrograms:
@@ -148,8 +148,8 @@ class EmptyPools:
     @property
     def described(self) -> list[Any]:
         """Abstract arrays in place of those that a call returns."""
-        made: list[Any] = self._cache.pools(jax.ShapeDtypeStruct(self._shape, self._dtype, sharding=self._sharding))
-        return made
+        pools: list[Any] = self._cache.pools(jax.ShapeDtypeStruct(self._shape, self._dtype, sharding=self._sharding))
+        return pools
 
     def __call__(self) -> list[Pool]:
         return [tuple(self.program() for _ in range(self._cache.parts)) for _ in range(self._cache.layers)]

@@ -123,12 +123,12 @@ class Tallies:
         """Return a snapshot; may be called from any thread."""
         return {
             name: ClassStats(
-                dict(one.ended),
-                dict(one.attained),
-                {phase: histogram.spread() for phase, histogram in one.slack.items()},
-                one.errors.spread(),
+                dict(tally.ended),
+                dict(tally.attained),
+                {phase: histogram.spread() for phase, histogram in tally.slack.items()},
+                tally.errors.spread(),
             )
-            for name, one in self._tallies.items()
+            for name, tally in self._tallies.items()
         }
 
 

@@ -254,7 +254,9 @@ class DeviceState:
     def described(self, shapes: Tree) -> Tree:
         """Return abstract arrays of the given shapes, replicated on every device."""
         return jax.tree.map(
-            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=self._whole, weak_type=one.weak_type),
+            lambda array: jax.ShapeDtypeStruct(
+                array.shape, array.dtype, sharding=self._whole, weak_type=array.weak_type
+            ),
             shapes,
         )
 

@@ -46,18 +46,18 @@ class Headroom:
 
 
 def headroom(
-    one: Scheduler, now: float, predictions: TTFTPredictions, default: SLO, classes: Mapping[str, SLO]
+    scheduler: Scheduler, now: float, predictions: TTFTPredictions, default: SLO, classes: Mapping[str, SLO]
 ) -> Headroom:
     """Return what an instance can still take. Call it on the thread of the scheduler.
 
     `default`: objectives of the prompt whose first token is predicted. `classes`: those that the prefill
     admission budget is for; classes without a TTFT have none.
     """
-    start = max(now, one.ends)
-    view = one.view(now, start)
+    start = max(now, scheduler.ends)
+    view = scheduler.view(now, start)
     promised = Promised(view)
     budget = {name: promised.budget(now + slo.ttft, REFERENCE) for name, slo in classes.items() if slo.ttft < inf}
     prompt = Request(-1, NewRequest((0,) * REFERENCE, SamplingParams(), default, salt=SALT), now)
     queue = float(np.add.reduce(remaining_work(view, view.prefill))) if len(view.prefill) else 0.0
-    predicted = predictions.predict(prompt, one.role, waits(prompt, one, now))
-    return Headroom(budget, least_slack([(start, one)]), queue, predicted)
+    predicted = predictions.predict(prompt, scheduler.role, waits(prompt, scheduler, now))
+    return Headroom(budget, least_slack([(start, scheduler)]), queue, predicted)

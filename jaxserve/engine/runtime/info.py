@@ -195,7 +195,7 @@ class Stats:
     @property
     def attained(self) -> int:
         """The number of requests that met every objective."""
-        return sum(one.attained["all"] for one in self.classes.values())
+        return sum(tally.attained["all"] for tally in self.classes.values())
 
     @property
     def attainment(self) -> float:
@@ -207,7 +207,7 @@ class Stats:
     def violations(self) -> dict[str, int]:
         """Requests that missed an objective, by phase; a request that missed several counts in each."""
         classes = self.classes.values()
-        return {phase: sum(one.ended[phase] - one.attained[phase] for one in classes) for phase in PHASES[:3]}
+        return {phase: sum(tally.ended[phase] - tally.attained[phase] for tally in classes) for phase in PHASES[:3]}
 
     @property
     def running(self) -> int:

@@ -118,12 +118,12 @@ class Follower:
 
     def take(self, contents: Contents) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
         """Return the events since the last call."""
-        made: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         if self._scheduler.blocks is not self._blocks:  # the pool was rebuilt after a failed step
             self._blocks = self._scheduler.blocks
             self._events = self._blocks.follow()
             self._told.clear()
-            made.append(AllBlocksCleared())
+            events.append(AllBlocksCleared())
         gained, lost = self._events.take()
         removed = [digest for digest in lost if digest in self._told]  # others came and went since the last call
         if removed and not self._blocks.digests:
@@ -131,13 +131,13 @@ class Follower:
             return [AllBlocksCleared()]
         if removed:
             self._told.difference_update(removed)
-            made.append(BlockRemoved([number(one) for one in removed], MEDIUM))
-        made += self._stored(gained, contents)
-        return made
+            events.append(BlockRemoved([number(one) for one in removed], MEDIUM))
+        events += self._stored(gained, contents)
+        return events
 
     def _stored(self, gained: Sequence[bytes], contents: Contents) -> list[BlockStored]:
         """Return one event for each run of pages that follow each other."""
-        made: list[BlockStored] = []
+        events: list[BlockStored] = []
         last: bytes | None = None
         for digest in gained:
             page = contents.get(digest)
@@ -145,12 +145,12 @@ class Follower:
                 continue  # without its tokens, for example after a restart with KV on disk, routers expect fewer hits
             if last is None or page.parent != last:
                 parent = None if page.parent is None else number(page.parent)
-                made.append(BlockStored([], parent, [], self._blocks.page_size, None, MEDIUM))
-            made[-1].block_hashes.append(number(digest))
-            made[-1].token_ids.extend(page.tokens)
+                events.append(BlockStored([], parent, [], self._blocks.page_size, None, MEDIUM))
+            events[-1].block_hashes.append(number(digest))
+            events[-1].token_ids.extend(page.tokens)
             self._told.add(digest)
             last = digest
-        return made
+        return events
 
 
 class Publisher:

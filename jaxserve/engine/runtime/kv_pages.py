@@ -74,7 +74,7 @@ class KVPages:
 
     async def export(self, digests: Sequence[bytes], most: int, summed: bool) -> Export | None:
         """Copy up to `most` leading pages that are in one prefix cache; None if the first is not there."""
-        blocks, executor = max(self._pools(), key=lambda one: one[0].match(digests))
+        blocks, executor = max(self._pools(), key=lambda pool: pool[0].match(digests))
         pages = blocks.find(digests)[: min(most, executor.largest_piece)]
         if not pages:
             return None

@@ -64,7 +64,7 @@ class Masker:
         wanted, compiler = begin.params.structured_outputs, self._compiler
         if wanted is not None and compiler is None:
             raise InvalidValue("this executor has no tokenizer for structured outputs", "structured_outputs")
-        made = Constraint(
+        constraint = Constraint(
             None if wanted is None or compiler is None else lambda: compiler.matcher(wanted),
             prompt=begin.prompt,
             output=begin.output,
@@ -73,7 +73,7 @@ class Masker:
             markers=self._markers,
             tokens=TokenFilter.of(begin.params, self._vocab),
         )
-        self._slots[slot] = made, begin.prompt_length
+        self._slots[slot] = constraint, begin.prompt_length
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -118,12 +118,12 @@ class Masker:
         """
         if batch.drafts is None or not self.ready(batch, spans):
             return None
-        made = np.full((batch.bucket.width, self._draft), -1, np.int32)
+        forced = np.full((batch.bucket.width, self._draft), -1, np.int32)
         for at, span, constraint in self._mine(batch, spans):
             if span.draft and verified(batch, at, span):
                 tokens = constraint.forced(span.draft)
-                made[at, : len(tokens)] = tokens
-        return made if (made >= 0).any() else None
+                forced[at, : len(tokens)] = tokens
+        return forced if (forced >= 0).any() else None
 
     def at_once(self, batch: Batch, spans: Sequence[Span]) -> Masks | None:
         """Return the masks of a step if they take less time than to hand them to another thread, else None."""
@@ -141,8 +141,8 @@ class Masker:
 
     def _mine(self, batch: Batch, spans: Sequence[Span]) -> list[tuple[int, Span, Constraint]]:
         """Return the constrained rows of a step, without those whose request got no token."""
-        found = ((at, spans[at]) for at in batch.constrained if spans[at].slot not in self._failed)
-        return [(at, span, self._slots[span.slot][0]) for at, span in found]
+        rows = ((at, spans[at]) for at in batch.constrained if spans[at].slot not in self._failed)
+        return [(at, span, self._slots[span.slot][0]) for at, span in rows]
 
     def _make(self, batch: Batch, mine: list[tuple[int, Span, Constraint]], drafted: object | None) -> Masks:
         if self._parallel is None:
@@ -222,7 +222,7 @@ class StepMasks:
 
 
 def _ended(mine: list[tuple[int, Span, Constraint]]) -> dict[int, str]:
-    return {at: one.error for at, _, one in mine if one.error is not None}
+    return {at: constraint.error for at, _, constraint in mine if constraint.error is not None}
 
 
 def verified(batch: Batch, at: int, span: Span) -> bool:

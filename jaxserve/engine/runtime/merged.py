@@ -20,21 +20,21 @@ def merged_info(several: Mapping[int, EngineInfo], alone: bool = False) -> Engin
     alone: the instances keep their names. Raises InvalidValue, naming the fact, if the engines differ in one of EQUAL.
     """
     base, first = next(iter(several.items()))
-    for index, one in several.items():
+    for index, info in several.items():
         for name in EQUAL:
-            mine, theirs = getattr(first, name), getattr(one, name)
+            mine, theirs = getattr(first, name), getattr(info, name)
             if mine != theirs:
                 raise InvalidValue(f"{name} differs between replicas: {mine!r} on {base}, {theirs!r} on {index}", name)
     if alone:
         return first
-    instances = [replace(x, name=f"{at}/{x.name}") for at, one in several.items() for x in one.instances]
+    instances = [replace(x, name=f"{at}/{x.name}") for at, info in several.items() for x in info.instances]
     startup = max(part.startup_seconds for part in several.values())
     return replace(first, instances=tuple(instances), startup_seconds=startup)
 
 
 def totals(stats: Stats) -> Stats:
     """Return a snapshot without levels, for an engine that has ended."""
-    tiers = {name: replace(one, pages=0, bytes=0) for name, one in stats.kv_tiers.items()}
+    tiers = {name: replace(tier, pages=0, bytes=0) for name, tier in stats.kv_tiers.items()}
     return replace(stats, instances=(), transferring=0, kv_tiers=tiers)
 
 
@@ -43,11 +43,11 @@ def merged_stats(running: Mapping[int, Stats], ended: Sequence[Stats] = (), alon
     several = [*running.values(), *ended]
     if alone and len(several) == 1:
         return several[0]
-    made: Stats = _sum([replace(part, instances=()) for part in several])
+    stats: Stats = _sum([replace(part, instances=()) for part in several])
     instances = [
         replace(x, name=x.name if alone else f"{at}/{x.name}") for at, one in running.items() for x in one.instances
     ]
-    return replace(made, instances=tuple(instances))
+    return replace(stats, instances=tuple(instances))
 
 
 def _sum(several: Sequence[Any]) -> Any:
@@ -59,7 +59,7 @@ def _sum(several: Sequence[Any]) -> Any:
         keys = dict.fromkeys(key for part in several for key in part)
         return {key: _sum([part[key] for part in several if key in part]) for key in keys}
     if isinstance(first, Accuracy):  # its median cannot be added: that of the most predictions
-        most = max(several, key=lambda one: one.count)
+        most = max(several, key=lambda histogram: histogram.count)
         several = [replace(part, median=0.0) for part in several]
         return replace(_fields(several), median=most.median)
     if is_dataclass(first):

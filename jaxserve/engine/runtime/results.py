@@ -91,14 +91,14 @@ def _logprobs(wanted: tuple[int, ...], ids: list[int], packed: Int32) -> Mapping
 
 
 def _prompts(plan: StepPlan, drawn: StepOutputs) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-    found: dict[int, tuple[TokenLogprobs, ...]] = {}
+    entries: dict[int, tuple[TokenLogprobs, ...]] = {}
     for index, (count, blocks) in drawn.scores.items():
-        found[index] = tuple(
+        entries[index] = tuple(
             unpack(row, target, count)
             for targets, block in blocks
             for target, row in zip(targets.tolist(), np.asarray(block), strict=False)
         )
-    return found
+    return entries
 
 
 def unpack(packed: npt.NDArray[Any], token: int, count: int) -> TokenLogprobs:

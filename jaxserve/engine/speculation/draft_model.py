@@ -51,10 +51,10 @@ class DraftPrograms:
         shape = mesh.abstract_mesh
         whole = NamedSharding(shape, PartitionSpec())
         pools = spec.cache.pools(NamedSharding(shape, spec.cache.partition))
-        one, several = ((backends or Backends()).kernel(shape, decode=decode) for decode in (True, False))
+        single, several = ((backends or Backends()).kernel(shape, decode=decode) for decode in (True, False))
         pair = (backends or Backends()).kernel(shape, few=True)
         logits = partial(logits_of, spec=spec, whole=whole)
-        draft = partial(_draft, spec=spec, limits=limits, one=one, pair=pair, logits=logits)
+        draft = partial(_draft, spec=spec, limits=limits, attention=single, pair=pair, logits=logits)
         draft = partial(draft, thresholds=(backends or Backends()).thresholds(shape))
         self.draft = Program(draft, "draft", (whole, pools, whole), (1, 2, 3))
         self.follow: dict[Bucket, Program] = {}
@@ -66,9 +66,9 @@ class DraftPrograms:
 
     def bound(self) -> DraftPrograms:
         """Return the programs of one instance: each with executables of its own."""
-        made = bound(self)
-        made.moves = bound(self.moves)
-        return made
+        programs = bound(self)
+        programs.moves = bound(self.moves)
+        return programs
 
 
 class DraftModel:
@@ -135,7 +135,7 @@ class DraftModel:
 
     def _compute(self, carry: Carry, pieces: list[tuple[Int32, int, int]], buckets: list[Bucket]) -> None:
         limits, total = self._programs.limits, sum(length for _, _, length in pieces)
-        bucket = next(one for one in buckets if one.tokens >= total and one.rows >= len(pieces))
+        bucket = next(candidate for candidate in buckets if candidate.tokens >= total and candidate.rows >= len(pieces))
         at = Layout.of(bucket, limits)
         packed = np.zeros(at.end, np.int32)
         packed[:total] = FROM_HISTORY
@@ -158,30 +158,30 @@ class DraftModel:
         self._pools = self._programs.moves.scatter(self._pools, pages, *kv_buffer)
 
     def receive(self, kv_buffer: Sequence[Any]) -> tuple[jax.Array, ...]:
-        return tuple(placed(one, self._kv_buffers) for one in kv_buffer)
+        return tuple(placed(array, self._kv_buffers) for array in kv_buffer)
 
     def kv_buffer(self, size: int) -> tuple[Any, ...]:
         shape = self._programs.spec.cache.kv_buffer_shape(size, self._programs.limits.page_size)
         return (np.zeros(shape, self._pools[0][0].dtype),)
 
     def calls(self, carry: Carry) -> list[Call]:
-        programs, limits, made = self._programs, self._programs.limits, []
+        programs, limits, calls = self._programs, self._programs.limits, []
         for bucket in limits.buckets:
             if bucket.decode:
                 rows = idle_rows(bucket.rows, limits.row_pages, limits.slots)
                 drawn = np.zeros((bucket.rows, len(Column)), np.int32)
                 args = self._weights, self._pools, carry.tokens, carry.scores, carry.history, rows, drawn
-                made.append(Call(f"draft {bucket.rows}", programs.draft, args))
+                calls.append(Call(f"draft {bucket.rows}", programs.draft, args))
         for bucket, program in programs.follow.items():
             packed = np.zeros(Layout.of(bucket, limits).end, np.int32)
             chunk = self._weights, self._pools, carry.tokens, carry.history, packed
-            made.append(Call(f"follow {bucket.tokens}", program, chunk))
+            calls.append(Call(f"follow {bucket.tokens}", program, chunk))
         for size in piece_sizes(limits.row_pages):
             pages = padded((), size, limits.pages)
-            made.append(Call(f"export draft {size}", programs.moves.gather, (self._pools, pages)))
+            calls.append(Call(f"export draft {size}", programs.moves.gather, (self._pools, pages)))
             filled = self._pools, pages, *self.receive(self.kv_buffer(size))
-            made.append(Call(f"import draft {size}", programs.moves.scatter, filled))
-        return made
+            calls.append(Call(f"import draft {size}", programs.moves.scatter, filled))
+        return calls
 
     def run(self, carry: Carry) -> None:
         """Run every bucket that catching up uses; `DeviceState.step` on padding does not."""
@@ -223,7 +223,7 @@ def _draft(
     *,
     spec: ModelSpec,
     limits: Limits,
-    one: Attention,
+    attention: Attention,
     pair: Attention,
     logits: Logits,
     thresholds: Thresholds,
@@ -255,7 +255,7 @@ def _draft(
     def more(index: jax.Array, state: State) -> State:
         drafted, pools, scores = state
         ragged = _singles(starts + index, counts > index, tables, limits)
-        hidden, pools = registry.forward(spec, weights, pools, drafted[:, index - 1], ragged, attention=one)
+        hidden, pools = registry.forward(spec, weights, pools, drafted[:, index - 1], ragged, attention=attention)
         found, scores = drawn_at(hidden, index, scores)
         return drafted.at[:, index].set(found), pools, scores
 

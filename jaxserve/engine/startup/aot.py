@@ -292,7 +292,7 @@ class Described(DeviceState):
     """
 
     def _place(self, values: Any, sharding: NamedSharding) -> Any:
-        return jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding), values)
+        return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), values)
 
 
 class Inputs(NamedTuple):
@@ -332,8 +332,8 @@ def inputs(config: ExecutorConfig, mesh: Mesh) -> Inputs:
 def described(config: ExecutorConfig, mesh: Mesh) -> DeviceState:
     """Return the state of an instance on a mesh of devices that are not there."""
     spec, limits, backends, weights = inputs(config, mesh)
-    [made] = states(config, spec, limits, backends, DTYPE, [mesh], [weights], Described)
-    return made
+    [state] = states(config, spec, limits, backends, DTYPE, [mesh], [weights], Described)
+    return state
 
 
 def _of(calls: Iterable[Call], label: str) -> jax.stages.Lowered:
@@ -341,35 +341,35 @@ def _of(calls: Iterable[Call], label: str) -> jax.stages.Lowered:
     return next(call.program.lower(*call.args) for call in calls if call.label == label)
 
 
-def _step(made: DeviceState, wanted: Callable[[Bucket], bool]) -> jax.stages.Lowered:
+def _step(state: DeviceState, wanted: Callable[[Bucket], bool]) -> jax.stages.Lowered:
     """Lower the largest step of a kind."""
-    bucket = max(filter(wanted, made.programs.limits.buckets))
-    return _of(step_calls(made, bucket), bucket.label)
+    bucket = max(filter(wanted, state.programs.limits.buckets))
+    return _of(step_calls(state, bucket), bucket.label)
 
 
-def _decode(made: DeviceState) -> jax.stages.Lowered:
-    return _step(made, lambda bucket: bucket.decode)
+def _decode(state: DeviceState) -> jax.stages.Lowered:
+    return _step(state, lambda bucket: bucket.decode)
 
 
-def _prefill(made: DeviceState) -> jax.stages.Lowered:
-    return _step(made, lambda bucket: not bucket.decode)
+def _prefill(state: DeviceState) -> jax.stages.Lowered:
+    return _step(state, lambda bucket: not bucket.decode)
 
 
-def _verify(made: DeviceState) -> jax.stages.Lowered:
-    return _step(made, lambda bucket: bucket.verify)
+def _verify(state: DeviceState) -> jax.stages.Lowered:
+    return _step(state, lambda bucket: bucket.verify)
 
 
-def _segment(made: DeviceState, part: Part) -> jax.stages.Lowered:
+def _segment(state: DeviceState, part: Part) -> jax.stages.Lowered:
     """Lower a segment of the model's first layer in the largest step."""
-    return _of(inner_calls(made), f"{part.value} {max(made.programs.limits.buckets).tokens}")
+    return _of(inner_calls(state), f"{part.value} {max(state.programs.limits.buckets).tokens}")
 
 
-def _draw(made: DeviceState) -> jax.stages.Lowered:
-    slots = made.programs.limits.slots
-    return _of(draw_calls(made, slots), f"draw {slots}")
+def _draw(state: DeviceState) -> jax.stages.Lowered:
+    slots = state.programs.limits.slots
+    return _of(draw_calls(state, slots), f"draw {slots}")
 
 
-def _judge(made: DeviceState) -> jax.stages.Lowered:
+def _judge(state: DeviceState) -> jax.stages.Lowered:
     """Lower the verification of the largest step of rows that draft as much as they may."""
-    limits = made.programs.limits
-    return _of(drafting_calls(made), f"verify {limits.slots} x {limits.draft}")
+    limits = state.programs.limits
+    return _of(drafting_calls(state), f"verify {limits.slots} x {limits.draft}")

@@ -44,15 +44,15 @@ def rungs(state: DeviceState, *, early: bool, alone: bool = False) -> list[Rung]
         pieces = [call for size in sizes for call in piece_calls(state, size)]
         return [Rung(first, _abstract([*steps, *draws, *common_calls(state), *rest, *pieces]), True)]
     export, fill = piece_calls(state, sizes[-1])
-    made = [Rung(first, _abstract([*steps, *draws, *common_calls(state), fill, *(() if alone else (export,))]), False)]
+    rungs = [Rung(first, _abstract([*steps, *draws, *common_calls(state), fill, *(() if alone else (export,))]), False)]
     for bucket in _between(limits.buckets, first):
         calls = step_calls(state, bucket)
         if bucket.width not in widths:
             widths.add(bucket.width)
             calls += draw_calls(state, bucket.width)
-        made.append(Rung((bucket,), _abstract(calls), False))
+        rungs.append(Rung((bucket,), _abstract(calls), False))
     rest += [call for size in sizes[:-1] for call in piece_calls(state, size)] + ([export] if alone else [])
-    return [*made, Rung((), _abstract(rest), True)]
+    return [*rungs, Rung((), _abstract(rest), True)]
 
 
 def _between(buckets: Sequence[Bucket], first: Sequence[Bucket]) -> Iterator[Bucket]:
@@ -69,14 +69,14 @@ def _between(buckets: Sequence[Bucket], first: Sequence[Bucket]) -> Iterator[Buc
 
 def _halved(buckets: list[Bucket]) -> list[Bucket]:
     """Order sizes by halving: the middle one, then the middles of both halves, and so on."""
-    parts, made = [buckets], list[Bucket]()
+    parts, coarse = [buckets], list[Bucket]()
     while parts:
         part = parts.pop(0)
         if part:
             at = len(part) // 2
-            made.append(part[at])
+            coarse.append(part[at])
             parts += [part[:at], part[at + 1 :]]
-    return made
+    return coarse
 
 
 def _abstract(calls: Iterable[Call]) -> list[Call]:
@@ -107,7 +107,9 @@ def idle_drafting(bucket: Bucket, depth: int, row_pages: int, slots: SlotTable) 
     batch = idle_batch(bucket, slots, full=False)
     assert batch.sampling is not None
     size = next(
-        one.rows for one in slots.limits.buckets if one.decode and one.rows >= min(bucket.rows, slots.limits.slots)
+        shape.rows
+        for shape in slots.limits.buckets
+        if shape.decode and shape.rows >= min(bucket.rows, slots.limits.slots)
     )
     return batch._replace(drafts=idle_drafts(depth, size, row_pages, batch.sampling, slots.limits.slots))
 
@@ -115,13 +117,13 @@ def idle_drafting(bucket: Bucket, depth: int, row_pages: int, slots: SlotTable) 
 def step_calls(state: DeviceState, bucket: Bucket) -> list[Call]:
     """Return the programs of steps of a bucket, without sampling."""
     programs, packed = state.programs, idle_batch(bucket, SlotTable(state.programs.limits), full=False).packed
-    made = [Call(bucket.label, programs.step[bucket], (state.weights, state.pools, state.carry.tokens, packed))]
+    calls = [Call(bucket.label, programs.step[bucket], (state.weights, state.pools, state.carry.tokens, packed))]
     if bucket.prompts:
         tokens, none = bucket.tokens, np.zeros(POOLED, np.int32)
         hidden = state.described(jax.ShapeDtypeStruct((tokens, programs.spec.dim), state.weights["embed"].dtype))
-        made.append(Call(f"block {tokens}", programs.block[tokens], (hidden, np.int32(0))))
-        made.append(Call(f"pool {tokens}", programs.pool[tokens], (hidden, none, none)))
-    return made
+        calls.append(Call(f"block {tokens}", programs.block[tokens], (hidden, np.int32(0))))
+        calls.append(Call(f"pool {tokens}", programs.pool[tokens], (hidden, none, none)))
+    return calls
 
 
 def _drawn(state: DeviceState, width: int) -> tuple[tuple[Any, ...], SlotTable]:
@@ -144,13 +146,13 @@ def draw_calls(state: DeviceState, width: int) -> list[Call]:
 
 def masked_calls(state: DeviceState) -> list[Call]:
     """Return the programs that sample among allowed tokens; `full` does it too, and takes longer."""
-    made = []
+    calls = []
     for width in state.programs.limits.widths:
         first, slots = _drawn(state, width)
         masks, arguments = all_allowed(width, slots.limits.vocab), idle_arguments(width, slots)
         args = *first, slots.columns[np.full(width, slots.limits.slots)], *extras(masks, arguments)
-        made.append(Call(f"draw masked {width}", state.programs.masked, args))
-    return made
+        calls.append(Call(f"draw masked {width}", state.programs.masked, args))
+    return calls
 
 
 def common_calls(state: DeviceState) -> list[Call]:
@@ -173,16 +175,16 @@ def piece_calls(state: DeviceState, size: int) -> list[Call]:
 
 def begin_calls(state: DeviceState) -> list[Call]:
     """Return the programs that begin preemptible steps."""
-    made, slots = [], SlotTable(state.programs.limits)
+    calls, slots = [], SlotTable(state.programs.limits)
     for bucket, begin in () if state.segments is None else reversed(state.segments.begin.items()):
         packed = idle_batch(bucket, slots, full=False).packed
-        made.append(Call(f"begin {bucket.tokens}", begin, (state.outer, state.carry.tokens, packed)))
-    return made
+        calls.append(Call(f"begin {bucket.tokens}", begin, (state.outer, state.carry.tokens, packed)))
+    return calls
 
 
 def drafting_calls(state: DeviceState) -> list[Call]:
     """Return the programs of steps that draft."""
-    programs, limits, made = state.programs, state.programs.limits, []
+    programs, limits, calls = state.programs, state.programs.limits, []
     if state.drafter is None:
         return []
     slots, dtype, seen = SlotTable(limits), state.weights["embed"].dtype, set()
@@ -194,7 +196,7 @@ def drafting_calls(state: DeviceState) -> list[Call]:
             if (shape := (bucket.tokens, len(drafts.places))) in seen:
                 continue
             seen.add(shape)
-            made.append(Call(f"pick {len(drafts.places)} of {bucket.tokens}", programs.pick, (hidden, drafts.places)))
+            calls.append(Call(f"pick {len(drafts.places)} of {bucket.tokens}", programs.pick, (hidden, drafts.places)))
     for width in limits.widths:
         for depth in limits.depths:
             rows = state.replicated((width * (1 + depth), programs.spec.dim), dtype)
@@ -202,20 +204,20 @@ def drafting_calls(state: DeviceState) -> list[Call]:
             given = state.weights, rows, state.carry, sampling, lengths
             masks, arguments = all_allowed(width * (1 + depth), limits.vocab), idle_arguments(width, slots)
             plain, masked = (*given, *extras(None, arguments)), (*given, *extras(masks, arguments))
-            made.append(Call(f"verify {width} x {depth}", programs.verify, plain))
-            made.append(Call(f"verify masked {width} x {depth}", programs.masked_verify, masked))
+            calls.append(Call(f"verify {width} x {depth}", programs.verify, plain))
+            calls.append(Call(f"verify masked {width} x {depth}", programs.masked_verify, masked))
         slots_of = np.zeros(width, np.int32)
-        made.append(Call(f"drafted {width}", programs.drafted, (state.carry.tokens, slots_of)))
+        calls.append(Call(f"drafted {width}", programs.drafted, (state.carry.tokens, slots_of)))
         forced = np.full((width, limits.draft), -1, np.int32)
-        made.append(Call(f"foresee {width}", programs.foresee, (state.carry.tokens, slots_of, forced)))
+        calls.append(Call(f"foresee {width}", programs.foresee, (state.carry.tokens, slots_of, forced)))
     row = np.zeros(limits.positions, np.int32)
-    made.append(Call("recall", programs.recall, (state.carry, np.int32(0), row)))
-    return [*made, *state.drafter.calls(state.carry)]
+    calls.append(Call("recall", programs.recall, (state.carry, np.int32(0), row)))
+    return [*calls, *state.drafter.calls(state.carry)]
 
 
 def inner_calls(state: DeviceState) -> list[Call]:
     """Return the programs inside preemptible steps, whose abstract arguments are what the installed `calls` return."""
-    segments, slots, made = state.segments, SlotTable(state.programs.limits), list[Call]()
+    segments, slots, calls = state.segments, SlotTable(state.programs.limits), list[Call]()
     for bucket in reversed(segments.buckets) if segments is not None else ():
         assert segments is not None
         args = state.outer, state.carry.tokens, idle_batch(bucket, slots, full=False).packed
@@ -223,9 +225,9 @@ def inner_calls(state: DeviceState) -> list[Call]:
         for kind, link in {link.kind: link for link in segments.links}.items():
             pools = pools_of(link, state.pools)
             held = state.weights["layers"][link.layers], pools, stream
-            made.append(Call(f"{kind[1].value} {bucket.tokens}", segments.through[kind], held))
-        made.append(Call(f"end {bucket.tokens}", segments.end[bucket], (state.outer, stream.x, last)))
-    return made
+            calls.append(Call(f"{kind[1].value} {bucket.tokens}", segments.through[kind], held))
+        calls.append(Call(f"end {bucket.tokens}", segments.end[bucket], (state.outer, stream.x, last)))
+    return calls
 
 
 def inside(state: DeviceState) -> int:

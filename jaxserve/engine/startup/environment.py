@@ -51,12 +51,12 @@ def variables(utilization: float, environment: Mapping[str, str], gpus: int) -> 
     Libraries of several GPUs are loaded at start, because a GPU that loads a kernel waits for its running kernels,
     among them a collective that waits for that GPU (openxla/xla#38932). With one GPU this would only take memory.
     """
-    found = {}
+    variables = {}
     if not any(name in environment for name in SHARES):
-        found[SHARES[0]] = f"{min(utilization + SPARE, max(utilization, MOST)):.4g}"
+        variables[SHARES[0]] = f"{min(utilization + SPARE, max(utilization, MOST)):.4g}"
     if gpus > 1 and LOADING not in environment:
-        found[LOADING] = "EAGER"
-    return found
+        variables[LOADING] = "EAGER"
+    return variables
 
 
 def reserved_share(environment: Mapping[str, str] = os.environ) -> float:

@@ -88,12 +88,12 @@ class Executables:
             head, digest, body = data[: len(HEAD)], data[len(HEAD) : len(HEAD) + 64], data[len(HEAD) + 64 :]
             if head != HEAD or hashlib.sha256(body).hexdigest().encode() != digest:
                 raise ValueError("it is damaged")
-            found = serialize.load_executable(zlib.decompress(body), call.args, tuple(devices))
+            executable = serialize.load_executable(zlib.decompress(body), call.args, tuple(devices))
         except Exception as error:  # whatever is wrong with an entry, compiling again helps
             self._tell("the kept program %s cannot be used (%s): compiling it again", path, error)
             return None
         self.loaded += 1
-        return found
+        return executable
 
     def compile(self, call: Call, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
         """Compile a program and keep its executable; what cannot be kept is said once.
@@ -104,13 +104,13 @@ class Executables:
         if not self.usable:
             return lowered.compile(options)
         try:
-            made, data = serialize.compile_serialized(lowered, options)
+            executable, data = serialize.compile_serialized(lowered, options)
             body = zlib.compress(data, 1)
             write_whole(self._path(call), HEAD + hashlib.sha256(body).hexdigest().encode() + body)
         except (OSError, ValueError, NotImplementedError, AttributeError, TypeError, pickle.PicklingError) as error:
             self._tell("the program %r is not kept (%s): the next start compiles it again", call.label, error)
             return lowered.compile(options)
-        return made
+        return executable
 
     def ship(self, out: Path) -> str:
         """Copy the executables of this engine to a folder, and return the digest of their manifest.
@@ -205,8 +205,8 @@ class Shipped:
                 f"programs={str(folder)!r} has no readable {MANIFEST} ({error.strerror}): `jaxserve compile` writes it",
                 "programs",
             ) from error
-        if (found := hashlib.sha256(manifest).hexdigest()) != digest.lower().removeprefix("sha256:"):
-            raise InvalidValue(f"programs={str(folder)!r} has the digest {found}, not {digest}: not used", "digest")
+        if (actual := hashlib.sha256(manifest).hexdigest()) != digest.lower().removeprefix("sha256:"):
+            raise InvalidValue(f"programs={str(folder)!r} has the digest {actual}, not {digest}: not used", "digest")
         read = json.loads(manifest)
         self._facts: dict[str, Any] = read["facts"]
         self._files: dict[str, str] = read["files"]
@@ -256,8 +256,8 @@ def sources() -> str:
     for package in ("jaxserve", "pallas_kernels"):
         root = Path(sys.modules[package].__file__ or "").parent
         # Through links: in a checkout, the scheduler and the presets are behind some.
-        found = [Path(folder, name) for folder, _, names in os.walk(root, followlinks=True) for name in names]
-        for path in sorted(path for path in found if path.suffix in (".py", ".json", ".yaml")):
+        files = [Path(folder, name) for folder, _, names in os.walk(root, followlinks=True) for name in names]
+        for path in sorted(path for path in files if path.suffix in (".py", ".json", ".yaml")):
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             total.update(f"{package}/{path.relative_to(root)} {content}\n".encode())
     return total.hexdigest()

@@ -27,20 +27,20 @@ def load(names: Sequence[str], vocab: int) -> dict[str, Processor]:
 
 
 def _loaded(name: str) -> object:
-    found = {one.value: one for one in entry_points(group=GROUP) if one.name == name}
-    if not found:
-        known = ", ".join(sorted({one.name for one in entry_points(group=GROUP)})) or "none"
+    named = {entry.value: entry for entry in entry_points(group=GROUP) if entry.name == name}
+    if not named:
+        known = ", ".join(sorted({entry.name for entry in entry_points(group=GROUP)})) or "none"
         raise InvalidValue(
             f"{SETTING}={name!r}: no installed package declares this entry point in the group {GROUP} "
             f"(declared: {known}); install the package into this environment",
             SETTING,
         )
-    if len(found) > 1:
+    if len(named) > 1:
         raise InvalidValue(
-            f"{SETTING}={name!r}: several packages declare it ({', '.join(sorted(found))}); uninstall all but one",
+            f"{SETTING}={name!r}: several packages declare it ({', '.join(sorted(named))}); uninstall all but one",
             SETTING,
         )
-    (point,) = found.values()
+    (point,) = named.values()
     try:
         return point.load()
     except Exception as error:  # of the package's own code
@@ -48,15 +48,15 @@ def _loaded(name: str) -> object:
         raise InvalidValue(what, SETTING) from error
 
 
-def _checked(name: str, found: object, vocab: int) -> Processor:
+def _checked(name: str, loaded: object, vocab: int) -> Processor:
     """Return a processor after trying it on two rows, or raise InvalidValue."""
-    if not callable(found):
-        raise InvalidValue(f"{SETTING}={name!r} is {type(found).__name__}, not a function", SETTING)
+    if not callable(loaded):
+        raise InvalidValue(f"{SETTING}={name!r} is {type(loaded).__name__}, not a function", SETTING)
     rows = np.random.default_rng(0).standard_normal((3, vocab), np.float32)
     arguments = np.full(2, PLAIN_ARGUMENT, np.float32)
     wants = "it must be a JAX function of logits [rows, vocab] float32 and arguments [rows] float32"
     try:
-        program = jax.jit(found)
+        program = jax.jit(loaded)
         made = jax.eval_shape(program, rows[:2], arguments)
         shape, dtype = getattr(made, "shape", None), getattr(made, "dtype", None)
         if (shape, dtype) == (rows[:2].shape, jnp.float32):
@@ -76,4 +76,4 @@ def _checked(name: str, found: object, vocab: int) -> Processor:
             "depend on the requests that share a step",
             SETTING,
         )
-    return found
+    return loaded

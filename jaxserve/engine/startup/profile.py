@@ -47,10 +47,10 @@ def default_seconds(platform: str, *, early: bool = False) -> float:
 
 def buckets_of(executor: JaxExecutor, *, ready: bool = True) -> Buckets:
     """Return the sizes of an executor's step programs. ready: of those that are in use."""
-    made = [bucket for bucket in executor.state.programs.limits.buckets if not ready or bucket in executor.ready]
+    buckets = [bucket for bucket in executor.state.programs.limits.buckets if not ready or bucket in executor.ready]
     return Buckets(
-        tuple(bucket.rows for bucket in made if bucket.decode),
-        tuple(bucket.tokens for bucket in made if bucket.prompts),
+        tuple(bucket.rows for bucket in buckets if bucket.decode),
+        tuple(bucket.tokens for bucket in buckets if bucket.prompts),
     )
 
 

@@ -215,11 +215,13 @@ class Ladder:
     def _install(self, call: Call, state: DeviceState) -> None:
         """Load the executable of a call, or compile it and keep it for the next start."""
         kept = self.kept
-        made = None if kept is None else kept.load(call, state.mesh.devices.flat)
-        if made is None:
+        executable = None if kept is None else kept.load(call, state.mesh.devices.flat)
+        if executable is None:
             options = options_for(self._platform)
-            made = call.program.lower(*call.args).compile(options) if kept is None else kept.compile(call, options)
-        call.program.install(call.args, made)
+            executable = (
+                call.program.lower(*call.args).compile(options) if kept is None else kept.compile(call, options)
+            )
+        call.program.install(call.args, executable)
 
 
 def _give_way() -> None:

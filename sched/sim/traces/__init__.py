@@ -1,16 +1,16 @@
 """Workloads from files: public production traces in their original formats, and a plain CSV.
 
-Supported are CSV files (Azure LLM inference 2023 and 2024, BurstGPT, plain CSV) and JSON lines (Mooncake,
-Qwen-Bailian), optionally gzipped. The format is detected from the first line, and columns by name. A folder
-of ServeGen's client files is drawn from. Times count from the first request. Rows may be in any order and are
-sorted by time; the sort is stable. Errors name file, line and column.
+Supported are CSV files (Azure LLM inference 2023 and 2024, BurstGPT, vidur, SplitwiseSim, plain CSV) and JSON
+lines or lists (Mooncake, Qwen-Bailian), optionally gzipped. The format is detected from the first line, and
+columns by name. A folder of ServeGen's client files is drawn from. Times count from the first request. Rows may
+be in any order and are sorted by time; the sort is stable. Rows that cannot be used are skipped and counted; a
+file without any other is refused, with file, line and column.
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import inf
@@ -22,6 +22,7 @@ from ...api.slo import SLO
 from ..arrival import DEFAULT_SLO, Arrival, scale
 from . import azure, burstgpt, mooncake, plain, qwen, servegen
 from .rows import Source, Tell
+from .skipped import Skipped
 
 __all__ = ["load_trace"]
 
@@ -55,7 +56,7 @@ def load_trace(
         timestamp if that is sooner (Mooncake's timestamps cover about 3 s, BurstGPT's 1 s). 0 keeps them.
     keep_failed: include BurstGPT's failed requests.
     seed: for random draws (only ServeGen).
-    tell: called with sentences about rows left out, equal timestamps and draws.
+    tell: called with sentences about rows left out or skipped, equal timestamps and draws.
 
     Raises InvalidValue.
     """
@@ -91,13 +92,17 @@ def _ignore(sentence: str) -> None:
 
 def _from_file(path: Path, slo: SLO, keep_failed: bool, progress: Progress | None, tell: Tell) -> list[Arrival]:
     """Read a whole file, sorted by time."""
+    skipped = Skipped(path, "workload")
     try:
         with _open(path) as file:
-            arrivals = list(_count(_read(path, file, slo, keep_failed, tell), progress))
+            arrivals = list(_count(_read(path, file, slo, keep_failed, tell, skipped), progress))
     except FileNotFoundError as error:
         raise InvalidValue(f"trace {path} does not exist", "workload") from error
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise InvalidValue(f"{path}: {error}", "workload") from error
+    skipped.check()
+    if sentence := skipped.sentence():
+        tell(sentence)
     arrivals.sort(key=lambda arrival: arrival.time)
     distinct = len({arrival.time for arrival in arrivals})
     if 2 * distinct < len(arrivals):
@@ -118,29 +123,38 @@ def _count(arrivals: Iterable[Arrival], progress: Progress | None) -> Iterator[A
         yield arrival
 
 
-def _read(path: Path, file: TextIO, slo: SLO, keep_failed: bool, tell: Tell) -> Iterator[Arrival]:
+def _read(path: Path, file: TextIO, slo: SLO, keep_failed: bool, tell: Tell, skipped: Skipped) -> Iterator[Arrival]:
     first = file.readline()
-    header = next(csv.reader([first]), [])
-    source = Source(path, first, header, file, slo, keep_failed, tell)
-    if first.lstrip().startswith("{"):
-        return qwen.read(source) if _has(first, qwen.MARK) else mooncake.read(source)
-    known = ((azure.COLUMNS, azure.read), (burstgpt.COLUMNS, burstgpt.read), (plain.NEEDED, plain.read))
+    if first.lstrip().startswith("["):
+        first += file.read()
+    is_json = first.lstrip().startswith(("{", "["))
+    header = [] if is_json else _header(path, first)
+    source = Source(path, first, header, file, slo, keep_failed, tell, skipped)
+    if is_json:
+        return qwen.read(source) if f'"{qwen.MARK}"' in first else mooncake.read(source)
+    known = (
+        (azure.COLUMNS, azure.read),
+        (burstgpt.COLUMNS, burstgpt.read),
+        *((columns, plain.read) for columns in (plain.NEEDED, plain.VIDUR, plain.SPLITWISE)),
+    )
     for columns, read in known:
         if set(columns) <= set(header):
             return read(source)
     raise InvalidValue(
-        f"{path}:1: columns {header!r} match no known format: Azure has {', '.join(azure.COLUMNS)}; BurstGPT has "
-        f"{', '.join(burstgpt.COLUMNS)}; plain CSV has {', '.join(plain.NEEDED)} and may have "
-        f"{', '.join(plain.COLUMNS[4:])}; Mooncake and Qwen-Bailian have JSON lines; ServeGen is a folder",
+        f"{path}:1: columns {str(header)[:300]} match no known format: Azure has {', '.join(azure.COLUMNS)}; "
+        f"BurstGPT has {', '.join(burstgpt.COLUMNS)}; plain CSV has {', '.join(plain.NEEDED)} and may have "
+        f"{', '.join(plain.COLUMNS[4:])}; vidur has {', '.join(plain.VIDUR)}; SplitwiseSim has "
+        f"{', '.join(plain.SPLITWISE)}; Mooncake and Qwen-Bailian have JSON lines; ServeGen is a folder",
         "workload",
     )
 
 
-def _has(line: str, key: str) -> bool:
+def _header(path: Path, line: str) -> list[str]:
+    """Return the names of the columns, without the spaces that some files have around them."""
     try:
-        return key in json.loads(line)
-    except json.JSONDecodeError:
-        return False  # the reader reports the position
+        return [name.strip() for name in next(csv.reader([line]), [])]
+    except csv.Error as error:
+        raise InvalidValue(f"{path}:1: {error}", "workload") from error
 
 
 def _spread(arrivals: list[Arrival], seconds: float) -> list[Arrival]:

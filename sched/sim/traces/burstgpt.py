@@ -21,14 +21,14 @@ def read(source: Source) -> Iterator[Arrival]:
     """
     failed = total = 0
     for row in csv_rows(source):
-        total += 1
-        output = row.tokens(COLUMNS[2], least=0)
-        failed += output == 0
-        least = 1 if output else 0
-        time, prompt = row.number(COLUMNS[0]), row.tokens(COLUMNS[1], least)
-        if output or source.keep_failed:
-            kind = "/".join(filter(None, (row.cells.get("Model"), row.cells.get("Log Type"))))
-            yield Arrival(time, max(1, prompt), max(1, output), source.slo, kind)
+        with source.skipped:
+            output = row.tokens(COLUMNS[2], least=0)
+            time, prompt = row.number(COLUMNS[0]), row.tokens(COLUMNS[1], 1 if output else 0)
+            total += 1
+            failed += output == 0
+            if output or source.keep_failed:
+                kind = "/".join(filter(None, (row.cells.get("Model"), row.cells.get("Log Type"))))
+                yield Arrival(time, max(1, prompt), max(1, output), source.slo, kind)
     if failed:
         done = "kept as one token each" if source.keep_failed else "left out"
         source.tell(f"{source.path}: {failed} of {total} requests failed (no response tokens) and are {done}")

@@ -5,17 +5,21 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from math import isfinite
+from itertools import chain
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TextIO
 
-from ...api.errors import InvalidValue
 from ...api.slo import SLO
 from ..draws import MAX_PROMPT
+from .skipped import Skipped, Unusable
 
 _TIMESTAMP = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(\.\d+)?(?:Z|([+-])(\d\d):?(\d\d))?")
+
+_LONGEST = 60  # characters of a value in a message
+_OBJECT = "must be a JSON object"
 
 Tell = Callable[[str], None]
 
@@ -24,12 +28,13 @@ class Source(NamedTuple):
     """An open trace, after its first line was read."""
 
     path: Path
-    first: str
+    first: str  # the first line, or all of a JSON list
     header: Sequence[str]  # column names if it is a CSV
     file: TextIO
     slo: SLO  # for requests without one in their row
     keep_failed: bool
     tell: Tell  # called with sentences about what the reader did with the file
+    skipped: Skipped
 
 
 class Row(NamedTuple):
@@ -39,31 +44,35 @@ class Row(NamedTuple):
     cells: Mapping[str, Any]
 
     def fail(self, column: str, allowed: str) -> NoReturn:
-        raise InvalidValue(f"{self.where}: column {column!r}: {self.cells.get(column)!r} must be {allowed}", "workload")
+        reason = f"must be {allowed}"
+        value = repr(self.cells.get(column))
+        value = value if len(value) <= _LONGEST else value[:_LONGEST] + "…"
+        raise Unusable(f"{self.where}: column {column!r}: {value} {reason}", "workload", f"{column} {reason}")
 
     def tokens(self, column: str, least: int = 1) -> int:
-        """Read a length: a whole number of at least `least`."""
-        value = self.cells.get(column)
-        try:
-            count = int(value) if isinstance(value, str | int) and not isinstance(value, bool) else -1
-        except ValueError:
-            count = -1
-        if not least <= count < MAX_PROMPT:
+        """Read a length: a whole number of at least `least`, also as 374.0, which pandas writes beside empty cells."""
+        count = self._float(column)
+        if not (least <= count < MAX_PROMPT and count.is_integer()):
             self.fail(column, f"a whole number of tokens, {least} to {MAX_PROMPT - 1}")
-        return count
+        return int(count)
 
     def number(self, column: str, default: float | None = None, *, positive: bool = False) -> float:
         """Read seconds, or another unit of the format: 0 or more, or more than 0 if `positive`."""
         value = self.cells.get(column)
         if default is not None and value in (None, ""):
             return default
-        try:
-            number = float("nan") if value is None or isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
-            number = float("nan")
+        number = self._float(column)
         if not isfinite(number) or number < 0 or (positive and number == 0):
             self.fail(column, "a positive number" if positive else "a number, 0 or more")
         return number
+
+    def _float(self, column: str) -> float:
+        """Return a number, nan for anything else."""
+        value = self.cells.get(column)
+        try:
+            return nan if value is None or isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            return nan
 
     def timestamp(self, column: str, epoch: datetime) -> float:
         """Read a time in seconds since `epoch`, with any number of fractional digits. Without a zone it is UTC."""
@@ -95,30 +104,52 @@ class Row(NamedTuple):
 def csv_rows(source: Source) -> Iterator[Row]:
     """Yield the rows after the header."""
     reader = csv.reader(source.file)
-    try:
-        for cells in reader:
-            where = f"{source.path}:{reader.line_num + 1}"
-            if not cells:
-                continue
-            if len(cells) != len(source.header):
-                raise InvalidValue(
-                    f"{where}: {len(cells)} columns, but the first line names {len(source.header)}", "workload"
-                )
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            source.skipped.add(Unusable(f"{source.path}:{reader.line_num + 1}: {error}", "workload", str(error)))
+            continue
+        if cells is None:
+            return
+        where = f"{source.path}:{reader.line_num + 1}"
+        if cells and len(cells) != len(source.header):
+            reason = f"but the first line names {len(source.header)}"
+            source.skipped.add(Unusable(f"{where}: {len(cells)} columns, {reason}", "workload", reason))
+        elif cells:
             yield Row(where, dict(zip(source.header, cells, strict=True)))
-    except csv.Error as error:
-        raise InvalidValue(f"{source.path}:{reader.line_num + 1}: {error}", "workload") from error
 
 
 def json_rows(source: Source) -> Iterator[Row]:
-    """Yield all lines, the first one included. Each must be a JSON object."""
-    for number, line in enumerate((source.first, *source.file), 1):
-        if not line.strip():
-            continue
-        where = f"{source.path}:{number}"
-        try:
-            cells = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InvalidValue(f"{where}: column {error.colno}: not JSON ({error.msg})", "workload") from error
-        if not isinstance(cells, dict):
-            raise InvalidValue(f"{where}: {line.strip()[:40]!r} must be a JSON object", "workload")
-        yield Row(where, cells)
+    """Yield the objects of all lines, the first one included, or of a JSON list."""
+    if source.first.lstrip().startswith("["):
+        listed = _json(source.first, str(source.path))
+        rows: Iterable[tuple[str, Any]] = ((f"{source.path}[{index}]", cells) for index, cells in enumerate(listed))
+    else:
+        rows = _json_lines(source)
+    for where, cells in rows:
+        if isinstance(cells, dict):
+            yield Row(where, cells)
+        else:
+            source.skipped.add(Unusable(f"{where}: {str(cells)[:40]!r} {_OBJECT}", "workload", _OBJECT))
+
+
+def _json_lines(source: Source) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(chain((source.first,), source.file), 1):
+        if line.strip():
+            where = f"{source.path}:{number}"
+            try:
+                cells = _json(line, where)
+            except Unusable as error:
+                source.skipped.add(error)
+            else:
+                yield where, cells
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise Unusable(f"{where}: column {error.colno}: not JSON ({error.msg})", "workload", "not JSON") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or deep nesting
+        raise Unusable(f"{where}: not JSON that can be read ({error})", "workload", "not JSON") from error

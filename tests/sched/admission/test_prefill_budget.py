@@ -16,7 +16,6 @@ from jaxserve.sched.api.perf import Load, PerfModel
 from jaxserve.sched.api.policy import Limits, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request, State
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.request_queues import RequestQueue
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.buckets import Buckets, Padded
 from jaxserve.sched.perf.linear import LinearModel
@@ -26,6 +25,7 @@ from jaxserve.sched.routing.base import Fleet
 from jaxserve.sched.routing.fewest_requests import FewestRequests
 from jaxserve.sched.routing.prefill_budget import PrefillBudget
 from tests.support.examples import examples
+from tests.support.sched import views
 
 PROMISED = SLO(ttft=0.5, tpot=0.05)
 # a = 10 ms, b = b_dec = 0.1 ms, c = 0.1 us
@@ -45,11 +45,7 @@ def decoding(id: int, context: int, due: float, tier: str = "standard") -> Reque
 
 
 def view(prefill: list[Request], decode: list[Request]) -> View:
-    tables = RequestQueue(), RequestQueue()
-    for table, requests in zip(tables, (prefill, decode), strict=True):
-        for request in requests:
-            table.add(request)
-    return View(0.0, 0.0, Role.MIXED, *tables, Limits(8192, 256, 1000, 16), 900, 256, 0, PERF)
+    return views.view(prefill, decode, role=Role.MIXED, perf=PERF)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 63, 64, 65])

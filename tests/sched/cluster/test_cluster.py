@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.api.errors import StepFailed
 from jaxserve.sched.api.new_request import STANDARD
-from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.api.slo import NO_SLO, SLO
@@ -133,9 +132,3 @@ def test_the_flag_decides_where_the_first_token_counts() -> None:
     assert early.first_token_at is not None and late.first_token_at is not None
     assert late.first_token_at > early.first_token_at + 1e-3  # the latency of the link
     assert late.token_times[0] == late.first_token_at
-
-
-def test_stops_at_max_tokens() -> None:
-    jobs = [Job(range(10), 50, params=SamplingParams(max_tokens=7))]
-    request = simulate(jobs, PD).requests[0]
-    assert (request.finish_reason, len(request.output)) == ("length", 7)

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.api.new_request import STANDARD, NewRequest
-from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import Delta, Span, StepPlan, decoding, token_delta
-from jaxserve.sched.api.policy import Grant, one_each
-from jaxserve.sched.api.request import BEST_EFFORT, Request
+from jaxserve.sched.api.new_request import STANDARD
+from jaxserve.sched.api.plan import StepPlan
+from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.instance.step_builder import StepBuilder
@@ -66,12 +64,3 @@ def test_the_fast_path_ends_in_the_same_state_as_the_general_one(**case: Any) ->
         patch.setattr(StepBuilder, "_again", lambda self, request, start: self._span(request, 1, 0))
         long = simulate(**case, tokens=16, acceptance=0.5, scheduler=Checked)
     assert history(short) == history(long)
-
-
-def test_spans_built_quickly_equal_those_built_by_keyword() -> None:
-    assert decoding(3, 2, 17) == Span(3, 2, 17, 1, samples=True)
-    assert token_delta(3, (7, 8)) == Delta(3, (7, 8))
-    assert one_each(Request(id, NewRequest((1,), SamplingParams(), SLO()), 0.0) for id in (4, 2)) == (
-        Grant(4, 1),
-        Grant(2, 1),
-    )

@@ -8,20 +8,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.block_pool import BlockPool
 from jaxserve.sched.instance.kv_manager import KVManager
 from jaxserve.sched.instance.prefix_hits import PrefixHits
-from jaxserve.sched.instance.scheduler import Scheduler
-from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.policies.fcfs import Fcfs
 from tests.support.examples import examples
 from tests.support.sched.cost import calls
-from tests.support.sched.fleet import step
 
-PERF = Coefficients(1e-3, 1e-5, 1e-5, 0.0, 0.0, 0.0)
 PROMPTS = st.lists(
     st.integers(0, 1), min_size=1, max_size=8
 )  # prompts of up to 8 binary tokens, so that many share a prefix
@@ -93,31 +87,6 @@ class Hits(RuleBasedStateMachine):
 
 TestHits = Hits.TestCase
 TestHits.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
-
-
-def instance(pages: int = 400) -> Scheduler:
-    return Scheduler(Fcfs(), GeneralModel(PERF, correct=False), Limits(512, 8, pages, 16), Role.PREFILL)
-
-
-def hit(one: Scheduler, id: int) -> int:
-    rows = one.view(0.0, 0.0).prefill
-    return next(int(rows.hit[row]) for row in range(len(rows)) if rows[row].id == id)
-
-
-def test_a_waiting_prompt_learns_at_every_step_of_a_prefix_that_another_computes() -> None:
-    """Of 2,048 shared tokens, none was computed when the second prompt arrived."""
-    one, shared = instance(), list(range(2048))
-    one.add(request(0, [*shared, 5]))
-    one.add(request(1, [*shared, 6, 6], 1.0))
-    found = []
-    for _ in range(4):
-        version = one.version
-        step(one)
-        assert one.version != version
-        found.append(hit(one, 1))
-    assert found == [512, 1024, 1536, 2048]
-    assert one.prefill_backlog == 1 + 2
-    one.check()
 
 
 def test_a_change_of_the_cache_costs_the_same_however_many_requests_wait() -> None:

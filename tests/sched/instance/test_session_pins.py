@@ -22,7 +22,8 @@ from jaxserve.sched.journal import replay
 from jaxserve.sched.sim import Arrival, Mesh, Options, simulate
 from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOB, MESHES, POLICIES, ROUTERS, SHAPE
-from tests.support.sched.laws import Watch, check_tokens, check_told
+from tests.support.sched.complete import check_complete
+from tests.support.sched.laws import Watch, check_tokens
 from tests.support.sched.presets import TINY
 from tests.support.sched.recorded import perf, recorded
 
@@ -175,7 +176,7 @@ def test_sessions_change_evictions_only(policy, mesh, routing, admission, jobs, 
 
     plain = [replace(job, session="") for job in jobs]
     watch, outcome = run(jobs)
-    check_told(outcome, jobs, admission.endswith(":refuse"))
+    check_complete(outcome, jobs, refuses=admission.endswith(":refuse"))
     check_tokens(outcome, watch.records, page_size=4)
     _, other = run(plain)
     both = [

@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.sched import policies
-from jaxserve.sched.api.new_request import NewRequest
-from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role, View
-from jaxserve.sched.api.request import BEST_EFFORT, Request
-from jaxserve.sched.api.slo import NO_SLO, SLO
+from jaxserve.sched.api.request import BEST_EFFORT
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.perf.buckets import Buckets
 from jaxserve.sched.perf.learned import LearnedModel
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
@@ -149,12 +147,6 @@ def test_a_slot_not_held_by_a_running_decode_is_not_assumed_free() -> None:
     for name in ("vllm", "sarathi", "fairbatching"):
         assert step(name, replace(at, free_slots=0))[0] == (2, 1), name
     assert step("vllm", at) == [(0, 50)]
-
-
-def test_requests_without_objectives_are_served() -> None:
-    requests = [Request(id, NewRequest(range(100), SamplingParams(), NO_SLO), 0.0) for id in range(2)]
-    for name in NAMES:
-        assert step(name, view(requests, []))
 
 
 def test_slack_of_running_decodes_absorbs_a_burst_of_prompts() -> None:

@@ -14,12 +14,10 @@ from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.policy import Decision, Limits, Role, View
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.policies import turns
 from jaxserve.sched.sim import NAMED, Latency, Options
 from jaxserve.sched.sim import simulate as simulated
 from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, simulate
-from tests.support.sched.recorded import check_replay, recorded
-from tests.support.sched.views import PERF, decoding, prompt, view
+from tests.support.sched.views import decoding, prompt, view
 
 LONG = 1600  # tokens, 94 ms
 T_LONG = COEFFICIENTS.step_time(Load().add_chunk(LONG, 0))
@@ -87,12 +85,6 @@ def test_decodes_without_an_objective_take_every_other_step() -> None:
     assert len(long) == 2 and long[1] == long[0] + 2, "no decode step between two prefill steps"
 
 
-def test_a_journal_of_stops_for_decodes_gives_the_same_plans() -> None:
-    text = recorded([talk(), document(0.02), document(0.03, at=5000, ttft=0.3)], "1x1", rows=8, **SHAPE)
-    assert text.count('"kind":"suspend"') > 5
-    check_replay(text)
-
-
 # Single decisions
 
 
@@ -103,16 +95,6 @@ def colocated(prefill: list[Request], decode: list[Request], **more: object) -> 
 
 def decide(at: View) -> Decision:
     return policies.make("flowprefill").decide(at)
-
-
-def test_the_policy_sets_the_time_of_its_next_decision() -> None:
-    """The token is due at 0.3 s; the decode step takes 10.1 ms, and stopping takes 5% of 210 ms."""
-    decision = decide(colocated([prompt(0, 200)], [decoding(1, 100, due=0.3, last=-0.01)]))
-    assert [grant.request for grant in decision.grants] == [0, 1] and decision.separate
-    seconds = PERF.step_time(Load().add_chunk(200, 0))
-    own = PERF.step_time(Load(0, 1, 0, 99, 99))
-    expected = 0.3 - (1 + turns.CUSHION) * own - 0.05 * seconds - turns.SLIP * 0.05
-    assert decision.again == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_first_prompt_is_chunked_so_that_its_step_can_stop_in_time() -> None:

@@ -32,7 +32,6 @@ from jaxserve.sched.policies.slos_serve.speculation import PrefillSupply, StepCo
 from jaxserve.sched.routing.base import Fleet
 from tests.support.examples import examples
 from tests.support.sched.cost import calls
-from tests.support.sched.harness import Job, simulate
 
 TOKEN = Coefficients(fixed=0, prefill=1 / 6, decode=1 / 6, quadratic=0, longest=0, context=0)  # six tokens per second
 LARGE = Limits(tokens=8192, rows=256, pages=10_000, page_size=16)
@@ -141,40 +140,6 @@ def test_no_set_of_more_value_exists(case, weighed: bool) -> None:  # type: igno
         assert feasible(0.0, items, tier, all_taken, counts, rate) or not found.any()
 
 
-def recurrence(deadline: list[float], tokens: list[float], rate: Callable[[int], float]) -> int:
-    """Compute pb[i, n] as printed (appendix C, with <= for <), over the last prompt taken, and return the largest n."""
-    order = sorted(range(len(deadline)), key=lambda row: (deadline[row], row))
-    pb: dict[tuple[int, int], float] = {(-1, 0): 0.0}
-    best = 0
-    for i, row in enumerate(order):
-        for n in range(1, i + 2):
-            values = []
-            for j in range(-1, i):
-                before = pb.get((j, n - 1))
-                if before is None or rate(n - 1) < 0:
-                    continue
-                since = deadline[order[j]] if j >= 0 else 0.0
-                values.append(before - tokens[row] + (deadline[row] - since) * rate(n - 1))
-            if values and max(values) >= -1e-9:
-                pb[i, n] = max(values)
-                if rate(n) >= 0:
-                    best = max(best, n)
-    return best
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1, max_size=9),
-    st.sampled_from([3.0, 8.0, 20.0]),
-)
-@settings(max_examples=examples(150), deadline=None)
-def test_equals_the_recurrence_as_printed(rows: list[tuple[int, int]], capacity: float) -> None:
-    deadline, tokens = [float(row[0]) for row in rows], [float(row[1]) for row in rows]
-    none: Mask = np.zeros(len(rows), dtype=bool)
-    tier = np.zeros(len(rows), dtype=np.intp)
-    found = largest_set(0.0, prompts(deadline, tokens), tier, none, np.zeros(1), line(capacity, [1.0]), 1e9)
-    assert int(found.sum()) == recurrence(deadline, tokens, lambda n: capacity - n)
-
-
 def test_more_new_prompts_than_one_lot_decides() -> None:
     """Of a hundred equal prompts due at 100, sixty fit, whatever the size of the lots."""
     standing = Commitments(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
@@ -255,24 +220,6 @@ def test_next_replica_asks_the_dp_if_admission_is_none() -> None:
     assert route.prefill(request(1, 30, 6.0, tpot=1e5), fleet(*servers)) == [1, 0]
     late = request(2, 30, 6.0, tier=BEST_EFFORT)
     assert route.prefill(late, fleet(*servers)) == [1, 0], "best effort goes to the next replica in turn"
-
-
-def test_more_replicas_refuse_less() -> None:
-    jobs = [Job(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(12)]
-    kept = []
-    for count in (1, 2, 4):
-        outcome = simulate(
-            jobs,
-            (Role.MIXED,) * count,
-            pages=400,
-            tokens=256,
-            rows=16,
-            policy="slos_serve",
-            routing="next_replica",
-            admission="dp:refuse",
-        )
-        kept.append(sum(one.finish_reason == "stop" for one in outcome.requests))
-    assert kept[0] < kept[1] < kept[2]
 
 
 @given(

@@ -15,7 +15,6 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.perf.drafted import FIRST, Drafted
 from jaxserve.sched.perf.model import GeneralModel
-from jaxserve.sched.policies import drafting
 from tests.support.examples import examples
 from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, simulate
 from tests.support.sched.speculation import JOB, check
@@ -47,23 +46,6 @@ def test_drafts_that_do_not_pay_are_not_used(coefficients: object, acceptance: f
     always = run("distserve/draft:no-adaptive", coefficients=coefficients, acceptance=acceptance)
     assert 0 < drafted(adaptive) < 0.5
     assert ended(adaptive) < 1.03 * ended(plain) < ended(always)
-
-
-def test_not_drafting_is_not_decided_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While some request drafts, every step decides anew, since acceptance changes what pays."""
-    asked = 0
-
-    def best(self: drafting._Batch, draft: int, plain: float) -> drafting._Best | None:
-        nonlocal asked
-        asked += draft == 1
-        return chosen(self, draft, plain)
-
-    chosen = drafting._Batch.best
-    monkeypatch.setattr(drafting._Batch, "best", best)
-    for coefficients, acceptance, least, most in ((DEAR, 0.3, 1 / 10, 1 / 5), (CHEAP, 0.9, 0.9, 1.0)):
-        asked = 0
-        outcome = run("distserve/draft", coefficients=coefficients, acceptance=acceptance)
-        assert least < asked / len(outcome.plans) <= most
 
 
 @settings(max_examples=examples(25), deadline=None)

@@ -206,16 +206,6 @@ def test_promises_are_kept_if_predictions_are_exact() -> None:
 # ---- cost -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", ["", ":no-admit", ":no-spec", ":no-dynamic", ":no-admit+no-spec+no-dynamic"])
-@pytest.mark.parametrize("mesh", [Mesh(1), Mesh(2), Mesh(3, colocated=True)], ids=str)
-def test_every_request_is_served(options: str, mesh: Mesh) -> None:
-    load = arrivals(120, 500.0, seed=3)
-    latency = replace(TINY, kv_tokens=300)
-    report = simulate(load, f"slos_serve{options}", mesh, latency, options=Options(draft=3, acceptance=0.6))
-    assert report.summary.reasons == {"stop": 120}
-    assert [one.output for one in sorted(report.measured)] == [one.output_tokens for one in load]
-
-
 @pytest.mark.parametrize(("rows", "prompts", "most"), [(64, 256, 600), (512, 4096, 1300)])
 def test_decisions_are_fast(rows: int, prompts: int, most: int) -> None:
     """Bound the calls of the median decision, with a new request at every fourth."""

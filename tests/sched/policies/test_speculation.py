@@ -18,7 +18,7 @@ from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.slos_serve.speculation import PrefillSupply, StepCosts, accepted, counted_on, prompt_room
 from tests.support.examples import examples
 from tests.support.sched.complete import check_told
-from tests.support.sched.harness import Job, Outcome, every, simulate
+from tests.support.sched.harness import Job, every, simulate
 from tests.support.sched.speculation import JOB, check
 
 # ---- gain by drafts and remaining step time
@@ -171,10 +171,6 @@ def test_a_step_that_raises_while_it_verifies_costs_no_token(  # type: ignore[no
     check_told(simulate(jobs, policy=lambda: Drafting([3]), fails=every(fail), **shape))
 
 
-def steps(outcome: Outcome) -> int:
-    return sum(any(span.samples for span in plan.spans) for _, plan in outcome.plans)
-
-
 @pytest.mark.parametrize("truth", [0.2, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("output", [8, 200])
 def test_measured_acceptance_converges(truth: float, output: int) -> None:
@@ -233,23 +229,6 @@ def test_requests_with_objectives_take_pages_of_best_effort_which_still_finishes
         assert request.state is State.FINISHED
     assert standard.finished_at is not None and second.finished_at is not None
     assert standard.finished_at < second.finished_at
-
-
-@given(
-    jobs=st.lists(st.tuples(JOB, st.sampled_from([STANDARD, BEST_EFFORT])), min_size=2, max_size=8),
-    pages=st.integers(11, 18),
-    draft=st.integers(0, 3),
-)
-@settings(max_examples=examples(60), deadline=None)
-def test_best_effort_loses_pages_never_tokens(jobs, pages, draft) -> None:  # type: ignore[no-untyped-def]
-    tiered = []
-    for job, tier in jobs:
-        job.tier = tier
-        tiered.append(job)
-    outcome = simulate(
-        tiered, policy=lambda: Drafting([2, 0, 3]), pages=pages, rows=4, tokens=16, draft=draft, acceptance=0.6
-    )
-    check(outcome, tiered, draft, 4)
 
 
 def test_best_effort_gives_its_slot_to_a_prompt_computed_elsewhere() -> None:

@@ -102,14 +102,16 @@ BLIND += [(policy, mesh) for policy in ("vllm", "sarathi:tokens=16") for mesh in
 
 
 def drawn(seed: object, count: int = 24) -> list[Arrival]:
-    """Return requests with tight TTFTs that arrive faster than one instance can serve them."""
+    """Return requests with tight TTFTs that arrive faster than one instance can serve them; some share a prefix."""
     draw, time, arrivals = random.Random(str(seed)), 0.0, []
     for _ in range(count):
         time += draw.expovariate(400.0)
         slo = SLO(draw.choice([0.004, 0.01, 0.03, 0.1]), draw.choice([0.0013, 0.0016, 0.003, 0.02]))
         tier = BEST_EFFORT if draw.random() < 0.1 else "standard"
         slo = SLO(inf, inf) if tier == BEST_EFFORT else slo
-        arrivals.append(Arrival(time, draw.randint(1, 80), draw.randint(1, 20), slo, tier=tier))
+        shared = tuple(draw.choices(range(4), k=draw.randint(1, 6))) if draw.random() < 0.3 else ()
+        prompt, output = draw.randint(1, 80), draw.randint(1, 20)
+        arrivals.append(Arrival(time, prompt, output, slo, tier=tier, hash_ids=shared, block=8.0))
     return arrivals
 
 

@@ -14,13 +14,11 @@ from scipy.optimize import linprog
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.perf.model import Coefficients
-from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, simulate
+from jaxserve.sched.sim import NAMED, Arrival
 from jaxserve.sched.sim.oracle import Bound, Details, bound, goodput_bound, most_on_time, most_value
 from jaxserve.sched.sim.oracle.work import Server, jobs
 from tests.support.examples import examples
 
-COEFFICIENTS = Coefficients(1e-3, 1e-4, 1e-5, 1e-8, 1e-7, 1e-8, w_moe=1e-3, p_moe=0.1)
-TINY = Latency("tiny", 1000, kv_tokens=2000, page_size=4, coefficients=COEFFICIENTS, link_bandwidth=1e9)
 H200 = Coefficients(8.67e-3, 4.52e-5, 2e-5, 2.97e-10, 2.38e-7, 1.5e-8, w_moe=11.5e-3, p_moe=8 / 256)
 FREE = Coefficients(0.0, 1.0, 0.0, 0.0, 0.0, 0.0)  # one second per prompt token
 Jobs = list[tuple[int, int, int]]  # release, length of the window, work
@@ -79,44 +77,6 @@ def test_windows_solve_the_linear_program(jobs: Jobs, values: list[float]) -> No
     inside = [np.where((release >= a) & (deadline <= b), work, 0.0) for a, b in intervals]
     solved = linprog(-value, A_ub=inside, b_ub=[b - a for a, b in intervals], bounds=(0, 1))
     assert most_value(release, deadline, work, value) == pytest.approx(-solved.fun, abs=1e-6)
-
-
-SLOS = st.builds(SLO, st.sampled_from([0.01, 0.02, 0.05]), st.sampled_from([0.0025, 0.004, 0.01]))
-REQUEST = st.builds(Arrival, st.floats(0, 0.2), st.integers(1, 150), st.integers(1, 20), SLOS)
-ONE_SLO = st.builds(Arrival, st.floats(0, 0.2), st.integers(1, 150), st.integers(1, 20), st.just(SLO(0.02, 0.004)))
-SHARING = st.builds(
-    lambda time, prompt, output, slo, ids: Arrival(time, prompt, output, slo, hash_ids=tuple(ids), block=8.0),
-    st.floats(0, 0.2),
-    st.integers(1, 150),
-    st.integers(1, 8),
-    SLOS,
-    st.lists(st.integers(0, 3), min_size=1, max_size=6),
-)
-WORKLOADS = st.one_of(*(st.lists(one, min_size=2, max_size=30) for one in (REQUEST, ONE_SLO, SHARING)))
-
-
-@settings(deadline=None, max_examples=examples(40))
-@given(
-    WORKLOADS,
-    st.sampled_from(["distserve", "kairos"]),
-    st.sampled_from([Mesh(2), Mesh(4, prefill=2), Mesh(3, prefill=2), Mesh(1), Mesh(2, colocated=True)]),
-    st.sampled_from([16, 64, 8192]),
-)
-def test_no_policy_exceeds_the_bound(arrivals: list[Arrival], policy: str, mesh: Mesh, chunk: int) -> None:
-    arrivals = sorted(arrivals, key=lambda one: one.time)
-    report = simulate(arrivals, policy, mesh, TINY, options=Options(tokens=chunk, rows=8))
-    roles = [role.value for role in mesh.roles]
-    prefill, mixed = roles.count("prefill"), "mixed" in roles
-    most = bound(
-        arrivals,
-        COEFFICIENTS,
-        prefill,
-        len(roles) - prefill,
-        deflection=mixed,
-        chunk=chunk,
-        details=Details(rows=8, kv_tokens=2000),
-    )
-    assert sum(one.attained for one in report.measured) <= most.attained <= most.requests == len(arrivals)
 
 
 def simple(count: int = 40, **slo: float) -> list[Arrival]:

@@ -22,7 +22,6 @@ from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, l
 from jaxserve.sched.sim.executor import END_THINKING
 from jaxserve.sched.sim.options import Scaling
 from jaxserve.sched.sim.record import Recorder
-from jaxserve.sched.sim.workload import Arrivals
 from jaxserve.yamlio import load_yaml
 from tests.support.examples import examples
 from tests.support.sched.cost import calls
@@ -105,14 +104,6 @@ def test_traces_are_rescaled_to_a_rate() -> None:
     slow, fast = simulate(arrivals, "distserve", "1x1", TINY), simulate(arrivals, "distserve", "1x1", TINY, qps=5)
     assert (slow.rate, fast.rate) == (0.5, 5)
     assert slow.ended == pytest.approx(20, abs=0.1) and fast.ended == pytest.approx(2, abs=0.1)
-
-
-def test_bursts_lower_attainment() -> None:
-    calm, bursty = (
-        simulate(replace(CHAT, arrivals=Arrivals(kind, cv=4.0)), "distserve", "2x1", TINY, qps=60, num_requests=300)
-        for kind in ("even", "gamma")  # type: ignore[arg-type]
-    )
-    assert bursty.summary.ttft.p99 > calm.summary.ttft.p99
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
-"""Traces are read in their published formats, and errors name file, line and column."""
+"""Traces are read in their published formats, and rows that cannot be used are skipped."""
+
+from __future__ import annotations
 
 import gzip
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.sim import traces
 from jaxserve.sched.sim.traces import load_trace
 
 TRACES = Path(__file__).resolve().parents[3].parent / "shared" / "traces"
@@ -212,9 +216,100 @@ def test_options_cut_and_rescale(tmp_path: Path) -> None:
         (AZURE_2024.splitlines()[0] + "\n", "t.csv", "no requests"),
     ],
 )
-def test_errors_name_file_line_and_column(tmp_path: Path, text: str, name: str, message: str) -> None:
-    with pytest.raises(InvalidValue, match=message):
-        load_trace(write(tmp_path, text, name))
+def test_rows_that_cannot_be_used_are_named_by_file_line_and_column(
+    tmp_path: Path, text: str, name: str, message: str
+) -> None:
+    told: list[str] = []
+    path = write(tmp_path, text, name)
+    try:
+        load_trace(path, tell=told.append)
+    except InvalidValue as error:
+        told.append(str(error))
+    [said] = [sentence for sentence in told if re.search(message, sentence)]
+    assert len(said) < 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "lengths"),
+    [
+        (AZURE_2023 + "\r\n2023-11-16 18:15:51,9,0", "t.csv", [(374, 44), (396, 109)]),
+        (AZURE_2023.replace("374,44", "374.0,44.0"), "t.csv", [(374, 44), (396, 109)]),
+        (
+            MOONCAKE + '{"timestamp": 1, "input_length": 5, "output_length": 0}',
+            "t.jsonl",
+            [(1030, 5), (1500, 9), (10, 1)],
+        ),
+        ("[" + MOONCAKE.strip().replace("\n", ",") + "]", "t.json", [(1030, 5), (1500, 9), (10, 1)]),
+        ("[\n" + QWEN.strip().replace("\n", ",\n") + "\n]", "t.json", [(33, 132), (40, 20)]),
+        ("\ufeff" + MOONCAKE, "t.jsonl", [(1030, 5), (1500, 9), (10, 1)]),
+        (MOONCAKE, "t.jsonl.gz", [(1030, 5), (1500, 9), (10, 1)]),
+        (MOONCAKE + "[1]\n\n{oops\n", "t.jsonl", [(1030, 5), (1500, 9), (10, 1)]),
+        (BURST.replace("472,18", "472.0,18.0"), "t.csv", [(472, 18), (9, 2)]),
+        (PLAIN + "c,1,1\n", "t.csv", [(20, 3), (10, 2)]),
+        (PLAIN + '"c,1,1', "t.csv", [(20, 3), (10, 2)]),
+        ("arrived_at,num_prefill_tokens,num_decode_tokens\n0.5,7,3\n0.25,9,0\n0.75,8,1\n", "t.csv", [(7, 3), (8, 1)]),
+        (
+            "request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,token_size\n"
+            "0,2,0,0.0,1,374,44\n1,2,0,4.3,1,396.0,109\n",
+            "t.csv",
+            [(374, 44), (396, 109)],
+        ),
+        (" TIMESTAMP , ContextTokens, GeneratedTokens\n2024-05-12 01:00:00,5,6\n", "t.csv", [(5, 6)]),
+    ],
+)
+def test_published_files_are_read_and_rows_that_cannot_be_used_skipped(
+    tmp_path: Path, text: str, name: str, lengths: list[tuple[int, int]]
+) -> None:
+    arrivals = load_trace(write(tmp_path, text, name))
+    assert [(arrival.prompt_tokens, arrival.output_tokens) for arrival in arrivals] == lengths
+
+
+def test_skipped_rows_are_counted_by_reason_in_one_line(tmp_path: Path) -> None:
+    told: list[str] = []
+    bad = ["2024-05-12 01:00:00,5,0"] * 3 + ["2024-05-12 01:00:00,x,5", "soon,5,5", "2024-05-12 01:00:00,5", "1,2,3,4"]
+    load_trace(write(tmp_path, AZURE_2024 + "\n".join(bad)), tell=told.append)
+    [said] = told
+    assert (
+        "7 of the 9 rows read cannot be used and are skipped: 3 as" in said
+        and "trace.csv:4: column 'GeneratedTokens'" in said
+    )
+    assert "1 as" in said and said.endswith("; 2 for other reasons") and "\n" not in said
+
+
+class Endless:
+    """Lines that are no rows, counted."""
+
+    lines = 0
+
+    def readline(self) -> str:
+        self.lines += 1
+        return AZURE_2024.splitlines(True)[0] if self.lines == 1 else f"{'x' * 5000},1,1\n"
+
+    __next__ = readline
+
+    def __iter__(self) -> Endless:
+        return self
+
+    def __enter__(self) -> Endless:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def test_a_file_of_bad_rows_alone_ends_early_with_a_bounded_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Endless()
+    monkeypatch.setattr(traces, "_open", lambda path: file)
+    with pytest.raises(
+        InvalidValue, match=r"none of its first 10000 rows can be used: 10000 as .*'TIMESTAMP'"
+    ) as raised:
+        load_trace(tmp_path / "trace.csv")
+    assert file.lines < 10_100 and len(str(raised.value)) < 600
+    with pytest.raises(InvalidValue, match=r"none of its 1 rows can be used: 1 as .*:2: column 'GeneratedTokens': '0'"):
+        monkeypatch.undo()
+        load_trace(write(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-12 01:00:00,5,0\n"))
 
 
 def test_missing_and_malformed_files(tmp_path: Path) -> None:

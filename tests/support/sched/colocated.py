@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.policy import Limits, Role, View
+from jaxserve.sched.api.policy import Role, View
 from jaxserve.sched.api.request import Request, State
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.request_queues import RequestQueue
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from tests.support.sched import views
 
 # 10 ms + 0.1 ms per prompt token + 1 ms per row, whatever the contexts; in FLAT, contexts cost 10 us a token
 EXACT = Coefficients(fixed=0.010, prefill=1e-4, decode=1e-3, quadratic=0.0, longest=0.0, context=0.0)
@@ -32,12 +32,4 @@ def decoding(id: int, due: float, context: int = 100, tier: str = "standard", fi
 
 
 def view(prefill: list[Request], decode: list[Request], **more: object) -> View:
-    tables = RequestQueue(), RequestQueue()
-    for table, requests in zip(tables, (prefill, decode), strict=True):
-        for request in requests:
-            table.add(request)
-    fields: dict[str, object] = {
-        "now": 0.0, "start": 0.0, "role": Role.MIXED, "limits": Limits(8192, 256, 1000, 16), "free_pages": 900,
-        "free_slots": 256 - sum(one.state is State.RUNNING for one in prefill + decode), "kv_waiting": 0, "perf": PERF,
-    }  # fmt: skip
-    return View(prefill=tables[0], decode=tables[1], **{**fields, **more})  # type: ignore[arg-type]
+    return views.view(prefill, decode, **{"role": Role.MIXED, "perf": PERF, **more})

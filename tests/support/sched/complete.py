@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
 from jaxserve.sched.api.policy import Role
@@ -17,19 +19,22 @@ def check_told(outcome: Outcome) -> None:
         assert [token for delta in outcome.deltas[request.id] for token in delta.tokens] == request.output
 
 
-def check_complete(outcome: Outcome, jobs: list[Job], *, cancelled: bool = False) -> None:
-    """Check that every request receives exactly its tokens, once and in order."""
+def check_complete(outcome: Outcome, jobs: Sequence[Job], *, cancelled: bool = False, refuses: bool = False) -> None:
+    """Check that every request receives exactly its tokens, once and in order, and one finish reason."""
     assert [request.id for request in outcome.requests] == list(range(len(jobs)))
     check_told(outcome)
     for request, job in zip(outcome.requests, jobs, strict=True):
         reasons = [delta.finish_reason for delta in outcome.deltas[request.id] if delta.finish_reason]
-        assert len(reasons) == 1
-        assert request.token_times == sorted(request.token_times)
-        if request.finish_reason in ("stop", "length"):
-            assert len(request.output) == min(job.output, request.limit)
-            assert reasons == ["stop" if job.output <= request.limit else "length"]
+        assert reasons == [request.finish_reason]
+        assert request.token_times == sorted(request.token_times) and len(request.token_times) == len(request.output)
+        assert all(time > request.arrival for time in request.token_times)
+        if request.finish_reason == "refused":
+            assert refuses and not request.output
+        elif request.finish_reason == "abort":
+            assert cancelled
         else:
-            assert cancelled and request.finish_reason == "abort"
+            assert len(request.output) == min(job.output, request.limit)
+            assert request.finish_reason == ("stop" if job.output <= request.limit else "length")
 
 
 JOB = st.builds(

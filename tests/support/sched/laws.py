@@ -208,23 +208,6 @@ def check_tokens(outcome: Outcome, records: Sequence[Record], page_size: int) ->
         assert not request.output or at >= request.prompt_length
 
 
-def check_told(outcome: Outcome, jobs: Sequence[Job], refuses: bool) -> None:
-    """Check that each request receives exactly its tokens in order and one finish reason."""
-    assert [request.id for request in outcome.requests] == list(range(len(jobs)))
-    for request, job in zip(outcome.requests, jobs, strict=True):
-        deltas = outcome.deltas[request.id]
-        told = [token for delta in deltas for token in delta.tokens]
-        reasons = [delta.finish_reason for delta in deltas if delta.finish_reason]
-        assert told == request.output and reasons == [request.finish_reason]
-        assert request.token_times == sorted(request.token_times) and len(request.token_times) == len(told)
-        assert all(time > request.arrival for time in request.token_times)
-        if request.finish_reason == "refused":
-            assert refuses and not told
-        else:
-            assert request.finish_reason == ("stop" if job.output <= request.limit else "length")
-            assert len(told) == min(job.output, request.limit)
-
-
 def first_difference(one: Outcome, other: Outcome) -> float:
     """Return the first time in seconds at which the requests' output lengths differ in either run."""
     shows = inf

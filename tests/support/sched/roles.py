@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from jaxserve.sched.api.policy import Role
 from tests.support.sched import harness
 from tests.support.sched.cases import MESHES, Case
+from tests.support.sched.complete import check_complete
 from tests.support.sched.harness import Job
-from tests.support.sched.laws import Watch, check_tokens, check_told
+from tests.support.sched.laws import Watch, check_tokens
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 SEVERAL = {name: roles for name, roles in MESHES.items() if len(roles) > 1}
@@ -27,7 +28,7 @@ def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], chang
     for _ in range(2):
         watch = Watch(policy, seal=False)
         outcome = watch.run(jobs, MESHES[mesh], routing=routing, admission=admission, role_changes=changes, **shape)
-        check_told(outcome, jobs, admission.endswith(":refuse"))
+        check_complete(outcome, jobs, refuses=admission.endswith(":refuse"))
         check_tokens(outcome, watch.records, page_size=4)
         histories.append((watch.records, [one.token_times for one in outcome.requests]))
     assert histories[0] == histories[1]
