@@ -87,7 +87,9 @@ def test_a_checkpoint_without_a_head_gives_vectors(tmp_path: Path) -> None:
     """As Qwen3-Embedding-8B, and as `AutoModel` saves a decoder."""
     peer("Qwen3", head_dim=16).save_pretrained(tmp_path)  # type: ignore[operator]
     assert registry.load_spec(tmp_path).generates
-    _renamed(tmp_path, "model.", "", dropped="lm_head.weight")
+    _renamed(tmp_path, "lm_head.weight", "lm_head.qweight")
+    assert registry.load_spec(tmp_path).generates
+    _renamed(tmp_path, "model.", "", dropped="lm_head.qweight")
     spec = registry.load_spec(tmp_path)
     assert not spec.generates
     info = replace(Double().info, generates=spec.generates)
