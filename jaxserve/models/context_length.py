@@ -8,6 +8,7 @@ from typing import Any
 Config = Mapping[str, Any]  # the object in config.json
 POSITIONS = 2048  # of a config that has no `max_position_embeddings`
 EXTENDED = ("linear", "yarn")  # kinds of RoPE whose factor extends the context beyond `max_position_embeddings`
+WHOLE = "Gemma3"  # models whose `max_position_embeddings` is the context after the extension
 
 
 def rope_given(config: Config) -> dict[str, Any]:
@@ -24,7 +25,8 @@ def context_length(config: Config) -> int:
     """Return the maximum number of positions. Raises ValueError or TypeError for values of the wrong kind."""
     given = rope_given(config)
     positions = int(config.get("max_position_embeddings") or POSITIONS)
-    if rope_kind(given) not in EXTENDED or given.get("factor") is None:
+    names = config.get("architectures") or [""]
+    if rope_kind(given) not in EXTENDED or given.get("factor") is None or str(names[0]).startswith(WHOLE):
         return positions
     original = int(given.get("original_max_position_embeddings") or positions)
     return max(positions, int(original * float(given["factor"])))

@@ -23,7 +23,7 @@ AFTER = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 GEMMA = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 GLM = Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 KINDS = ("full_attention", "sliding_attention")
-NOTHING: Config = MappingProxyType({})
+NULLED = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")  # null is not absent: there is none
 
 
 def _biased(config: Config) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Family(NamedTuple):
     """How a family differs from Llama."""
 
     facts: Callable[[Config], dict[str, Any]] = _biased  # fields of the spec besides those of `common`
-    defaults: Config = NOTHING  # values of absent keys, where they are not those of `common`
+    defaults: Mapping[str, Any] = MappingProxyType({})  # values of absent keys, where they are not those of `common`
     activation: str = "silu"
     windows: bool = False
     partials: bool = False
@@ -108,6 +108,7 @@ class Family(NamedTuple):
 _GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "sliding_window": 4096}
 _GEMMA2 = {
     **_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2,
+    "max_position_embeddings": 8192,
 }  # fmt: skip
 _GEMMA3 = {
     **_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6,
@@ -120,7 +121,7 @@ _GEMMA3_SIZES = {
 }  # fmt: skip
 _GLM = {
     "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7, "attention_bias": True,
-    "partial_rotary_factor": 0.5,
+    "partial_rotary_factor": 0.5, "max_position_embeddings": 131_072,
 }  # fmt: skip
 _OLMO = {"rms_norm_eps": 1e-5}
 
@@ -136,21 +137,30 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "GraniteForCausalLM": Family(_granite),
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(defaults={"sliding_window": 4096}, windows=True),
+    "MistralForCausalLM": Family(
+        defaults={"sliding_window": 4096, "max_position_embeddings": 131_072}, windows=True
+    ),
     "Olmo2ForCausalLM": Family(lambda config: _biased(config) | {"norms": AFTER, "qk_norm": "all"}, _OLMO),
     "Olmo3ForCausalLM": Family(
         lambda config: _biased(config) | {"norms": AFTER, "qk_norm": "all"},
         {**_OLMO, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
         windows=True, kinds=_every, local="rope_theta",
     ),
-    "Phi3ForCausalLM": Family(lambda config: {}, {"rms_norm_eps": 1e-5}, windows=True, partials=True),
-    "Qwen2ForCausalLM": Family(lambda config: {"qkv_bias": True}, windows=True),
+    "Phi3ForCausalLM": Family(
+        lambda config: {}, {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, windows=True, partials=True
+    ),
+    "Qwen2ForCausalLM": Family(lambda config: {"qkv_bias": True}, {"max_position_embeddings": 32_768}, windows=True),
     "Qwen3ForCausalLM": Family(
-        lambda config: _biased(config) | {"qk_norm": "head", "mlp_bias": False}, {"head_dim": 128}, windows=True
+        lambda config: _biased(config) | {"qk_norm": "head", "mlp_bias": False},
+        {"head_dim": 128, "max_position_embeddings": 32_768},
+        windows=True,
     ),
     "SmolLM3ForCausalLM": Family(
         _smollm3,
-        {"rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+        {
+            "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4,
+            "max_position_embeddings": 32_768,
+        },
         windows=True, kinds=_unrotated_slide,
     ),
 }  # fmt: skip
@@ -166,7 +176,7 @@ def read(config: Config) -> ModelSpec:
 
 def dense(config: Config, family: Family, **facts: Any) -> ModelSpec:
     """Return the spec of a config of a dense family; `facts` override."""
-    config = {**family.defaults, **config}
+    config = {**family.defaults} | {key: value for key, value in config.items() if value is not None or key in NULLED}
     if family.kinds is not None and not config.get("layer_types"):
         config["layer_types"] = family.kinds(config)
     wide, local = _ropes(config, family.local) if family.local else (config, None)

@@ -8,7 +8,10 @@ from jaxserve.models.spec import Experts, ModelSpec, common, need
 
 __all__ = ["Decoder", "read"]
 
-DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2}
+DEFAULTS = {
+    "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "max_position_embeddings": 131_072,
+}  # fmt: skip
 
 
 def read(config: Config) -> ModelSpec:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.models import quantization
 from jaxserve.models.cache import Cache
-from jaxserve.models.context_length import Config
+from jaxserve.models.context_length import Config, context_length
 from jaxserve.models.packed import methods
 from jaxserve.models.quantization import Quantization
 from jaxserve.models.rope import PLAIN, Rope, read_rope
@@ -366,4 +366,5 @@ def _windows(config: Config, allowed: bool) -> dict[str, Any]:
         first = int(config.get("max_window_layers") or 0) if "use_sliding_window" in config else 0
         kinds = ["full_attention"] * min(first, count) + ["sliding_attention"] * max(count - first, 0)
     sliding = tuple(kind == "sliding_attention" for kind in kinds)
-    return {"window": int(window or 0), "sliding": sliding} if any(sliding) else {}
+    wide = window is not None and int(window) >= context_length(config)  # as Phi-4-mini's: no text leaves it
+    return {"window": int(window or 0), "sliding": sliding} if any(sliding) and not wide else {}

@@ -65,6 +65,9 @@ def test_a_text_config_means_what_transformers_fills_in(tmp_path: Path) -> None:
     spec = registry.spec_from_config({**names, "text_config": given, "eos_token_id": [1, 106]})
     assert spec == registry.spec_from_config({**whole, **names, "eos_token_id": [1, 106], "dtype": None})
     assert (spec.heads, spec.kv_heads, spec.vocab, spec.rope.factor, spec.eos) == (8, 4, 262_208, 8.0, (1, 106))
+    assert spec.max_positions == 131_072  # which the factor has already extended
+    nulls = {**given, "rope_theta": None, "rope_local_base_freq": None, "head_dim": None}
+    assert registry.spec_from_config({**names, "text_config": nulls, "eos_token_id": [1, 106]}) == spec
     with pytest.raises(InvalidValue, match="no 'text_config', which Gemma3ForConditionalGeneration needs"):
         registry.spec_from_config(names)
 
@@ -84,7 +87,9 @@ def test_a_checkpoint_without_a_head_gives_vectors(tmp_path: Path) -> None:
     """As Qwen3-Embedding-8B, and as `AutoModel` saves a decoder."""
     peer("Qwen3", head_dim=16).save_pretrained(tmp_path)  # type: ignore[operator]
     assert registry.load_spec(tmp_path).generates
-    _renamed(tmp_path, "model.", "", dropped="lm_head.weight")
+    _renamed(tmp_path, "lm_head.weight", "lm_head.qweight")
+    assert registry.load_spec(tmp_path).generates
+    _renamed(tmp_path, "model.", "", dropped="lm_head.qweight")
     spec = registry.load_spec(tmp_path)
     assert not spec.generates
     info = replace(Double().info, generates=spec.generates)

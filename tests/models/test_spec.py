@@ -188,6 +188,8 @@ def test_windows_follow_the_spelling_of_each_family() -> None:
     for name, changes, want in (
         ("Mistral", {}, (8, 8, 8, 8)),
         ("Mistral", {"sliding_window": None}, (None,) * 4),
+        ("Phi3", {"sliding_window": 2048, "max_position_embeddings": 2048}, (None,) * 4),
+        ("Phi3", {"sliding_window": 2047, "max_position_embeddings": 2048}, (2047,) * 4),
         ("Qwen2", {"use_sliding_window": False}, (None,) * 4),
         ("Qwen2", {"use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 8)),
         ("Gemma3", {"sliding_window_pattern": 2}, (8, None, 8, None)),
