@@ -1,4 +1,4 @@
-"""The dynamic program against its definition: all subsets, the paper's recurrence, and the paper's example."""
+"""The dynamic program against its definition: all subsets, and the example of the paper."""
 
 from __future__ import annotations
 
