@@ -145,6 +145,8 @@ def test_shared_options_go_to_the_parts_that_take_them() -> None:
         (policies.make, "flowprefill:order=fifo", "order='fifo' must be one of sedf, deadline_edf, edf"),
         (policies.make, "prefill=vllm,decode=kairos", "unknown prefill policy 'vllm'; choose one of deadline_edf, edf"),
         (policies.make, "prefill=fcfs", "unknown policy 'prefill=fcfs'"),
+        (policies.make, "kairos/draft:fast", "no option 'fast'"),
+        (policies.make, "kairos/guess", "choose one of draft"),
         (policies.make, "sjf:ageing=2", "ageing=2.0 must be a share"),
         (routing.make, "deflect:sl", "routing 'deflect' has no option 'sl'; its options: faster, slo, dropped"),
         (routing.make, "deflect:slo+faster", "one of faster, slo and dropped"),

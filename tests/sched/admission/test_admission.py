@@ -47,10 +47,6 @@ def test_a_suffix_selects_refusal_or_demotion() -> None:
     assert [admission.make(name).refuse for name in ALL] == [False, False, True, False, True]
 
 
-def test_none_admits_every_request() -> None:
-    assert admission.make("none").admits(request(0, 90_000, ttft=1e-3), instance(), 5.0)
-
-
 def test_an_idle_instance_admits_what_it_can_compute_in_time() -> None:
     """A second less 10 ms for the step leaves 990 tokens of 1 ms; DP admits what is in time alone."""
     assert most("pab", instance(Role.PREFILL), 1.0) == 990

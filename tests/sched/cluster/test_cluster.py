@@ -116,15 +116,6 @@ def test_dropped_kv_keeps_no_pages_reserved_elsewhere() -> None:
     check_complete(outcome, jobs)
 
 
-def test_shared_prefix_is_computed_once() -> None:
-    prefix = list(range(40))
-    jobs = [Job([*prefix, 100 + i], 4, arrival=float(i)) for i in range(4)]
-    outcome = simulate(jobs, pages=64, page_size=4)
-    assert [request.cached for request in outcome.requests] == [0, 40, 40, 40]
-    cold = simulate(jobs, pages=64, page_size=4, prefix_caching=False)
-    assert [request.cached for request in cold.requests] == [0, 0, 0, 0]
-
-
 def test_the_flag_decides_where_the_first_token_counts() -> None:
     jobs = [Job(range(30), 5)]
     early = simulate(jobs, PD).requests[0]

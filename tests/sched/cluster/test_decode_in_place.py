@@ -19,8 +19,9 @@ from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOBS, MESHES, POLICIES, SHAPE
 from tests.support.sched.harness import Job
 from tests.support.sched.latency import LATENCY
+from tests.support.sched.laws import check_laws
 from tests.support.sched.recorded import check_replay, recorded
-from tests.support.sched.roles import ROLE_CHANGES, SEVERAL, check, run
+from tests.support.sched.roles import ROLE_CHANGES, SEVERAL, run
 
 D, P = Role.DECODE, Role.PREFILL
 SOME = st.integers(1, 3)  # every `SOME`th request decodes in place
@@ -47,7 +48,7 @@ def decoding_in_place(some: int = 1) -> object:
 )
 def test_decoding_in_place_loses_nothing(policy, mesh, admission, jobs, shape, some, changes) -> None:  # type: ignore[no-untyped-def]
     with decoding_in_place(some):  # type: ignore[attr-defined]
-        check(policy, (mesh, "least_work", admission), jobs, shape, changes)
+        check_laws(policy, (mesh, "least_work", admission), jobs, shape, changes=changes)
 
 
 @settings(max_examples=examples(30))

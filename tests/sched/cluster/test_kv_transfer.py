@@ -20,9 +20,9 @@ from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.instance.watchdog import PATIENT
 from tests.support.examples import examples
 from tests.support.sched.cases import JOBS, POLICIES, ROUTERS, SHAPE
-from tests.support.sched.complete import ROLES, check_complete
+from tests.support.sched.complete import ROLES
 from tests.support.sched.harness import LIMIT, Flaky, Job, simulate
-from tests.support.sched.laws import Watch, check_tokens
+from tests.support.sched.laws import check_laws
 from tests.support.sched.roles import ROLE_CHANGES, SEVERAL, RoleChanges
 
 WRONG: list[str] = []  # violations, since an exception would be taken for a failed transfer
@@ -146,15 +146,12 @@ def test_no_delay_or_failure_of_a_transfer_changes_a_token(
     changes: RoleChanges,
 ) -> None:
     """Every request gets all its tokens, whatever the transfers to any instance take, and equal runs are equal."""
-    histories = []
-    for _ in range(2):
-        watch, slow, loses = Watch(policy, seal=False), cycle(delays), cycle(failures)
-        faults: dict[str, Any] = {"slow": lambda slow=slow: next(slow), "loses": lambda loses=loses: next(loses)}
-        outcome = watch.run(jobs, SEVERAL[mesh], routing=routing, role_changes=changes, rest=LIMIT, **faults, **shape)
-        check_complete(outcome, jobs)
-        check_tokens(outcome, watch.records, page_size=4)
-        histories.append((watch.records, [one.token_times for one in outcome.requests]))
-    assert histories[0] == histories[1]
+
+    def faults() -> dict[str, Any]:
+        slow, loses = cycle(delays), cycle(failures)
+        return {"slow": lambda: next(slow), "loses": lambda: next(loses), "rest": LIMIT}
+
+    check_laws(policy, (mesh, routing, "none"), jobs, shape, changes=changes, faults=faults)
 
 
 @pytest.mark.parametrize("first_token", ["prefill", "decode"])

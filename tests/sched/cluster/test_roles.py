@@ -19,7 +19,8 @@ from jaxserve.sched.sim.workload import Arrival
 from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, ROUTERS, SHAPE, drawn
 from tests.support.sched.harness import COEFFICIENTS, Job
-from tests.support.sched.roles import ROLE_CHANGES, SEVERAL, D, M, P, RoleChanges, check, run
+from tests.support.sched.laws import check_laws
+from tests.support.sched.roles import ROLE_CHANGES, SEVERAL, D, M, P, RoleChanges, run
 
 
 @settings(max_examples=examples(60))
@@ -33,7 +34,7 @@ from tests.support.sched.roles import ROLE_CHANGES, SEVERAL, D, M, P, RoleChange
     changes=ROLE_CHANGES,
 )
 def test_no_change_of_roles_loses_anything(policy, mesh, routing, admission, jobs, shape, changes) -> None:  # type: ignore[no-untyped-def]
-    check(policy, (mesh, routing, admission), jobs, shape, changes)
+    check_laws(policy, (mesh, routing, admission), jobs, shape, changes=changes)
 
 
 def random_changes(draw: random.Random, count: int, instances: int = 4) -> RoleChanges:
@@ -50,7 +51,7 @@ def test_no_change_of_roles_loses_anything_under_any_policy(policy: str) -> None
         draw = random.Random(f"{policy} {number}")
         case = draw.choice(sorted(SEVERAL)), draw.choice(ROUTERS), draw.choice(ADMISSIONS)
         jobs, shape = drawn((policy, number))
-        check(policy, case, jobs, shape, random_changes(draw, draw.randint(1, 20)))
+        check_laws(policy, case, jobs, shape, changes=random_changes(draw, draw.randint(1, 20)))
 
 
 # Single cases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,19 +17,13 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.instance.step_builder import StepBuilder
 from tests.support.examples import examples
-from tests.support.sched.complete import ROLES
-from tests.support.sched.harness import Job, Outcome, simulate
+from tests.support.sched.complete import JOB, ROLES
+from tests.support.sched.harness import Outcome, simulate
 
-JOB = st.builds(
-    lambda prompt, output, arrival, tpot, tier: Job(
-        range(prompt), output, arrival, SLO(ttft=0.1, tpot=tpot), tier=tier
-    ),
-    prompt=st.integers(1, 20),
-    output=st.integers(1, 14),
-    arrival=st.floats(0, 0.05),
-    tpot=st.sampled_from([0.001, 0.02, 0.3]),
-    tier=st.sampled_from([STANDARD, STANDARD, BEST_EFFORT]),
-)
+TIERED = st.builds(
+    lambda job, tpot, tier: replace(job, slo=SLO(0.1, tpot), tier=tier), JOB, st.sampled_from([0.001, 0.02, 0.3]),
+    st.sampled_from([STANDARD, STANDARD, BEST_EFFORT]),
+)  # fmt: skip
 
 
 class Checked(Scheduler):
@@ -49,7 +44,7 @@ def history(outcome: Outcome) -> list[Any]:
 
 
 @given(
-    jobs=st.lists(JOB, min_size=1, max_size=8),
+    jobs=st.lists(TIERED, min_size=1, max_size=8),
     roles=st.sampled_from(list(ROLES.values())),
     policy=st.sampled_from(["distserve", "kairos", "fairbatching", "slos_serve", "unified"]),
     pages=st.integers(9, 20),

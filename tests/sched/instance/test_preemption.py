@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from jaxserve.sched.api.policy import Decision, Grant, View
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.journal import replay
 from tests.support.examples import examples
-from tests.support.sched.complete import ROLES, check_complete, check_told
+from tests.support.sched.complete import JOB, ROLES, check_complete, check_told
 from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, every, simulate
 from tests.support.sched.recorded import perf, recorded
 
@@ -102,25 +103,11 @@ class Chaos:
         return Decision(tuple(grants), prompts=die.choice([1, 2, 1 << 30]))
 
 
-JOB = st.builds(
-    lambda start, prompt, output, arrival, cancel, ttft: Job(
-        range(start, start + prompt),
-        output,
-        arrival,
-        SLO(ttft=ttft),
-        cancel_at=None if cancel is None else arrival + cancel,
-    ),
-    start=st.sampled_from([0, 0, 1000, 2000]),  # equal starts share prefixes
-    prompt=st.integers(1, 20),
-    output=st.integers(1, 14),
-    arrival=st.floats(0, 0.02),
-    cancel=st.none() | st.floats(0, 0.05),
-    ttft=st.sampled_from([0.002, 0.005, 0.02, 8.0]),
-)
+URGENT = st.builds(lambda job, ttft: replace(job, slo=SLO(ttft)), JOB, st.sampled_from([0.002, 0.005, 0.02, 8.0]))
 
 
 @given(
-    jobs=st.lists(JOB, min_size=1, max_size=8),
+    jobs=st.lists(URGENT, min_size=1, max_size=8),
     roles=st.sampled_from(list(ROLES.values())),
     seed=st.none() | st.integers(0, 1000),
     pages=st.integers(9, 14),
@@ -150,13 +137,15 @@ def test_tiny_pools_with_preemption_never_deadlock(  # type: ignore[no-untyped-d
     check_complete(outcome, jobs, cancelled=True)
 
 
-@given(jobs=st.lists(JOB, min_size=1, max_size=6), fail=st.integers(3, 7), seed=st.integers(0, 1000))
+@given(jobs=st.lists(URGENT, min_size=1, max_size=6), fail=st.integers(3, 7), seed=st.integers(0, 1000))
 @settings(max_examples=examples(60))
 def test_steps_that_raise_among_suspended_ones_cost_no_token(jobs, fail, seed) -> None:  # type: ignore[no-untyped-def]
     check_told(preempting(jobs, pages=14, rows=4, tokens=16, fails=every(fail), policy=lambda: Chaos(seed)))
 
 
-@given(jobs=st.lists(JOB, min_size=1, max_size=10), seed=st.none() | st.integers(0, 1000), segments=st.integers(1, 10))
+@given(
+    jobs=st.lists(URGENT, min_size=1, max_size=10), seed=st.none() | st.integers(0, 1000), segments=st.integers(1, 10)
+)
 @settings(max_examples=examples(60))
 def test_preemption_neither_adds_nor_saves_time(jobs, seed, segments) -> None:  # type: ignore[no-untyped-def]
     """With whole prompts, one a step, the order does not matter: total time is that without preemption."""

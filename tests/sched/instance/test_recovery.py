@@ -155,6 +155,13 @@ def test_a_request_that_fails_in_its_first_step_costs_the_others_their_kv_once(p
     assert all(prefills(outcome, index) <= 2 for index in range(6)), [prefills(outcome, index) for index in range(6)]
 
 
+def test_several_failing_requests_all_fail_alone() -> None:
+    jobs = [Job(range(index * 50, index * 50 + 12), 20, 0.001 * index) for index in range(8)]
+    outcome = run(lambda name, plan: any(span.request in (1, 4, 5) for span in plan.spans), jobs)
+    reasons = [one.finish_reason for one in outcome.requests]
+    assert reasons == ["stop", "error", "stop", "stop", "error", "error", "stop", "stop"]
+
+
 @pytest.mark.parametrize("position", [12, 15, 30])
 @pytest.mark.parametrize("tokens", [5, 32])
 def test_a_request_that_fails_later_is_found_at_the_failing_position(position: int, tokens: int) -> None:
@@ -164,13 +171,6 @@ def test_a_request_that_fails_later_is_found_at_the_failing_position(position: i
     assert [one.finish_reason for one in outcome.requests] == ["stop", "stop", "error", "stop", "stop"]
     assert outcome.counters["mixed0"].rebuilds == 2
     assert all(len(one.output) == 40 for one in outcome.requests if one.finish_reason == "stop")
-
-
-def test_several_failing_requests_all_fail_alone() -> None:
-    jobs = [Job(range(index * 50, index * 50 + 12), 20, 0.001 * index) for index in range(8)]
-    outcome = run(lambda name, plan: any(span.request in (1, 4, 5) for span in plan.spans), jobs)
-    reasons = [one.finish_reason for one in outcome.requests]
-    assert reasons == ["stop", "error", "stop", "stop", "error", "error", "stop", "stop"]
 
 
 @pytest.mark.parametrize("rows", [2, 3, 8])

@@ -146,13 +146,14 @@ def test_recent_sessions_displace_others_and_prompts_above_the_bound_keep_their_
     assert kv.pins.take_totals() == PinTotals(displaced=2, evicted=5)
 
 
-def test_sessions_with_the_same_prefix_pin_it_once() -> None:
+def test_sessions_with_the_same_prefix_pin_it_once_and_end_once() -> None:
     kv = made()
     for session in "abcdefg":
         served(kv, 0, 12, session)
     assert kv.blocks.pins == 3 and len(list(kv.pins)) == 7
     served(kv, 1000, 60, "z")
     assert kv.pins.take_totals().displaced == 7
+    assert kv.pins.end("z") and kv.pins.pages_of("z") == 0 and not kv.pins.end("z")
 
 
 TURNS = st.lists(

@@ -1,4 +1,4 @@
-"""The dynamic program against its definition: all subsets, the paper's recurrence, and the paper's example."""
+"""The dynamic program against its definition: all subsets, and the example of the paper."""
 
 from __future__ import annotations
 
@@ -141,8 +141,13 @@ def test_no_set_of_more_value_exists(case, weighed: bool) -> None:  # type: igno
 
 
 def test_more_new_prompts_than_one_lot_decides() -> None:
-    """Of a hundred equal prompts due at 100, sixty fit, whatever the size of the lots."""
+    """Of a hundred equal prompts due at 100, sixty fit, whatever the size of the lots, which are smaller with more
+    kinds: of fourteen priorities at once ten fit, and the higher values are admitted.
+    """
     standing = Commitments(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
+    order = np.random.default_rng(0).permutation(14)
+    found = admitted(standing, prompts([100.0] * 14, [60.0] * 14, tpot=1e6), terms(), values(order.tolist()))
+    assert sorted(order[found].tolist()) == list(range(10))
     found = admitted(standing, prompts([100.0] * 100, [10.0] * 100, tpot=1e6), terms())
     assert int(found.sum()) == 60 and dp.MOST < 60
 
@@ -262,15 +267,6 @@ def test_a_value_is_that_of_a_priority() -> None:
     assert values([0, 1, -1, 3]).tolist() == [1.0, 0.5, 2.0, 0.125]
     assert values([10_000, -10_000]).tolist() == [2.0**-dp.SPAN, 2.0**dp.SPAN]
     assert values([dp.SPAN, -dp.SPAN]).sum() - 2.0**dp.SPAN == 2.0**-dp.SPAN
-
-
-def test_lots_are_smaller_with_more_kinds() -> None:
-    """Of fourteen priorities at once ten fit, and the higher values are admitted."""
-    standing = Commitments(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
-    new = prompts([100.0] * 14, [60.0] * 14, tpot=1e6)
-    order = np.random.default_rng(0).permutation(14)
-    found = admitted(standing, new, terms(), values(order.tolist()))
-    assert sorted(order[found].tolist()) == list(range(10))
 
 
 @pytest.mark.parametrize("chunk", [512, 2048, 8192])

@@ -8,9 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched import policies
-from jaxserve.sched.api.acceptance import draft_lengths
-from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.perf.drafted import FIRST, Drafted
@@ -70,16 +67,6 @@ def test_a_request_that_samples_without_drafts_does_not_draft() -> None:
     }
     assert not lengths[0] and lengths[1]
     assert lengths[2] and min(span.start for span in lengths[2]) >= 8 + 20 - 1
-
-
-def test_names() -> None:
-    policies.make("unified/draft")
-    policies.make("prefill=fcfs,decode=continuous/draft:no-adaptive")
-    with pytest.raises(InvalidValue, match="no option 'fast'"):
-        policies.make("kairos/draft:fast")
-    with pytest.raises(InvalidValue, match="choose one of draft"):
-        policies.make("kairos/guess")
-    assert draft_lengths(1) == (1,) and draft_lengths(4) == (1, 2, 4) and draft_lengths(6) == (1, 2, 4, 6)
 
 
 # ---- measurements

@@ -145,28 +145,24 @@ def times(policy: str, tokens: int, **shape: Any) -> list[float]:
     return [request.token_times[0] - request.arrival for request in outcome.requests]
 
 
-def test_fcfs_makes_every_prompt_wait_for_the_long_one() -> None:
-    for tokens in (8 * K, 128 * K):
-        ends = times("distserve", tokens, prompts=1)
-        assert ends == pytest.approx([LONG, *(LONG + SHORT * (i + 1) - 1.0 for i in range(10))])
-
-
 @pytest.mark.parametrize(
-    ("boundary", "tokens", "preemptible", "segments", "stopped"),
+    ("policy", "tokens", "segments", "stopped"),
     [
-        ("whole prompt", 128 * K, False, 1, LONG),
-        ("chunk", 8 * K, False, 1, SHORT),
-        ("layer of a prompt", 128 * K, True, 64, 2.048),
-        ("op of a prompt", 128 * K, True, 320, 1.2288),
-        ("layer of a chunk", 8 * K, True, 64, 1.024),
-        ("op of a chunk", 8 * K, True, 320, 1.024),
+        pytest.param("distserve", 128 * K, 1, LONG, id="fcfs, whole prompt"),
+        pytest.param("distserve", 8 * K, 1, LONG, id="fcfs, chunk"),
+        pytest.param("flowprefill", 128 * K, 1, LONG, id="whole prompt"),
+        pytest.param("flowprefill", 8 * K, 1, SHORT, id="chunk"),
+        pytest.param("flowprefill", 128 * K, 64, 2.048, id="layer of a prompt"),
+        pytest.param("flowprefill", 128 * K, 320, 1.2288, id="op of a prompt"),
+        pytest.param("flowprefill", 8 * K, 64, 1.024, id="layer of a chunk"),
+        pytest.param("flowprefill", 8 * K, 320, 1.024, id="op of a chunk"),
     ],
 )
-def test_flowprefill_makes_short_prompts_wait_for_the_next_boundary_only(
-    boundary: str, tokens: int, preemptible: bool, segments: int, stopped: float
+def test_short_prompts_wait_for_the_long_one_or_for_the_next_boundary_only(
+    policy: str, tokens: int, segments: int, stopped: float
 ) -> None:
     """The first short prompt starts at the boundary; the long one ends after all of them, with no work lost."""
-    ends = times("flowprefill", tokens, preemptible=preemptible, segments=segments)
+    ends = times(policy, tokens, preemptible=segments > 1, segments=segments, prompts=1)
     shorts = [stopped + SHORT * (i + 1) - 1.0 for i in range(10)]
     long = LONG if stopped == LONG else LONG + 10 * SHORT
     assert ends == pytest.approx([long, *shorts], rel=1e-9)

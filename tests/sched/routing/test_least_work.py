@@ -148,13 +148,6 @@ def test_an_answer_in_a_lost_pool_is_not_written_back(monkeypatch: pytest.Monkey
     assert found.requests[1].cached == 16 and len(sent) > 2
 
 
-def test_write_back_takes_no_pages_from_waiting_prompts() -> None:
-    """The prefill instance has 16 pages; a prompt of 15 pages waits when the first answer is done."""
-    jobs = [*rounds(9), Job(range(1000, 1060), 2, 0.0), Job(range(2000, 2060), 2, 0.0)]
-    found = serve(jobs, PD, routing=GIVE, pages=16, prefix_caching=True)
-    check_complete(found, jobs)
-
-
 @given(
     jobs=st.lists(JOB, min_size=1, max_size=8),
     roles=st.sampled_from([ROLES["2x1"], ROLES["4x1"]]),

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from unittest.mock import patch
 
 import pytest
 
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.routing.base import Fleet
 from jaxserve.sched.routing.role_balancer import RoleBalancer
-from jaxserve.sched.sim import Arrival, Mesh, simulate
-from jaxserve.sched.sim.options import Options
 from tests.support.sched.fleet import decodes, fleet, instance
 from tests.support.sched.fleet import request as prompt
-from tests.support.sched.latency import LATENCY
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 
@@ -89,24 +83,3 @@ def test_the_least_loaded_instance_changes_and_changes_back_as_prompts_or_slots_
             now.instances[2].cancel(id, "stop")
         assert apply_roles(balancer, now, offered) == back
         assert apply_roles(balancer, now, 0.6) == ({} if back else {1: P})
-
-
-def test_long_answers_get_slots_on_an_idle_prefill_instance() -> None:
-    """12 answers of 0.9 s a second need 11 slots; two instances of four slots have eight."""
-    arrivals = [Arrival(0.085 * one, 20, 400, SLO(ttft=0.0075, tpot=0.004)) for one in range(100)]
-    set_roles, changes = Cluster.set_roles, []
-
-    def noted(self: Cluster, roles: Mapping[int, Role]) -> None:
-        changes.append(dict(roles))
-        set_roles(self, roles)
-
-    def run(routing: str) -> float:
-        report = simulate(arrivals, "unified", Mesh(4), LATENCY, options=Options(routing=routing, rows=4))
-        assert report.summary.reasons == {"stop": 100}
-        return report.summary.attained
-
-    with patch.object(Cluster, "set_roles", noted):
-        stay = run("unified:no-decode-in-place+no-change-roles")
-        assert not changes
-        assert run("unified:no-decode-in-place") > stay + 0.1
-    assert [role for change in changes for role in change.values()][:2] == [D, P]

@@ -19,7 +19,6 @@ from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, Report, simulate
 from jaxserve.sched.sim.bounds import bounds, goodput_bounds
 from jaxserve.sched.sim.oracle import Details, bound, goodput_bound, sustained_bound
-from jaxserve.sched.sim.sweep import goodput_search
 from jaxserve.sched.sim.workload import scale_slo
 from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, POLICIES, ROUTERS
@@ -27,14 +26,6 @@ from tests.support.sched.presets import CHAT, TINY
 
 QUIET = replace(TINY, noise=0.0)
 HARD = replace(CHAT, ttft=0.02, tpot=0.003)
-
-
-def test_no_policy_sustains_a_higher_rate() -> None:
-    found = goodput_search(
-        HARD, ["distserve", "kairos", "edf"], "2x1", QUIET, num_requests=60, start=100.0, tolerance=0.1
-    )
-    [highest] = goodput_bounds(HARD, "2x1", QUIET, num_requests=60, options=Options(routing="least_work"))
-    assert all(0 < one.rate <= highest for one in found.values())
 
 
 def test_the_bound_ignores_best_effort() -> None:

@@ -8,14 +8,6 @@ from jaxserve.sched.api.errors import JaxserveError
 from jaxserve.sched.sim import clock
 
 
-def test_a_day_passes_at_once() -> None:
-    async def main() -> float:
-        await asyncio.sleep(86_400)
-        return asyncio.get_running_loop().time()
-
-    assert clock.run(main()) == 86_400
-
-
 def test_time_is_monotone_and_ties_keep_priority_then_order() -> None:
     seen: list[tuple[float, str]] = []
 

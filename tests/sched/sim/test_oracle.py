@@ -59,17 +59,9 @@ def test_four_thousand_requests_are_solved() -> None:
     assert 3000 < most_on_time(release, release + 8.0, work) < 4000
 
 
-@settings(deadline=None, max_examples=examples(50))
-@given(JOBS)
-@example([(0, 4, 2), (1, 1, 1), (0, 4, 1)])
-def test_windows_never_undercount(jobs: Jobs) -> None:
-    release, deadline, work = columns(jobs)
-    value = most_value(release, deadline, work, np.ones(len(jobs)))
-    assert brute_force(release, deadline, work) <= value + 1e-9 <= len(jobs) + 2e-9
-
-
 @settings(deadline=None, max_examples=examples(60))
 @given(JOBS, st.lists(st.floats(0.1, 1.0), min_size=8, max_size=8))
+@example([(0, 4, 2), (1, 1, 1), (0, 4, 1)], [1.0] * 8)
 def test_windows_solve_the_linear_program(jobs: Jobs, values: list[float]) -> None:
     release, deadline, work = columns(jobs)
     value = np.array(values[: len(jobs)])

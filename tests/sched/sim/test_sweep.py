@@ -50,8 +50,8 @@ def test_goodput_holds_at_its_rate_and_not_slightly_above() -> None:
         TINY,
         seeds=[0, 1],
         num_requests=30,
-        start=40.0,
-        tolerance=0.1,
+        start=200.0,
+        tolerance=0.2,
         progress=lambda done, total: seen.append((done, total)),
     )
     assert list(found) == ["distserve", "kairos"]
@@ -61,7 +61,7 @@ def test_goodput_holds_at_its_rate_and_not_slightly_above() -> None:
             shares.setdefault(one.rate, []).append(one.summary.attained)
         assert all(len(each) == 2 for each in shares.values()) and list(shares) == sorted(shares)
         above = min(other for other in shares if other > rate)
-        assert sum(shares[rate]) / 2 >= 0.9 > sum(shares[above]) / 2 and above <= rate * 1.1
+        assert sum(shares[rate]) / 2 >= 0.9 > sum(shares[above]) / 2 and above <= rate * 1.2
     assert seen[-1][0] == seen[-1][1] == sum(len(one.reports) for one in found.values())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -13,10 +13,12 @@ from jaxserve.sched import policies
 from jaxserve.sched.api.log import Log
 from jaxserve.sched.api.perf import Form, PerfModel
 from jaxserve.sched.api.plan import Span
-from jaxserve.sched.api.policy import Decision, Policy, QueueView, Task, View
+from jaxserve.sched.api.policy import Decision, Policy, QueueView, Role, Task, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request, RequestView, State
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.sim import clock
+from tests.support.sched.cases import MESHES, Case
+from tests.support.sched.complete import check_complete
 from tests.support.sched.harness import Job, Outcome, simulate
 
 Record = tuple[float, str, str, Any]  # time, instance, kind, value
@@ -206,6 +208,31 @@ def check_tokens(outcome: Outcome, records: Sequence[Record], page_size: int) ->
             if span.samples and not any(one.samples for _, one in spans[request.id][:place]) and request.token_times:
                 assert request.token_times[0] >= finished
         assert not request.output or at >= request.prompt_length
+
+
+def check_laws(
+    policy: str,
+    case: Case,
+    jobs: Sequence[Job],
+    shape: Mapping[str, Any],
+    *,
+    changes: Sequence[tuple[float, Mapping[int, Role]]] = (),
+    faults: Callable[[], dict[str, Any]] = dict,
+) -> None:
+    """Check all laws of a run, and that an equal run, whose policy is sealed, has an equal history.
+
+    changes: of roles. faults: Makes what fails in a run, anew for each.
+    """
+    mesh, routing, admission = case
+    histories = []
+    for seal in (False, True):
+        watch = Watch(policy, seal=seal)
+        setup = {"routing": routing, "admission": admission, "role_changes": changes, **faults(), **shape}
+        outcome = watch.run(jobs, MESHES[mesh], **setup)
+        check_complete(outcome, jobs, refuses=admission.endswith(":refuse"))
+        check_tokens(outcome, watch.records, page_size=4)
+        histories.append((watch.records, outcome.ended, [one.token_times for one in outcome.requests]))
+    assert histories[0] == histories[1]
 
 
 def first_difference(one: Outcome, other: Outcome) -> float:
