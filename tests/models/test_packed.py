@@ -27,7 +27,7 @@ from tests.support.models.driver import Driver, mesh, peer
 
 TOOLS = Path(__file__).parent / "packed_by_tools.safetensors"  # a linear layer in each form, by public tools
 with safe_open(TOOLS, framework="numpy") as tools:
-    FORMS = {name: json.loads(told) for name, told in tools.metadata().items()}
+    FORMS = {name: json.loads(told) for name, told in sorted(tools.metadata().items())}
 MODELS = CASES | FULL
 
 
