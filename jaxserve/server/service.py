@@ -36,6 +36,7 @@ from jaxserve.server.objectives import objectives_of
 from jaxserve.server.openai import ChatBody, CompletionBody, M, Sampled, params_of, parse
 from jaxserve.server.pacing import Pace, paced
 from jaxserve.server.prompts import Prompts
+from jaxserve.server.sse import while_connected
 from jaxserve.server.structured import compiled, constraint_of
 from jaxserve.server.texts import SHORT
 from jaxserve.server.tracing import Trace, Tracing
@@ -109,7 +110,9 @@ class Service:
     async def read(self, request: Request, kind: type[M]) -> M:
         """Return the body of a request. Raises InvalidValue as `parse` does."""
         raw = await request.body()
-        return await self.aside(lambda: parse(raw, kind), len(raw))
+        parsing = self.aside(lambda: parse(raw, kind), len(raw))
+        waits = len(raw) > SHORT  # for other texts, while its client may leave
+        return await (while_connected(request.receive, parsing, self.ending) if waits else parsing)
 
     async def aside(self, work: Callable[[], T], size: int) -> T:
         """Run work on a text of so many characters: in a text thread if it would hold the event loop up."""
