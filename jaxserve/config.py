@@ -97,9 +97,8 @@ class ServeConfig(OperationSettings):
         None, "model", "Longest prompt plus output, in tokens. Default: the model's own limit."
     )
     seed: Annotated[int, Range(0)] | None = flag(
-        None, "model", "Seed of requests without one, for equal outputs in every run (default: random), and of dummy "
-        "weights (default: 0).",
-    )  # fmt: skip
+        None, "model", "Seed of requests without one (default: random), and of dummy weights (default: 0)."
+    )
     pooling_type: PoolingType = flag(
         "last", "model", "How /v1/embeddings, /pooling and /v1/score make one vector of a text: the hidden state of "
         "its last token, or the mean over all. Requests can override it with pooling_type.",

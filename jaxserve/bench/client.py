@@ -190,11 +190,7 @@ def refusal(status: int, body: str) -> str:
 
 
 class HttpSender:
-    """Sends calls with aiohttp and a JSON parser.
-
-    Costs a fifth of the openai client per token, and 2 ms less than httpx before the first token, which would count
-    as the server's time.
-    """
+    """Sends calls with aiohttp and a JSON parser: what a client spends would count as the server's time."""
 
     def __init__(self, client: Any, target: Target) -> None:
         self._client = client

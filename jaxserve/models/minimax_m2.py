@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,16 +14,19 @@ from jaxserve.models.spec import Experts, ModelSpec, common, need
 
 def read(config: Config) -> ModelSpec:
     facts = common(_partial(config), partials=True)
-    moe = Experts(
+    return ModelSpec(**facts, qk_norm="all", moe=experts(config, facts, scoring="sigmoid", corrected=True))
+
+
+def experts(config: Config, facts: Mapping[str, Any], **more: Any) -> Experts:
+    """Return experts in every layer, as large as the dense feed-forward would be; `more`: other fields."""
+    return Experts(
         experts=int(need(config, "num_local_experts")),
         chosen=int(need(config, "num_experts_per_tok")),
         ff_dim=facts["ff_dim"],
         layers=(True,) * facts["layers"],
         normalized=True,
-        scoring="sigmoid",
-        corrected=True,
+        **more,
     )
-    return ModelSpec(**facts, qk_norm="all", moe=moe)
 
 
 def _partial(config: Config) -> Config:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jaxserve.models.context_length import Config
-from jaxserve.models.minimax_m2 import Decoder
-from jaxserve.models.spec import Experts, ModelSpec, common, need
+from jaxserve.models.minimax_m2 import Decoder, experts
+from jaxserve.models.spec import ModelSpec, common
 
 __all__ = ["Decoder", "read"]
 
@@ -17,11 +17,4 @@ DEFAULTS = {
 def read(config: Config) -> ModelSpec:
     config = {**DEFAULTS, **config}
     facts = common(config, windows=True)
-    moe = Experts(
-        experts=int(need(config, "num_local_experts")),
-        chosen=int(need(config, "num_experts_per_tok")),
-        ff_dim=facts["ff_dim"],
-        layers=(True,) * facts["layers"],
-        normalized=True,
-    )
-    return ModelSpec(**facts, moe=moe)
+    return ModelSpec(**facts, moe=experts(config, facts))

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from jaxserve.models.json_file import parsed
 from jaxserve.models.narrow import SCALE
+from jaxserve.models.tensor_file import header_of
 
 PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
 FUSED = {"qkv_proj.": ("q_proj.", "k_proj.", "v_proj."), "gate_up_proj.": ("gate_proj.", "up_proj.")}
@@ -28,9 +28,8 @@ def lacks_head(folder: Path) -> bool:
     for path in folder.glob("*.safetensors"):
         if not path.is_file():
             continue
-        with suppress(OSError, ValueError, AttributeError), path.open("rb") as file:  # reported when it is loaded
-            size = int.from_bytes(file.read(8), "little")
-            names |= parsed(file.read(size if size <= path.stat().st_size else 0)).keys()
+        with suppress(OSError, ValueError):  # reported when it is loaded
+            names |= header_of(path)[0].keys()
     return any(name.endswith("embed_tokens.weight") for name in names) and not any("lm_head." in name for name in names)
 
 

@@ -30,17 +30,26 @@ DTYPES: dict[str, Any] = {
 }
 
 
+def header_of(path: Path) -> tuple[dict[str, Any], int]:
+    """Return what the header of a file says of each tensor, and where the tensors start. Raises OSError, ValueError."""
+    with path.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        if size > path.stat().st_size:
+            raise ValueError("the header is cut off")
+        header = parsed(stream.read(size))
+    if not isinstance(header, dict):
+        raise ValueError("the header is no JSON object")
+    header.pop("__metadata__", None)
+    return header, 8 + size
+
+
 class TensorFile:
     """An open safetensors file. Raises what `safe_open` raises if the file is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._checked: Any = safe_open(path, framework="numpy")
-        with path.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            self._header: dict[str, Any] = parsed(stream.read(size))
-        self._header.pop("__metadata__", None)
-        self._start = 8 + size
+        self._header, self._start = header_of(path)
 
     def __enter__(self) -> Self:
         self._checked.__enter__()

@@ -337,7 +337,7 @@ def _check_unicode(data: Any) -> None:
 def _decoded(text: str) -> Any:
     """Return the value of a JSON text. Raises ValueError, RecursionError, or InvalidValue for half a surrogate pair.
 
-    msgspec takes a quarter of the time of `json`, in which no other thread runs, and refuses halves of surrogate pairs;
+    msgspec holds other threads up for less time than `json` (docs/log.md), and refuses halves of surrogate pairs;
     `json` explains what is wrong.
     """
     try:

@@ -12,6 +12,7 @@ from jaxserve.server import failures
 from jaxserve.tokenizer import Tokenizer
 from tests.support.agents.scripted import Treasure, serving
 from tests.support.agents.started import answer
+from tests.support.server.live import Live
 
 
 @pytest.fixture
@@ -62,21 +63,27 @@ LOADS: list[Exception] = [
 ]
 
 
+def refuse_first(live: Live, load: Exception) -> list[Exception]:
+    """Let a server refuse its first request; return a list that has `load` afterwards."""
+    submit, told = live.engine.submit, list[Exception]()
+
+    def submitted(*given: Any) -> int:
+        if not told:
+            told.append(load)
+            raise load
+        return int(submit(*given))
+
+    live.engine.submit = submitted
+    return told
+
+
 @pytest.mark.parametrize("load", LOADS, ids=str)
 @pytest.mark.parametrize("agent", CODERS)
 def test_agents_come_again(agent: str, load: Exception, installed: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """A load that passes does not end their task."""
     treasure = Treasure(tmp_path / "work")
     live = serving(tokenizer, treasure)
-    submit, told = live.engine.submit, list[Exception]()
-
-    def refuses_first(*given: Any) -> int:
-        if not told:
-            told.append(load)
-            raise load
-        return int(submit(*given))
-
-    live.engine.submit = refuses_first
+    told = refuse_first(live, load)
     said = answer(agent, installed, tmp_path, treasure, live)
     assert told and treasure.value in said, said[-4000:]
 
@@ -88,16 +95,7 @@ def test_claude_code_leaves_for_its_fallback_at_503_only(
     """A full queue must not send it to another model: it passes."""
     treasure = Treasure(tmp_path / "work")
     live = serving(tokenizer, treasure, served_model_name=("jaxserve-demo", "other"))
-    submit, told, asked = live.engine.submit, list[Exception](), set[str | None]()
-    check = live.service.check_model
-
-    def refuses_first(*given: Any) -> int:
-        if not told:
-            told.append(load)
-            raise load
-        return int(submit(*given))
-
-    live.engine.submit = refuses_first
+    told, asked, check = refuse_first(live, load), set[str | None](), live.service.check_model
     live.service.check_model = lambda name: (asked.add(name), check(name))[1]  # type: ignore[method-assign]
     said = answer("Claude Code", installed, tmp_path, treasure, live, "--fallback-model", "other")
     assert told and treasure.value in said, said[-4000:]
