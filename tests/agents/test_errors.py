@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from jaxserve.errors import ContextOverflow, QueueFull
 from jaxserve.server import failures
+from jaxserve.server.guard import Guard
 from jaxserve.tokenizer import Tokenizer
 from tests.support.agents.scripted import Treasure, serving
 from tests.support.agents.started import answer
@@ -107,7 +109,20 @@ FAULTS: dict[int, tuple[dict[str, Any], str, str]] = {
     401: ({"api_key": ("right",)}, "a wrong API key", "a wrong API key"),
     404: ({"served_model_name": ("other",)}, "is not served here", "There's an issue with the selected model"),
     413: ({"max_body_size": 1000}, "the body is larger than 1000 bytes", "Request too large"),
+    415: ({}, "send the body without compression", "send the body without compression"),
 }
+
+
+def compress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say of each body that it is compressed, as a proxy before the server may: no agent does."""
+    inner = Guard.__call__
+
+    async def compressed(self: Guard, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") == "POST":
+            scope["headers"] = [*scope["headers"], (b"content-encoding", b"br")]
+        await inner(self, scope, receive, send)
+
+    monkeypatch.setattr(Guard, "__call__", compressed)
 
 
 @pytest.mark.parametrize("status", FAULTS)
@@ -127,6 +142,8 @@ def test_agents_say_what_is_wrong(
     monkeypatch.setattr(failures, "refusal", refusal)
     treasure = Treasure(tmp_path / "work")
     live = serving(tokenizer, treasure, **settings)
+    if status == 415:
+        compress(monkeypatch)
     said = answer(agent, installed, tmp_path, treasure, live)
     assert (of_claude if agent == "Claude Code" else words) in said, said[-4000:]
     assert 1 <= told.count(status) <= 6 and not live.engine.submitted, told

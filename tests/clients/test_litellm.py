@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.server.live import MODEL
+from jaxserve.errors import QueueFull
+from tests.support.server.live import MODEL, Live
 from tests.support.shapes import ASK, CITIES, NAMED, WEATHER, Trip, weather
 
 # `hosted_vllm` takes `additionalProperties` out of schemas, so the demo model writes more of them until it is cut.
@@ -78,6 +79,30 @@ def test_errors_are_of_their_class(given: dict[str, Any]) -> None:
 
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(**given, messages=ASK, temperature=-1)
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_full_queue_passes(base: str, live: Live, retries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """529 of /v1/messages is an error by which LiteLLM's router falls back, or it comes again if it may."""
+    import litellm
+
+    told, submit = list[Exception](), live.service.engine.submit
+
+    def submitted(*given: Any) -> int:
+        if not told:
+            told.append(QueueFull("1 request waits", 0.1))
+            raise told[0]
+        return submit(*given)
+
+    monkeypatch.setattr(live.service.engine, "submit", submitted)
+    asked = {"model": f"anthropic/{MODEL}", "api_base": live.url, "api_key": "none", "num_retries": retries}
+    if retries:
+        answer = litellm.completion(**asked, messages=ASK, max_tokens=5)
+        assert answer.usage.completion_tokens > 0
+    else:
+        with pytest.raises(litellm.InternalServerError, match="1 request waits"):
+            litellm.completion(**asked, messages=ASK, max_tokens=5)
+    assert told
 
 
 def test_responses(given: dict[str, Any]) -> None:
