@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.server.live import connect
 from tests.support.server.processes import JOIN, alive, children, served
@@ -23,6 +24,7 @@ BOMBS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.full
 def test_bombs_cost_others_nothing(tmp_path: Path) -> None:
     with served("--ray local --api-server-count 2", tmp_path / "log", replicas=2) as server, ExitStack() as held:
         for _ in range(200):
