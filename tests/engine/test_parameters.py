@@ -21,6 +21,8 @@ def test_min_tokens_holds_back_stop_tokens(executor: JaxExecutor) -> None:
     assert alone(executor, Job(PROMPT, params), 1) != free[:1]
     params = SamplingParams(temperature=0, min_tokens=1, max_tokens=None)
     assert alone(executor, Job(PROMPT, params, eos=(free[3],)), 8) == free  # only the first is held back
+    params = SamplingParams(temperature=0, min_tokens=2**63, max_tokens=None)  # more than any context, or an int64
+    assert not set(alone(executor, Job(PROMPT, params, eos=ends), 12)) & set(ends)
 
 
 def test_logit_bias_forces_and_forbids(executor: JaxExecutor) -> None:

@@ -14,7 +14,7 @@ import os
 import random
 import resource
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from tests.support.fuzz.mutation import Case, case
 BARE, FULL = 2_000, 100_000
 AT_ONCE = 24
 PATIENCE = 60.0  # seconds for one answer on a busy machine
-ALLOWED = {200, 400, 401, 404, 413, 415, 429, 499, 503}
-OURS = {"queue_full"}  # codes of 503 that are expected here: the queue holds 64
+ALLOWED = {200, 400, 401, 404, 413, 415, 429, 499, 503, 529}
+OURS = {"queue_full"}  # codes of 503 and 529 that are expected here: the queue holds 64
 
 
 async def ask(app: Any, one: Case) -> tuple[int, bytes]:
@@ -75,36 +75,44 @@ def judge(one: Case, status: int, body: bytes) -> str | None:
         error = json.loads(body)["error"]
         if set(error) != {"message", "type", "param", "code"} or not error["message"]:
             return "not the shape of an error"
-        if status == 503 and error["code"] not in OURS:
-            return "a 503 that is not ours to give"
+        if status > 500 and error["code"] not in OURS:
+            return f"a {status} that is not ours to give"
         return "megabytes repeated" if len(body) > 1500 or b"Q" * 201 in body else None
-    if body.startswith(b"event: "):
-        return judge_named(body)
-    if not body.startswith(b"data: "):
+    blocks = [block for block in body.decode().split("\n\n") if not block.startswith(": ")]  # comments while it waits
+    if blocks[0].startswith("event: "):
+        return judge_named(blocks[:-1])
+    if not blocks[0].startswith("data: "):
         json.loads(body)
         return None
-    events = body.decode().split("\n\n")[:-1]
+    events = blocks[:-1]
     if events[-1] != "data: [DONE]":
         return "a stream without an end"
     for event in events[:-1]:
         data = json.loads(event.removeprefix("data: "))
-        if "error" in data and data["error"]["code"] not in OURS:
+        if "error" in data and not told_late(data["error"]):
             return "an error amid a stream"
     return None
+
+
+def told_late(error: dict[str, Any]) -> bool:
+    """Return whether an error event is a refusal that came after the stream's headers: a full queue, or a 400."""
+    return error["code"] in OURS or error["type"] == "invalid_request_error"
 
 
 ENDS = ("response.completed", "response.incomplete", "message_stop")
 
 
-def judge_named(body: bytes) -> str | None:
+def judge_named(blocks: Sequence[str]) -> str | None:
     """Return what is wrong with a stream of responses or messages, or None."""
     events = []
-    for block in body.decode().split("\n\n")[:-1]:
+    for block in blocks:
         name, _, data = block.partition("\n")
         events.append(json.loads(data.removeprefix("data: ")))
         if name != f"event: {events[-1]['type']}":
             return "an event that is not what its name says"
-    if events[-1]["type"] == "error" and events[-1]["error"]["code"] in OURS:
+    if events[-1]["type"] == "error" and told_late(events[-1]["error"]):
+        return None
+    if events[-1]["type"] == "response.failed" and events[-1]["response"]["error"]["code"] == "invalid_prompt":
         return None
     return None if events[-1]["type"] in ENDS else "a stream without an end"
 

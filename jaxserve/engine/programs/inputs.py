@@ -230,7 +230,7 @@ class SlotTable:
         row[[Column.SEED, Column.SEED_HIGH]] = np.array([begin.seed & (2**64 - 1)], np.uint64).view(np.int32)
         row[Column.LOGPROBS] = params.logprobs is not None
         if params.min_tokens and not params.constrained:  # masks include bans
-            self.bans_until[slot] = begin.prompt_length + params.min_tokens
+            self.bans_until[slot] = begin.prompt_length + min(params.min_tokens, np.iinfo(np.int32).max)
             self.bans[slot] = np.array(banned(params, begin.eos), np.int32)[: ADJUSTED - len(biased)]
         if biased:
             self.biases[slot] = np.array(biased, np.int32), np.array([b for _, b in params.logit_bias], np.float32)

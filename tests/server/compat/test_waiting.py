@@ -118,3 +118,12 @@ def test_the_clients_wait(fake: Any) -> None:
         list(live.client.chat.completions.create(model=MODEL, messages=HI, stream=True))
     with pytest.raises(anthropic.APIStatusError, match="out of luck"):
         list(live.anthropic.messages.create(model=MODEL, messages=HI, max_tokens=2, stream=True))
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_late_400_of_responses_is_not_sent_again(fake: Any) -> None:
+    """`server_error` would be: OpenAI's own code for what the client must change is `invalid_prompt`."""
+    live = fake(delay=3600.0)
+    live.engine.reject = "no token is left to sample"
+    _, lines = waited(live, "/v1/responses", 1)
+    assert events(lines)[-1]["response"]["error"] == {"code": "invalid_prompt", "message": live.engine.reject}

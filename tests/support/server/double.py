@@ -44,7 +44,7 @@ class Double:
         self.healthy = True
         self.unlucky: int | None = 13  # the token of prompts that are refused
         self.fail_after: int | None = None  # tokens after which each request fails
-        self.reject: str | None = None
+        self.reject: str | None = None  # why each request is refused, before its first token
         self.writes: list[int] = []  # tokens of the outputs, instead of the prompt's
         self.submitted: list[Request] = []
         self.cancelled: dict[int, str] = {}
@@ -78,20 +78,17 @@ class Double:
     def _run(self, request: Request, tell: Callable[[Delta], None]) -> None:
         params, id, left = request.params, request.id, self._left[request.id]
         request.scheduled_at = time.monotonic()
-        if self.reject is not None:
-            self._end(request, "rejected")
-            tell(Delta(id, finish_reason="rejected", error=self.reject))
-            return
         room = self.info.max_model_len - request.prompt_length
         for count, token in enumerate(self.writes or itertools.cycle(request.prompt), 1):
             if self.delay:
                 left.wait(self.delay)  # a cancelled request ends at once
             else:
                 time.sleep(0)  # lets the server's thread run, which an event's wait does not
-            if id in self.cancelled or self.fail_after == count - 1:
-                reason = self.cancelled.get(id, "error")
+            if id in self.cancelled or self.reject is not None or self.fail_after == count - 1:
+                reason = self.cancelled.get(id, "rejected" if self.reject else "error")
                 self._end(request, reason)
-                tell(Delta(id, finish_reason=reason, error="out of luck" if reason == "error" else None))
+                why = {"rejected": self.reject, "error": "out of luck"}.get(reason)
+                tell(Delta(id, finish_reason=reason, error=why))
                 return
             request.output.append(token)
             request.token_times.append(time.monotonic())
