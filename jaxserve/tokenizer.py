@@ -19,7 +19,6 @@ from jaxserve.yamlio import text_of
 
 _LOCAL = re.compile(r"name_or_path|is_local|local_files_only|backend|.*_file")  # where files are, not what they say
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE = "\u2581"  # SentencePiece's visible space
 
 Message = Mapping[str, Any]
 
@@ -69,7 +68,7 @@ class Tokenizer:
         self._hf = hf
         self._template = chat_template
         self._roles = lru_cache(maxsize=16)(self._roles_of)
-        self.piece_bytes = lru_cache(maxsize=65536)(self._piece_bytes)
+        self._pieces = lru_cache(maxsize=65536)(self._piece)
         self._lock = threading.Lock()  # for tokenizers that encode in Python
         if self._reentrant:
             self._backend.no_truncation()  # transformers disables both at each call, which is not thread-safe
@@ -253,25 +252,33 @@ class Tokenizer:
         state = json.loads(decoder.__getstate__())
         return any(part.get("type") == "ByteLevel" for part in [state, *state.get("decoders", ())])
 
-    def _piece_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; a character may span several tokens."""
+    def piece_bytes(self, token: int, after: int | None = None) -> bytes:
+        """Return the bytes of a token; a character may span several tokens.
+
+        after: the token before it that has text; None: the text begins with it.
+        """
+        return self._pieces(token, None if self._byte_level else after)
+
+    def _piece(self, token: int, after: int | None) -> bytes:
         piece = self._hf.convert_ids_to_tokens(token)
         if piece is None:
             return b""
-        if token in self.special:
-            return str(piece).encode()
         if self._byte_level:
             table = _byte_alphabet()
             if all(c in table for c in piece):
                 return bytes(table[c] for c in piece)
             return str(piece).encode()
-        if match := _BYTE_PIECE.fullmatch(piece):
-            return bytes([int(match[1], 16)])
-        return str(piece).replace(_SPACE, " ").encode()
+        if token in self.byte_fallback:
+            return bytes([int(piece[3:5], 16)])
+        if after is None:
+            return self.decode([token]).encode()
+        before, both = self.decode([after]), self.decode([after, token])
+        return both[common(before, both) :].encode()
 
-    def piece(self, token: int) -> str:
-        """Return a token as text, for lists of log-probabilities."""
-        return self.piece_bytes(token).decode("utf-8", errors="replace")
+
+def common(a: str, b: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    return next((at for at, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))
 
 
 def _without_no_calls(message: Message) -> dict[str, Any]:
