@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxserve import demo
 from jaxserve.errors import InvalidValue
+from jaxserve.tools.native import form_of, in_form
 from jaxserve.tools.prompt import as_text, demands_short_ids, has_calls, knows_tools, with_objects, with_short_ids
 from jaxserve.tools.roles import Roles, fitted, unusual
 from jaxserve.yamlio import text_of
@@ -162,6 +163,10 @@ class Tokenizer:
             given = fitted(given, self._roles(template))
         if demands_short_ids(text):
             given = with_short_ids(given)
+        arguments = dict(arguments or {})
+        if form := form_of(text):
+            given = in_form(form, given, tools or ())
+            arguments |= {form.tools: list(tools)} if tools and form.tools else {}
         forms: Iterable[Sequence[Message]] = [given]
         if has_calls(given):  # some templates read arguments as objects only, others join their text with others
             forms = (form(given) for form in (with_objects, partial(with_objects, wrapped=True), list))
@@ -172,7 +177,7 @@ class Tokenizer:
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **(arguments or {}),
+            **arguments,
         )
         return _first_that_renders(render, forms)
 
