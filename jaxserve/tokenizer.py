@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxserve import demo
 from jaxserve.errors import InvalidValue
+from jaxserve.tools.budget import Budget, metered, within
 from jaxserve.tools.native import form_of, in_form
 from jaxserve.tools.prompt import as_text, demands_short_ids, has_calls, knows_tools, with_objects, with_short_ids
 from jaxserve.tools.roles import Roles, fitted, unusual
@@ -20,6 +21,8 @@ from jaxserve.yamlio import text_of
 
 _LOCAL = re.compile(r"name_or_path|is_local|local_files_only|backend|.*_file")  # where files are, not what they say
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+PROBE = Budget(steps=20_000, seconds=1.0)  # of the short conversations that tell what roles a template takes
 
 Message = Mapping[str, Any]
 
@@ -171,10 +174,10 @@ class Tokenizer:
         if has_calls(given):  # some templates read arguments as objects only, others join their text with others
             forms = (form(given) for form in (with_objects, partial(with_objects, wrapped=True), list))
         render = partial(
-            self._hf.apply_chat_template,
-            chat_template=template,
+            self._rendered,
+            Budget(),
+            template,
             tools=list(tools) if tools else None,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **arguments,
@@ -182,8 +185,14 @@ class Tokenizer:
         return _first_that_renders(render, forms)
 
     def _roles_of(self, template: str | None) -> Roles:
-        render = partial(self._hf.apply_chat_template, chat_template=template, tokenize=False)
-        return Roles.of(render, template or self.template_text)
+        return Roles.of(partial(self._rendered, PROBE, template), template or self.template_text)
+
+    def _rendered(self, budget: Budget, template: str | None, messages: Sequence[Message], **given: Any) -> str:
+        """Render messages within a budget. Raises whatever a template raises, and OverBudget."""
+        metered(self._hf.get_chat_template(template, given.get("tools")))
+        render = partial(self._hf.apply_chat_template, messages, chat_template=template, tokenize=False, **given)
+        text: str = within(budget, render)
+        return text
 
     @cached_property
     def template_text(self) -> str:
