@@ -189,6 +189,20 @@ def test_a_character_that_the_prompt_begins_counts_once(kind: str, cut: int, end
     assert text.startswith("🎉") == (ends == "as it began") and joined(chunks, "text_offset") == offsets
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "gemma", "metaspace"])
+@pytest.mark.parametrize("run", [b"\xff", b"\xe4\xbd", "é".encode() + b"\x80", b"a\xc3"])
+def test_offsets_are_right_again_behind_bytes_that_are_no_text(kind: str, run: bytes) -> None:
+    """Byte-fallback decoders show each byte of such a run as U+FFFD, which is known at its end."""
+    tokenizer = tokenizer_of(kind)
+    cat = tokenizer.encode("a cat")[-1]
+    by_byte = {tokenizer.piece_bytes(id): id for id in tokenizer.byte_fallback}
+    output = [cat, *(by_byte[bytes([byte])] for byte in run), cat, cat]
+    whole, chunks = answers(tokenizer, [cat], output)
+    offsets, text = whole["logprobs"]["text_offset"], whole["text"]
+    assert text == f" cat{BROKEN * len(run)} cat cat" and joined(chunks, "text_offset") == offsets
+    assert offsets[0] == 0 and offsets[-2:] == [4 + len(run), 8 + len(run)] and offsets == sorted(offsets)
+
+
 def byte_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the tokens of single bytes."""
     by_byte = {tokenizer.piece_bytes(id): id for id in tokenizer.byte_fallback or range(len(tokenizer))}

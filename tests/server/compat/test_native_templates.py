@@ -54,9 +54,9 @@ FAMILIES = {
     ),
     "phi-4-mini": Family(
         "phi4_mini",
-        EACH + "{{ '<|' + m['role'] + '|>' + m['content'] }}{% if 'tools' in m and m['tools'] is not none %}{% endif %}"
-        "{% if m['role'] == 'system' and 'tools' in m %}{% set message = m %}<|tool|>{{ message['tools'] }}<|/tool|>"
-        "{% endif %}<|end|>" + END,
+        "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+        "{% if 'tools' in message and message['tools'] is not none %}{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}"
+        "{% endif %}<|end|>{% endfor %}",
         f"<|tool_call|>{LISTED}<|/tool_call|>",
         '<|tool|>[{"name": "add"',
         f"<|assistant|><|tool_call|>{LISTED}<|/tool_call|><|end|><|tool_response|>42<|end|>",
