@@ -22,6 +22,8 @@ from jaxserve.yamlio import text_of
 _LOCAL = re.compile(r"name_or_path|is_local|local_files_only|backend|.*_file")  # where files are, not what they say
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
+# Steps of decoders that treat the first token of a text in their own way, and all others alike.
+FIRST_DIFFERS = frozenset({"Sequence", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"})
 PROBE = Budget(steps=20_000, seconds=1.0)  # of the short conversations that tell what roles a template takes
 
 Message = Mapping[str, Any]
@@ -259,19 +261,32 @@ class Tokenizer:
 
     @cached_property
     def _byte_level(self) -> bool:
-        backend = getattr(self._hf, "backend_tokenizer", None)
-        decoder = getattr(backend, "decoder", None)
-        if decoder is None:
-            return False
-        state = json.loads(decoder.__getstate__())
-        return any(part.get("type") == "ByteLevel" for part in [state, *state.get("decoders", ())])
+        return "ByteLevel" in self._decoders
+
+    @cached_property
+    def _decoders(self) -> frozenset[str]:
+        """The kinds of steps of the Rust decoder; none if there is no such decoder."""
+        decoder = getattr(self._backend, "decoder", None)
+        state = {} if decoder is None else json.loads(decoder.__getstate__())
+        return frozenset(str(part.get("type")) for part in [state, *state.get("decoders", ())])
+
+    @cached_property
+    def _word(self) -> int | None:
+        """A token that stands for all that may come before another one; None: it matters which that is."""
+        if not self._decoders <= FIRST_DIFFERS:
+            return None
+        return next((id for id in range(len(self)) if id not in self.special and id not in self.byte_fallback), None)
 
     def piece_bytes(self, token: int, after: int | None = None) -> bytes:
         """Return the bytes of a token; a character may span several tokens.
 
         after: the token before it that has text; None: the text begins with it.
         """
-        return self._pieces(token, None if self._byte_level else after)
+        if self._byte_level:
+            after = None
+        elif after is not None and self._word is not None:
+            after = self._word  # so that a few entries serve all
+        return self._pieces(token, after)
 
     def _piece(self, token: int, after: int | None) -> bytes:
         piece = self._hf.convert_ids_to_tokens(token)

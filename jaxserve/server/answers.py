@@ -73,13 +73,14 @@ class Answer:
     _begun: set[int] = field(default_factory=set)  # submissions with a piece
 
     def __post_init__(self) -> None:
-        self.outputs = [[self._blank(job) for _ in range(job.params.n)] for job in self.jobs]
+        for job in self.jobs:
+            offset = len(self._prompt_text(job)) if self.echo and self.top is not None else 0
+            self.outputs.append([self._blank(job, offset) for _ in range(job.params.n)])
 
-    def _blank(self, job: Submission) -> Gathered:
+    def _blank(self, job: Submission, offset: int) -> Gathered:
         message = None if self.reader is None else Message(self.reader(), self.reasoning, self.custom)
         if self.top is None:
             return Gathered(message=message)
-        offset = len(self._prompt_text(job)) if self.echo else 0
         pieces = Pieces(self.tokenizer, job.params.skip_special_tokens, reversed(job.prompt), offset)
         return Gathered(message=message, pieces=pieces)
 

@@ -137,6 +137,10 @@ def test_bytes_of_chat_and_tokens_of_offline_outputs_add_up(kind: str, data: st.
     assert offline.outputs[0].logprobs is not None
     decoded = [at[token].decoded_token for at, token in zip(offline.outputs[0].logprobs, output, strict=True)]
     assert decoded == [entry["token"] for entry in entries]
+    add_piece(offline, offline.outputs[0], Piece(0, prompt_logprobs=scored(prompt[1:])), names)
+    listed = zip(offline.prompt_logprobs[1:] if offline.prompt_logprobs else (), prompt[1:], strict=True)
+    texts = "".join(str(at[token].decoded_token) for at, token in listed if at is not None)
+    assert BROKEN in texts or tokenizer.decode(prompt).endswith(texts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
