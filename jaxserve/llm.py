@@ -35,6 +35,7 @@ from jaxserve.generation.generate import (
     pieces,
     submit,
 )
+from jaxserve.generation.pieces import Pieces
 from jaxserve.generation.prompts import Parsed, Prompt, listed, parse_prompt, parse_prompts
 from jaxserve.generation.salt import salt_of
 from jaxserve.generation.session import session_of
@@ -49,7 +50,7 @@ from jaxserve.outputs import (
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
-    logprob_dict,
+    logprob_dicts,
 )
 from jaxserve.report.progress import bar
 from jaxserve.sched.api.new_request import STANDARD, NewRequest
@@ -433,13 +434,13 @@ class AsyncLLM(_Base):
         cancels the request.
         """
         job = self._job(parse_prompt(prompt), sampling_params, slo, priority, tier, session_id, request_id)
-        left = job.params.n
+        names, left = Names(job, self.tokenizer), job.params.n
         async with aclosing(self._pieces(job)) as news:
             async for piece in news:
                 left -= piece.finish_reason is not None
                 output = blank_output(job)
                 output.outputs = [CompletionOutput(piece.choice)]
-                add_piece(output, output.outputs[0], piece, self.tokenizer)
+                add_piece(output, output.outputs[0], piece, names)
                 output.finished = left == 0
                 yield output
 
@@ -462,12 +463,12 @@ class AsyncLLM(_Base):
         that reads it, cancels the request. Raises InvalidValue for a prompt that is malformed or does not fit.
         """
         job = self._job(parse_prompt(prompt), sampling_params, slo, priority, tier, session_id, request_id)
-        whole = blank_output(job)
+        whole, names = blank_output(job), Names(job, self.tokenizer)
         left = job.params.n
         async with aclosing(self._pieces(job)) as news:
             async for piece in news:
                 left -= piece.finish_reason is not None
-                add_piece(whole, whole.outputs[piece.choice], piece, self.tokenizer)
+                add_piece(whole, whole.outputs[piece.choice], piece, names)
                 whole.finished = left == 0
                 yield snapshot(whole)
 
@@ -509,6 +510,7 @@ def run_batch(
 ) -> list[RequestOutput]:
     """Run all jobs, as many at a time as the engine's queue accepts."""
     outputs = [blank_output(job) for job in jobs]
+    names = [Names(job, tokenizer) for job in jobs]
     news: queue.SimpleQueue[tuple[int, Choice, Delta]] = queue.SimpleQueue()
     running: dict[int, list[Choice]] = {}
     waiting = deque(enumerate(jobs))
@@ -534,7 +536,7 @@ def run_batch(
                 continue
             piece = choice.feed(delta)
             metrics.news(jobs[number], piece)
-            add_piece(outputs[number], outputs[number].outputs[choice.index], piece, tokenizer)
+            add_piece(outputs[number], outputs[number].outputs[choice.index], piece, names[number])
             if all(choice.finished for choice in running[number]):
                 del running[number]
                 outputs[number].finished = True
@@ -551,17 +553,26 @@ def blank_output(job: Submission) -> RequestOutput:
     return RequestOutput(job.request.key, job.text, list(job.prompt), outputs)
 
 
-def add_piece(whole: RequestOutput, output: CompletionOutput, piece: Piece, tokenizer: Tokenizer) -> None:
-    """Append a piece to an output."""
+class Names:
+    """The texts of a job's tokens for its log-probabilities. Writer: the one who reads its pieces."""
+
+    def __init__(self, job: Submission, tokenizer: Tokenizer) -> None:
+        skip, scored = job.params.skip_special_tokens, job.params.logprobs is not None
+        self.prompt = Pieces(tokenizer, False, job.prompt[:1])
+        self.outputs = [Pieces(tokenizer, skip, reversed(job.prompt)) for _ in range(job.params.n if scored else 0)]
+
+
+def add_piece(whole: RequestOutput, output: CompletionOutput, piece: Piece, names: Names) -> None:
+    """Append a piece to an output of a job."""
     output.text += piece.text
     output.token_ids.extend(piece.tokens)
     if piece.logprobs:
         output.logprobs = output.logprobs or []
-        output.logprobs.extend(logprob_dict(at, tokenizer) for at in piece.logprobs)
+        output.logprobs.extend(logprob_dicts(piece.logprobs, names.outputs[piece.choice]))
         output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(at.logprob for at in piece.logprobs)
     if piece.prompt_logprobs:
         whole.prompt_logprobs = whole.prompt_logprobs or [None]  # the first token has no log-probability
-        whole.prompt_logprobs.extend(logprob_dict(at, tokenizer) for at in piece.prompt_logprobs)
+        whole.prompt_logprobs.extend(logprob_dicts(piece.prompt_logprobs, names.prompt))
     if piece.finish_reason is not None:
         output.pooled = piece.pooled
         output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -133,15 +134,21 @@ class ScoringRequestOutput:
 
 
 class Piecewise(Protocol):
-    """The part of a tokenizer that names a token."""
+    """Gives the texts of tokens where they stand."""
 
-    def piece(self, token: int) -> str: ...
+    def text(self, token: int) -> str: ...
+    def add(self, token: int) -> int: ...
 
 
-def logprob_dict(position: TokenLogprobs, tokenizer: Piecewise) -> dict[int, Logprob]:
-    """Convert a position to vLLM's form: {token id: Logprob} of the sampled and the best tokens."""
-    made = {
-        token: Logprob(logprob, rank, tokenizer.piece(token)) for rank, (token, logprob) in enumerate(position.top, 1)
+def logprob_dicts(positions: Iterable[TokenLogprobs], pieces: Piecewise) -> list[dict[int, Logprob]]:
+    """Convert positions to vLLM's form: {token id: Logprob} of the sampled and the best tokens."""
+    return [_logprob_dict(at, pieces) for at in positions]
+
+
+def _logprob_dict(position: TokenLogprobs, pieces: Piecewise) -> dict[int, Logprob]:
+    entries = {
+        token: Logprob(logprob, rank, pieces.text(token)) for rank, (token, logprob) in enumerate(position.top, 1)
     }
-    made[position.token] = Logprob(position.logprob, position.rank, tokenizer.piece(position.token))
-    return made
+    entries[position.token] = Logprob(position.logprob, position.rank, pieces.text(position.token))
+    pieces.add(position.token)
+    return entries

@@ -13,13 +13,18 @@ from typing import Any
 
 from jaxserve import demo
 from jaxserve.errors import InvalidValue
+from jaxserve.tools.budget import Budget, metered, within
+from jaxserve.tools.native import form_of, in_form
 from jaxserve.tools.prompt import as_text, demands_short_ids, has_calls, knows_tools, with_objects, with_short_ids
 from jaxserve.tools.roles import Roles, fitted, unusual
 from jaxserve.yamlio import text_of
 
 _LOCAL = re.compile(r"name_or_path|is_local|local_files_only|backend|.*_file")  # where files are, not what they say
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE = "\u2581"  # SentencePiece's visible space
+
+# Steps of decoders that treat the first token of a text in their own way, and all others alike.
+FIRST_DIFFERS = frozenset({"Sequence", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"})
+PROBE = Budget(steps=20_000, seconds=1.0)  # of the short conversations that tell what roles a template takes
 
 Message = Mapping[str, Any]
 
@@ -69,7 +74,7 @@ class Tokenizer:
         self._hf = hf
         self._template = chat_template
         self._roles = lru_cache(maxsize=16)(self._roles_of)
-        self.piece_bytes = lru_cache(maxsize=65536)(self._piece_bytes)
+        self._pieces = lru_cache(maxsize=65536)(self._piece)
         self._lock = threading.Lock()  # for tokenizers that encode in Python
         if self._reentrant:
             self._backend.no_truncation()  # transformers disables both at each call, which is not thread-safe
@@ -163,23 +168,33 @@ class Tokenizer:
             given = fitted(given, self._roles(template))
         if demands_short_ids(text):
             given = with_short_ids(given)
+        arguments = dict(arguments or {})
+        if form := form_of(text):
+            given = in_form(form, given, tools or ())
+            arguments |= {form.tools: list(tools)} if tools and form.tools else {}
         forms: Iterable[Sequence[Message]] = [given]
         if has_calls(given):  # some templates read arguments as objects only, others join their text with others
             forms = (form(given) for form in (with_objects, partial(with_objects, wrapped=True), list))
         render = partial(
-            self._hf.apply_chat_template,
-            chat_template=template,
+            self._rendered,
+            Budget(),
+            template,
             tools=list(tools) if tools else None,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **(arguments or {}),
+            **arguments,
         )
         return _first_that_renders(render, forms)
 
     def _roles_of(self, template: str | None) -> Roles:
-        render = partial(self._hf.apply_chat_template, chat_template=template, tokenize=False)
-        return Roles.of(render, template or self.template_text)
+        return Roles.of(partial(self._rendered, PROBE, template), template or self.template_text)
+
+    def _rendered(self, budget: Budget, template: str | None, messages: Sequence[Message], **given: Any) -> str:
+        """Render messages within a budget. Raises whatever a template raises, and OverBudget."""
+        metered(self._hf.get_chat_template(template, given.get("tools")))
+        render = partial(self._hf.apply_chat_template, messages, chat_template=template, tokenize=False, **given)
+        text: str = within(budget, render)
+        return text
 
     @cached_property
     def template_text(self) -> str:
@@ -246,32 +261,53 @@ class Tokenizer:
 
     @cached_property
     def _byte_level(self) -> bool:
-        backend = getattr(self._hf, "backend_tokenizer", None)
-        decoder = getattr(backend, "decoder", None)
-        if decoder is None:
-            return False
-        state = json.loads(decoder.__getstate__())
-        return any(part.get("type") == "ByteLevel" for part in [state, *state.get("decoders", ())])
+        return "ByteLevel" in self._decoders
 
-    def _piece_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; a character may span several tokens."""
+    @cached_property
+    def _decoders(self) -> frozenset[str]:
+        """The kinds of steps of the Rust decoder; none if there is no such decoder."""
+        decoder = getattr(self._backend, "decoder", None)
+        state = {} if decoder is None else json.loads(decoder.__getstate__())
+        return frozenset(str(part.get("type")) for part in [state, *state.get("decoders", ())])
+
+    @cached_property
+    def _word(self) -> int | None:
+        """A token that stands for all that may come before another one; None: it matters which that is."""
+        if not self._decoders <= FIRST_DIFFERS:
+            return None
+        return next((id for id in range(len(self)) if id not in self.special and id not in self.byte_fallback), None)
+
+    def piece_bytes(self, token: int, after: int | None = None) -> bytes:
+        """Return the bytes of a token; a character may span several tokens.
+
+        after: the token before it that has text; None: the text begins with it.
+        """
+        if self._byte_level:
+            after = None
+        elif after is not None and self._word is not None:
+            after = self._word  # so that a few entries serve all
+        return self._pieces(token, after)
+
+    def _piece(self, token: int, after: int | None) -> bytes:
         piece = self._hf.convert_ids_to_tokens(token)
         if piece is None:
             return b""
-        if token in self.special:
-            return str(piece).encode()
         if self._byte_level:
             table = _byte_alphabet()
             if all(c in table for c in piece):
                 return bytes(table[c] for c in piece)
             return str(piece).encode()
-        if match := _BYTE_PIECE.fullmatch(piece):
-            return bytes([int(match[1], 16)])
-        return str(piece).replace(_SPACE, " ").encode()
+        if token in self.byte_fallback:
+            return bytes([int(piece[3:5], 16)])
+        if after is None:
+            return self.decode([token]).encode()
+        before, both = self.decode([after]), self.decode([after, token])
+        return both[common(before, both) :].encode()
 
-    def piece(self, token: int) -> str:
-        """Return a token as text, for lists of log-probabilities."""
-        return self.piece_bytes(token).decode("utf-8", errors="replace")
+
+def common(a: str, b: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    return next((at for at, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))
 
 
 def _without_no_calls(message: Message) -> dict[str, Any]:

@@ -7,20 +7,16 @@ complete a character that the prompt began.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple, Protocol
 
 from jaxserve.generation.stops import Automaton, StopStrings, Thinking, Thoughts
 from jaxserve.sched.api.params import SamplingParams
+from jaxserve.tokenizer import common
 
 _WINDOW = 16  # most tokens decoded together: bounds the work per token
 _CONTEXT = 4  # tokens kept as context for the next ones; a character has at most 4 bytes
 _BROKEN = "\ufffd"
-
-
-def common(a: str, b: str) -> int:
-    """Return the number of characters with which both texts begin."""
-    return next((at for at, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))
 
 
 class Decoder(Protocol):
@@ -30,6 +26,19 @@ class Decoder(Protocol):
     def has_text(self, token: int, skip_special_tokens: bool = False) -> bool: ...
     @property
     def byte_fallback(self) -> Set[int]: ...
+
+
+def end_of(tokenizer: Decoder, before: Iterable[int], skip: bool) -> list[int]:
+    """Return the last tokens that have text, with all of a byte-fallback run at their end. before: last one first."""
+    end: list[int] = []
+    for token in before:
+        if not tokenizer.has_text(token, skip):
+            continue  # bytes before and after it are one run
+        run = end and end[-1] in tokenizer.byte_fallback and token in tokenizer.byte_fallback
+        if len(end) >= _CONTEXT and not run:
+            break
+        end.append(token)
+    return end[::-1]
 
 
 class Detokenizer:
@@ -44,22 +53,11 @@ class Detokenizer:
         """prompt: the tokens before the output; only its last ones are read."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window = self._end_of(prompt)  # tokens decoded together: some as context, then the new ones
+        # Tokens decoded together: some as context, then the new ones.
+        self._window = end_of(tokenizer, reversed(prompt), skip_special_tokens)
         self._prompt: str | None = self._decode() if self._window else ""  # of the window, until text is emitted
         self._shown = 0  # characters of the window's text that were emitted, or belong to the prompt
         self._run = False  # the window ends in byte-fallback tokens
-
-    def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """Return the last tokens of the prompt that have text, with all of a byte-fallback run at its end."""
-        end: list[int] = []
-        for token in reversed(prompt):
-            if not self._tokenizer.has_text(token, self._skip):
-                continue  # bytes before and after it are one run
-            run = end and end[-1] in self._tokenizer.byte_fallback and token in self._tokenizer.byte_fallback
-            if len(end) >= _CONTEXT and not run:
-                break
-            end.append(token)
-        return end[::-1]
 
     def add(self, token: int) -> str:
         """Add a token and return the text that is now certain, possibly none."""

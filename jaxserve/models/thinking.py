@@ -56,7 +56,7 @@ def thinking_markers(folder: Path, eos: Iterable[int] = (), template: str | None
         if last in added:
             closes.add((added[last],))
             opens.update({(added[first],)} if first in added else ())
-        elif last in template and (tokens := _load(folder)) is not None:
+        elif (first in template or last in template) and (tokens := _load(folder)) is not None:
             closes.update(_spelled(tokens, last))
             opens.update(_spelled(tokens, first))
     if CHANNEL in added and (tokens := _load(folder)) is not None:  # encodes one way: special tokens surround the name

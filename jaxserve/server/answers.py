@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.generation.generate import Piece, Submission
-from jaxserve.outputs import RequestMetrics, logprob_dict
+from jaxserve.generation.pieces import Pieces
+from jaxserve.outputs import RequestMetrics, logprob_dicts
 from jaxserve.sched.api.plan import TokenLogprobs
 from jaxserve.server.message import Message
 from jaxserve.server.objectives import Ended, outcome
@@ -24,7 +25,7 @@ class Gathered:
     parts: list[str] = field(default_factory=list)
     count: int = 0
     thought: int = 0  # tokens that are thinking
-    offset: int = 0  # in the text, after the tokens whose log-probabilities have been sent
+    pieces: Pieces | None = None  # the texts of the tokens whose log-probabilities have been sent
     begun: bool = False
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -72,10 +73,16 @@ class Answer:
     _begun: set[int] = field(default_factory=set)  # submissions with a piece
 
     def __post_init__(self) -> None:
-        self.outputs = [[self._blank() for _ in range(job.params.n)] for job in self.jobs]
+        for job in self.jobs:
+            offset = len(self._prompt_text(job)) if self.echo and self.top is not None else 0
+            self.outputs.append([self._blank(job, offset) for _ in range(job.params.n)])
 
-    def _blank(self) -> Gathered:
-        return Gathered(message=None if self.reader is None else Message(self.reader(), self.reasoning, self.custom))
+    def _blank(self, job: Submission, offset: int) -> Gathered:
+        message = None if self.reader is None else Message(self.reader(), self.reasoning, self.custom)
+        if self.top is None:
+            return Gathered(message=message)
+        pieces = Pieces(self.tokenizer, job.params.skip_special_tokens, reversed(job.prompt), offset)
+        return Gathered(message=message, pieces=pieces)
 
     def begin(self, number: int) -> bool:
         """Return whether this is the first call for submission `number`."""
@@ -137,7 +144,7 @@ class Answer:
         body = self._head("chat.completion" if self.chat else "text_completion")
         body |= {"choices": choices, "usage": self.usage}
         if self.chat and self.prompt_top:
-            body["prompt_logprobs"] = self._prompt_logprobs(self.outputs[0][0])
+            body["prompt_logprobs"] = self._prompt_logprobs(0)
         return body
 
     def _choice(self, number: int, which: int, output: Gathered) -> dict[str, Any]:
@@ -145,13 +152,13 @@ class Answer:
         if self.chat:
             message = {"content": output.text} if output.message is None else output.message.whole(output.text)
             choice["message"] = {"role": "assistant", **message}
-            choice["logprobs"] = None if self.top is None else self._chat_logprobs(output.logprobs)
+            choice["logprobs"] = None if self.top is None else self._chat_logprobs(output, output.logprobs)
         else:
             job = self.jobs[number]
             choice["text"] = self._prompt_text(job) + output.text if self.echo else output.text
             choice["logprobs"] = self._text_logprobs(output, output.logprobs, job, self._scored(number))
             if self.prompt_top:
-                choice["prompt_logprobs"] = self._prompt_logprobs(self.outputs[number][0])
+                choice["prompt_logprobs"] = self._prompt_logprobs(number)
         return {**choice, "finish_reason": self._reason(output), "stop_reason": output.stop_reason}
 
     @staticmethod
@@ -187,7 +194,7 @@ class Answer:
     def _opening(self, number: int, piece: Piece, output: Gathered) -> list[dict[str, Any]]:
         """Return the first chunk of an output, if it has one before its text."""
         scored = self.prompt_top and piece.choice == 0
-        scores = {"prompt_logprobs": self._prompt_logprobs(output)} if scored else {}
+        scores = {"prompt_logprobs": self._prompt_logprobs(number)} if scored else {}
         if self.chat:
             return [{**self._chunk(number, piece, {"delta": {"role": "assistant", "content": ""}}), **scores}]
         if self.echo:
@@ -204,7 +211,7 @@ class Answer:
             deltas = output.message.add(piece.text)
             if piece.finish_reason is not None:
                 deltas += output.message.finish()
-        logprobs = self._chat_logprobs(piece.logprobs) if self.top is not None and piece.logprobs else None
+        logprobs = self._chat_logprobs(output, piece.logprobs) if self.top is not None and piece.logprobs else None
         if logprobs and not deltas:
             deltas = [{} if output.message else {"content": ""}]
         return [
@@ -246,29 +253,32 @@ class Answer:
         """Return the prompt's log-probabilities, which only the first output computes; None without echo."""
         return self.outputs[number][0].prompt_logprobs if self.echo else None
 
-    def _prompt_logprobs(self, output: Gathered) -> list[Any]:
+    def _prompt_logprobs(self, number: int) -> list[Any]:
         made: list[Any] = [None]  # the first token has no context
-        for position in output.prompt_logprobs:
-            entries = logprob_dict(position, self.tokenizer).items()
+        pieces = Pieces(self.tokenizer, False, self.jobs[number].prompt[:1])
+        for entries in logprob_dicts(self.outputs[number][0].prompt_logprobs, pieces):
             made.append(
-                {str(t): {"logprob": e.logprob, "rank": e.rank, "decoded_token": e.decoded_token} for t, e in entries}
+                {
+                    str(t): {"logprob": e.logprob, "rank": e.rank, "decoded_token": e.decoded_token}
+                    for t, e in entries.items()
+                }
             )
         return made
 
-    def _chat_logprobs(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _chat_logprobs(self, output: Gathered, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        pieces = output.pieces
+        assert pieces is not None
+
         def entry(token: int, logprob: float) -> dict[str, Any]:
-            raw = self.tokenizer.piece_bytes(token)
+            raw = pieces.raw(token)
             return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(raw)}
 
-        return {
-            "content": [
-                {
-                    **entry(at.token, at.logprob),
-                    "top_logprobs": [entry(*pair) for pair in at.top[: self.top or 0]],
-                }
-                for at in positions
-            ]
-        }
+        content = []
+        for at in positions:
+            best = [entry(*pair) for pair in at.top[: self.top or 0]]
+            content.append({**entry(at.token, at.logprob), "top_logprobs": best})
+            pieces.add(at.token)
+        return {"content": content}
 
     def _text_logprobs(
         self,
@@ -278,44 +288,51 @@ class Answer:
         scored: Sequence[TokenLogprobs] | None = None,
     ) -> dict[str, Any] | None:
         """Return log-probabilities as the parallel lists of text completions, after those of the prompt in `scored`."""
-        if self.top is None:
+        if output.pieces is None:
             return None
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        hidden = self.tokenizer.special if self.jobs[0].params.skip_special_tokens else frozenset()
 
-        def add(token: int, logprob: float | None, top: dict[str, float] | None) -> None:
-            raw = b"" if token in hidden else self.tokenizer.piece_bytes(token)
-            offset = max(0, output.offset - (not _begun(raw[:1]) and bool(raw)))
-            for key, value in zip(lists, (self._name(token), logprob, top, offset), strict=True):
+        def add(pieces: Pieces, at: TokenLogprobs, first: bool = False) -> None:
+            name = _name(pieces, at.token)
+            top = {_name(pieces, token): _finite(value) for token, value in at.top[: self.top]}
+            logprob = _finite(at.logprob)
+            offset = max(0, pieces.add(at.token))
+            values = (name, None, None, offset) if first else (name, logprob, {**top, name: logprob}, offset)
+            for key, value in zip(lists, values, strict=True):
                 lists[key].append(value)
-            output.offset += _begun(raw)
 
         if job is not None and scored is not None:
-            # Its text may lack a BOS, and the first space of a token: the end is where both agree.
-            tokens = [job.prompt[0], *(at.token for at in scored)]
-            characters = sum(_begun(self.tokenizer.piece_bytes(token)) for token in tokens if token not in hidden)
-            output.offset = len(self._prompt_text(job)) - characters
-            add(job.prompt[0], None, None)
-        for at in [*(scored or ()), *positions]:
-            top = {self._name(token): _finite(value) for token, value in at.top[: self.top]}
-            add(at.token, _finite(at.logprob), {**top, self._name(at.token): _finite(at.logprob)})
+            pieces = self._pieces_of_prompt(job)
+            add(pieces, TokenLogprobs(job.prompt[0], 0.0, 1, ()), True)
+            for at in scored:
+                add(pieces, at)
+        for at in positions:
+            add(output.pieces, at)
         return lists
 
-    def _name(self, token: int) -> str:
-        """Return a token as text, or as OpenAI's `bytes:` form if it is an incomplete character.
+    def _pieces_of_prompt(self, job: Submission) -> Pieces:
+        """Return what places the tokens of a prompt in its echo.
 
-        Different incomplete characters therefore have different names.
+        The echo may lack a BOS, or what a tokenizer does not keep: text and tokens then agree at the end. Special
+        tokens have no text only if the echo is one without them.
         """
-        raw = self.tokenizer.piece_bytes(token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        text = self._prompt_text(job)
+        decoded = self.tokenizer.decode(job.prompt)
+        skip = not decoded.endswith(text)
+        decoded = self.tokenizer.decode(job.prompt, skip) if skip else decoded
+        return Pieces(self.tokenizer, skip, offset=len(text) - len(decoded))
 
 
-def _begun(raw: bytes) -> int:
-    """Return the number of characters that begin in UTF-8."""
-    return sum(byte & 0xC0 != 0x80 for byte in raw)
+def _name(pieces: Pieces, token: int) -> str:
+    """Return a token as text, or as OpenAI's `bytes:` form if it is an incomplete character.
+
+    Different incomplete characters therefore have different names.
+    """
+    raw = pieces.raw(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def _finite(logprob: float) -> float:

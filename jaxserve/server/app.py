@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import InvalidValue, JaxserveError
+from jaxserve.generation.pieces import Pieces
 from jaxserve.server.admin import (
     change_roles,
     present_load,
@@ -165,7 +166,7 @@ async def _tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     service.check_model(body.model)
     tokens = await service.prompts.tokenize(body)
     answer = {"count": len(tokens), "max_model_len": service.engine.info.max_model_len, "tokens": tokens}
-    answer["token_strs"] = [service.tokenizer.piece(token) for token in tokens] if body.return_token_strs else None
+    answer["token_strs"] = Pieces(service.tokenizer, False).texts(tokens) if body.return_token_strs else None
     return answer
 
 

@@ -11,9 +11,11 @@ from jaxserve.tools.deepseek import deepseek_v3
 from jaxserve.tools.definitions import Tools
 from jaxserve.tools.events import Event, Maker, Parser
 from jaxserve.tools.forced import Named, Required
+from jaxserve.tools.glm import KEY, glm4, glm45
 from jaxserve.tools.harmony import CHANNEL, gpt_oss
 from jaxserve.tools.hermes import hermes
-from jaxserve.tools.llama import TAG, llama3_json, pythonic
+from jaxserve.tools.listed import FUNCTOOLS, PHI, granite, phi4_mini, phi4_mini_json
+from jaxserve.tools.llama import OLMO, TAG, llama3_json, olmo3, pythonic
 from jaxserve.tools.mistral import MARKER, mistral
 from jaxserve.tools.prompt import knows_tools
 from jaxserve.tools.reasoning import MISTRAL, THINK, Chain, Plain, Tags, Thinking
@@ -28,6 +30,12 @@ TOOL_PARSERS: dict[str, Maker] = {
     "deepseek_v3": deepseek_v3,
     "minimax_m2": minimax_m2,
     "gpt_oss": gpt_oss,
+    "granite": granite,
+    "phi4_mini": phi4_mini,
+    "phi4_mini_json": phi4_mini_json,
+    "olmo3": olmo3,
+    "glm4": glm4,
+    "glm45": glm45,
 }
 REASONING_TAGS: dict[str, Tags] = {
     "deepseek_r1": THINK,
@@ -38,7 +46,7 @@ REASONING_TAGS: dict[str, Tags] = {
 }
 REASONING_PARSERS = (*REASONING_TAGS, "gpt_oss")
 # Their markers are special tokens, which the text must keep for them.
-SPECIAL = frozenset({"llama3_json", "pythonic", "mistral", "deepseek_v3", "gpt_oss"})
+SPECIAL = frozenset({"llama3_json", "pythonic", "mistral", "deepseek_v3", "gpt_oss", "granite", "phi4_mini"})
 
 
 class Parsers(NamedTuple):
@@ -126,12 +134,19 @@ class FirstCall:
         return first
 
 
+ROLE = "<|start_of_role|>"  # of Granite; 4.0 writes calls as Hermes
 # What the templates of a family contain. The first that fits is taken.
 _TOOLS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("gpt_oss", lambda text: CHANNEL in text and "<|call|>" in text),
     ("minimax_m2", lambda text: MINIMAX.opening in text or "minimax:tool_call" in text),
     ("deepseek_v3", lambda text: DEEPSEEK.opening in text),
     ("mistral", lambda text: MARKER in text),
+    ("glm45", lambda text: KEY[0] in text),
+    ("granite", lambda text: ROLE in text and (PHI.opening in text or "</tool_call>" not in text)),
+    ("olmo3", lambda text: OLMO.opening in text),
+    ("phi4_mini_json", lambda text: FUNCTOOLS in text),
+    ("phi4_mini", lambda text: "<|tool|>" in text),
+    ("glm4", lambda text: "observation" in text and "metadata" in text),
     ("qwen3_coder", lambda text: "<tool_call>" in text and "<function=" in text),
     ("hermes", lambda text: "<tool_call>" in text or not knows_tools(text)),
     ("pythonic", lambda text: "<|header_start|>" in text),
@@ -146,7 +161,7 @@ def _tool_family(template: str) -> str:
 def _reasoning_family(template: str) -> str:
     if CHANNEL in template and "analysis" in template:
         return "gpt_oss"
-    for name, (_, closing) in (("mistral", MISTRAL), ("qwen3", THINK)):
-        if closing in template:
+    for name, tags in (("mistral", MISTRAL), ("qwen3", THINK)):
+        if any(tag in template for tag in tags):  # some begin the thinking, and never write its end
             return name
     return "none"

@@ -1,16 +1,22 @@
-"""Llama 3 and 4: a call is the whole output, as JSON or as Python, so its beginning must name a tool."""
+"""Llama 3 and 4: a call is the whole output, as JSON or as Python, so its beginning must name a tool.
+
+OLMo 3 writes calls as Python too, one in a line, between tags.
+"""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable
 
-from jaxserve.tools.events import Call, Event, Parser, Schemas, call_of, loaded, written
+from jaxserve.tools.events import Call, Event, Markers, Parser, Schemas, call_of, loaded, written
+from jaxserve.tools.marked import Marked
 from jaxserve.tools.pattern import SPACE, WORD, Match, Pattern, character, either, many, maybe, sequence, text
 from jaxserve.tools.scan import Cursor
 from jaxserve.tools.streamed import HEAD, NONE, OPTIONAL_TYPE, CallStream, Forms, json_form
 
 TAG = "<|python_tag|>"
+OLMO = Markers("<function_calls>", "</function_calls>")
+JSON_NAMES = {"true": True, "false": False, "null": None}
 _TAGGED = (SPACE, maybe(text(TAG)), SPACE)
 FORMS = Forms(json_form(sequence(many(character(lambda one: one.isspace() or one == ";")), *_TAGGED), OPTIONAL_TYPE))
 _JSON = Pattern((*_TAGGED, text("{"), SPACE, either(*(text(f'"{key}"') for key in ("name", "type", "function")))))
@@ -85,16 +91,36 @@ def pythonic(schemas: Schemas) -> Parser:
     return WholeOutput(_LIST, read, CallStream(NONE))
 
 
+def olmo3(schemas: Schemas) -> Parser:
+    """Return a parser of `f(a=1)` in lines of their own between tags."""
+
+    def read(body: Cursor) -> list[Call] | None:
+        try:
+            lines = ast.parse(body.rest.strip(), mode="exec").body
+            return [_python_call(line.value if isinstance(line, ast.Expr) else line) for line in lines] or None
+        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            return None
+
+    return Marked(OLMO, read)
+
+
+class _Json(ast.NodeTransformer):
+    """Replaces the names of JSON's values, which models write among Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(JSON_NAMES[node.id]) if node.id in JSON_NAMES else node
+
+
 def _inner(found: object) -> object:
     """Return the object in `function`, where the model wraps its calls as OpenAI does."""
     return found["function"] if isinstance(found, dict) and isinstance(found.get("function"), dict) else found
 
 
-def _python_call(node: ast.expr) -> Call:
+def _python_call(node: ast.AST) -> Call:
     """Return a call with keyword arguments that are literals. Raises ValueError or TypeError for another expression."""
     if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
         raise ValueError("not a call with keyword arguments")
-    arguments = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
+    arguments = {str(word.arg): ast.literal_eval(_Json().visit(word.value)) for word in node.keywords}
     text = written(arguments)
     if loaded(text) is None:
         raise ValueError("not JSON")

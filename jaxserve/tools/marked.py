@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxserve.tools.events import Call, Event, Markers
 from jaxserve.tools.scan import Cursor, Finder, Marks, Trim
@@ -49,21 +49,28 @@ class Marked:
     """Finds calls between markers (a `Parser`). A block without a call that can be read is content."""
 
     def __init__(
-        self, markers: Markers, read: Reader, json: bool = True, stream: Callable[[], CallStream] | None = None
+        self,
+        markers: Markers,
+        read: Reader,
+        json: bool = True,
+        stream: Callable[[], CallStream] | None = None,
+        also: Sequence[str] = (),
     ) -> None:
         """Return a parser of one output.
 
         read: returns the calls in a block, or None. json: a closing marker inside a JSON string does not close.
         stream: makes what passes calls on before the end of a block; `read` gets what it leaves over.
+        also: other opening markers.
         """
         self._markers = markers
-        self._opening, self._closing = Marks(markers.opening), Marks(markers.closing)
+        self._opening, self._closing = Marks(markers.opening, *also), Marks(markers.closing)
         self._read = read
         self._json = json
         self._make = stream or (lambda: CallStream(NONE))
         self._content = Content()
         self._finder = Finder(self._opening)
         self._stream: CallStream | None = None  # of the block that is read
+        self._opened = ""  # its opening marker
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
@@ -73,7 +80,7 @@ class Marked:
             if self._stream is None:
                 events += self._content.add(before)
                 if mark:
-                    self._stream, self._finder = self._make(), Finder(self._closing)
+                    self._stream, self._finder, self._opened = self._make(), Finder(self._closing), mark
                 continue
             events += self._content.calls(self._stream.feed(before))
             if mark and self._json and self._stream.inside:
@@ -101,4 +108,4 @@ class Marked:
         calls = self._read(left)
         if calls:
             return self._content.calls([event for call in calls for event in call.events()])
-        return self._content.add(rest if stream.called else self._markers.opening + rest + closing)
+        return self._content.add(rest if stream.called else self._opened + rest + closing)

@@ -30,8 +30,9 @@ def _name(head: Cursor) -> str | None:
     return Cursor(text).until(ID)[0].strip() if head.done else None
 
 
+LISTED = json_form(many(character(lambda one: one.isspace() or one in "[,")))  # calls in a JSON list
 FORMS = Forms(
-    json_form(many(character(lambda one: one.isspace() or one in "[,"))),
+    LISTED,
     Form((SPACE, maybe(text(MARKER)), SPACE, NAME, SPACE, _ID, maybe(text(ARGUMENTS)), SPACE), _head_name, False),
 )
 
@@ -40,7 +41,15 @@ def _read(body: Cursor) -> list[Call] | None:
     body.skip()
     if not body.text.startswith(("[", "{"), body.at):
         return _named(body)
+    return read_list(body)
+
+
+def read_list(body: Cursor, closing: str = "") -> list[Call] | None:
+    """Return the calls of a JSON list, or a single one, and whitespace; `closing` may follow."""
+    body.skip()
     value = body.value()
+    body.skip()
+    body.take(closing)
     body.skip()
     calls = [call_of(one) for one in (value if isinstance(value, list) else [value])]
     good = [call for call in calls if call is not None]

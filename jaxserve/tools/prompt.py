@@ -41,12 +41,13 @@ def with_objects(messages: Sequence[Message], wrapped: bool = False) -> list[dic
     for message in messages:
         one = dict(message)
         if calls := one.get("tool_calls"):
-            one["tool_calls"] = [{**call, "function": _object(call["function"], wrapped)} for call in calls]
+            one["tool_calls"] = [{**call, "function": object_of(call["function"], wrapped)} for call in calls]
         written.append(one)
     return written
 
 
-def _object(function: Mapping[str, Any], wrapped: bool = False) -> dict[str, Any]:
+def object_of(function: Mapping[str, Any], wrapped: bool = False) -> dict[str, Any]:
+    """Return the function of a call with its arguments as an object, if they are the text of one."""
     given = function.get("arguments") or "{}"
     read = loaded(given) if isinstance(given, str) else given
     if not isinstance(read, dict):
@@ -106,7 +107,7 @@ def as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
         end_results()
         parts = [plain["content"]] if plain["content"] else []
         for call in message.get("tool_calls") or ():
-            function = _object(call["function"])
+            function = object_of(call["function"])
             text = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
             parts.append(f"<tool_call>\n{text}\n</tool_call>")
         if len(parts) > 1 or message.get("tool_calls"):

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
-from jaxserve.generation.detokenize import Detokenizer, TextStream, common
+from jaxserve.generation.detokenize import Detokenizer, TextStream
 from jaxserve.generation.stops import Automaton, StopStrings, Thinking, Thoughts
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.server.service import Service
-from jaxserve.tokenizer import Tokenizer, template_of
+from jaxserve.tokenizer import Tokenizer, common, template_of
 from tests.support.examples import examples
 from tests.support.server.double import Double
 from tests.support.server.live import Live
@@ -122,8 +122,9 @@ def test_pieces_are_the_bytes_of_tokens(tokenizer, fallback):
     for text in ("def main(args):", "héllo 🎉 你好"):
         ids = tokenizer.encode(text)
         assert b"".join(map(tokenizer.piece_bytes, ids)).decode() == text
-    assert fallback.piece_bytes(0xE4) == b"\xe4" and fallback.piece(256) == " the"
-    assert tokenizer.piece(0) == "<|endoftext|>" and tokenizer.piece_bytes(10**6) == b""
+    assert fallback.piece_bytes(0xE4) == b"\xe4" and fallback.piece_bytes(256, 257) == b" the"
+    assert fallback.piece_bytes(256) == b"the", "a text begins without the space"
+    assert tokenizer.piece_bytes(0) == b"<|endoftext|>" and tokenizer.piece_bytes(10**6) == b""
 
 
 @given(st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.text("abc", max_size=30), st.randoms())

@@ -42,6 +42,13 @@ ALPHABETS = {
                     f"{BEGIN}a{SEPARATOR}{{", f"{BEGIN}function{SEPARATOR}a", *JSON],
     "gpt_oss": ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "assistant", "analysis",
                 "commentary", "final", "to=", "functions.", "to=functions.a", *JSON],
+    "granite": ["<|tool_call|>", "<tool_call>", "</tool_call>", "<|tool_", *JSON],
+    "phi4_mini": ["<|tool_call|>", "<|/tool_call|>", "<|/tool", *JSON],
+    "phi4_mini_json": ["functools[", "functools", "func", *JSON],
+    "olmo3": ["<function_calls>", "</function_calls>", "a(", "b=", "'", ")", "\n", "true", "#", *JSON[3:]],
+    "glm4": ["a\n{", "a\n", "a", *JSON],
+    "glm45": ["<tool_call>", "</tool_call>", "<tool_call>a", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+              *JSON[3:]],
 }  # fmt: skip
 
 
@@ -166,6 +173,15 @@ BOMBS = [
     ("gpt_oss", "assistant", "to= "),
     ("gpt_oss", "<|start|>assistant", "x"),
     ("llama3_json", "", f"{CALL}; "),
+    ("granite", "<|tool_call|>", f"{CALL}, "),
+    ("granite", '<tool_call>"', "</tool_call>"),
+    ("phi4_mini", '<|tool_call|>"', "<|/tool_call|>"),
+    ("phi4_mini_json", "functools[", f"{CALL},"),
+    ("olmo3", '<function_calls>"', "</function_calls>"),
+    ("olmo3", "<function_calls>", "a(b=1)\n"),
+    ("glm4", "", 'a\n{"b": 1}'),
+    ("glm45", "<tool_call>a", "<arg_key>"),
+    ("glm45", "<tool_call>a", "<arg_key>b</arg_key><arg_value>1</arg_value>"),
     *((family, "", " ") for family in TOOL_PARSERS),
 ]
 

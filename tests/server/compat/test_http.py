@@ -51,7 +51,7 @@ def test_one_connection_serves_a_client(plain: Live) -> None:
 
 
 # F20: the parser and the engine read the thinking tags of the same template.
-@pytest.mark.parametrize(("tags", "thinks"), [("<think></think>", True), ("no tags", False)])
+@pytest.mark.parametrize(("tags", "thinks"), [("<think></think>", True), ("<think>", True), ("no tags", False)])
 def test_parser_and_engine_agree_about_a_template(tmp_path: Path, tags: str, thinks: bool) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{% if false %}" + tags + "{% endif %}{% endfor %}")

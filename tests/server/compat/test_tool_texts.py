@@ -83,6 +83,22 @@ def harmony(calls: list[Call]) -> str:
     )
 
 
+def listed(calls: list[Call]) -> str:
+    return dumped([{"name": n, "arguments": a} for n, a in calls])
+
+
+def lines(calls: list[Call]) -> str:
+    return "\n".join(f"{n}({', '.join(f'{key}={dumped(value)}' for key, value in a.items())})" for n, a in calls)
+
+
+def glm(calls: list[Call]) -> str:
+    pairs = [
+        (n, "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{plain(value)}</arg_value>\n" for key, value in a.items()))
+        for n, a in calls
+    ]
+    return "\n".join(f"<tool_call>{n}\n{arguments}</tool_call>" for n, arguments in pairs)
+
+
 WRITE: dict[str, tuple[str, Callable[[list[Call]], str]]] = {
     "hermes": ("hermes", hermes),
     "qwen3_coder": ("qwen3_coder", qwen),
@@ -109,6 +125,13 @@ WRITE: dict[str, tuple[str, Callable[[list[Call]], str]]] = {
         ),
     ),
     "gpt_oss": ("gpt_oss", harmony),
+    "granite": ("granite", lambda calls: "<|tool_call|>" + listed(calls)),
+    "granite_tag": ("granite", lambda calls: f"<tool_call>{listed(calls)}"),
+    "phi4_mini": ("phi4_mini", lambda calls: f"<|tool_call|>{listed(calls)}<|/tool_call|>"),
+    "phi4_mini_json": ("phi4_mini_json", lambda calls: "functools" + listed(calls)),
+    "olmo3": ("olmo3", lambda calls: f"<function_calls>{lines(calls)}</function_calls>"),
+    "glm4": ("glm4", lambda calls: "\n".join(f"{n}\n{dumped(a)}" for n, a in calls)),
+    "glm45": ("glm45", glm),
 }
 CALLS: dict[str, list[Call]] = {
     "one": [("add", {"a": 3.5, "b": 4})],
@@ -125,7 +148,7 @@ CALLS: dict[str, list[Call]] = {
     "long": [("note", {"text": "word " * 500})],
     "name in arguments": [("any", {"o": {"name": "add", "arguments": {"a": 1}}})],
 }
-ALONE = ("llama3_json", "pythonic")  # a call is the whole output
+ALONE = ("llama3_json", "pythonic", "glm4")  # a call is the whole output
 
 
 def answered(family: str, text: str, size: int | None) -> tuple[str, list[Call]]:
@@ -215,6 +238,35 @@ OTHERS: list[tuple[str, str, str, list[Call]]] = [
     ("llama3_json", '{"type": "function", "name": "ping", "parameters": {}}', "", [("ping", {})]),
     ("pythonic", "[note(text='Martha\\'s \"cool\" place')]", "", [("note", {"text": 'Martha\'s "cool" place'})]),
     ("pythonic", "<|python_tag|>[ping()]", "", [("ping", {})]),
+    ("granite", '<|tool_call|>[{"arguments": {"a": 1}, "name": "add"}]', "", [("add", {"a": 1})]),
+    ("granite", '<tool_call>[{"name": "ping", "arguments": {}}]</tool_call>', "", [("ping", {})]),
+    ("granite", "<|tool_call|> none", "<|tool_call|> none", []),
+    ("phi4_mini", '<|tool_call|>{"name": "add", "arguments": {"a": 1}}<|/tool_call|>', "", [("add", {"a": 1})]),
+    ("phi4_mini_json", "use functools.cache", "use functools.cache", []),
+    ("phi4_mini_json", 'functools[{"arguments": {"a": 1}, "name": "add"}]', "", [("add", {"a": 1})]),
+    (
+        "olmo3",
+        "<function_calls>add(a=1)\nx = 3</function_calls>",
+        "<function_calls>add(a=1)\nx = 3</function_calls>",
+        [],
+    ),
+    (
+        "olmo3",
+        "<function_calls>any(y=true, n=null, f=True)</function_calls> ok",
+        "ok",
+        [("any", {"y": True, "n": None, "f": True})],
+    ),
+    ("glm4", 'other\n{"a": 1}', 'other\n{"a": 1}', []),
+    ("glm4", "\nping\nis a tool", "\nping\nis a tool", []),
+    ("glm45", "<tool_call>ping</tool_call>", "", [("ping", {})]),
+    (
+        "glm45",
+        "<tool_call>maybe<arg_key>s</arg_key><arg_value>5</arg_value><arg_key>i</arg_key>\n<arg_value>5</arg_value>"
+        "</tool_call>",
+        "",
+        [("maybe", {"s": "5", "i": 5})],
+    ),
+    ("glm45", "<tool_call>add<arg_key>a</arg_key></tool_call>", "<tool_call>add<arg_key>a</arg_key></tool_call>", []),
     ("pythonic", "[note(text='x 'y' 'z)]", "[note(text='x 'y' 'z)]", []),
 ]
 
