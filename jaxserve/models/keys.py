@@ -21,7 +21,7 @@ SHARED = (
     "architectures dtype eos_token_id head_dim hidden_act hidden_activation hidden_size intermediate_size layer_types "
     "max_position_embeddings model_type num_attention_heads num_hidden_layers num_key_value_heads "
     "partial_rotary_factor quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window "
-    "tie_word_embeddings torch_dtype vocab_size"
+    "tie_word_embeddings torch_dtype vocab_size classifier_from_token is_original_qwen3_reranker"
 )
 # Of training, of generation, of tokens, and of the form of answers. Biases are told by the tensors.
 HARMLESS = (

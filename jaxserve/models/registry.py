@@ -33,6 +33,7 @@ from pallas_kernels.layout import Ragged
 
 WRONG = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)  # raised by values of the wrong kind
 DENSE = "jaxserve.models.dense"
+CLASSIFIER = "ForSequenceClassification"  # the end of architectures with a score head: see `score_head`
 FAMILIES = {
     "DeepseekV2ForCausalLM": "jaxserve.models.deepseek",
     "DeepseekV3ForCausalLM": "jaxserve.models.deepseek",
@@ -114,12 +115,13 @@ def spec_from_config(config: Config) -> ModelSpec:
     try:
         for part in (config, config.get("text_config") or {}):
             check_sizes(part)
-        check(config)
         name = architecture(config)
-        whole = name.removesuffix("Model") + "ForCausalLM"
+        whole = name.removesuffix("Model").removesuffix(CLASSIFIER) + "ForCausalLM"
         bare = name not in FAMILIES and whole in FAMILIES  # a decoder that gives vectors
-        family = _family(whole if bare else name)
-        spec: ModelSpec = family.read({**config, "architectures": [whole]}).headless() if bare else family.read(config)
+        config = {**config, "architectures": [whole]} if bare else config
+        check(config)
+        read: ModelSpec = _family(architecture(config)).read(config)
+        spec = read.headless() if bare else read
     except InvalidValue:
         raise
     except WRONG as error:

@@ -26,6 +26,7 @@ from jaxserve.engine.startup.executables import Shipped
 from jaxserve.engine.startup.tiers import KVTiers
 from jaxserve.engine.startup.warmup import Ladder, ProgramCounts, Progress
 from jaxserve.errors import InvalidValue
+from jaxserve.models.score_head import score_head
 from jaxserve.models.source import DUMMY, find_model, tokenizer_folder, tokenizer_json
 from jaxserve.models.thinking import thinking_markers
 from jaxserve.sched import admission, policies, routing
@@ -255,6 +256,7 @@ class Built(NamedTuple):
     limits: Limits
     max_model_len: int
     ladder: Ladder | None
+    score_head: bytes = b""  # see `EngineInfo`
 
 
 def assemble(
@@ -309,6 +311,9 @@ def build(
     """Load and compile. early: see `assemble`. Raises JaxserveError with the remedy."""
     found, path = find_model(config.model_source, config.revision, config.load_format)
     spec = found.quantized_as(config.quantization)
+    head = b""
+    if path is not None and config.load_format != DUMMY:
+        head = score_head(path, config.overrides, lambda: tokenizer_json(config))
     environment.prepare(config.gpu_memory_utilization)
     mesh = plan_of(config)
     sub_meshes(mesh, share_devices=config.share_devices)  # before jax starts, so that devices can be emulated
@@ -359,7 +364,7 @@ def build(
         cascade=executors[0].state.programs.limits.cascade,
         session_timeout=config.session_timeout,
     )
-    return Built(built, path, executors, limits, length, made)
+    return Built(built, path, executors, limits, length, made, head)
 
 
 def _weights(load_format: str, seed: int, folder: Path | None, progress: Progress | None = None) -> LoadWeights:
@@ -480,4 +485,5 @@ def _info(config: ServeConfig, built: Built, seconds: float) -> EngineInfo:
         hidden_size=spec.dim,
         logits_processors=tuple(built.config.processors),
         generates=spec.generates,
+        score_head=built.score_head,
     )
