@@ -95,6 +95,7 @@ def fit(spec: ModelSpec, setting: Setting, instances: int, tp: int, measured: Ac
     weighed = replace(nothing, costs=costs, activations=held)
     try:
         room, name = _room(setting, instances, tp, costs, held)
+        room = kv.without_states(costs.spec, setting.max_num_seqs, room)
     except InvalidValue as error:
         return replace(weighed, refusal=str(error))
     with_pool = replace(

@@ -51,6 +51,9 @@ OWN: Mapping[str, str] = {
     "Qwen2": "max_window_layers use_sliding_window",
     "Qwen3Moe": "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts "
     "num_experts_per_tok num_local_experts",
+    "Qwen3Next": "decoder_sparse_step full_attention_interval linear_conv_kernel_dim linear_key_head_dim "
+    "linear_num_key_heads linear_num_value_heads linear_value_head_dim mlp_only_layers moe_intermediate_size "
+    "norm_topk_prob num_experts num_experts_per_tok shared_expert_intermediate_size",
     "SmolLM3": "no_rope_layer_interval no_rope_layers",
 }
 LIKE = {"DeepseekV3": "DeepseekV2", "Gemma3": "Gemma2", "Qwen3": "Qwen2", "Qwen3Moe": "Qwen2", "SmolLM3": "Qwen2"}

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxserve.models import manifest
 from jaxserve.models.context_length import Config
+from jaxserve.models.delta_net import rows_of
 from jaxserve.models.hub import other_format
 from jaxserve.models.json_file import object_in
 from jaxserve.models.keys import check
@@ -55,6 +56,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": DENSE,
     "Qwen3ForCausalLM": DENSE,
     "Qwen3MoeForCausalLM": "jaxserve.models.qwen3_moe",
+    "Qwen3NextForCausalLM": "jaxserve.models.qwen3_next",
     "SmolLM3ForCausalLM": DENSE,
 }
 
@@ -171,7 +173,9 @@ def begin(spec: ModelSpec, weights: Tree, tokens: jax.Array, ragged: Ragged, *, 
         x = model.embedded(weights, tokens, ragged.positions)
     turns = model.turns(ragged.positions)
     with jax.named_scope("plan"):
-        return Stream(x, turns, attention.plan(ragged))
+        work = attention.plan(ragged)
+    rows = None if spec.delta is None else rows_of(ragged, decode=attention.decode)
+    return Stream(x, turns, work, rows)
 
 
 def through(

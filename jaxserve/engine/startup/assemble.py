@@ -28,6 +28,7 @@ from jaxserve.engine.startup.warmup import Ladder, ProgramCounts, Progress
 from jaxserve.errors import InvalidValue
 from jaxserve.models.score_head import score_head
 from jaxserve.models.source import DUMMY, find_model, tokenizer_folder, tokenizer_json
+from jaxserve.models.spec import ModelSpec
 from jaxserve.models.thinking import thinking_markers
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.log import Log, no_log
@@ -247,6 +248,9 @@ def _journal_stopped(error: OSError) -> None:
     log.error("the journal cannot be written (%s): it stops here, serving continues", error)
 
 
+STATEFUL = "layers of this model keep a state per request (docs/guide/models.md)"
+
+
 class Built(NamedTuple):
     """Warm executors, and what they were built from."""
 
@@ -276,6 +280,9 @@ def assemble(
     began = time.perf_counter()
     early = early and _can_begin_early(config)
     built = through(build(config, progress, ladder, early=early))
+    if (plain := fitting(config, built.config.spec)) != config:
+        log.info("prefix caching is off: layers of %s keep a state, which pages do not have", config.model_source)
+        config = plain
     recipe, measured_here = _recipe(config, built, progress)
     compile_counter().warm()
     seconds = time.perf_counter() - began
@@ -290,6 +297,27 @@ def assemble(
     for why in machine.info.promise.broken.values():
         log.warning("%s", why)
     return machine
+
+
+def fitting(config: ServeConfig, spec: ModelSpec) -> ServeConfig:
+    """Return the settings for a model: without prefix caching if layers keep a state per request.
+
+    Raises InvalidValue for other settings that such a model does not support.
+    """
+    if spec.cache.state is None:
+        return config
+    for name, given in (("speculative_config", config.speculative_config), ("kv_disk", config.kv_disk)):
+        if given is not None:
+            raise InvalidValue(f"{name}={given!r} must be left out: {STATEFUL}", name)
+    if kv.scaled(config.kv_cache_dtype):
+        what = f"kv_cache_dtype={config.kv_cache_dtype!r} must have 16 or 32 bits"
+        raise InvalidValue(f"{what}: {STATEFUL}", "kv_cache_dtype")
+    if jax.process_count() > 1:
+        raise InvalidValue(f"mesh={config.mesh!r} must be of one host: {STATEFUL}", "mesh")
+    try:
+        return replace(config, enable_prefix_caching=False)  # raises for what puts KV into the prefix cache
+    except InvalidValue as error:
+        raise InvalidValue(f"{STATEFUL}, so there is no prefix cache; {error}", error.param) from error
 
 
 def _can_begin_early(config: ServeConfig) -> bool:
@@ -311,6 +339,7 @@ def build(
     """Load and compile. early: see `assemble`. Raises JaxserveError with the remedy."""
     found, path = find_model(config.model_source, config.revision, config.load_format)
     spec = found.quantized_as(config.quantization)
+    fitting(config, spec)
     head = b""
     if path is not None and config.load_format != DUMMY:
         head = score_head(path, config.overrides, lambda: tokenizer_json(config))
