@@ -135,7 +135,7 @@ def _by_head(name: str, heads: int, width: int, dim: int) -> nnx.Param[Info]:
     """Describe a projection [E, K, width] of a tensor that is ordered by key head."""
 
     def build(x: Array) -> Array:
-        return library(x).moveaxis(x.reshape(heads, width, dim), -1, 0)  # type: ignore[no-any-return]
+        return library(x).moveaxis(x.reshape(heads, width, -1), -1, 0)  # type: ignore[no-any-return]
 
     source = Source(name, (heads * width, dim))
     return nnx.Param(Info((dim, heads, width), ("dim", "heads", "pack"), (source,), build, contract=0))

@@ -268,6 +268,8 @@ def _check_names(path: Path, tensors: Tensors, infos: Sequence[Info], spec: Mode
 def _harmless(name: str, spec: ModelSpec) -> bool:
     """Return whether a tensor may be ignored: RoPE tables, a tied head, a score head, vision, ..."""
     others = [f"layers.{spec.layers + i}." for i in range(spec.guessing)]
+    if spec.delta is not None:
+        others.append("mtp.")  # the multi-token prediction of Qwen3-Next
     if spec.architecture.endswith("ForConditionalGeneration"):
         others += VISION
     tied = spec.tied and name == "lm_head.weight"

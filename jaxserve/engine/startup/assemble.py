@@ -339,13 +339,13 @@ def build(
     """Load and compile. early: see `assemble`. Raises JaxserveError with the remedy."""
     found, path = find_model(config.model_source, config.revision, config.load_format)
     spec = found.quantized_as(config.quantization)
-    fitting(config, spec)
     head = b""
     if path is not None and config.load_format != DUMMY:
         head = score_head(path, config.overrides, lambda: tokenizer_json(config))
     environment.prepare(config.gpu_memory_utilization)
     mesh = plan_of(config)
     sub_meshes(mesh, share_devices=config.share_devices)  # before jax starts, so that devices can be emulated
+    fitting(config, spec)
     platform = jax.default_backend()
     length = config.max_model_len or spec.max_positions
     rows, tokens = config.rows(platform), config.step_tokens(platform)
