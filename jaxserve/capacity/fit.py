@@ -155,6 +155,8 @@ def largest(costs: Costs, setting: Setting, pages: int) -> Batch | None:
         return costs.decode(rows, setting.context).seconds(setting.device)
 
     fitting = pages // -(-setting.context // setting.page_size)
+    if costs.state:  # there are states for so many requests
+        fitting = min(fitting, setting.max_num_seqs)
     if fitting < 1 or seconds(1) > setting.tpot:
         return None
     low, high = 1, fitting
