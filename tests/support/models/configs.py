@@ -60,7 +60,7 @@ OLMO3: dict[str, Any] = {
 QWEN3_NEXT: dict[str, Any] = {
     "head_dim": 16, "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
-    "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "rms_norm_eps": 1e-4,
 }  # fmt: skip
 PHI3: dict[str, Any] = {"pad_token_id": None}
 SMOLLM3: dict[str, Any] = {"num_hidden_layers": 4, "pad_token_id": None}
