@@ -10,7 +10,7 @@ import pytest
 from jaxserve.capacity.costs import Costs
 from jaxserve.config import ServeConfig
 from jaxserve.engine.memory import kv
-from jaxserve.engine.startup.assemble import fitting
+from jaxserve.engine.startup.stateful import fitting
 from jaxserve.errors import InvalidValue
 from jaxserve.models.published import published_spec
 from tests.support.parity.law import SPEC

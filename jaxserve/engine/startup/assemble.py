@@ -23,12 +23,12 @@ from jaxserve.engine.startup.build import ExecutorConfig, LoadWeights, build_ear
 from jaxserve.engine.startup.calls import Rung
 from jaxserve.engine.startup.compiled import CompileCounter, compile_counter
 from jaxserve.engine.startup.executables import Shipped
+from jaxserve.engine.startup.stateful import fitting
 from jaxserve.engine.startup.tiers import KVTiers
 from jaxserve.engine.startup.warmup import Ladder, ProgramCounts, Progress
 from jaxserve.errors import InvalidValue
 from jaxserve.models.score_head import score_head
 from jaxserve.models.source import DUMMY, find_model, tokenizer_folder, tokenizer_json
-from jaxserve.models.spec import ModelSpec
 from jaxserve.models.thinking import thinking_markers
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.log import Log, no_log
@@ -248,9 +248,6 @@ def _journal_stopped(error: OSError) -> None:
     log.error("the journal cannot be written (%s): it stops here, serving continues", error)
 
 
-STATEFUL = "layers of this model keep a state per request (docs/guide/models.md)"
-
-
 class Built(NamedTuple):
     """Warm executors, and what they were built from."""
 
@@ -297,27 +294,6 @@ def assemble(
     for why in machine.info.promise.broken.values():
         log.warning("%s", why)
     return machine
-
-
-def fitting(config: ServeConfig, spec: ModelSpec) -> ServeConfig:
-    """Return the settings for a model: without prefix caching if layers keep a state per request.
-
-    Raises InvalidValue for other settings that such a model does not support.
-    """
-    if spec.cache.state is None:
-        return config
-    for name, given in (("speculative_config", config.speculative_config), ("kv_disk", config.kv_disk)):
-        if given is not None:
-            raise InvalidValue(f"{name}={given!r} must be left out: {STATEFUL}", name)
-    if kv.scaled(config.kv_cache_dtype):
-        what = f"kv_cache_dtype={config.kv_cache_dtype!r} must have 16 or 32 bits"
-        raise InvalidValue(f"{what}: {STATEFUL}", "kv_cache_dtype")
-    if jax.process_count() > 1:
-        raise InvalidValue(f"mesh={config.mesh!r} must be of one host: {STATEFUL}", "mesh")
-    try:
-        return replace(config, enable_prefix_caching=False)  # raises for what puts KV into the prefix cache
-    except InvalidValue as error:
-        raise InvalidValue(f"{STATEFUL}, so there is no prefix cache; {error}", error.param) from error
 
 
 def _can_begin_early(config: ServeConfig) -> bool:
