@@ -100,8 +100,8 @@ class ServeConfig(OperationSettings):
         None, "model", "Seed of requests without one (default: random), and of dummy weights (default: 0)."
     )
     pooling_type: PoolingType = flag(
-        "last", "model", "How /v1/embeddings, /pooling and /v1/score make one vector of a text: the hidden state of "
-        "its last token, or the mean over all. Requests can override it with pooling_type.",
+        "last", "model", "How /v1/embeddings, /pooling, /score and /rerank make one vector of a text: the hidden "
+        "state of its last token, or the mean over all. Requests can override it with pooling_type.",
     )  # fmt: skip
     logits_processors: tuple[str, ...] = flag(
         (), "model", "Logits processors that requests may ask for by these names, in the order in which they are "
@@ -259,7 +259,7 @@ class ServeConfig(OperationSettings):
         self._check_tiers()
         self._check_replicas()
         self._check_scaling()
-        _ = self.slo, self.speculative, self.tiers
+        _ = self.slo, self.speculative, self.overrides, self.tiers
 
     def _check_tiers(self) -> None:
         if (self.programs is None) != (self.digest is None):

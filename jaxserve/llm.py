@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from jaxserve.config import ServeConfig
-from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
+from jaxserve.errors import InvalidValue, JaxserveError, QueueFull, short
 from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.generation.generate import (
@@ -40,7 +40,7 @@ from jaxserve.generation.prompts import Parsed, Prompt, listed, parse_prompt, pa
 from jaxserve.generation.salt import salt_of
 from jaxserve.generation.session import session_of
 from jaxserve.generation.stops import thinking_of
-from jaxserve.generation.vectors import check_dimensions, paired, pooling_params, similarity, vector_of
+from jaxserve.generation.vectors import check_dimensions, paired, pooling_params, relevance, similarity, vector_of
 from jaxserve.generation.vectors import finished as finished_vector
 from jaxserve.models.source import find_tokenizer, sampling_defaults, tokenizer_folder
 from jaxserve.outputs import (
@@ -57,6 +57,7 @@ from jaxserve.sched.api.new_request import STANDARD, NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import GIVEN_UP, Delta
 from jaxserve.sched.api.policy import roles_of
+from jaxserve.sched.api.pooling import LAST
 from jaxserve.sched.api.slo import SLO
 from jaxserve.server.metrics_reader import Metric, read_metrics
 from jaxserve.tokenizer import Message, Tokenizer
@@ -339,11 +340,22 @@ class LLM(_Base):
         pooling_type: str | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """Return the cosine similarity of the embeddings of one prompt and each of others, or of pairs of prompts.
+        """Return a score of one prompt and each of others, or of pairs of prompts.
 
-        Raises as `embed` does.
+        It is the cosine similarity of their embeddings. A model that scores reads both texts of a pair as one, and
+        its score is from 0 to 1. Raises as `embed` does.
         """
         some, others = listed(data_1), listed(data_2)
+        if head := self.engine.info.score_head:
+            outputs = self._pooled(self._pairs(paired(some, others, ("data_1", "data_2"))), LAST, use_tqdm=use_tqdm)
+            return [
+                ScoringRequestOutput(
+                    output.request_id,
+                    ScoringOutput(relevance(vector_of(output.outputs[0].pooled), head)),
+                    output.prompt_token_ids,
+                )
+                for output in outputs
+            ]
         pairs = paired(list(range(len(some))), list(range(len(some), len(some) + len(others))), ("data_1", "data_2"))
         outputs = self._pooled([*some, *others], pooling_type, use_tqdm=use_tqdm)
         vectors = [vector_of(output.outputs[0].pooled) for output in outputs]
@@ -355,6 +367,13 @@ class LLM(_Base):
             )
             for one, other in pairs
         ]
+
+    def _pairs(self, pairs: Sequence[tuple[Any, Any]]) -> list[list[int]]:
+        """Return the token ids of pairs of texts, for a model that scores. Raises InvalidValue."""
+        for text in (text for pair in pairs for text in pair):
+            if not isinstance(text, str):
+                raise InvalidValue(f"{short(text)} must be a text, which this model reads in pairs", "data_1")
+        return [self.tokenizer.encode(*self.tokenizer.pair(*pair)) for pair in pairs]
 
     def _pooled(
         self, prompts: Prompt | Sequence[Prompt], pooling_type: str | None, **settings: Any

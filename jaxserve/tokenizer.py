@@ -186,6 +186,19 @@ class Tokenizer:
         )
         return _first_that_renders(render, forms)
 
+    def pair(self, query: str, document: str) -> tuple[str, bool]:
+        """Return the text of a pair to score, and whether special tokens belong before it.
+
+        `--chat-template` renders the pair; without it, one text comes after the other. The model's own template is
+        one of conversations, which does not know the roles query and document. Raises InvalidValue if the template
+        raises.
+        """
+        if self._template is None:
+            return query + document, True
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        render = partial(self._hf.apply_chat_template, chat_template=self._template, tokenize=False)
+        return _first_that_renders(render, [messages]), False
+
     def _roles_of(self, template: str | None) -> Roles:
         return Roles.of(partial(self._rendered, PROBE, template), template or self.template_text)
 

@@ -42,11 +42,12 @@ class Ragged(NamedTuple):
     contexts: jax.Array  # [S] int32, tokens of the row in the cache after this step's write (0 for padding)
     block_tables: jax.Array  # [S, P] int32, page ids in order; 0 where unused
     shared: SharedPrefixes | None = None  # for backends that read shared pages once; others may ignore it
+    slots: jax.Array | None = None  # [S] int32, where layers keep a state of the row; out of range for padding rows
 
     @classmethod
     def of(cls, arrays: Iterable[jax.Array]) -> Ragged:
-        """Return a step without shared prefixes from its ARRAYS arrays."""
-        return cls._make((*arrays, None))
+        """Return a step without shared prefixes and slots from its ARRAYS arrays."""
+        return cls._make((*arrays, None, None))
 
 
-ARRAYS = len(Ragged._fields) - 1  # of a step without shared prefixes
+ARRAYS = len(Ragged._fields) - len(Ragged._field_defaults)  # of a step without shared prefixes and slots

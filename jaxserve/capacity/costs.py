@@ -95,9 +95,9 @@ class Costs:
 
     def decode(self, rows: int, context: int) -> LayerWork:
         """Count a step of `rows` rows, each attending to `context` tokens, itself included."""
-        seen = sum(min(context, self.spec.window_of(layer) or context) for layer in range(self.spec.layers))
+        seen = sum(min(context, self.spec.window_of(layer) or context) for layer in self._attending)
         weights = self.every + self.head + self.experts * self.touched(rows)
-        moved = weights + rows * (self._layer_token * seen + self.kv_token + self._embedded)
+        moved = weights + rows * (self._layer_token * seen + self.kv_token + self._embedded + 2 * self.state)
         return LayerWork(moved, rows * (self.token + self.draw + self._pair * seen))
 
     def prefill(self, tokens: int, chunk: int) -> LayerWork:
@@ -106,7 +106,7 @@ class Costs:
         for start in range(0, tokens, chunk):
             length = min(chunk, tokens - start)
             moved += self.every + self.experts * self.touched(length) + length * (self.kv_token + self._embedded)
-            for layer in range(self.spec.layers):
+            for layer in self._attending:
                 window = self.spec.window_of(layer) or tokens
                 moved += self._layer_token * min(start, window)
                 flops += self._pair * (_pairs(start + length, window) - _pairs(start, window))
@@ -114,7 +114,17 @@ class Costs:
 
     @property
     def _layer_token(self) -> float:
-        return self.kv_token / self.spec.layers
+        return self.kv_token / self.spec.cache.layers
+
+    @property
+    def _attending(self) -> list[int]:
+        """The layers with keys and values."""
+        return self.spec.cache.kv(range(self.spec.layers))
+
+    @property
+    def state(self) -> float:
+        """The bytes per device of what layers with linear attention keep of a request."""
+        return 0.0 if self.spec.cache.state is None else self.spec.cache.state.slot_bytes() / self.tp
 
     @property
     def _embedded(self) -> int:

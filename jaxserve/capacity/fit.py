@@ -95,6 +95,7 @@ def fit(spec: ModelSpec, setting: Setting, instances: int, tp: int, measured: Ac
     weighed = replace(nothing, costs=costs, activations=held)
     try:
         room, name = _room(setting, instances, tp, costs, held)
+        room = kv.without_states(costs.spec, setting.max_num_seqs, room)
     except InvalidValue as error:
         return replace(weighed, refusal=str(error))
     with_pool = replace(
@@ -154,6 +155,8 @@ def largest(costs: Costs, setting: Setting, pages: int) -> Batch | None:
         return costs.decode(rows, setting.context).seconds(setting.device)
 
     fitting = pages // -(-setting.context // setting.page_size)
+    if costs.state:  # there are states for so many requests
+        fitting = min(fitting, setting.max_num_seqs)
     if fitting < 1 or seconds(1) > setting.tpot:
         return None
     low, high = 1, fitting

@@ -45,6 +45,12 @@ def similarity(one: Vector, other: Vector) -> float:
     return float(a @ b / ((np.linalg.norm(a) * np.linalg.norm(b)) or 1.0))
 
 
+def relevance(vector: Vector, head: bytes, activated: bool = True) -> float:
+    """Return the score of the hidden state [E] of a pair of texts, from 0 to 1 if it is `activated`."""
+    score = float(vector.astype(np.float64) @ np.frombuffer(head, "<f4").astype(np.float64))
+    return float(0.5 + 0.5 * np.tanh(score / 2)) if activated else score  # the sigmoid, without overflow
+
+
 def paired(some: list[T], others: list[T], names: tuple[str, str]) -> list[tuple[T, T]]:
     """Pair one entry with each of the others, or two lists entry by entry. Raises InvalidValue, naming the field."""
     if len(some) not in (1, len(others)):

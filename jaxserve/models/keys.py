@@ -21,7 +21,7 @@ SHARED = (
     "architectures dtype eos_token_id head_dim hidden_act hidden_activation hidden_size intermediate_size layer_types "
     "max_position_embeddings model_type num_attention_heads num_hidden_layers num_key_value_heads "
     "partial_rotary_factor quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window "
-    "tie_word_embeddings torch_dtype vocab_size"
+    "tie_word_embeddings torch_dtype vocab_size classifier_from_token is_original_qwen3_reranker"
 )
 # Of training, of generation, of tokens, and of the form of answers. Biases are told by the tensors.
 HARMLESS = (
@@ -51,6 +51,9 @@ OWN: Mapping[str, str] = {
     "Qwen2": "max_window_layers use_sliding_window",
     "Qwen3Moe": "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts "
     "num_experts_per_tok num_local_experts",
+    "Qwen3Next": "decoder_sparse_step full_attention_interval linear_conv_kernel_dim linear_key_head_dim "
+    "linear_num_key_heads linear_num_value_heads linear_value_head_dim mlp_only_layers moe_intermediate_size "
+    "norm_topk_prob num_experts num_experts_per_tok shared_expert_intermediate_size",
     "SmolLM3": "no_rope_layer_interval no_rope_layers",
 }
 LIKE = {"DeepseekV3": "DeepseekV2", "Gemma3": "Gemma2", "Qwen3": "Qwen2", "Qwen3Moe": "Qwen2", "SmolLM3": "Qwen2"}

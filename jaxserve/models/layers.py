@@ -47,6 +47,7 @@ class Stream(NamedTuple):
     x: jax.Array  # [T, E]
     turns: Turns  # see `Decoder.turns`
     work: Any  # see `Attention.plan`
+    rows: Any = None  # see `delta_net.rows_of`; None without such layers
 
 
 SHARDED = ("vocab", "heads", "ff", "experts")  # logical axes that are split over the mesh axis `tp`
@@ -272,8 +273,12 @@ class Attention(nnx.Module):
             qkv=qkv if whole else None, norms=norms,
         )  # fmt: skip
         mixed, pool = kernel(inputs, pool, work)  # [T, H, D]
-        out = mixed.reshape(tokens, spec.heads * d) @ self.out[...]
+        out = self.gated(x, mixed).reshape(tokens, spec.heads * d) @ self.out[...]
         return (out if self.out_bias is None else out + like(self.out_bias[...], out)), pool
+
+    def gated(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        """Apply the gate of a family that has one to the heads' outputs [T, H, D]; x [T, E] is the layer's input."""
+        return mixed
 
 
 class Mlp(nnx.Module):
@@ -327,7 +332,7 @@ class Block(nnx.Module):
 
     def mix(self, stream: Stream, pool: Pool, kernel: Kernel) -> tuple[jax.Array, Pool]:
         """Add the attention output to the stream's x, and return [T, E] with the updated pool."""
-        x, turns, work = stream
+        x, turns, work, _ = stream
         with jax.named_scope("attention"):
             mixed, pool = self.attention(self.normed(x, self.attention_norm), turns[self.rope], pool, work, kernel)
             return self.added(x, mixed, self.mixed_norm), pool

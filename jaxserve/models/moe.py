@@ -83,7 +83,12 @@ class Moe(nnx.Module):
         biases = (self.gate_up_bias, self.down_bias)
         experts = Matrices(self.gate_up[...], self.down[...], *(None if b is None else b[...] for b in biases))
         out = self._mixed(x, chosen, weights, experts, kernel).astype(x.dtype)
-        return out if self.shared is None else out + self.shared(x)
+        return out if self.shared is None else out + self.share(x)
+
+    def share(self, x: jax.Array) -> jax.Array:
+        """Return the contribution of the shared experts, [T, E]."""
+        assert self.shared is not None
+        return self.shared(x)
 
     def _mixed(
         self, x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Matrices, kernel: Kernel

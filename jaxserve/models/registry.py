@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxserve.models import manifest
 from jaxserve.models.context_length import Config
+from jaxserve.models.delta_net import rows_of
 from jaxserve.models.hub import other_format
 from jaxserve.models.json_file import object_in
 from jaxserve.models.keys import check
@@ -33,6 +34,7 @@ from pallas_kernels.layout import Ragged
 
 WRONG = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)  # raised by values of the wrong kind
 DENSE = "jaxserve.models.dense"
+CLASSIFIER = "ForSequenceClassification"  # the end of architectures with a score head: see `score_head`
 FAMILIES = {
     "DeepseekV2ForCausalLM": "jaxserve.models.deepseek",
     "DeepseekV3ForCausalLM": "jaxserve.models.deepseek",
@@ -54,6 +56,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": DENSE,
     "Qwen3ForCausalLM": DENSE,
     "Qwen3MoeForCausalLM": "jaxserve.models.qwen3_moe",
+    "Qwen3NextForCausalLM": "jaxserve.models.qwen3_next",
     "SmolLM3ForCausalLM": DENSE,
 }
 
@@ -114,12 +117,13 @@ def spec_from_config(config: Config) -> ModelSpec:
     try:
         for part in (config, config.get("text_config") or {}):
             check_sizes(part)
-        check(config)
         name = architecture(config)
-        whole = name.removesuffix("Model") + "ForCausalLM"
+        whole = name.removesuffix("Model").removesuffix(CLASSIFIER) + "ForCausalLM"
         bare = name not in FAMILIES and whole in FAMILIES  # a decoder that gives vectors
-        family = _family(whole if bare else name)
-        spec: ModelSpec = family.read({**config, "architectures": [whole]}).headless() if bare else family.read(config)
+        config = {**config, "architectures": [whole]} if bare else config
+        check(config)
+        read: ModelSpec = _family(architecture(config)).read(config)
+        spec = read.headless() if bare else read
     except InvalidValue:
         raise
     except WRONG as error:
@@ -169,7 +173,9 @@ def begin(spec: ModelSpec, weights: Tree, tokens: jax.Array, ragged: Ragged, *, 
         x = model.embedded(weights, tokens, ragged.positions)
     turns = model.turns(ragged.positions)
     with jax.named_scope("plan"):
-        return Stream(x, turns, attention.plan(ragged))
+        work = attention.plan(ragged)
+    rows = None if spec.delta is None else rows_of(ragged, decode=attention.decode)
+    return Stream(x, turns, work, rows)
 
 
 def through(

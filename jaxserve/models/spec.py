@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxserve.models import quantization
-from jaxserve.models.cache import Cache
+from jaxserve.models.cache import Cache, State
 from jaxserve.models.context_length import Config, context_length
 from jaxserve.models.packed import methods
 from jaxserve.models.quantization import Quantization
@@ -77,6 +77,41 @@ class Latent:
             raise InvalidValue(f"config: {self}: each must be at least 1, and turned (qk_rope_head_dim) even")
 
 
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The parameters of gated DeltaNet; see `delta_net` for the letters."""
+
+    key_heads: int  # K
+    value_heads: int  # K * R
+    key_dim: int  # D
+    value_dim: int  # V
+    kept: int  # J: the convolution reads one input more
+    layers: tuple[bool, ...]  # by layer: whether it has DeltaNet instead of attention
+
+    def __post_init__(self) -> None:
+        least = min(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.kept)
+        if least < 1 or self.value_heads % self.key_heads or all(self.layers):
+            raise InvalidValue(
+                f"config: {self}: sizes must be at least 1, linear_num_value_heads a multiple of linear_num_key_heads, "
+                "and some layer must have full attention",
+                "linear_num_key_heads",
+            )
+
+    @property
+    def repeats(self) -> int:  # R
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:  # W
+        return 2 * self.key_dim + self.repeats * self.value_dim
+
+    @property
+    def state(self) -> State:
+        """What these layers keep of a request."""
+        matrices = self.repeats, self.key_dim, self.value_dim
+        return State(self.layers, self.key_heads, (self.kept, self.channels), matrices)
+
+
 KEYS = {  # of a config.json, by field
     "vocab": "vocab_size",
     "dim": "hidden_size",
@@ -137,6 +172,7 @@ class ModelSpec:
     residual_scale: float = 1.0  # factor of what attention and feed-forward add to the stream
     moe: Experts | None = None
     latent: Latent | None = None  # MLA; kv_heads is then 1, and head_dim that of queries
+    delta: Delta | None = None  # linear attention in some layers
     sinks: bool = False  # attention sinks: one learned score per head in the softmax
     guessing: int = 0  # multi-token prediction layers of the checkpoint, which are not loaded
     eos: tuple[int, ...] = ()
@@ -192,11 +228,12 @@ class ModelSpec:
         if self.latent is not None:
             return Cache(self.layers, 1, self.pool_heads, self.latent.rank + self.latent.turned)
         return Cache(
-            self.layers,
+            self.layers if self.delta is None else self.delta.layers.count(False),
             2,
             self.pool_heads // self.kv_row,
             self.kv_width or self.kv_row * self.head_dim,
             self.kv_heads_first,
+            None if self.delta is None else self.delta.state,
         )
 
     @property
@@ -218,7 +255,12 @@ class ModelSpec:
     def kinds(self) -> tuple[int, ...]:
         """For each layer, the first layer that is computed the same way."""
         kinds = [
-            (self.window_of(i), self.rope_of(i), self.moe is not None and self.moe.layers[i])
+            (
+                self.window_of(i),
+                self.rope_of(i),
+                self.moe is not None and self.moe.layers[i],
+                self.delta is not None and self.delta.layers[i],
+            )
             for i in range(self.layers)
         ]
         return tuple(map(kinds.index, kinds))
@@ -254,7 +296,9 @@ class ModelSpec:
     def first_layers(self, layers: int) -> ModelSpec:
         """Return the spec of a model that consists of the first `layers` layers."""
         moe = None if self.moe is None else replace(self.moe, layers=self.moe.layers[:layers])
-        return replace(self, layers=layers, sliding=self.sliding[:layers], unrotated=self.unrotated[:layers], moe=moe)
+        delta = None if self.delta is None else replace(self.delta, layers=self.delta.layers[:layers])
+        sliding, unrotated = self.sliding[:layers], self.unrotated[:layers]
+        return replace(self, layers=layers, sliding=sliding, unrotated=unrotated, moe=moe, delta=delta)
 
     def for_tp(self, tp: int) -> ModelSpec:
         """Return the spec for `tp` shards, with kv heads copied and the vocabulary padded as needed.
@@ -272,6 +316,12 @@ class ModelSpec:
             raise InvalidValue(
                 f"tensor parallel size {tp} does not fit {self.architecture}: it must divide heads={self.heads} and "
                 f"ff_dim={self.ff_dim}, and divide or be a multiple of kv_heads={self.kv_heads}",
+                "mesh",
+            )
+        if self.delta is not None and self.delta.key_heads % tp:
+            raise InvalidValue(
+                f"tensor parallel size {tp} does not fit {self.architecture}: it must divide its "
+                f"{self.delta.key_heads} heads of linear attention",
                 "mesh",
             )
         return replace(self, kv_copies=copies, vocab_padding=-self.vocab % tp)

@@ -266,12 +266,17 @@ def _check_names(path: Path, tensors: Tensors, infos: Sequence[Info], spec: Mode
 
 
 def _harmless(name: str, spec: ModelSpec) -> bool:
-    """Return whether a tensor may be ignored: RoPE tables, a tied head, multi-token prediction, or vision."""
+    """Return whether a tensor may be ignored: RoPE tables, a tied head, a score head, vision, ..."""
     others = [f"layers.{spec.layers + i}." for i in range(spec.guessing)]
+    if spec.delta is not None:
+        others.append("mtp.")  # the multi-token prediction of Qwen3-Next
     if spec.architecture.endswith("ForConditionalGeneration"):
         others += VISION
     tied = spec.tied and name == "lm_head.weight"
-    return tied or name.endswith("rotary_emb.inv_freq") or name.removeprefix("model.").startswith(tuple(others))
+    scores = not spec.generates and name == "score.weight"  # read by `score_head`
+    return (
+        tied or scores or name.endswith("rotary_emb.inv_freq") or name.removeprefix("model.").startswith(tuple(others))
+    )
 
 
 def _no_bias(name: str, file: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from jaxserve.server.embedding_bodies import EmbeddingBody, PoolingBody, ScoreBody
+from jaxserve.server.embedding_bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from jaxserve.server.openai import (
     ChatBody,
     CompletionBody,
@@ -24,6 +24,7 @@ BODIES = (
     EmbeddingBody,
     PoolingBody,
     ScoreBody,
+    RerankBody,
     TokenizeBody,
     DetokenizeBody,
     RolesBody,

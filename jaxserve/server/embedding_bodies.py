@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from jaxserve.sched.api.pooling import PoolingType
-from jaxserve.server.openai import Scheduled
+from jaxserve.server.openai import Part, Scheduled
 
 
 class Pooling(Scheduled):
@@ -15,6 +15,16 @@ class Pooling(Scheduled):
     inputs: ClassVar[tuple[str, ...]]  # the fields with texts
     truncate_prompt_tokens: int | None = None  # keep only so many tokens at the end; -1: as many as fit
     pooling_type: PoolingType | None = None  # None: --pooling-type
+
+    def given(self, name: str) -> Any:
+        """Return the texts of a field."""
+        return getattr(self, name)
+
+
+class Document(Part):
+    """A text, as an object."""
+
+    text: str
 
 
 class EmbeddingBody(Pooling):
@@ -35,8 +45,23 @@ class PoolingBody(EmbeddingBody):
 
 
 class ScoreBody(Pooling):
-    """The body of `POST /v1/score`: one text and others to compare it with, or two lists of texts."""
+    """The body of `POST /score`: one text and others to compare it with, or two lists of texts."""
 
     prefix, inputs = "score", ("text_1", "text_2")
     text_1: Any
     text_2: Any
+    use_activation: bool = True  # the sigmoid of a model that scores
+
+
+class RerankBody(Pooling):
+    """The body of `POST /rerank`, of Cohere, Jina and vLLM: a text, and others to sort by how relevant they are."""
+
+    prefix, inputs = "rerank", ("query", "documents")
+    query: str
+    documents: list[str | Document]
+    top_n: int | None = None  # the best only; 0: all
+    return_documents: bool = True
+    use_activation: bool = True
+
+    def given(self, name: str) -> Any:
+        return self.query if name == "query" else [one if isinstance(one, str) else one.text for one in self.documents]

@@ -1,4 +1,4 @@
-"""Vectors over HTTP: OpenAI's /v1/embeddings, and vLLM's /pooling and /v1/score."""
+"""Vectors and scores over HTTP: OpenAI's /v1/embeddings, and vLLM's /pooling, /score and /rerank."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
+from jaxserve.errors import InvalidValue, short
 from jaxserve.generation.generate import Piece, Submission, check_length
 from jaxserve.generation.vectors import (
     Vector,
@@ -18,20 +19,25 @@ from jaxserve.generation.vectors import (
     finished,
     paired,
     pooling_params,
+    relevance,
     similarity,
     vector_of,
 )
 from jaxserve.sched.api.new_request import NewRequest
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.pooling import LAST
 from jaxserve.server.answers import Answer, Gathered
 from jaxserve.server.documented import body_schema
-from jaxserve.server.embedding_bodies import EmbeddingBody, Pooling, PoolingBody, ScoreBody
+from jaxserve.server.embedding_bodies import EmbeddingBody, Pooling, PoolingBody, RerankBody, ScoreBody
 from jaxserve.server.failures import response_of
 from jaxserve.server.objectives import objectives_of
 from jaxserve.server.openai import check_names
+from jaxserve.server.prompts import Prompt
 from jaxserve.server.service import Service
 from jaxserve.server.sse import Disconnected, while_connected
 
 Data = list[dict[str, Any]]  # the entries of an answer
+Scores = Callable[[list[Vector]], list[float]]  # of the pairs of texts of a request
 
 
 @dataclass
@@ -39,6 +45,7 @@ class VectorAnswer(Answer):
     """The answer to a request for vectors."""
 
     data: Callable[[list[Vector]], Data] = lambda vectors: []
+    named: str = "data"  # the field of the entries
     bare: bool = False  # without id and creation time, as OpenAI's
     vectors: dict[int, Vector] = field(default_factory=dict)  # by submission
 
@@ -53,7 +60,7 @@ class VectorAnswer(Answer):
         body: dict[str, Any] = {"object": "list", "model": self.model, "usage": self.usage}
         if not self.bare:
             body |= {"id": self.id, "created": self.created}
-        return {**body, "data": self.data([self.vectors[number] for number in range(len(self.jobs))])}
+        return {**body, self.named: self.data([self.vectors[number] for number in range(len(self.jobs))])}
 
 
 def add_pooling(app: FastAPI, service: Service) -> None:
@@ -67,9 +74,16 @@ def add_pooling(app: FastAPI, service: Service) -> None:
     async def pool(request: Request) -> Response:
         return await _answer(service, request, PoolingBody)
 
+    @app.post("/score", openapi_extra=body_schema(ScoreBody))
     @app.post("/v1/score", openapi_extra=body_schema(ScoreBody))
     async def score(request: Request) -> Response:
         return await _answer(service, request, ScoreBody)
+
+    @app.post("/rerank", openapi_extra=body_schema(RerankBody))
+    @app.post("/v1/rerank", openapi_extra=body_schema(RerankBody))
+    @app.post("/v2/rerank", openapi_extra=body_schema(RerankBody))
+    async def rerank(request: Request) -> Response:
+        return await _answer(service, request, RerankBody)
 
 
 async def _answer(service: Service, request: Request, kind: type[Pooling]) -> Response:
@@ -90,20 +104,20 @@ async def _prepare(service: Service, body: Pooling, request: Request) -> VectorA
     client, engine, config = request.state.client, service.engine, service.config
     service.limits.of(client).check(body)
     check_names(body)
-    params = replace(
-        pooling_params(body.pooling_type or config.pooling_type), truncate_prompt_tokens=body.truncate_prompt_tokens
-    )
+    head = engine.info.score_head if isinstance(body, ScoreBody | RerankBody) else b""
+    pooling = body.pooling_type or (LAST if head else config.pooling_type)
+    if head and pooling != LAST:
+        raise InvalidValue(f"pooling_type={short(pooling)} must be {LAST}: this model scores pairs", "pooling_type")
+    params = replace(pooling_params(pooling), truncate_prompt_tokens=body.truncate_prompt_tokens)
     goals = objectives_of(body, request.headers, config, service.limits.of(client).tiers)
     name = f"{body.prefix}-{body.request_id or request.state.request_id}"
-    salt, special = service.keys.salt(client, body.cache_salt), body.add_special_tokens is not False
-    if isinstance(body, EmbeddingBody):
-        check_dimensions(body.dimensions, engine.info.hidden_size)
+    salt = service.keys.salt(client, body.cache_salt)
+    _check(body, engine.info.hidden_size)
     jobs: list[list[Submission]] = []
-    for one in body.inputs:
+    for field_name, prompts in await (_pairs if head else _texts)(service, body, params):
         jobs.append([])
-        texts = service.prompts.texts_of(getattr(body, one), one, special, params, engine.check_outputs)
-        for text, tokens in await texts:
-            check_length(len(tokens), params, engine.info.max_model_len, one)
+        for text, tokens in prompts:
+            check_length(len(tokens), params, engine.info.max_model_len, field_name)
             key = f"{name}-{sum(map(len, jobs))}"
             new = NewRequest(tuple(tokens), params, goals.slo, goals.priority, goals.tier, key, salt)
             jobs[-1].append(Submission(new, text))
@@ -118,22 +132,62 @@ async def _prepare(service: Service, body: Pooling, request: Request) -> VectorA
         prompt_top=False,
         client=client,
         trace=service.trace_of(request.headers, name),
-        data=_data(body, [len(some) for some in jobs]),
+        data=_data(body, _scores(body, head, [len(some) for some in jobs])),
+        named="results" if isinstance(body, RerankBody) else "data",
         bare=type(body) is EmbeddingBody,
     )
 
 
-def _data(body: Pooling, counts: list[int]) -> Callable[[list[Vector]], Data]:
-    """Return what makes the entries of an answer from the vectors of its inputs, of which there are `counts`."""
+def _check(body: Pooling, size: int) -> None:
+    if isinstance(body, EmbeddingBody):
+        check_dimensions(body.dimensions, size)
+    if isinstance(body, RerankBody) and body.top_n is not None and body.top_n < 0:
+        raise InvalidValue(f"top_n={short(body.top_n)} must be at least 1, or 0 for all documents", "top_n")
+
+
+async def _texts(service: Service, body: Pooling, params: SamplingParams) -> list[tuple[str, list[Prompt]]]:
+    """Return the prompts of each field with texts."""
+    special, check = body.add_special_tokens is not False, service.engine.check_outputs
+    return [
+        (name, await service.prompts.texts_of(body.given(name), name, special, params, check)) for name in body.inputs
+    ]
+
+
+async def _pairs(service: Service, body: Pooling, params: SamplingParams) -> list[tuple[str, list[Prompt]]]:
+    """Return a prompt for each pair of texts, for a model that scores."""
+    first, second = (given if isinstance(given := body.given(name), list) else [given] for name in body.inputs)
+    pairs = paired(first, second, (body.inputs[0], body.inputs[1]))
+    special, check = body.add_special_tokens, service.engine.check_outputs
+    return [(body.inputs[1], await service.prompts.pairs_of(pairs, body.inputs, special, params, check))]
+
+
+def _scores(body: Pooling, head: bytes, counts: list[int]) -> Scores:
+    """Return what scores the vectors of a request. counts: of its texts, by field, if there is no head."""
+    if head:
+        activated = not isinstance(body, ScoreBody | RerankBody) or body.use_activation
+        return lambda vectors: [relevance(vector, head, activated) for vector in vectors]
+    if isinstance(body, EmbeddingBody):
+        return lambda vectors: []
+    pairs = paired(list(range(counts[0])), list(range(counts[0], sum(counts))), (body.inputs[0], body.inputs[1]))
+    return lambda vectors: [similarity(vectors[one], vectors[other]) for one, other in pairs]
+
+
+def _data(body: Pooling, scores: Scores) -> Callable[[list[Vector]], Data]:
+    """Return what makes the entries of an answer from the vectors of its inputs."""
     if isinstance(body, EmbeddingBody):
         return lambda vectors: _encoded(body, vectors)
-    pairs = paired(list(range(counts[0])), list(range(counts[0], sum(counts))), ("text_1", "text_2"))
+    if isinstance(body, RerankBody):
+        return lambda vectors: _sorted(body, scores(vectors))
+    return lambda vectors: [
+        {"index": index, "object": "score", "score": score} for index, score in enumerate(scores(vectors))
+    ]
 
-    def scores(vectors: list[Vector]) -> Data:
-        found = [similarity(vectors[one], vectors[other]) for one, other in pairs]
-        return [{"index": index, "object": "score", "score": score} for index, score in enumerate(found)]
 
-    return scores
+def _sorted(body: RerankBody, scores: list[float]) -> Data:
+    texts = body.given("documents")
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+    shown = [{"document": {"text": text}} if body.return_documents else {} for text in texts]
+    return [{"index": index, **shown[index], "relevance_score": scores[index]} for index in best]
 
 
 def _encoded(body: EmbeddingBody, vectors: list[Vector]) -> Data:

@@ -19,7 +19,7 @@ from jaxserve.server.messages.errors import anthropic_response
 logger = logging.getLogger("jaxserve.server")
 
 # Routes that need a key if keys are configured.
-_WORK = ("/v1", "/pooling", "/tokenize", "/detokenize", "/tokenizer_info")
+_WORK = ("/v1", "/v2", "/pooling", "/score", "/rerank", "/tokenize", "/detokenize", "/tokenizer_info")
 _ADMIN = (
     "/v1/admin",
     "/server_info",

@@ -79,6 +79,31 @@ class Prompts:
         prompts = [await self._completion(prompt, special, room, name) for prompt in prompts_of(given, name)]
         return _truncated(prompts, room)
 
+    async def pairs_of(
+        self,
+        pairs: Sequence[tuple[Any, Any]],
+        names: tuple[str, ...],
+        special: bool | None,
+        params: SamplingParams,
+        check: Callable[[int, int], None],
+    ) -> list[Prompt]:
+        """Return a prompt for each pair of texts of the fields `names`, for a model that scores; `check` as in `of`."""
+        if not 1 <= len(pairs) <= MAX_OUTPUTS:
+            raise InvalidValue(f"{names[1]} has {len(pairs)} entries: 1 to {MAX_OUTPUTS} are allowed", names[1])
+        check(len(pairs), 1)
+        room = params.room(self._context)
+        prompts: list[Prompt] = []
+        for pair in pairs:
+            for text, name in zip(pair, names, strict=True):
+                if not isinstance(text, str):
+                    raise InvalidValue(f"{name}={short(text)} must be texts, which this model reads in pairs", name)
+            text, beginning = await self.texts.run(partial(self._tokenizer.pair, *pair), sum(map(len, pair)))
+            tokens = await self._encode(text, beginning if special is None else special, names[1])
+            if room is None:  # at once: the first text is in every pair
+                check_prompt_length(len(tokens), self._context, names[1])
+            prompts.append((text, tokens))
+        return _truncated(prompts, room)
+
     async def tokenize(self, body: TokenizeBody) -> list[int]:
         """Return the token ids of a prompt or a conversation. Raises InvalidValue."""
         if (body.prompt is None) == (body.messages is None):

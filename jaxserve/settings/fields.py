@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from jaxserve.errors import InvalidValue
+from jaxserve.settings import overrides
+from jaxserve.settings.overrides import Overrides
 from jaxserve.tools.families import REASONING_PARSERS, TOOL_PARSERS, Parsers
 from jaxserve.yamlio import Bytes, Count, Range, Room, Seconds, check_fields
 
@@ -98,6 +101,10 @@ class HttpSettings:
         "(auto), of the one in a folder, or vLLM's defaults (vllm)."
     )  # fmt: skip
     chat_template: str | None = flag(None, "server", "Jinja file of a chat template that replaces the model's.")
+    hf_overrides: str | None = flag(
+        None, "model", "Keys of config.json to override, as JSON. Only those of a Qwen3 reranker: architectures, "
+        "classifier_from_token, is_original_qwen3_reranker.", metavar="JSON",
+    )  # fmt: skip
     tool_call_parser: str = flag(
         "auto", "server", "How calls are read from the text of a model that chooses them: auto (by the chat template), "
         f"none, {', '.join(TOOL_PARSERS)}.", metavar="NAME",
@@ -135,6 +142,11 @@ class HttpSettings:
     journal: str | None = flag(
         None, "server", "File of arrivals, plans and results as JSON lines, for replay.", metavar="FILE"
     )
+
+    @cached_property
+    def overrides(self) -> Overrides:
+        """The parsed `hf_overrides`."""
+        return Overrides() if self.hf_overrides is None else overrides.parse(self.hf_overrides)
 
     def check_http(self) -> None:
         """Raise InvalidValue for invalid settings of the server."""

@@ -77,6 +77,10 @@ class Attention(Local, Protocol):
         """The mesh whose axis `tp` the layers are sharded over; None for one device."""
 
     @property
+    def decode(self) -> bool:
+        """Whether every row is one token."""
+
+    @property
     def experts(self) -> Experts:
         """Return the expert products of a shard."""
 
@@ -107,7 +111,7 @@ def attention(
     """
     local = xla.make(None, decode) if choice is None else BACKENDS[choice.backend].make(choice.spec, decode, few)
     pages = P(None, "tp") if heads_first(choice) else P(None, None, "tp")
-    return _Sharded(local, mesh, pages, experts or XlaExperts(), products, mlp)
+    return _Sharded(local, mesh, pages, experts or XlaExperts(), products, mlp, decode)
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ class _Sharded:
     experts: Experts
     products: QuantizedMatmul | None
     mlp: GatedMatmul | None
+    decode: bool
 
     def plan(self, ragged: Ragged) -> Any:
         return self.local.plan(ragged)

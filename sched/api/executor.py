@@ -69,5 +69,14 @@ class Executor(Protocol):
         If cancelled, it writes nothing afterwards, so that the pages can be used for other requests.
         """
 
+    def export_state(self, slot: int) -> Any:
+        """Gather what layers with linear attention keep of the request in a slot; None: no layer does.
+
+        It follows from all tokens that steps have computed, so no step with the request may be in flight.
+        """
+
+    async def import_state(self, state: Any, slot: int) -> None:
+        """Copy what `export_state` returned on another instance to this one, into `slot`. As `import_kv`."""
+
     async def close(self) -> None:
         """Wait for running work and free all resources."""

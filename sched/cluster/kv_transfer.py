@@ -93,6 +93,7 @@ class KVTransfer:
         self.settled = 0  # tokens with KV on the source
         self.drops = 0  # drops of its KV on the source that were handled here
         self.moved = 0  # pages on the target
+        self.stated = False  # whether the target has what layers with a state keep, or there is no such layer
         self.failures = 0
         self.changed = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
@@ -207,7 +208,7 @@ class KVTransferManager:
             if reservation is not None:
                 transfer.target = self._cores[index]
                 transfer.reservation = reservation
-                transfer.moved = reservation.cached
+                transfer.moved, transfer.stated = reservation.cached, False
                 transfer.task = self._spawn(self._carry(transfer))
                 if transfer.request.decodes_in_place:
                     transfer.source.scheduler.leave(transfer.request.id)
@@ -237,6 +238,8 @@ class KVTransferManager:
             ready = len(reservation.pages) if transfer.complete else transfer.settled // size
             if ready > transfer.moved:
                 await self._send(transfer, target, reservation, ready)
+            elif transfer.complete and not transfer.stated:
+                await self._send_state(transfer, target, reservation)
             elif transfer.complete:
                 self._finish(transfer, source, target)
                 return
@@ -246,25 +249,53 @@ class KVTransferManager:
         self._give_up(transfer, target, reservation)
 
     async def _send(self, transfer: KVTransfer, target: Core, reservation: Reservation, ready: int) -> None:
-        request, begun = transfer.request, target.executor.now()
-        busy = sum(max(0.0, core.scheduler.ends - begun) for core in (transfer.source, target))
-        most = busy + self._patience.of(self._predicted((ready - transfer.moved) * target.executor.page_size))
-        try:
-            kv_buffer = transfer.source.executor.export_kv(request.pages[transfer.moved : ready])
-            async with asyncio.timeout(most):
-                await target.executor.import_kv(kv_buffer, reservation.pages[transfer.moved : ready])
-        except TimeoutError:
-            transfer.failures = ATTEMPTS  # the request has waited long enough
-            transfer.task = None
+        request, begun, pages = transfer.request, target.executor.now(), slice(transfer.moved, ready)
+        tokens = (ready - transfer.moved) * target.executor.page_size
+
+        async def move() -> None:
+            kv_buffer = transfer.source.executor.export_kv(request.pages[pages])
+            async with asyncio.timeout(self._longest(transfer, target, tokens)):
+                await target.executor.import_kv(kv_buffer, reservation.pages[pages])
+
+        if not await self._moved(transfer, move()):
             return
-        except Exception as error:
-            transfer.failures += not isinstance(error, StepFailed)  # a lost pool says nothing about the link
-            transfer.task = None
-            return
-        self.tokens += (ready - transfer.moved) * target.executor.page_size
+        self.tokens += tokens
         transfer.moved = ready
         self.transfers += 1
         self.seconds += target.executor.now() - begun
+
+    async def _send_state(self, transfer: KVTransfer, target: Core, reservation: Reservation) -> None:
+        """Send what layers with linear attention keep of the request, once all of its tokens are computed."""
+        assert transfer.request.slot is not None
+        origin = transfer.request.slot
+
+        async def move() -> None:
+            state = transfer.source.executor.export_state(origin)
+            if state is not None:
+                async with asyncio.timeout(self._longest(transfer, target, target.executor.page_size)):
+                    await target.executor.import_state(state, reservation.slot)
+
+        transfer.stated = await self._moved(transfer, move())
+
+    def _longest(self, transfer: KVTransfer, target: Core, tokens: int) -> float:
+        """Return the seconds after which a transfer of this many tokens is late."""
+        begun = target.executor.now()
+        busy = sum(max(0.0, core.scheduler.ends - begun) for core in (transfer.source, target))
+        return busy + self._patience.of(self._predicted(tokens))
+
+    @staticmethod
+    async def _moved(transfer: KVTransfer, move: Coroutine[Any, Any, None]) -> bool:
+        """Run a part of a transfer; return whether it ended well. Otherwise its task ends."""
+        try:
+            await move
+        except TimeoutError:
+            transfer.failures = ATTEMPTS  # the request has waited long enough
+        except Exception as error:
+            transfer.failures += not isinstance(error, StepFailed)  # a lost pool says nothing about the link
+        else:
+            return True
+        transfer.task = None
+        return False
 
     def _finish(self, transfer: KVTransfer, source: Core, target: Core) -> None:
         del self._going[transfer.request.id]

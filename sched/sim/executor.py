@@ -287,6 +287,12 @@ class SimExecutor:
             return SimKVBuffer(len(pages), self._last)
         return SimKVBuffer(len(pages), None, running.began + done - running.done)
 
+    def export_state(self, slot: int) -> None:
+        """Return None: simulated models have keys and values only."""
+
+    async def import_state(self, state: None, slot: int) -> None:
+        """Do nothing: there are no states."""
+
     async def import_kv(self, kv_buffer: SimKVBuffer, pages: Sequence[int]) -> None:
         """Wait until the KV is written and the link is free, then for the duration of the transfer."""
         if len(pages) != kv_buffer.pages:

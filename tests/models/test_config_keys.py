@@ -40,6 +40,7 @@ from tests.support.models.configs import (
     OPT,
     PHI3,
     QWEN3_MOE,
+    QWEN3_NEXT,
     SMOLLM3,
     TOKENS,
     YARN,
@@ -67,6 +68,7 @@ SMALL_ONES: dict[str, dict[str, Any]] = {
     "Qwen2": SLIDING,
     "Qwen3": {"head_dim": 16, **SLIDING},
     "Qwen3Moe": {**QWEN3_MOE, **SLIDING},
+    "Qwen3Next": QWEN3_NEXT,
     "SmolLM3": {**SMOLLM3, **SLIDING},
 }
 BARE = ("Gemma3", "Phi3", "SmolLM3")

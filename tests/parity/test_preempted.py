@@ -31,6 +31,7 @@ MESHES, BOUNDARIES, POLICIES = ("1x1", "1x2", "2x1", "2x2"), ("op", "layer"), ("
 CASES = list(itertools.product(MESHES, BOUNDARIES, (ROOMY, TIGHT), POLICIES))
 BARE = [("1x1", "op", TIGHT, "distserve"), ("2x1", "layer", ROOMY, "unified")]
 MOST_RUNS = 8
+FAMILIES = ("Gemma3", "Qwen3Moe", "DeepseekV2", "OPT", "GptOss")
 
 
 class RandomPreemption:
@@ -183,8 +184,7 @@ def test_steps_that_raise_beside_suspended_ones_do_not_change_the_tokens() -> No
     compare(requests, served, alone(2), DEEP)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["Gemma3", "Qwen3Moe", "DeepseekV2", "OPT", "GptOss"])
+@pytest.mark.parametrize("name", ["Qwen3Next", *(pytest.param(name, marks=pytest.mark.full) for name in FAMILIES)])
 def test_stopping_steps_does_not_change_the_tokens_of_a_family(name: str) -> None:
     of, requests = model(name), asks(1, 6)
     expected = unstopped(of).each(requests)

@@ -62,6 +62,7 @@ class Observer:
     experts: Experts = field(default_factory=XlaExperts)
     products: QuantizedMatmul | None = None
     mlp: GatedMatmul | None = None
+    decode: bool = False
 
     def plan(self, ragged: Ragged) -> Ragged:
         return ragged

@@ -50,6 +50,18 @@ def page_bytes(spec: ModelSpec, page_size: int, dtype: Any) -> int:
     return spec.cache.page_bytes(page_size, dtype)
 
 
+def without_states(spec: ModelSpec, slots: int, size: int) -> int:
+    """Return the bytes that are left for pages of pools of `size` bytes, after the states of `slots` requests."""
+    states = 0 if spec.cache.state is None else spec.cache.state.slot_bytes() * slots
+    if states and states >= size:
+        raise InvalidValue(
+            f"max_num_seqs={slots}: the states of so many requests take {states} bytes of an instance's {size} for "
+            "caches: lower max_num_seqs",
+            "max_num_seqs",
+        )
+    return size - states
+
+
 def cpu_pool_bytes(total: int | None, instances: int) -> int:
     """Return the bytes of each instance's pool on CPU.
 

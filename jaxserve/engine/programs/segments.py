@@ -137,7 +137,7 @@ def _begin(
     bucket: Bucket,
     kernel: Attention,
 ) -> tuple[Stream, jax.Array]:
-    tokens, ragged, last = unpack(packed, carry, bucket, limits)
+    tokens, ragged, last = unpack(packed, carry, bucket, limits, stateful=spec.delta is not None)
     return registry.begin(spec, outer, tokens, ragged, attention=kernel), last
 
 

@@ -125,12 +125,16 @@ class KVPrograms:
 
     def __init__(self, cache: Cache, mesh: AbstractMesh) -> None:
         local = partial(jax.shard_map, mesh=mesh, check_vma=False)
-        kv_buffer, held = cache.kv_buffer_partition, cache.pools(cache.partition)
+        kv_buffer, held = cache.kv_buffer_partition, [(cache.partition,) * cache.parts] * cache.layers
         # Explicitly per shard, its own heads: XLA would allocate a whole KV buffer on every device.
         export = local(export_pages, in_specs=(held, PartitionSpec()), out_specs=kv_buffer)
         fill = local(import_pages, in_specs=(held, PartitionSpec(), kv_buffer), out_specs=held)
         self.gather = Program(export, "gather", NamedSharding(mesh, kv_buffer))
-        self.scatter = Program(fill, "scatter", cache.pools(NamedSharding(mesh, cache.partition)), (0,))
+        sharding = NamedSharding(mesh, cache.partition)
+        self.scatter = Program(fill, "scatter", [(sharding,) * cache.parts] * cache.layers, (0,))
+        states = 0 if cache.state is None else sum(cache.state.layers)
+        self.take = Program(_take_state, "take_state", (sharding, sharding))
+        self.put = Program(_put_state, "put_state", [(sharding, sharding)] * states, (0,))
 
 
 class EmptyPools:
@@ -140,19 +144,38 @@ class EmptyPools:
     """
 
     def __init__(self, cache: Cache, mesh: Mesh, limits: Limits, dtype: Any) -> None:
+        self.dtype = dtype  # of the pages
         self._cache = cache
-        self._shape, self._dtype = cache.shape(limits.pages, limits.page_size), dtype
         self._sharding = NamedSharding(mesh, cache.partition)
-        self.program = Program(partial(jnp.zeros, self._shape, dtype), "empty_pool", self._sharding)
+        state = () if cache.state is None else cache.state.shapes(limits.slots, cache.heads_first)
+        pages = cache.shape(limits.pages, limits.page_size)
+        self._arrays = [(pages, dtype), *((shape, jnp.float32) for shape in state)]
+        self.program, *self.states = (
+            Program(partial(jnp.zeros, *array), "empty_pool", self._sharding) for array in self._arrays
+        )
 
     @property
     def described(self) -> list[Any]:
         """Abstract arrays in place of those that a call returns."""
-        pools: list[Any] = self._cache.pools(jax.ShapeDtypeStruct(self._shape, self._dtype, sharding=self._sharding))
-        return pools
+        page, *state = (jax.ShapeDtypeStruct(*array, sharding=self._sharding) for array in self._arrays)
+        return self._cache.pools(page, state)
 
     def __call__(self) -> list[Pool]:
-        return [tuple(self.program() for _ in range(self._cache.parts)) for _ in range(self._cache.layers)]
+        made: list[Pool] = jax.tree.map(lambda program: program(), self._cache.pools(self.program, self.states))
+        return made
+
+
+def _take_state(states: list[Pool], slot: jax.Array) -> Pool:
+    """Return what the layers with a state keep of a slot, each of their arrays stacked over layers."""
+    return tuple(jnp.stack([array[slot] for array in arrays]) for arrays in zip(*states, strict=True))
+
+
+def _put_state(states: list[Pool], slot: jax.Array, given: Pool) -> list[Pool]:
+    """Replace what the layers with a state keep of a slot by the result of `_take_state`."""
+    return [
+        tuple(array.at[slot].set(mine[layer]) for array, mine in zip(state, given, strict=True))
+        for layer, state in enumerate(states)
+    ]
 
 
 def _step(
@@ -167,7 +190,7 @@ def _step(
     kernel: Attention,
 ) -> tuple[jax.Array, list[Pool], jax.Array]:
     """Return hidden states of the rows' last tokens [G, E], the pools, and all hidden states [T, E]."""
-    tokens, ragged, last = unpack(packed, carry, bucket, limits)
+    tokens, ragged, last = unpack(packed, carry, bucket, limits, stateful=spec.delta is not None)
     hidden, pools = registry.forward(spec, weights, pools, tokens, ragged, attention=kernel)
     return gathered(hidden, last, bucket), pools, hidden
 
@@ -178,8 +201,12 @@ def gathered(hidden: jax.Array, last: jax.Array, bucket: Bucket) -> jax.Array:
     return jnp.pad(rows, ((0, bucket.width - bucket.rows), (0, 0)))
 
 
-def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) -> tuple[jax.Array, Ragged, jax.Array]:
+def unpack(
+    packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits, *, stateful: bool = False
+) -> tuple[jax.Array, Ragged, jax.Array]:
     """Unpack tokens [T], their `Ragged`, and the index in [T] of each row's last token [S].
+
+    stateful: with the slots of rows, for layers that keep a state of each.
 
     KV write positions are computed here from the rows, which is cheaper than sending them.
     """
@@ -201,7 +228,8 @@ def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) 
         shared = SharedPrefixes(
             packed[at.sharing : at.leaders], packed[at.leaders : at.shared], pages, pages * limits.page_size
         )
-    ragged = Ragged(positions, rows, write, starts, lengths, contexts, tables, shared)
+    states = jnp.where(lengths > 0, slots, limits.slots) if stateful else None
+    ragged = Ragged(positions, rows, write, starts, lengths, contexts, tables, shared, states)
     # Without the barrier, XLA fuses slices of `packed` into the kernels that read them and leaves these fusions out
     # of the step's CUDA graph, which would split it at every layer.
     return tokens, lax.optimization_barrier(ragged), packed[at.last : at.tables]

@@ -102,7 +102,9 @@ class DeviceState:
     @property
     def allocation(self) -> list[Call]:
         """The programs that `rebuild` runs."""
-        return [Call("empty pool", self._make.program, ()), *(() if self.drafter is None else self.drafter.allocation)]
+        states = [Call(f"empty state {at}", program, ()) for at, program in enumerate(self._make.states)]
+        drafter = () if self.drafter is None else self.drafter.allocation
+        return [Call("empty pool", self._make.program, ()), *states, *drafter]
 
     def rebuild(self) -> None:
         """Reset pools, carry and counts: at the start, and after a failed step lost its donated buffers."""
@@ -269,7 +271,7 @@ class DeviceState:
         """Return a piece of zeros."""
         shape = self.programs.spec.cache.kv_buffer_shape(size, self.programs.limits.page_size)
         drafted = () if self.drafter is None else self.drafter.kv_buffer(size)
-        return self.receive((np.zeros(shape, self.pools[0][0].dtype), *drafted))
+        return self.receive((np.zeros(shape, self._make.dtype), *drafted))
 
     def score(self, hidden: jax.Array, begin: int, targets: Int32) -> list[tuple[Int32, jax.Array]]:
         """Score `targets`, the tokens that follow hidden[begin], hidden[begin + 1], ..."""
@@ -311,13 +313,42 @@ class DeviceState:
     def export(self, pages: Int32) -> Piece:
         """Gather pages [M] of all layers, including the drafter's, as a piece of a KV buffer."""
         drafted = () if self.drafter is None else self.drafter.export(pages)
-        return self.programs.moves.gather(self.pools, pages), *drafted
+        return self.programs.moves.gather(self.kv, pages), *drafted
 
     def fill(self, pages: Int32, piece: Piece) -> None:
         """Scatter a piece on this mesh into `pages` [M]; ids out of range are padding."""
-        self.pools = self.programs.moves.scatter(self.pools, pages, piece[0])
+        cache = self.programs.spec.cache
+        kv = self.programs.moves.scatter(self.kv, pages, piece[0])
+        self.pools = cache.joined(kv, cache.states(self.pools))
         if self.drafter is not None:
             self.drafter.fill(pages, piece[1:])
+
+    @property
+    def kv(self) -> list[Pool]:
+        """The pools of the layers with keys and values."""
+        return self.programs.spec.cache.kv(self.pools)
+
+    @property
+    def states(self) -> list[Pool]:
+        """The arrays of the layers with a state per slot."""
+        return self.programs.spec.cache.states(self.pools)
+
+    def export_state(self, slot: int) -> Pool | None:
+        """Return what layers with a state keep of a slot; None without such layers."""
+        if not self.states:
+            return None
+        state: Pool = self.programs.moves.take(self.states, np.int32(slot))
+        return state
+
+    def receive_state(self, state: Pool) -> Pool:
+        """Copy a state from another instance onto this mesh."""
+        moved: Pool = self._place(state, NamedSharding(self.mesh, self.programs.spec.cache.partition))
+        return moved
+
+    def fill_state(self, slot: int, state: Pool) -> None:
+        """Set what layers with a state keep of a slot."""
+        states = self.programs.moves.put(self.states, np.int32(slot), state)
+        self.pools = self.programs.spec.cache.joined(self.kv, states)
 
     def receive(self, piece: Sequence[Any]) -> Piece:
         """Copy a piece from another instance, or of numpy arrays, onto this mesh."""

@@ -462,6 +462,20 @@ class JaxExecutor:
             self._doubts.add(pages[at : at + count])
             at += count
 
+    def export_state(self, slot: int) -> tuple[jax.Array, ...] | None:
+        self._check_pool()
+        return self._state.export_state(slot)
+
+    async def import_state(self, state: tuple[jax.Array, ...], slot: int) -> None:
+        self._check_pool()
+        loop, life = asyncio.get_running_loop(), self._life
+        await loop.run_in_executor(self._movers, jax.block_until_ready, state)  # as in `import_kv`
+        arrived = await loop.run_in_executor(self._movers, self._state.receive_state, state)
+        await loop.run_in_executor(self._movers, jax.block_until_ready, arrived)
+        if life != self._life:
+            raise StepFailed(f"instance {self.name} lost its states while one was being transferred")
+        self._state.fill_state(slot, arrived)
+
     async def rest(self) -> None:
         """Wait for the steps in flight and forget all requests, so that another scheduler can start."""
         await self._landed()

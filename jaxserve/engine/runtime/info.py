@@ -54,6 +54,7 @@ class EngineInfo:
     hidden_size: int = 0  # numbers in a pooled vector
     logits_processors: tuple[str, ...] = ()  # that requests may ask for
     generates: bool = True  # whether the model has an output head; without it, it gives vectors only
+    score_head: bytes = b""  # [E] little-endian float32, of a model that scores pairs of texts
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,11 @@ from jaxserve.engine.startup.build import ExecutorConfig, LoadWeights, build_ear
 from jaxserve.engine.startup.calls import Rung
 from jaxserve.engine.startup.compiled import CompileCounter, compile_counter
 from jaxserve.engine.startup.executables import Shipped
+from jaxserve.engine.startup.stateful import fitting
 from jaxserve.engine.startup.tiers import KVTiers
 from jaxserve.engine.startup.warmup import Ladder, ProgramCounts, Progress
 from jaxserve.errors import InvalidValue
+from jaxserve.models.score_head import score_head
 from jaxserve.models.source import DUMMY, find_model, tokenizer_folder, tokenizer_json
 from jaxserve.models.thinking import thinking_markers
 from jaxserve.sched import admission, policies, routing
@@ -255,6 +257,7 @@ class Built(NamedTuple):
     limits: Limits
     max_model_len: int
     ladder: Ladder | None
+    score_head: bytes = b""  # see `EngineInfo`
 
 
 def assemble(
@@ -274,6 +277,9 @@ def assemble(
     began = time.perf_counter()
     early = early and _can_begin_early(config)
     built = through(build(config, progress, ladder, early=early))
+    if (plain := fitting(config, built.config.spec)) != config:
+        log.info("prefix caching is off: layers of %s keep a state, which pages do not have", config.model_source)
+        config = plain
     recipe, measured_here = _recipe(config, built, progress)
     compile_counter().warm()
     seconds = time.perf_counter() - began
@@ -309,9 +315,13 @@ def build(
     """Load and compile. early: see `assemble`. Raises JaxserveError with the remedy."""
     found, path = find_model(config.model_source, config.revision, config.load_format)
     spec = found.quantized_as(config.quantization)
+    head = b""
+    if path is not None and config.load_format != DUMMY:
+        head = score_head(path, config.overrides, lambda: tokenizer_json(config))
     environment.prepare(config.gpu_memory_utilization)
     mesh = plan_of(config)
     sub_meshes(mesh, share_devices=config.share_devices)  # before jax starts, so that devices can be emulated
+    fitting(config, spec)
     platform = jax.default_backend()
     length = config.max_model_len or spec.max_positions
     rows, tokens = config.rows(platform), config.step_tokens(platform)
@@ -359,7 +369,7 @@ def build(
         cascade=executors[0].state.programs.limits.cascade,
         session_timeout=config.session_timeout,
     )
-    return Built(built, path, executors, limits, length, made)
+    return Built(built, path, executors, limits, length, made, head)
 
 
 def _weights(load_format: str, seed: int, folder: Path | None, progress: Progress | None = None) -> LoadWeights:
@@ -480,4 +490,5 @@ def _info(config: ServeConfig, built: Built, seconds: float) -> EngineInfo:
         hidden_size=spec.dim,
         logits_processors=tuple(built.config.processors),
         generates=spec.generates,
+        score_head=built.score_head,
     )

@@ -22,7 +22,7 @@ from jaxserve.engine.programs.mesh import MeshPlan, sub_meshes
 from jaxserve.engine.programs.processors import Processor
 from jaxserve.engine.programs.sampling import ADJUSTED
 from jaxserve.engine.programs.segments import Segments, outside
-from jaxserve.engine.programs.step import Carry, Programs, Tree, extras
+from jaxserve.engine.programs.step import Carry, EmptyPools, Programs, Tree, extras
 from jaxserve.engine.runtime.device_state import DeviceState
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.speculation.draft_model import DraftModel, DraftPrograms
@@ -314,7 +314,7 @@ def _limits(
         spec,
         config.page_size,
         stored,
-        pool_bytes=size,
+        pool_bytes=kv.without_states(spec, config.max_num_seqs, size),
         max_model_len=config.max_model_len,
         name=name,
         more=0 if draft is None else kv.page_bytes(draft, config.page_size, dtype),
@@ -372,11 +372,10 @@ def temporaries(
     def described(shape: tuple[int, ...], kind: Any, sharding: Any = whole) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
 
-    shape = spec.cache.shape(limits.pages, limits.page_size)
-    part = described(shape, stored or dtype, NamedSharding(mesh, spec.cache.partition))
+    pools = EmptyPools(spec.cache, mesh, limits, stored or dtype).described
     carry, bucket = Carry.made(limits, described), limits.buckets[-1]
     batch = idle_batch(bucket, slots, full=True)
-    step = programs.step[bucket].lower(tree, spec.cache.pools(part), carry.tokens, batch.packed).compile()
+    step = programs.step[bucket].lower(tree, pools, carry.tokens, batch.packed).compile()
     rows = described((bucket.width, spec.dim), dtype)
     counts = described((limits.slots, limits.vocab), jnp.int16)
     adjust = described((bucket.width, ADJUSTED), jnp.int32), described((bucket.width, ADJUSTED), jnp.float32)

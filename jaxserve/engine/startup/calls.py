@@ -161,15 +161,32 @@ def common_calls(state: DeviceState) -> list[Call]:
     block = jax.ShapeDtypeStruct((SCORED, programs.spec.dim), state.weights["embed"].dtype)
     scored = state.weights, state.described(block), np.zeros(SCORED, np.int32)
     remembered = state.counts, np.int32(0), np.zeros(limits.vocab, np.int16)
-    return [Call("score", programs.score, scored), Call("remember", programs.remember, remembered)]
+    return [
+        Call("score", programs.score, scored), Call("remember", programs.remember, remembered), *_state_calls(state)
+    ]  # fmt: skip
+
+
+def _state_calls(state: DeviceState) -> list[Call]:
+    """Return the programs that move what layers with a state keep of a slot."""
+    if not state.states:
+        return []
+    moves, slot = state.programs.moves, np.int32(0)
+    held = tuple(
+        jax.ShapeDtypeStruct((len(state.states), *array.shape[1:]), array.dtype, sharding=array.sharding)
+        for array in state.states[0]
+    )
+    return [
+        Call("take state", moves.take, (state.states, slot)),
+        Call("put state", moves.put, (state.states, slot, held)),
+    ]
 
 
 def piece_calls(state: DeviceState, size: int) -> list[Call]:
     """Return the programs that move `size` pages out of the pools and into them."""
     moves, pages = state.programs.moves, padded((), size, state.programs.limits.pages)
     return [
-        Call(f"export {size}", moves.gather, (state.pools, pages)),
-        Call(f"import {size}", moves.scatter, (state.pools, pages, state.kv_buffer(size)[0])),
+        Call(f"export {size}", moves.gather, (state.kv, pages)),
+        Call(f"import {size}", moves.scatter, (state.kv, pages, state.kv_buffer(size)[0])),
     ]
 
 

@@ -57,6 +57,11 @@ OLMO3: dict[str, Any] = {
     "num_hidden_layers": 4, "sliding_window": 5, "pad_token_id": None,
     "rope_parameters": {"full_attention": {**YARN}, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
 }  # fmt: skip
+QWEN3_NEXT: dict[str, Any] = {
+    "head_dim": 16, "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "rms_norm_eps": 1e-4,
+}  # fmt: skip
 PHI3: dict[str, Any] = {"pad_token_id": None}
 SMOLLM3: dict[str, Any] = {"num_hidden_layers": 4, "pad_token_id": None}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,6 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", GLM),
     "olmo3": ("Olmo3", OLMO3),
     "smollm3": ("SmolLM3", SMOLLM3),
+    "qwen3-next": ("Qwen3Next", QWEN3_NEXT),
 }
 FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),

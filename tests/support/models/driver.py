@@ -23,7 +23,7 @@ from pallas_kernels.attention.api import attention
 from pallas_kernels.layout import Ragged
 
 Ints = npt.NDArray[np.int32]
-PAGE, PAGES = 4, 24
+PAGE, PAGES, SLOTS = 4, 24, 5
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -51,6 +51,9 @@ def fill(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(mean=1.0 if weight.ndim == 1 else 0.0, std=0.2)
+        for name, weight in model.named_parameters():
+            if name.endswith("A_log"):  # a state that lasts for tens of tokens
+                weight.normal_(mean=-3.0, std=0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2)
@@ -74,10 +77,11 @@ class Driver:
         self.spec, self.weights, self.mesh, self.done = spec, weights, where, 0
         cache, sharding = spec.cache, NamedSharding(where, spec.cache.partition)
         dtype = weights["embed"].dtype
-        self.pools = [
-            tuple(jax.device_put(jnp.zeros(cache.shape(PAGES, PAGE), dtype), sharding) for _ in range(cache.parts))
-            for _ in range(cache.layers)
-        ]
+        made = [jnp.zeros(cache.shape(PAGES, PAGE), dtype)] * 2
+        if cache.state is not None:  # what a slot held before must not matter
+            made[1:] = [jnp.full(shape, jnp.nan) for shape in cache.state.shapes(SLOTS, cache.heads_first)]
+        kv, *states = made
+        self.pools = jax.tree.map(lambda one: jax.device_put(jnp.copy(one), sharding), cache.pools(kv, states))
         self.table = np.random.default_rng(1).permutation(PAGES).astype(np.int32)[None, :12]
         self.programs = {d: jax.jit(partial(self._program, d), donate_argnums=1) for d in (True, False)}
 
@@ -116,5 +120,6 @@ class Driver:
             lengths=np.full(1, count, np.int32),
             contexts=np.full(1, self.done + count, np.int32),
             block_tables=self.table,
+            slots=None if self.spec.delta is None else np.full(1, SLOTS - 2, np.int32),
         )
         return self.programs[total == 1], (np.pad(tokens, rest), ragged)

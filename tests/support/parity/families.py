@@ -46,6 +46,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi3": {"sliding_window": 20},
     "Qwen2": {},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "Qwen3Next": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 24,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "full_attention_interval": 2,
+    },
     "SmolLM3": {"no_rope_layer_interval": 2},
 }  # fmt: skip
 

@@ -103,6 +103,11 @@ class Ask:
     progress: Progress | None = None  # what another engine has done for it
 
 
+def state_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of a request's state."""
+    return 0 if spec.cache.state is None else spec.cache.state.slot_bytes()
+
+
 class Setup:
     """Executors of one shape for varying runs."""
 
@@ -117,7 +122,8 @@ class Setup:
             spec=model.spec, load=weights, mesh=plan, max_num_seqs=ROWS, max_num_batched_tokens=tokens,
             max_model_len=LENGTH, dtype=model.dtype, kv_cache_dtype=model.kv, page_size=PAGE,
             kv_cache_memory=sum(
-                kv.page_bytes(spec.for_tp(plan.tp), PAGE, model.stored) * pages * plan.instances
+                (kv.page_bytes(spec.for_tp(plan.tp), PAGE, model.stored) * pages + ROWS * state_bytes(spec))
+                * plan.instances
                 for spec in (model.spec, options.get("draft"))
                 if spec is not None
             ),
@@ -176,7 +182,7 @@ class Setup:
                     policy=policy,
                     limits=limits,
                     role=role,
-                    prefix_caching=True,
+                    prefix_caching=self.spec.cache.state is None,
                     perf=recipe.record(),
                 )
             scheduler = Scheduler(
@@ -185,6 +191,7 @@ class Setup:
                 limits,
                 role,
                 log=log,
+                prefix_caching=self.spec.cache.state is None,
             )
             instances.append(Instance(executor.name, scheduler, executor))
         named = policy if isinstance(policy, str) else "distserve"
@@ -286,7 +293,7 @@ def alone(model: Model, requests: tuple[Ask, ...], pages: int) -> tuple[Request,
 
 def alone_on(setup: Setup, model: Model, requests: Sequence[Ask]) -> tuple[Request, ...]:
     """Serve each request alone with a setup."""
-    assert {str(part.dtype) for pool in setup.executors[0].state.pools for part in pool} == {str(model.stored)}
+    assert {str(part.dtype) for pool in setup.executors[0].state.kv for part in pool} == {str(model.stored)}
     return setup.each(requests)
 
 
@@ -333,7 +340,9 @@ def _forward(model: Model, tree: Any, tokens: jax.Array, length: jax.Array) -> j
         jnp.where(real, index, 0), jnp.where(real, 0, 1), jnp.where(real, index, pages * PAGE),
         jnp.zeros(1, jnp.int32), length[None], length[None], jnp.arange(pages, dtype=jnp.int32)[None],
     )  # fmt: skip
-    pools = model.spec.cache.pools(jnp.zeros(model.spec.cache.shape(pages, PAGE), model.stored))
+    cache = model.spec.cache
+    states = () if cache.state is None else cache.state.shapes(1, cache.heads_first)
+    pools = cache.pools(jnp.zeros(cache.shape(pages, PAGE), model.stored), [jnp.zeros(shape) for shape in states])
     hidden, _ = registry.forward(model.spec, tree, pools, tokens, ragged, attention=attention())
     return registry.logits(model.spec, tree, hidden)
 
