@@ -8,12 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from jaxserve.cli.main import dispatch
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
 from jaxserve.models.hub import resolve_model
@@ -29,6 +31,13 @@ TOOLS = Path(__file__).parent / "packed_by_tools.safetensors"  # a linear layer 
 with safe_open(TOOLS, framework="numpy") as tools:
     FORMS = {name: json.loads(told) for name, told in sorted(tools.metadata().items())}
 MODELS = CASES | FULL
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
+W4 = packed.compressed("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=16)
+W8 = packed.compressed("pack-quantized", num_bits=8, type="int", symmetric=True, strategy="channel")
+FP8 = packed.compressed("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel")
+FP8_WHOLE = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head", "re:.*gate$"]}
+Pack = Callable[[packed.Array], packed.Tensors]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -52,19 +61,109 @@ def test_a_weight_is_what_the_tool_that_packed_it_reads(form: str) -> None:
     np.testing.assert_array_equal(found.astype(np.float32), want.astype(np.float32))
 
 
+W4_ASYMMETRIC = packed.compressed(
+    "pack-quantized", num_bits=4, type="int", symmetric=False, strategy="group", group_size=16
+)
+FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+
+
+def _more(pack: Pack, **more: Callable[[packed.Tensors], packed.Array]) -> Pack:
+    """Return a packing with further or other tensors."""
+
+    def packs(weight: packed.Array) -> packed.Tensors:
+        parts = pack(weight)
+        return parts | {end: make(parts) for end, make in more.items()}
+
+    return packs
+
+
+def _unpacked_zeros(parts: packed.Tensors) -> packed.Array:
+    """Return the zeros in int8, as the first versions of compressed-tensors write them."""
+    words = np.ascontiguousarray(parts["weight_zero_point"].T)
+    nibbles = np.stack([words.view(np.uint8) & 15, words.view(np.uint8) >> 4], -1).reshape(len(words), -1)
+    return (nibbles.T.astype(np.int16) - 8).astype(np.int8)
+
+
+ASYMMETRIC = partial(packed.pack_quantized, symmetric=False)
+BY_HAND: dict[str, tuple[Pack, dict[str, Any]]] = {
+    "gptq": (partial(packed.gptq, symmetric=False), GPTQ),
+    "gptq_v2": (partial(packed.gptq, symmetric=False, less=0), {**GPTQ, "checkpoint_format": "gptq_v2"}),
+    "gptq_v2, 8 bits in an order": (
+        partial(packed.gptq, bits=8, order=True, less=0), {**GPTQ, "bits": 8, "checkpoint_format": "gptq_v2"},
+    ),
+    "act-order": (partial(packed.pack_quantized, order=True), W4),
+    "act-order and zeros": (partial(packed.pack_quantized, symmetric=False, order=True), W4_ASYMMETRIC),
+    "no act-order": (
+        _more(packed.pack_quantized, weight_g_idx=lambda parts: np.full(parts[""].shape[1], -1, np.int32)), W4,
+    ),
+    "packed zeros": (ASYMMETRIC, W4_ASYMMETRIC),
+    "zeros that are not packed": (_more(ASYMMETRIC, weight_zero_point=_unpacked_zeros), W4_ASYMMETRIC),
+    "zeros of a symmetric weight": (
+        _more(packed.float_quantized, weight_zero_point=lambda parts: np.zeros(parts["weight_scale"].shape, np.int8)),
+        FP8,
+    ),
+    "fbgemm": (packed.float_quantized, FBGEMM),
+    "fbgemm, a bound of activations": (
+        _more(packed.float_quantized, input_scale_ub=lambda parts: np.full(1, 1200, np.float32)), FBGEMM,
+    ),
+}  # fmt: skip
+
+
+def _read(folder: Path, tensors: packed.Tensors, config: dict[str, Any]) -> packed.Array:
+    """Return a module's weight as it is read from its tensors, by the ends of their names."""
+    file = folder / "model.safetensors"
+    packed.save({f"l.{end}": tensor for end, tensor in tensors.items()}, file)
+    how = methods.read({"quantization_config": config})
+    with TensorFile(file) as opened:
+        read = methods.unpacked(dict.fromkeys(list(opened.keys()), (file, opened)), config)
+        weight = np.array(read["l.weight"][1].get_tensor("l.weight"))
+        if how is not None:
+            scales = read["l.weight" + SCALE][1].get_tensor("l.weight" + SCALE)
+            weight = dequantize(weight, scales, how.block or (1, weight.shape[1]))
+        assert set(read) == {"l.weight"} | ({"l.weight" + SCALE} if how else set())
+    return weight
+
+
+@pytest.mark.parametrize("form", BY_HAND)
+def test_a_weight_packed_by_hand_is_read_as_its_format_says(tmp_path: Path, form: str) -> None:
+    pack, config = BY_HAND[form]
+    tensors = pack(np.random.default_rng(2).normal(size=(32, 64)).astype(np.float32))
+    want = tensors.pop("")
+    np.testing.assert_array_equal(_read(tmp_path, tensors, config).astype(np.float32), want.astype(np.float32))
+
+
+Z8 = partial(packed.pack_quantized, bits=8, size=-1)
+
+
+@pytest.mark.parametrize(
+    ("pack", "config", "end", "change", "error"),
+    [
+        (packed.float_quantized, FP8, "weight_zero_point", lambda _: np.ones((32, 1), np.int8), "says it is symmetric"),
+        (Z8, W8, "weight_zero_point", lambda _: np.ones((8, 1), np.int32), "says it is symmetric"),
+        (ASYMMETRIC, W4_ASYMMETRIC, "weight_zero_point", lambda x: x[1:], "zero points"),
+        (ASYMMETRIC, W4_ASYMMETRIC, "weight_zero_point", lambda x: x[:, 1:], "zero points"),
+        (ASYMMETRIC, W4_ASYMMETRIC, "weight_zero_point", lambda x: x.reshape(-1), "zero points"),
+        (packed.pack_quantized, W4, "weight_g_idx", lambda _: np.zeros(63, np.int32), "its g_idx must name"),
+        (packed.pack_quantized, W4, "weight_g_idx", lambda _: np.zeros((64, 1), np.int32), "its g_idx must name"),
+        (packed.pack_quantized, W4, "weight_g_idx", lambda _: np.full(64, 4, np.int32), "its g_idx must name"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(
+    tmp_path: Path, pack: Pack, config: dict[str, Any], end: str, change: Callable[[Any], Any], error: str
+) -> None:
+    tensors = pack(np.random.default_rng(2).normal(size=(32, 64)).astype(np.float32))
+    tensors[end] = change(tensors.get(end))
+    del tensors[""]
+    with pytest.raises(ValueError, match=error):
+        _read(tmp_path, tensors, config)
+
+
 def test_the_forms_are_those_of_three_tools() -> None:
     assert {told["tool"].split()[0] for told in FORMS.values()} == {"auto-gptq", "autoawq", "compressed-tensors"}
 
 
 # Models
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
-W4 = packed.compressed("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=16)
-W8 = packed.compressed("pack-quantized", num_bits=8, type="int", symmetric=True, strategy="channel")
-FP8 = packed.compressed("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel")
-FP8_WHOLE = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head", "re:.*gate$"]}
-Pack = Callable[[packed.Array], packed.Tensors]
 WRITTEN: list[tuple[str, Pack, dict[str, Any], int]] = [
     ("phi3", packed.gptq, GPTQ, 2),
     (
@@ -128,9 +227,20 @@ def test_a_flag_against_weights_of_8_bits_is_refused(tmp_path: Path) -> None:
         spec.quantized_as("fp8")
 
 
-def test_modules_that_are_left_wide_are_read_as_they_are(tmp_path: Path) -> None:
+LEFT = ["model.layers.0.mlp.down_proj"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**FP8, "ignore": [*LEFT, "re:.*layers.1.self_attn.*"]},
+        {**FP8, "ignore": [*LEFT, "re:model.layers.1.self_a|model.layers.7"]},  # matches beginnings of names
+        {**FBGEMM, "modules_to_not_convert": [*LEFT, "model.layers.1.self_attn"]},
+        {**FP8_WHOLE, "ignored_layers": [*LEFT, *(f"model.layers.1.self_attn.{name}_proj" for name in "qkvo")]},
+    ],
+)
+def test_modules_that_are_left_wide_are_read_as_they_are(tmp_path: Path, config: dict[str, Any]) -> None:
     save(tmp_path, "qwen2 tied, yarn")
-    config = {**FP8, "ignore": ["model.layers.0.mlp.down_proj", "re:.*layers.1.self_attn.*"]}
     (file,) = tmp_path.glob("*.safetensors")
     whole = load_file(file)
     wide = packed.write(tmp_path, packed.float_quantized, config)
@@ -179,19 +289,49 @@ def test_tensors_beside_the_weights(
     ("beside", "config"),
     [
         ("quantize_config.json", {"bits": 4, "group_size": 16, "desc_act": False, "sym": True}),
-        ("quantization_config", GPTQ),
+        ("quant_config.json", {"zero_point": True, "q_group_size": 16, "w_bit": 4, "version": "GEMM"}),
+        ("compression_config", {key: W4[key] for key in W4 if key != "quant_method"}),
     ],
 )
 def test_a_config_is_found_where_older_tools_put_it(tmp_path: Path, beside: str, config: dict[str, Any]) -> None:
+    packs: dict[str, Pack] = {"quantize_config.json": packed.gptq, "quant_config.json": packed.awq}
     save(tmp_path, "qwen2 tied, yarn")
-    wide = packed.write(tmp_path, packed.gptq, GPTQ)
+    wide = packed.write(tmp_path, packs.get(beside, packed.pack_quantized), {})
+    whole = json.loads((tmp_path / "config.json").read_text())
+    del whole["quantization_config"]
     if beside.endswith(".json"):
         (tmp_path / beside).write_text(json.dumps(config))
-        whole = json.loads((tmp_path / "config.json").read_text())
-        del whole["quantization_config"]
-        (tmp_path / "config.json").write_text(json.dumps(whole))
+    else:
+        whole[beside] = config
+    (tmp_path / "config.json").write_text(json.dumps(whole))
     found = load_weights(tmp_path, registry.load_spec(tmp_path), "float32", [mesh(1)])[0]
-    assert wide and found["layers"][0]["mlp"]["down"].dtype == np.float32
+    down = wide["model.layers.0.mlp.down_proj.weight"].astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(found["layers"][0]["mlp"]["down"]), down.T)
+
+
+def test_a_scheme_of_the_cache_is_said_to_be_unused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    save(tmp_path, "qwen2 tied, yarn")
+    packed.write(tmp_path, packed.pack_quantized, {**W4, "kv_cache_scheme": {"num_bits": 8, "type": "float"}})
+    load_weights(tmp_path, registry.load_spec(tmp_path), "float32", [mesh(1)])
+    assert [text for text in caplog.messages if "kv_cache_scheme is not used" in text and "--kv-cache-dtype" in text]
+
+
+@pytest.mark.parametrize(("pack", "config"), [(packed.gptq, GPTQ), (Z8, W8), (packed.float_quantized, FBGEMM)])
+def test_a_packed_folder_is_converted(tmp_path: Path, pack: Pack, config: dict[str, Any]) -> None:
+    pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed; pip install '.[orbax]'")
+    from jaxserve.models import converted
+
+    source, out = tmp_path / "a", tmp_path / "b"
+    save(source, "qwen2 tied, yarn")
+    packed.write(source, pack, config)
+    assert dispatch("convert", ["--model", str(source), "--out", str(out)]) == 0
+    spec = registry.load_spec(out)
+    assert spec == registry.load_spec(source)
+    trees = converted.load(out, spec, "float32", [mesh(1)]), load_weights(source, spec, "float32", [mesh(1)])
+    for found, want in zip(*map(jax.tree.leaves, trees), strict=True):
+        assert found.dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(want, np.float32))
 
 
 # Refused
@@ -228,7 +368,7 @@ def _compressed(**changes: Any) -> dict[str, Any]:
         (_compressed(transform_config={"config_groups": {"R1": {}}}), "transform_config, which rotates"),
         (packed.compressed("pack-quantized", num_bits=3, type="int"), "weights of 3 bits of type 'int'"),
         (packed.compressed("float-quantized", num_bits=4, type="float"), "weights of 4 bits of type 'float'"),
-        ({**FP8, "ignore": ["re:((("]}, "the module '\\(\\(\\(.\\*'"),
+        ({**FP8, "ignore": ["re:((("]}, "the module 're:\\(\\(\\('"),
         ({**FP8_WHOLE, "fmt": "e5m2"}, "'fp8' with fmt='e5m2'"),
     ],
 )
@@ -253,22 +393,54 @@ def test_modelopt_is_refused_by_the_file_beside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "change", "error"),
+    ("form", "end", "change", "error"),
     [
-        ("g_idx", lambda x: x + 1, "its g_idx must name a group of 2 for each of 32 inputs"),
-        ("g_idx", lambda x: x[1:], "its g_idx must name a group of 2 for each of 32 inputs"),
-        ("scales", lambda x: x[1:], "missing model.layers.0.mlp.gate_proj.weight"),
-        ("qzeros", lambda x: x.reshape(-1), "missing model.layers.0.mlp.gate_proj.weight"),
-        ("qweight", lambda x: x[1:], r"misshapen model.layers.0.mlp.gate_proj.weight: \[64, 24\]"),
+        ("gptq", "g_idx", lambda x: x + 1, "its g_idx must name a group of 2 for each of 32 inputs"),
+        ("gptq", "g_idx", lambda x: x[1:], "its g_idx must name a group of 2 for each of 32 inputs"),
+        ("gptq", "scales", lambda x: x[1:], "missing GATE.weight"),
+        ("gptq", "qzeros", lambda x: x.reshape(-1), "missing GATE.weight"),
+        ("gptq", "qweight", lambda x: x[1:], r"misshapen GATE.weight: \[64, 24\]"),
+        ("gptq", "scales", None, "missing GATE.weight"),
+        ("awq", "qzeros", lambda x: x[:, 1:], "missing GATE.weight"),
+        ("awq", "scales", lambda x: x[:1], "missing GATE.weight"),
+        ("awq", "qweight", lambda x: x[3:], "tensor 'GATE.weight' cannot be read: 29 inputs have 2 groups|misshapen"),
+        ("awq", "qzeros", None, "missing GATE.weight"),
+        ("w4", "weight_scale", lambda x: np.repeat(x, 3, 1)[:, :5], "missing GATE.weight"),  # groups must be alike
+        ("w4", "weight_scale", lambda x: x[1:], "missing GATE.weight"),
+        ("w4", "weight_scale", lambda x: x[:, :0], "missing GATE.weight"),
+        ("w4", "weight_shape", lambda x: x * 2, "missing GATE.weight"),
+        ("w4", "weight_shape", lambda x: x - (1 << 62), "missing GATE.weight"),
+        ("w4", "weight_shape", None, "missing GATE.weight"),
+        ("w4", "weight_packed", lambda x: x[:, 1:], "missing GATE.weight"),
+        (
+            "w4",
+            "weight_zero_point",
+            lambda x: np.zeros((3, 2), np.int32),
+            "tensor 'GATE.weight' cannot be read: its zero",
+        ),
+        ("fp8", "weight_scale", None, "missing GATE.weight_scale_inv"),
+        ("fp8", "weight_scale", lambda x: x[1:], "misshapen GATE.weight_scale_inv"),
+        ("fp8", "weight", lambda x: x[:, 1:], "misshapen GATE.weight"),
+        ("fp8", "weight", lambda x: x.astype(np.float32), "it is 8-bit"),
     ],
 )
-def test_damaged_tensors_are_named(tmp_path: Path, end: str, change: Callable[[Any], Any], error: str) -> None:
+def test_damaged_tensors_are_named(
+    tmp_path: Path, form: str, end: str, change: Callable[[Any], Any] | None, error: str
+) -> None:
+    forms: dict[str, tuple[Pack, dict[str, Any]]] = {
+        "gptq": (packed.gptq, GPTQ), "awq": (packed.awq, AWQ), "w4": (packed.pack_quantized, W4),
+        "fp8": (packed.float_quantized, FP8),
+    }  # fmt: skip
     save(tmp_path, "qwen2 tied, yarn")
-    packed.write(tmp_path, packed.gptq, GPTQ)
+    packed.write(tmp_path, *forms[form])
     (file,) = tmp_path.glob("*.safetensors")
     held = _stored(file)
     name = f"model.layers.0.mlp.gate_proj.{end}"
-    packed.save({**held, name: change(held[name])}, file)
+    given = held.pop(name, None)
+    if change is not None:
+        held[name] = np.ascontiguousarray(change(given))
+    packed.save(held, file)
+    error = error.replace("GATE", r"model\.layers\.0\.mlp\.gate_proj")
     with pytest.raises(WeightsError, match=error):
         logits(tmp_path, 1)
 

@@ -11,6 +11,7 @@ import pytest
 from tests.support.examples import cases
 from tests.support.models.configs import CASES, DEEPSEEK, FULL, GROUPS, TOKENS
 from tests.support.models.driver import Driver, expected, peer
+from tests.support.models.parity import in_steps
 
 BARE = [(name, (tp,)) for name, tp in zip(CASES, itertools.cycle((2, 1, 4)))]
 EVERY = [(name, (1, 2, 4)) for name in (*CASES, *FULL)]
@@ -23,14 +24,10 @@ def test_logits_match_transformers(tmp_path: Path, name: str, tps: tuple[int, ..
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     want = expected(model, TOKENS)
     for tp in tps:
-        driver = Driver.of(tmp_path, tp)
-        first = driver.feed(TOKENS[:11], padded=16)
-        rest = [driver.feed(TOKENS[11:16], padded=16), *(driver.feed(TOKENS[i : i + 1]) for i in range(16, 48))]
-        got = np.concatenate([first, *rest])  # two chunks, and 32 tokens one by one
+        got, again = in_steps(tmp_path, tp)  # two chunks, and 32 tokens one by one
         np.testing.assert_allclose(got, want, atol=2e-4, rtol=0, err_msg=f"{tp=}")
         np.testing.assert_array_equal(got.argmax(-1), want.argmax(-1))
-        driver.done = 0  # the same pages again: their contents must not matter
-        np.testing.assert_allclose(driver.feed(TOKENS[:16]), want[:16], atol=2e-4, rtol=0, err_msg=f"{tp=}")
+        np.testing.assert_allclose(again, want[:16], atol=2e-4, rtol=0, err_msg=f"{tp=}")
 
 
 @pytest.mark.parametrize(("family", "reductions"), [("Qwen3", 2 * 2 + 1), ("DeepseekV2", 2 * 3 + 1)])

@@ -2,12 +2,14 @@
 
 pack-quantized: `weight_packed` [out, in * bits / 32] int32, integers less their smallest, low bits first, with
 `weight_shape` [2], `weight_scale` [out, G], and for asymmetric ones `weight_zero_point` [out * bits / 32, G], packed
-along the outputs. Inputs ordered by their activations have `weight_g_idx` [in].
+along the outputs; the first versions stored them in int8 [out, G]. Inputs ordered by their activations have
+`weight_g_idx` [in], of which -1 says that they are not.
 int-quantized and float-quantized: see `eight`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,8 @@ from jaxserve.models.packed.computed import (
 )
 from jaxserve.models.packed.refused import refuse
 from jaxserve.models.quantization import Quantization
+
+log = logging.getLogger(__name__)
 
 NEEDED, OPTIONAL = (".weight_packed", ".weight_scale", ".weight_shape"), (".weight_zero_point", ".weight_g_idx")
 FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
@@ -64,6 +68,8 @@ def declared(given: Mapping[str, Any]) -> Quantization | None:
 
 def unpacked(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
     how = declared(given)
+    if given.get("kv_cache_scheme"):
+        log.info("kv_cache_scheme is not used: keys and values are held as --kv-cache-dtype says")
     readable = replaced(tensors, NEEDED, OPTIONAL, partial(_views, how is not None))
     return eight.unpacked(readable, how, size_of(_groups(given)[0]["weights"]))
 
@@ -83,26 +89,30 @@ def _views(stored: bool, parts: Parts) -> dict[str, Computed] | None:
         return None
 
     def compute(read: dict[str, Array]) -> Array:
-        values = fields(read[".weight_packed"], bits)[:, :inputs]
-        group = groups_of(inputs, groups, 0, read.get(".weight_g_idx"))
-        return widened(values, read[".weight_scale"], _zeros(read.get(".weight_zero_point"), outputs, bits), group)
+        values, index = fields(read[".weight_packed"], bits)[:, :inputs], read.get(".weight_g_idx")
+        group = groups_of(inputs, groups, 0, None if index is None or -1 in index else index)
+        return widened(values, read[".weight_scale"], _zeros(read, (outputs, groups), bits), group)
+
+    def signed(read: dict[str, Array]) -> Array:
+        eight.check_symmetric(_zeros(read, (outputs, groups), bits) - 128)
+        return (fields(read[".weight_packed"], 8)[:, :inputs] ^ 128).view(np.int8)
 
     if stored and bits == 8 and groups == 1:
-        exact = parts.computed((outputs, inputs), "I8", lambda read: _signed(read, inputs))
+        exact = parts.computed((outputs, inputs), "I8", signed)
         scale = parts.computed((outputs, 1), parts.dtype(".weight_scale"), lambda read: read[".weight_scale"])
         return {".weight": exact, ".weight_scale": scale}
     return {".weight": parts.computed((outputs, inputs), parts.dtype(".weight_scale"), compute)}
 
 
-def _signed(read: dict[str, Array], inputs: int) -> Array:
-    return (fields(read[".weight_packed"], 8)[:, :inputs] ^ 128).view(np.int8)
-
-
-def _zeros(stored: Array | None, outputs: int, bits: int) -> Array | int:
-    """Return the zeros [out, G] of integers that are stored less their smallest."""
-    smallest = 1 << (bits - 1)
+def _zeros(read: dict[str, Array], shape: tuple[int, int], bits: int) -> Array:
+    """Return the zeros [out, G] of integers that are stored less their smallest. Raises ValueError."""
+    smallest, stored = 1 << (bits - 1), read.get(".weight_zero_point")
     if stored is None:
-        return smallest
-    if stored.dtype == np.int8:  # not packed
+        return np.full(shape, smallest, np.int16)
+    if stored.dtype == np.int8 and stored.shape == shape:  # not packed
         return stored.astype(np.int16) + smallest
-    return fields(stored.T, bits)[:, :outputs].T
+    if stored.shape != (-(-shape[0] * bits // 32), shape[1]):
+        raise ValueError(
+            f"its zero points {list(stored.shape)} must be those of {shape[0]} outputs in {shape[1]} groups"
+        )
+    return fields(stored.T, bits)[:, : shape[0]].T.astype(np.int16)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 VALUES = ("F8_E4M3", "I8")
 SCALE, INVERSE, ZERO = ".weight_scale", ".weight_scale_inv", ".weight_zero_point"
 # Of activations, and of keys and values, which the engine has its own for.
-UNUSED = re.compile(r".*\.((in|out)put_(scale|zero_point|scale_ub)|activation_scale|[kv]_(scale|zero_point))")
+UNUSED = re.compile(r".*\.((in|out)put_(scale|zero_point|scale_ub)|activation_scale|(q|k|v|kv)_(scale|zero_point))")
 
 
 def quantization(method: str, dtype: str, block: Any, ignored: Any) -> Quantization:
@@ -39,12 +39,12 @@ def quantization(method: str, dtype: str, block: Any, ignored: Any) -> Quantizat
 
 def patterns(method: str, names: Sequence[Any]) -> tuple[str, ...]:
     """Return modules' names as regular expressions, of which compressed-tensors marks its own by `re:`."""
-    found = tuple(f"{name[3:]}.*" if str(name).startswith("re:") else str(name) for name in names)
-    for pattern in found:
+    found = tuple(f"(?:{name[3:]}).*" if str(name).startswith("re:") else str(name) for name in names)
+    for name, pattern in zip(names, found, strict=True):
         try:
             re.compile(pattern)
         except re.error:
-            refuse(method, f"the module {pattern!r}")
+            refuse(method, f"the module {name!r}")
     return found
 
 
@@ -86,7 +86,7 @@ def _views(how: Quantization | None, size: int, scale: str, parts: Parts) -> dic
     if how is not None:
         wanted = (outputs, 1) if int(np.prod(shape)) in (1, outputs) else shape
         return {
-            ".weight": parts.computed((outputs, inputs), parts.dtype(".weight"), lambda read: read[".weight"]),
+            ".weight": parts.computed((outputs, inputs), parts.dtype(".weight"), _symmetric),
             INVERSE: parts.computed(wanted, dtype, lambda read: _for_each(read[scale], wanted)),
         }
 
@@ -99,6 +99,17 @@ def _views(how: Quantization | None, size: int, scale: str, parts: Parts) -> dic
     if not groups or int(np.prod(shape)) not in (1, outputs * groups):
         return None
     return {".weight": parts.computed((outputs, inputs), dtype, compute)}
+
+
+def _symmetric(read: dict[str, Array]) -> Array:
+    check_symmetric(read.get(ZERO, np.zeros(())))
+    return read[".weight"]
+
+
+def check_symmetric(zeros: Array) -> None:
+    """Raise ValueError for zero points of a weight that is held without them."""
+    if np.any(zeros):
+        raise ValueError("it has zero points, but config.json says it is symmetric")
 
 
 def _for_each(scales: Array, shape: tuple[int, ...]) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,19 @@ def test_skipped_rows_are_counted_by_reason_in_one_line(tmp_path: Path) -> None:
         and "trace.csv:4: column 'GeneratedTokens'" in said
     )
     assert "1 as" in said and said.endswith("; 2 for other reasons") and "\n" not in said
+
+
+def test_a_million_bad_rows_after_good_ones_are_one_line_in_little_memory(tmp_path: Path) -> None:
+    rows = 1_000_000
+    told: list[str] = []
+    path = write(tmp_path, AZURE_2024)
+    with path.open("a") as file:
+        file.writelines(f"2024-05-12 01:00:00,{at},0\n" for at in range(1, rows + 1))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    load_trace(path, tell=told.append)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB; the file has 33 MB
+    [said] = told
+    assert f"{rows} of the {rows + 2} rows read cannot be used and are skipped: {rows} as" in said and len(said) < 1000
 
 
 class Endless:

@@ -41,10 +41,18 @@ def rounded(weight: Array, bits: int, size: int, *, symmetric: bool, group: Arra
     return [values.astype(np.uint8), scales, zeros.astype(np.uint8), index.astype(np.int32), back]
 
 
-def gptq(weight: Array, *, bits: int = 4, size: int = 16, symmetric: bool = True, order: bool = False) -> Tensors:
-    group = np.random.default_rng(0).permutation(weight.shape[1]) // size if order else None
+def _ordered(weight: Array, size: int) -> Array:
+    """Return the group of each input if the inputs are quantized in another order (act-order)."""
+    return np.random.default_rng(0).permutation(weight.shape[1]) // size
+
+
+def gptq(
+    weight: Array, *, bits: int = 4, size: int = 16, symmetric: bool = True, order: bool = False, less: int = 1
+) -> Tensors:
+    """Pack a weight. less: what zeros are stored less, which is nothing in the form `gptq_v2`."""
+    group = _ordered(weight, size) if order else None
     values, scales, zeros, index, back = rounded(weight, bits, size, symmetric=symmetric, group=group)
-    stored = ((zeros.astype(np.int32) - 1) & (2**bits - 1)).T
+    stored = ((zeros.astype(np.int32) - less) & (2**bits - 1)).T
     return {
         "qweight": words(values, bits).T, "qzeros": words(stored, bits), "scales": scales.T, "g_idx": index,
         "": back.astype(np.float16),
@@ -58,11 +66,15 @@ def awq(weight: Array, *, size: int = 16) -> Tensors:
     return {"qweight": qweight, "qzeros": qzeros, "scales": scales.T, "": back.astype(np.float16)}
 
 
-def pack_quantized(weight: Array, *, bits: int = 4, size: int = 16, symmetric: bool = True) -> Tensors:
-    values, scales, zeros, _, back = rounded(weight, bits, size, symmetric=symmetric)
+def pack_quantized(
+    weight: Array, *, bits: int = 4, size: int = 16, symmetric: bool = True, order: bool = False
+) -> Tensors:
+    group = _ordered(weight, size) if order else None
+    values, scales, zeros, index, back = rounded(weight, bits, size, symmetric=symmetric, group=group)
     shape = np.array(weight.shape, np.int64)
     back = back.astype(np.float32 if bits == 8 else np.float16)
     packed = {"weight_packed": words(values, bits), "weight_scale": scales, "weight_shape": shape, "": back}
+    packed |= {"weight_g_idx": index} if order else {}
     return packed if symmetric else packed | {"weight_zero_point": words(zeros.T, bits).T}
 
 
