@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import asyncio
 import queue
 import threading
 from dataclasses import replace
@@ -101,6 +102,18 @@ def test_every_rung_gives_the_tokens_of_all_programs(tiny: Path) -> None:
     assert executor.ready == whole.ready and len(opened) == 3
     assert ladder.counts.ready == ladder.counts.total and ladder.counts.later > 0
     assert compile_counter().after_warmup == waited, "a step waited for a program"
+
+
+def test_pages_from_a_process_with_all_programs_wait_for_none(tiny: Path) -> None:
+    """It cuts them into pieces of any size; so may this one give them back."""
+    (whole,) = executors(tiny, max_num_batched_tokens=TOKENS)
+    (executor,), _ = early_executors(tiny, max_num_batched_tokens=TOKENS, exchanges=True)
+    waited = compile_counter().after_warmup
+    for count in (1, 2, 5, 8):
+        pages = range(count)
+        asyncio.run(executor.import_kv(whole.export_kv(pages), pages))
+        asyncio.run(whole.import_kv(executor.export_kv(pages), pages))
+    assert compile_counter().after_warmup == waited, "a transfer waited for a program"
 
 
 def test_a_program_that_cannot_be_made_ends_no_request(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,6 +347,7 @@ def build(
         cascade_attention=config.cascade_attention,
         preempt_boundary=config.preempt_boundary,
         ladder=ladder,
+        exchanges=config.kv_transfer is not None or config.prefill_replicas is not None,
         shipped=None if config.programs is None else Shipped(Path(config.programs), config.digest or ""),
         speculative=config.speculative,
         **_draft(config, length),

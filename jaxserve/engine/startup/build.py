@@ -79,6 +79,7 @@ class ExecutorConfig:
     cache_folder: Path | None = None  # None: see `compiled.use_persistent_cache`
     shipped: Shipped | None = None  # executables of `jaxserve compile`
     warm: bool = True
+    exchanges: bool = False  # pages go to other processes, and come from them
     speculative: Speculative | None = None
     draft: ModelSpec | None = None  # the whole draft model, if there is one
     load_draft: LoadWeights | None = None
@@ -173,7 +174,7 @@ def build_early(
     ladder, ready = None, None
     if config.warm:
         kept = _kept(config, spec, limits, backends, meshes[0], dtype, stored)
-        ladder = Ladder(made, kept, early=early and config.speculative is None)
+        ladder = Ladder(made, kept, early=early and config.speculative is None, exchanges=config.exchanges)
         ladder.begin(progress)
         ready = ladder.first.buckets
     else:

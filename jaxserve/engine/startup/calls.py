@@ -27,11 +27,12 @@ class Rung(NamedTuple):
     last: bool  # `inner_calls` follow, and the instance is complete
 
 
-def rungs(state: DeviceState, *, early: bool, alone: bool = False) -> list[Rung]:
+def rungs(state: DeviceState, *, early: bool, alone: bool = False, exchanges: bool = False) -> list[Rung]:
     """Return the programs of an instance in the order in which they are made.
 
     early: the first rung can compute anything, at the cost of larger programs than needed; the others are made while
-    the engine serves. Otherwise there is one rung. alone: no other instance takes pages from this one.
+    the engine serves. Otherwise there is one rung. alone: no other instance takes pages from this one. exchanges: other
+    processes take and give pages, in pieces of any size, since they may have all programs by then.
     """
     limits = state.programs.limits
     first = limits.first_buckets if early else limits.buckets
@@ -40,19 +41,18 @@ def rungs(state: DeviceState, *, early: bool, alone: bool = False) -> list[Rung]
     steps = [call for bucket in reversed(first) for call in step_calls(state, bucket)]
     draws = [call for width in sorted(widths) for call in draw_calls(state, width)]
     rest = [*masked_calls(state), *begin_calls(state), *drafting_calls(state)]
+    pieces = [call for size in sizes for call in piece_calls(state, size)]  # the last one takes the largest piece
     if not early:
-        pieces = [call for size in sizes for call in piece_calls(state, size)]
         return [Rung(first, _abstract([*steps, *draws, *common_calls(state), *rest, *pieces]), True)]
-    export, fill = piece_calls(state, sizes[-1])
-    rungs = [Rung(first, _abstract([*steps, *draws, *common_calls(state), fill, *(() if alone else (export,))]), False)]
+    later = 0 if exchanges else len(pieces) - (1 if alone else 2)
+    rungs = [Rung(first, _abstract([*steps, *draws, *common_calls(state), *pieces[later:]]), False)]
     for bucket in _between(limits.buckets, first):
         calls = step_calls(state, bucket)
         if bucket.width not in widths:
             widths.add(bucket.width)
             calls += draw_calls(state, bucket.width)
         rungs.append(Rung((bucket,), _abstract(calls), False))
-    rest += [call for size in sizes[:-1] for call in piece_calls(state, size)] + ([export] if alone else [])
-    return [*rungs, Rung((), _abstract(rest), True)]
+    return [*rungs, Rung((), _abstract([*rest, *pieces[:later]]), True)]
 
 
 def _between(buckets: Sequence[Bucket], first: Sequence[Bucket]) -> Iterator[Bucket]:

@@ -56,14 +56,21 @@ class Ladder:
 
     Writer: `begin` before the engine serves, then the thread of `climb`.
 
-    kept: executables of earlier starts; None: none are used, and none are kept. early: see `rungs`.
+    kept: executables of earlier starts; None: none are used, and none are kept. early, exchanges: see `rungs`.
     """
 
-    def __init__(self, states: Sequence[DeviceState], kept: Executables | None = None, *, early: bool = False) -> None:
+    def __init__(
+        self,
+        states: Sequence[DeviceState],
+        kept: Executables | None = None,
+        *,
+        early: bool = False,
+        exchanges: bool = False,
+    ) -> None:
         self._states = states
         self.kept = kept
         self.done = self._at_first = 0  # programs that are ready, and that were when `begin` returned
-        self._rungs = [rungs(state, early=early, alone=len(states) == 1) for state in states]
+        self._rungs = [rungs(state, early=early, alone=len(states) == 1, exchanges=exchanges) for state in states]
         self._platform = states[0].mesh.devices.flat[0].platform
         if early and self._platform != "cpu" and not self._all_kept():
             # Compiling for an accelerator tunes on it, in memory that the KV pool has by then.
