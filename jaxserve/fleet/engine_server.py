@@ -101,8 +101,8 @@ class EngineServer:
             for task in (*self._tasks, self._retiring):
                 if task is not None:
                     task.cancel()
-            for front in tuple(self._fronts):
-                front.connection.close()
+            for connection in (*(front.connection for front in self._fronts), *self._unproved):
+                connection.close()
             await asyncio.sleep(0)  # lets the cancelled tasks end
 
         if self.exchange is not None:

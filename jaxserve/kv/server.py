@@ -75,8 +75,8 @@ class KVServer:
     def close(self) -> None:
         if self._listening is not None:
             self._listening.close()
-        for client in tuple(self._clients):
-            client.connection.close()
+        for connection in (*(client.connection for client in self._clients), *self._unproved):
+            connection.close()
 
     def _accept(self) -> Connection:
         client = _Client(self)

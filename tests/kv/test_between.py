@@ -231,6 +231,17 @@ async def test_a_source_survives_the_loss_of_the_other_end(room: Room) -> None:
 
 
 @in_loop
+async def test_closing_ends_connections_that_have_proved_nothing(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.wire.connection.HANDSHAKE", 3600.0)
+    await room.serve()
+    reader, writer = await asyncio.open_unix_connection(str(room.address).removeprefix("unix:"))
+    await reader.readexactly(4)  # it is accepted: the length of the challenge has come
+    room.server.close()
+    assert len(await asyncio.wait_for(reader.read(), 10)) == 32, "the rest of the challenge, and the end"
+    writer.close()
+
+
+@in_loop
 async def test_a_cancelled_fetch_leaves_nothing(room: Room) -> None:
     room.given.there = 0
     await room.serve()
