@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import asyncio
+import io
 import queue
 import threading
 from dataclasses import replace
