@@ -116,7 +116,8 @@ class DeltaNet(nnx.Module):
         self, x: jax.Array, rows: Rows, pool: Pool, kernel: Kernel
     ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
         mixed = einsum("te,ekw->tkw", x, self.inputs[...])  # [T, K, W + R * V]
-        rates = einsum("te,ekr->tkr", x, self.rates[...])  # [T, K, 2 * R]
+        # Of one input, XLA would join both products, and copy both weights to that end in every step.
+        rates = einsum("te,ekr->tkr", lax.optimization_barrier(x), self.rates[...])  # [T, K, 2 * R]
         weights = (self.conv[...], self.decay[...], self.step[...], self.norm[...])
         compute = partial(_heads, self.spec)
         if kernel.mesh is not None and kernel.mesh.shape["tp"] > 1:

@@ -88,10 +88,14 @@ SERVED = (
     Served("gemma2-9b", 1, wanted=("decode",), layers=4),
     Served("gemma3-4b", 1, wanted=("decode",), layers=8),
     Served("glm4-9b", 1, wanted=("decode",), layers=4),
+    Served("granite3.3-8b", 1, wanted=("decode",), layers=4),
+    Served("mistral-7b", 1, wanted=("decode",), layers=4),
     Served("mixtral-8x7b", 1, wanted=("decode",), layers=4),
     Served("olmo2-7b", 1, wanted=("decode",), layers=4),
+    Served("olmo3-7b", 1, wanted=("decode",), layers=4),
     Served("phi4", 1, wanted=("decode",), layers=4),
     Served("smollm3-3b", 1, wanted=("decode",), layers=8),
+    Served("qwen3-next-80b-a3b", 4, wanted=("decode",), layers=4),
     Served("qwen3-30b-a3b", 4, layers=4),
     Served("llama3-8b", 4),
     Served("llama3-8b", 4, ("decode",), wanted=("decode",), graphed=True),
@@ -220,7 +224,7 @@ def config_of(served: Served, backend: str, boundary: str = "chunk") -> Executor
         preempt_boundary=boundary,
         speculative=Speculative("ngram", served.draft) if served.draft else None,
         experts_backend=EXPERTS[backend],
-        sampling_backend=EXPERTS[backend],
+        sampling_backend="xla" if spec.vocab % 4 else EXPERTS[backend],  # as `auto` does for such rows
         products_backend=EXPERTS[backend] if served.quantization == "fp8_per_block" else "auto",
         mlp_backend=EXPERTS[backend] if served.gated else "auto",
     )
