@@ -76,10 +76,9 @@ class Answer:
     def __post_init__(self) -> None:
         for job in self.jobs:
             offset = len(self._prompt_text(job)) if self.echo and self.top is not None else 0
-            skip = job.params.skip_special_tokens
-            before = (
-                () if self.top is None else end_of(self.tokenizer, reversed(job.prompt), skip)
-            )  # once for all outputs
+            skip, before = job.params.skip_special_tokens, list[int]()
+            if self.top is not None:  # once for all outputs
+                before = end_of(self.tokenizer, reversed(job.prompt), skip)
             self.outputs.append([self._blank(skip, before, offset) for _ in range(job.params.n)])
 
     def _blank(self, skip: bool, before: Sequence[int], offset: int) -> Gathered:
