@@ -21,6 +21,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue, JaxserveError, QueueFull, short
 from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.beam_search import BeamSearchOutput, BeamSearchParams, search
+from jaxserve.generation.detokenize import end_of
 from jaxserve.generation.generate import (
     Choice,
     EngineLike,
@@ -578,7 +579,8 @@ class Names:
     def __init__(self, job: Submission, tokenizer: Tokenizer) -> None:
         skip, scored = job.params.skip_special_tokens, job.params.logprobs is not None
         self.prompt = Pieces(tokenizer, False, job.prompt[:1])
-        self.outputs = [Pieces(tokenizer, skip, reversed(job.prompt)) for _ in range(job.params.n if scored else 0)]
+        before = end_of(tokenizer, reversed(job.prompt), skip) if scored else ()  # once for all outputs
+        self.outputs = [Pieces(tokenizer, skip, reversed(before)) for _ in range(job.params.n if scored else 0)]
 
 
 def add_piece(whole: RequestOutput, output: CompletionOutput, piece: Piece, names: Names) -> None:

@@ -196,8 +196,7 @@ class Tokenizer:
         if self._template is None:
             return query + document, True
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-        render = partial(self._hf.apply_chat_template, chat_template=self._template, tokenize=False)
-        return _first_that_renders(render, [messages]), False
+        return _first_that_renders(partial(self._rendered, Budget(), self._template), [messages]), False
 
     def _roles_of(self, template: str | None) -> Roles:
         return Roles.of(partial(self._rendered, PROBE, template), template or self.template_text)

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from jaxserve.errors import ContextOverflow, JaxserveError
-from jaxserve.generation.detokenize import TextStream
+from jaxserve.generation.detokenize import TextStream, end_of
 from jaxserve.generation.stops import Automaton, Thinking
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.new_request import NewRequest
@@ -97,7 +97,15 @@ def check_length(length: int, params: SamplingParams, limit: int, param: str = "
 class Choice:
     """One output of a submission. Writer: the thread that reads its deltas."""
 
-    def __init__(self, engine: EngineLike, tokenizer: Tokenizer, job: Submission, index: int) -> None:
+    def __init__(
+        self,
+        engine: EngineLike,
+        tokenizer: Tokenizer,
+        job: Submission,
+        index: int,
+        before: Sequence[int] | None = None,
+    ) -> None:
+        """before: the end of the prompt, if the outputs of a job share it; see `end_of`."""
         self.index = index
         self.request = -1  # set by `submit`
         self.finished = False
@@ -105,7 +113,8 @@ class Choice:
         self.thought = 0  # those that are thinking
         self._engine = engine
         self._params = job.params
-        self._stream = TextStream(tokenizer, job.params, job.stops, job.prompt, job.thinking)
+        prompt = job.prompt if before is None else before
+        self._stream = TextStream(tokenizer, job.params, job.stops, prompt, job.thinking)
         self._stop: str | None = None
 
     def feed(self, delta: Delta) -> Piece:
@@ -179,8 +188,9 @@ def submit(
     new, params, choices = job.request, job.params, list[Choice]()
     if job.stops is None:
         job = replace(job, stops=Automaton(params.stop))  # shared by all outputs
+    before = end_of(tokenizer, reversed(job.prompt), params.skip_special_tokens)  # of the whole prompt, once
     for index in range(params.n):
-        choice = Choice(engine, tokenizer, job, index)
+        choice = Choice(engine, tokenizer, job, index, before)
         own = replace(
             params,
             n=1,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxserve.generation.detokenize import end_of
 from jaxserve.generation.generate import Piece, Submission
 from jaxserve.generation.pieces import Pieces
 from jaxserve.outputs import RequestMetrics, logprob_dicts
@@ -75,14 +76,16 @@ class Answer:
     def __post_init__(self) -> None:
         for job in self.jobs:
             offset = len(self._prompt_text(job)) if self.echo and self.top is not None else 0
-            self.outputs.append([self._blank(job, offset) for _ in range(job.params.n)])
+            skip, before = job.params.skip_special_tokens, list[int]()
+            if self.top is not None:  # once for all outputs
+                before = end_of(self.tokenizer, reversed(job.prompt), skip)
+            self.outputs.append([self._blank(skip, before, offset) for _ in range(job.params.n)])
 
-    def _blank(self, job: Submission, offset: int) -> Gathered:
+    def _blank(self, skip: bool, before: Sequence[int], offset: int) -> Gathered:
         message = None if self.reader is None else Message(self.reader(), self.reasoning, self.custom)
         if self.top is None:
             return Gathered(message=message)
-        pieces = Pieces(self.tokenizer, job.params.skip_special_tokens, reversed(job.prompt), offset)
-        return Gathered(message=message, pieces=pieces)
+        return Gathered(message=message, pieces=Pieces(self.tokenizer, skip, reversed(before), offset))
 
     def begin(self, number: int) -> bool:
         """Return whether this is the first call for submission `number`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from jaxserve.sched.api.pooling import PoolingType
-from jaxserve.server.openai import Part, Scheduled
+from jaxserve.server.openai import NOTHING, Part, Scheduled
 
 
 class Pooling(Scheduled):
@@ -44,10 +44,23 @@ class PoolingBody(EmbeddingBody):
     normalize: bool = False
 
 
+# What other servers of scores know, and what would change the scores here.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "activation": (None, True),  # older names of use_activation
+    "softmax": (None, True),
+    "raw_scores": NOTHING,
+    "chat_template_kwargs": NOTHING,
+    "instruct": NOTHING,  # the server has --chat-template
+    "instruction": NOTHING,
+    "max_tokens_per_doc": NOTHING,
+    "rank_fields": (*NOTHING, ["text"]),
+}
+
+
 class ScoreBody(Pooling):
     """The body of `POST /score`: one text and others to compare it with, or two lists of texts."""
 
-    prefix, inputs = "score", ("text_1", "text_2")
+    prefix, inputs, unsupported = "score", ("text_1", "text_2"), UNSUPPORTED
     text_1: Any
     text_2: Any
     use_activation: bool = True  # the sigmoid of a model that scores
@@ -56,7 +69,7 @@ class ScoreBody(Pooling):
 class RerankBody(Pooling):
     """The body of `POST /rerank`, of Cohere, Jina and vLLM: a text, and others to sort by how relevant they are."""
 
-    prefix, inputs = "rerank", ("query", "documents")
+    prefix, inputs, unsupported = "rerank", ("query", "documents"), UNSUPPORTED
     query: str
     documents: list[str | Document]
     top_n: int | None = None  # the best only; 0: all

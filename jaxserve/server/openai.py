@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -54,6 +54,7 @@ class Body(Part):
     """The base of all request bodies. Unknown fields are ignored, with one warning per name."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}  # further fields, with the values that change nothing
     model: str | None = None
 
 
@@ -220,28 +221,28 @@ class ScaleBody(Body):
 
 # Known fields that change the output and are not supported, with the values that have no effect.
 # Any other value is refused.
-_NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
+NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "functions": _NOTHING,
-    "function_call": (*_NOTHING, "none", "auto"),
-    "modalities": (*_NOTHING, ["text"]),
-    "audio": _NOTHING,
-    "images": _NOTHING,
-    "prediction": _NOTHING,
+    "functions": NOTHING,
+    "function_call": (*NOTHING, "none", "auto"),
+    "modalities": (*NOTHING, ["text"]),
+    "audio": NOTHING,
+    "images": NOTHING,
+    "prediction": NOTHING,
     "web_search_options": (None,),
-    "suffix": _NOTHING,
-    "lora": _NOTHING,
-    "lora_name": _NOTHING,
-    "lora_path": _NOTHING,
-    "lora_request": _NOTHING,
-    "adapter_id": _NOTHING,
-    "use_beam_search": _NOTHING,
+    "suffix": NOTHING,
+    "lora": NOTHING,
+    "lora_name": NOTHING,
+    "lora_path": NOTHING,
+    "lora_request": NOTHING,
+    "adapter_id": NOTHING,
+    "use_beam_search": NOTHING,
     "length_penalty": (None, 1, 1.0),
-    "return_token_ids": _NOTHING,
-    "return_tokens_as_token_ids": _NOTHING,
+    "return_token_ids": NOTHING,
+    "return_tokens_as_token_ids": NOTHING,
     "truncation_side": (None, "left"),
-    "prompt_embeds": _NOTHING,
-    "chat_template": _NOTHING,  # clients must not run their own templates; the server has --chat-template
+    "prompt_embeds": NOTHING,
+    "chat_template": NOTHING,  # clients must not run their own templates; the server has --chat-template
 }
 
 # The older form of tools is ignored if the client says that none of them may be called.
@@ -275,7 +276,8 @@ def parse(raw: bytes, kind: type[M]) -> M:
 
 def validated(data: dict[str, Any], kind: type[M]) -> M:
     """Return a body of `kind` from its fields. Raises InvalidValue as `parse` does."""
-    for name, neutral in _UNSUPPORTED.items():
+    unsupported = _UNSUPPORTED | kind.unsupported
+    for name, neutral in unsupported.items():
         if name in kind.model_fields or name not in data:
             continue
         if data[name] not in neutral and data.get(_CHOICES.get(name, "")) != "none":
@@ -287,7 +289,7 @@ def validated(data: dict[str, Any], kind: type[M]) -> M:
     for name in body.model_extra or ():
         if isinstance(body, Timed):
             _check_objective(name)
-        if name not in _UNSUPPORTED:
+        if name not in unsupported:
             warn_once(f"ignoring the unknown request field {name[:100]!r}")
     return body
 

@@ -22,6 +22,7 @@ from jaxserve.tools.definitions import calls_in_history, tools_of
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # parts, and their fields
 MAX_OUTPUTS = 1024  # per HTTP request: prompts times n
+MAX_PAIRED = 1 << 24  # characters of all pairs of an HTTP request
 
 Prompt = tuple[str | None, list[int]]  # the text, if the request has one, and its token ids
 
@@ -72,9 +73,7 @@ class Prompts:
         self, given: Any, name: str, special: bool, params: SamplingParams, check: Callable[[int, int], None]
     ) -> list[Prompt]:
         """Return the prompts of the field `name`: a text, token ids, or a list of either. `check`: as in `of`."""
-        if (count := prompt_count(given)) > MAX_OUTPUTS:
-            raise InvalidValue(f"{name} has {count} entries: at most {MAX_OUTPUTS} are allowed", name)
-        check(count, 1)
+        _check_count(prompt_count(given), name, check)
         room = params.room(self._context)
         prompts = [await self._completion(prompt, special, room, name) for prompt in prompts_of(given, name)]
         return _truncated(prompts, room)
@@ -88,15 +87,17 @@ class Prompts:
         check: Callable[[int, int], None],
     ) -> list[Prompt]:
         """Return a prompt for each pair of texts of the fields `names`, for a model that scores; `check` as in `of`."""
-        if not 1 <= len(pairs) <= MAX_OUTPUTS:
-            raise InvalidValue(f"{names[1]} has {len(pairs)} entries: 1 to {MAX_OUTPUTS} are allowed", names[1])
-        check(len(pairs), 1)
+        _check_count(len(pairs), names[1], check)
+        for name, texts in zip(names, zip(*pairs, strict=True), strict=True):
+            for text in texts:
+                if not isinstance(text, str):
+                    raise InvalidValue(f"{name}={short(text)} must be texts, which this model reads in pairs", name)
+        if (total := sum(len(text) for pair in pairs for text in pair)) > MAX_PAIRED:  # a body has the first text once
+            what = f"the {len(pairs)} pairs have {total} characters: at most {MAX_PAIRED} are allowed"
+            raise InvalidValue(f"{what}; shorten {names[0]}, or send fewer {names[1]} at a time", names[0])
         room = params.room(self._context)
         prompts: list[Prompt] = []
         for pair in pairs:
-            for text, name in zip(pair, names, strict=True):
-                if not isinstance(text, str):
-                    raise InvalidValue(f"{name}={short(text)} must be texts, which this model reads in pairs", name)
             text, beginning = await self.texts.run(partial(self._tokenizer.pair, *pair), sum(map(len, pair)))
             tokens = await self._encode(text, beginning if special is None else special, names[1])
             if room is None:  # at once: the first text is in every pair
@@ -145,6 +146,16 @@ class Prompts:
         if len(text) > self._context * self._longest:
             raise ContextOverflow(self._context, -(-len(text) // self._longest), 1, param, least=True)
         return await self.texts.run(lambda: self._tokenizer.encode(text, special), len(text))
+
+
+def _check_count(count: int, name: str, check: Callable[[int, int], None]) -> None:
+    """Raise InvalidValue unless a request may have so many entries in its field `name`."""
+    if not 1 <= count <= MAX_OUTPUTS:
+        raise InvalidValue(f"{name} has {count} entries: 1 to {MAX_OUTPUTS} are allowed", name)
+    try:
+        check(count, 1)
+    except InvalidValue as error:
+        raise InvalidValue(f"{name} has too many entries: {error}", name) from error
 
 
 def prompts_of(prompt: Any, name: str = "prompt") -> list[str | list[int]]:

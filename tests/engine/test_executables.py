@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -67,6 +68,16 @@ def test_what_is_kept_runs_on_any_devices_of_the_same_number(tmp_path: Path, dev
     for call in (first, other):
         found = kept_in(tmp_path).load(call, call.args[0].sharding.mesh.devices.flat)
         assert found is not None and values(call, found) == [2 * at + 3 for at in range(8)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "int8", "int16"])
+def test_programs_of_every_number_type_are_kept(tmp_path: Path, dtype: str) -> None:
+    whole = NamedSharding(mesh_of(0), PartitionSpec())
+    program = Program(lambda x: (x + x, jnp.zeros(2, dtype)), "tiny", (whole, whole))
+    call = Call("tiny", program, (jax.device_put(jnp.ones(2, dtype), whole),))
+    stored(tmp_path, call)
+    found = kept_in(tmp_path).load(call, mesh_of(0).devices.flat)
+    assert found is not None and str(found(*call.args)[0].dtype) == dtype
 
 
 def test_loading_traces_and_compiles_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.config import ServeConfig
-from jaxserve.generation.generate import Choice, Piece, Submission
+from jaxserve.generation.generate import Choice, Piece, Submission, submit
 from jaxserve.llm import Names, add_piece, blank_output
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
@@ -244,3 +244,26 @@ def test_continued_messages_and_prompts_join_their_answers(kind: str) -> None:
         assert "".join(made["token_strs"]) == tokenizer.decode(made["tokens"])
     finally:
         live.stop()
+
+
+class Counting(Tokenizer):
+    """A tokenizer that counts how often it is asked whether a token has text."""
+
+    asked = 0
+
+    def has_text(self, token: int, skip_special_tokens: bool = False) -> bool:
+        self.asked += 1
+        return super().has_text(token, skip_special_tokens)
+
+
+def test_the_end_of_a_prompt_is_sought_once_for_all_outputs() -> None:
+    """A prompt may end in many tokens without text, and 128 outputs then held the event loop for seconds."""
+    tokenizer = Counting(tokenizer_of("byte_level").hf)
+    params = SamplingParams(logprobs=1, n=50)
+    job = Submission(NewRequest((min(tokenizer.special),) * 1000, params, SLO()), None)
+    submit(Double(), tokenizer, job, lambda choice, delta: None)
+    assert 1000 <= tokenizer.asked < 2000
+    Answer("r", "m", True, [job], tokenizer, 1, False)
+    assert tokenizer.asked < 3000
+    Names(job, tokenizer)
+    assert tokenizer.asked < 4500

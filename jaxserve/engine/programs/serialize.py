@@ -17,7 +17,7 @@ from jax.experimental import serialize_executable
 PICKLER: Any = serialize_executable._JaxPjrtPickler
 UNPICKLER: Any = serialize_executable._JaxPjrtUnpickler
 # Where the names in a kept executable may be from: no other is looked up, and nothing else is called.
-TRUSTED = ("jax", "jaxlib", "numpy", "jaxserve", "pallas_kernels")
+TRUSTED = ("jax", "jaxlib", "numpy", "ml_dtypes", "jaxserve", "pallas_kernels")
 
 
 class _Read(threading.local):

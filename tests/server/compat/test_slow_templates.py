@@ -9,6 +9,7 @@ import pytest
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
 from jaxserve.server.service import Service
+from jaxserve.tokenizer import Tokenizer
 from jaxserve.tools import budget
 from jaxserve.tools.budget import Budget, OverBudget, metered, within
 from tests.support.server.double import Double
@@ -51,6 +52,11 @@ def test_a_template_without_end_is_refused_with_what_it_does(small: None, name: 
     with pytest.raises(InvalidValue, match=says) as caught:
         tokenizer_of(template).chat(messages)
     assert caught.value.param == "messages"
+
+
+def test_a_template_of_pairs_is_ended_too(small: None) -> None:
+    with pytest.raises(InvalidValue, match="steps"):
+        Tokenizer(tokenizer_of(HEADERS).hf, LOOP).pair("x", "y")
 
 
 def test_filters_between_steps_are_bounded_by_cpu_time() -> None:
