@@ -211,7 +211,9 @@ def test_code_of_a_repository_is_neither_run_nor_offered(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "new", "auto_map": {"AutoConfig": "code.Config"}}))
     given = {"tokenizer_class": "New", "auto_map": {"AutoTokenizer": ["code.New", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
-    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass New: pass\nclass Config: pass\n")
+    (tmp_path / "code.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass New: pass\nclass Config: pass\n"
+    )
     answers = io.StringIO("y\ny\n")
     monkeypatch.setattr("sys.stdin", answers)
     with pytest.raises(InvalidValue, match="no tokenizer could be loaded"):
