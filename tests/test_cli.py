@@ -199,8 +199,8 @@ def test_a_config_in_another_encoding_is_named(tmp_path: Path, capsys: pytest.Ca
 
 STREAMS = """
 import os, socket
-from jaxserve.cli.main import open_standard_streams
-open_standard_streams()
+from jaxserve.cli.main import main
+assert main(["replay", "no/such/file"]) == 2
 assert socket.socket().fileno() > 2
 print("to nowhere, or to the pipe", flush=True)
 """

@@ -88,3 +88,12 @@ def test_links_outside_the_site_are_rewritten(load_file: Callable[[str], ModuleT
 def test_the_page_of_policies_has_every_name(repo: Path, names: list[str]) -> None:
     page = (repo / "docs" / "reference" / "policies.md").read_text(encoding="utf-8")
     assert [name for name in names if not re.search(rf"`{name}[`:]", page)] == []
+
+
+def test_the_status_names_every_jax_that_is_installed(repo: Path) -> None:
+    """Those of `pip install` and of the nightly steps."""
+    constraints = (repo / ".ci" / "constraints.txt").read_text(encoding="utf-8")
+    steps = "".join((repo / ".ci" / name).read_text(encoding="utf-8") for name in ("run", "nightly"))
+    wanted = {*re.findall(r"(?m)^jax==(\d+\.\d+)", constraints), *re.findall(r'"jax>=(\d+\.\d+)', steps)}
+    [row] = re.findall(r"(?m)^\| Versions \|.*$", (repo / "docs" / "status.md").read_text(encoding="utf-8"))
+    assert len(wanted) > 1 and {*re.findall(r"jax (\d+\.\d+)", row)} == wanted

@@ -151,6 +151,8 @@ def test_pool_sizes(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == {992}  # small differences in free memory do not change the programs
     with pytest.raises(InvalidValue, match=r"holds 3 pages of 4 tokens .* the 16 that max_model_len=64 needs"):
         kv.fit_pages(spec, 4, "float32", pool_bytes=each * 3, max_model_len=64)
+    with pytest.raises(InvalidValue, match=r"raise kv_cache_memory$"):  # and no word of a max_model_len of 0
+        kv.fit_pages(spec, 4, "float32", pool_bytes=each - 1, max_model_len=64)
     with pytest.raises(InvalidValue, match="max_model_len=500 is above the model's 128 positions"):
         executors(tiny, max_model_len=500)
     assert kv.free_memory() > 0

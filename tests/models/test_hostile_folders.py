@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -202,6 +203,22 @@ def test_a_tokenizer_is_refused_by_name(folder: Path, name: str) -> None:
     (folder / "tokenizer_config.json").write_text('{"eos_token": "x"}')  # which is looked for in tokenizer.json
     with pytest.raises(InvalidValue, match="tokenizer"):
         load_spec(folder)
+
+
+def test_code_of_a_repository_is_neither_run_nor_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "new", "auto_map": {"AutoConfig": "code.Config"}}))
+    given = {"tokenizer_class": "New", "auto_map": {"AutoTokenizer": ["code.New", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    (tmp_path / "code.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass New: pass\nclass Config: pass\n"
+    )
+    answers = io.StringIO("y\ny\n")
+    monkeypatch.setattr("sys.stdin", answers)
+    with pytest.raises(InvalidValue, match="no tokenizer could be loaded"):
+        Tokenizer.load(tmp_path)
+    assert not (tmp_path / "ran").exists() and answers.tell() == 0 and "[y/N]" not in capsys.readouterr().out
 
 
 def test_an_expression_that_never_ends_refuses_the_text(folder: Path) -> None:

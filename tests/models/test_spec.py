@@ -185,6 +185,7 @@ def test_experts_divide_among_shards() -> None:
 def test_windows_follow_the_spelling_of_each_family() -> None:
     """Windows are set by layer types, by a pattern, from a layer on, or in every layer."""
     sizes = {**SIZES, "num_hidden_layers": 4, "sliding_window": 8}
+    experts = {"num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
     for name, changes, want in (
         ("Mistral", {}, (8, 8, 8, 8)),
         ("Mistral", {"sliding_window": None}, (None,) * 4),
@@ -192,6 +193,7 @@ def test_windows_follow_the_spelling_of_each_family() -> None:
         ("Phi3", {"sliding_window": 2047, "max_position_embeddings": 2048}, (2047,) * 4),
         ("Qwen2", {"use_sliding_window": False}, (None,) * 4),
         ("Qwen2", {"use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 8)),
+        ("Qwen3Moe", {**experts, "use_sliding_window": True, "max_window_layers": 3}, (8, 8, 8, 8)),
         ("Gemma3", {"sliding_window_pattern": 2}, (8, None, 8, None)),
         ("Gemma3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, (None, None, None, 8)),
     ):
