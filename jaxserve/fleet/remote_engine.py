@@ -52,8 +52,6 @@ T = TypeVar("T")
 
 GREETING = 20.0  # seconds until an engine that listens must have said hello
 SEEDS = (1 << 64) - 1
-TICK = 1.0  # seconds between two looks at whether the engine has said anything
-SILENT = 30  # looks in a row without a message, after which a process that hangs counts as lost
 REFRESHING = 1.0  # seconds for a snapshot of now; then the last one serves
 DRIFT = 1e-5  # seconds between two reports by which the clocks of two machines may drift apart
 REMEMBERED = 4096  # ended requests with times that `record` has not returned yet
@@ -65,6 +63,9 @@ class RemoteEngine:
     It has the methods of `Engine` that a server uses. `submit` returns before the engine has seen the
     request: one that it does not accept ends with reason "rejected", and `refusal` has the error.
     """
+
+    tick = 1.0  # seconds between two looks at whether the engine has said anything
+    silent = 30  # looks in a row without a message, after which a process that hangs counts as lost
 
     def __init__(self, name: str = "the engine process") -> None:
         """Use `connect` instead. name: what error messages call the engine."""
@@ -275,10 +276,10 @@ class RemoteEngine:
     def _listen(self) -> None:
         """Give the engine up if it has been silent for long: what it computes continues elsewhere, or ends."""
         self._silent += 1
-        if self._silent > SILENT:
-            self._connection.close(f"it has not responded for {SILENT * TICK:g} s")
+        if self._silent > self.silent:
+            self._connection.close(f"it has not responded for {self.silent * self.tick:g} s")
         else:
-            self._look = self._loop.call_later(TICK, self._listen)
+            self._look = self._loop.call_later(self.tick, self._listen)
 
     def _received(self, frame: bytes) -> None:
         self._silent = 0

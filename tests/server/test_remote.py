@@ -211,12 +211,20 @@ def test_roles_and_the_prefix_cache(beside: Any) -> None:
     beside(work)
 
 
+def look_often(remote: RemoteEngine, silent: int = RemoteEngine.silent) -> None:
+    """Look whether the engine has said anything each 10 ms; other engines of this process keep their pace."""
+    remote.tick, remote.silent = 0.01, silent
+    if remote._look is not None:
+        remote._look.cancel()
+    remote._listen()
+
+
 def test_a_front_that_reads_slowly_loses_nothing(beside: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs wait for it: one request with many log-probabilities ends no other stream."""
     monkeypatch.setattr(connection, "UNREAD", 1 << 18)
-    monkeypatch.setattr(under_test, "SILENT", 1 << 30)  # a busy machine takes its time
 
     async def work(remote: RemoteEngine) -> None:
+        remote.silent = 1 << 30  # a busy machine takes its time
         params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=20, prompt_logprobs=20)
         told = [Told() for _ in range(32)]
         for number, one in enumerate(told):
@@ -234,12 +242,11 @@ def test_a_front_that_reads_slowly_loses_nothing(beside: Any, engine: Any, monke
 
 def test_an_engine_that_hangs_is_lost(beside: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests end, or go on elsewhere, and `refresh` waits for it no longer than a moment."""
-    monkeypatch.setattr(under_test, "TICK", 0.01)
-    monkeypatch.setattr(under_test, "SILENT", 1 << 30)
     monkeypatch.setattr(under_test, "REFRESHING", 0.01)
     hanging = threading.Event()
 
     async def work(remote: RemoteEngine) -> None:
+        look_often(remote, silent=1 << 30)
         told = Told()
         remote.submit(NewRequest(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), SLO()), told)
         await told.begun.wait()
@@ -247,7 +254,7 @@ def test_an_engine_that_hangs_is_lost(beside: Any, engine: Any, monkeypatch: pyt
         try:
             await remote.refresh()
             assert not told.ended.is_set()
-            monkeypatch.setattr(under_test, "SILENT", 30)
+            remote.silent = 30
             await told.ended.wait()
             assert told.deltas[-1].finish_reason == "unavailable" and "has not responded for" in (remote.ailment or "")
         finally:
@@ -257,11 +264,11 @@ def test_an_engine_that_hangs_is_lost(beside: Any, engine: Any, monkeypatch: pyt
 
 
 def test_a_front_that_stood_still_itself_does_not_give_up(beside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_test, "TICK", 0.01)
     monkeypatch.setattr("jaxserve.fleet.engine_server.SHARING", 0.01)
 
     async def work(remote: RemoteEngine) -> None:
-        time.sleep(under_test.SILENT * 0.02)
+        look_often(remote)
+        time.sleep(remote.silent * 0.02)
         await asyncio.sleep(0.05)
         assert remote.healthy
 

@@ -224,7 +224,7 @@ def test_other_contents_are_refused(plain: Live, kind: Any) -> None:
 
 
 NEEDED = {"messages": CHAT["messages"], "prompt": "x", "input": "x", "text_1": "a", "text_2": "b"}
-NEEDED |= {"max_tokens": 1, "tokens": [1], "replicas": None}
+NEEDED |= {"max_tokens": 1, "tokens": [1], "replicas": None, "query": "x", "documents": ["x"]}
 
 
 @pytest.mark.parametrize("kind", [*BODIES_OF_ROUTES, ResponsesBody, MessagesBody, CountBody])
