@@ -15,6 +15,7 @@ from jaxserve.generation.vectors import pooling_params, vector_of
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.pooling import POOLINGS
 from jaxserve.sched.api.request import BEST_EFFORT, Request
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.journal import Journal, replay
 from tests.support.engine.steps import GREEDY
@@ -79,10 +80,8 @@ def test_a_prompt_that_loses_its_kv_halfway_gives_the_same_vector(pooling: str) 
         begun = [one.computed for one in cluster.cores[0].scheduler if 64 <= one.computed <= 128]
         if begun and not sent:
             sent.extend(begun)
-            urgent = Request(
-                1, NewRequest(tuple(range(10, 250)), GREEDY, engine.slo), engine.executors[0].now(), limit=2
-            )
-            cluster.submit(urgent, lambda delta: None)
+            urgent = NewRequest(tuple(range(10, 250)), GREEDY, SLO())  # never late, and so never best effort itself
+            cluster.submit(Request(1, urgent, engine.executors[0].now(), limit=2), lambda delta: None)
 
     served, _ = engine.run([ask], "unified", disturb=press)
     mine = next(one for one in served if one.id == 0)
