@@ -17,7 +17,6 @@ from jaxserve.sched.api.pooling import PoolingType
 from jaxserve.sched.api.preemption import Boundary
 from jaxserve.sched.api.slo import SLO, THINKING
 from jaxserve.sched.perf import KINDS
-from jaxserve.settings import speculative
 from jaxserve.settings.fields import flag
 from jaxserve.settings.operations import OperationSettings
 from jaxserve.settings.other_engines import argument_hint
@@ -35,6 +34,7 @@ from jaxserve.yamlio import (
     load_fields,
     load_yaml,
     nearest,
+    parse_setting,
     parse_yaml,
     seconds,
 )
@@ -410,7 +410,8 @@ class ServeConfig(OperationSettings):
     @cached_property
     def speculative(self) -> Speculative | None:
         """The parsed `speculative_config`; None: no speculation."""
-        return None if self.speculative_config is None else speculative.parse(self.speculative_config)
+        given = self.speculative_config
+        return None if given is None else parse_setting(given, Speculative, "speculative_config")
 
     @property
     def decides(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -132,6 +133,14 @@ def parse_yaml(text: str, cls: type[T], source: str = "<yaml>") -> T:
     node = _compose(text, source)
     built: T = _build(cls, {}, source) if node is None else _Reader(source).value(node, cls, "")
     return built
+
+
+def parse_setting(given: str | Mapping[str, Any], cls: type[T], name: str) -> T:
+    """Parse the setting `name`: JSON, as on a command line, or a mapping. Raises InvalidValue for that setting."""
+    try:
+        return parse_yaml(given if isinstance(given, str) else json.dumps(dict(given)), cls, name)
+    except InvalidValue as error:
+        raise InvalidValue(str(error), name) from error
 
 
 def load_fields(path: str | Path, cls: type[Any]) -> dict[str, Any]:

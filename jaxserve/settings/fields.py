@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from jaxserve.errors import InvalidValue
-from jaxserve.settings import overrides
+from jaxserve.settings.overrides import NAME as OVERRIDES
 from jaxserve.settings.overrides import Overrides
 from jaxserve.tools.families import REASONING_PARSERS, TOOL_PARSERS, Parsers
-from jaxserve.yamlio import Bytes, Count, Range, Room, Seconds, check_fields
+from jaxserve.yamlio import Bytes, Count, Range, Room, Seconds, check_fields, parse_setting
 
 
 def flag(default: Any, group: str, text: str, **more: Any) -> Any:
@@ -146,7 +146,7 @@ class HttpSettings:
     @cached_property
     def overrides(self) -> Overrides:
         """The parsed `hf_overrides`."""
-        return Overrides() if self.hf_overrides is None else overrides.parse(self.hf_overrides)
+        return parse_setting(self.hf_overrides or {}, Overrides, OVERRIDES)
 
     def check_http(self) -> None:
         """Raise InvalidValue for invalid settings of the server."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jaxserve.errors import InvalidValue
-from jaxserve.yamlio import check_fields, parse_yaml
+from jaxserve.yamlio import check_fields
 
 NAME = "hf_overrides"
 
@@ -29,12 +26,3 @@ class Overrides:
                 "of a Qwen3 reranker can be overridden",
                 NAME,
             )
-
-
-def parse(text: str | Mapping[str, Any]) -> Overrides:
-    """Parse JSON, as on a command line, or a mapping. Raises InvalidValue."""
-    source = text if isinstance(text, str) else json.dumps(dict(text))
-    try:
-        return parse_yaml(source, Overrides, NAME)
-    except InvalidValue as error:
-        raise InvalidValue(str(error), NAME) from error

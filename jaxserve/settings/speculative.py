@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from jaxserve.errors import InvalidValue
-from jaxserve.yamlio import Range, check_fields, parse_yaml
+from jaxserve.yamlio import Range, check_fields
 
 MOST = 15  # drafted tokens: decode attention kernels take 16 tokens per row
 NAME = "speculative_config"
@@ -60,12 +58,3 @@ class Speculative:
         given = [one for one in (self.prompt_lookup_min, self.prompt_lookup_max) if one is not None] or [5]
         least = given[0] if self.prompt_lookup_min is None else self.prompt_lookup_min
         return least, given[0] if self.prompt_lookup_max is None else self.prompt_lookup_max
-
-
-def parse(text: str | Mapping[str, Any]) -> Speculative:
-    """Parse JSON, as on a command line, or a mapping. Raises InvalidValue."""
-    source = text if isinstance(text, str) else json.dumps(dict(text))
-    try:
-        return parse_yaml(source, Speculative, NAME)
-    except InvalidValue as error:
-        raise InvalidValue(str(error), NAME) from error

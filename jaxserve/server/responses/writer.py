@@ -135,8 +135,8 @@ class Writer(Dialect):
     def _failed(self, refused: Refused) -> list[Event]:
         """Return the last events of a response that cannot be completed."""
         events = self._close("incomplete")
-        code = "invalid_prompt" if refused.status < 500 else "server_error"  # clients send the latter again
-        code = "rate_limit_exceeded" if refused.status == 429 else code
+        final = "invalid_prompt" if refused.status < 500 else "server_error"  # clients send the latter again
+        code = "rate_limit_exceeded" if refused.status == 429 else final
         message = body_of(refused)["error"]["message"]
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         return [*events, self._whole("response.failed")]
