@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.capacity.costs import is_matrix, shard
+from jaxserve.capacity.costs import is_matrix
 from jaxserve.models import registry
 from jaxserve.models.layers import Info, Tree
 from jaxserve.models.quantized import Quantized
@@ -83,7 +83,7 @@ def _module(module: Tree, spec: ModelSpec, tp: int, item: int) -> float:
 def _widened(layer: Tree, tp: int, item: int) -> float:
     """Return the bytes of a layer's largest 8-bit weight in the dtype of its matmul."""
     parts = jax.tree.leaves(layer, is_leaf=lambda x: isinstance(x, Quantized | Info))
-    return max((shard(part.values, tp) * item for part in parts if isinstance(part, Quantized)), default=0)
+    return max((part.values.size_per_device(tp) * item for part in parts if isinstance(part, Quantized)), default=0)
 
 
 def _width(info: Info, spec: ModelSpec, tp: int) -> float:

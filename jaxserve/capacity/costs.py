@@ -63,7 +63,7 @@ class Costs:
         shared, kinds = spec.for_tp(tp), {"tables": 0, "head": 0, "experts": 0, "every": 0}
         token, draw = 0.0, 0.0
         for kind, info in _weights(shared, dtype):
-            size = shard(info, tp)
+            size = info.size_per_device(tp)
             kinds[kind] += size * jnp.dtype(info.dtype).itemsize
             if kind == "head":
                 draw += 2 * size
@@ -156,12 +156,6 @@ def _pairs(tokens: int, window: int) -> int:
     """Count pairs of a token and one that it attends to: min(1, w) + min(2, w) + ... + min(T, w)."""
     full = min(tokens, window)
     return full * (full + 1) // 2 + (tokens - full) * window
-
-
-def shard(info: Info, tp: int) -> int:
-    """Return the elements on one device."""
-    split = tuple(info.partition(tp)) + (None,) * len(info.shape)
-    return prod(size // tp if axis else size for size, axis in zip(info.shape, split, strict=False))
 
 
 def _weights(spec: ModelSpec, dtype: Any) -> Iterator[tuple[str, Info]]:

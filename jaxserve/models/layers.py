@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
@@ -88,6 +89,11 @@ class Info:
         """Return the split over `tp`. An axis that `tp` does not divide is replicated (see `ModelSpec.for_tp`)."""
         named = zip(self.axes, self.shape, strict=True)
         return PartitionSpec(*("tp" if axis in SHARDED and size % tp == 0 else None for axis, size in named))
+
+    def size_per_device(self, tp: int) -> int:
+        """Return the elements on one device of `tp`."""
+        split = zip(self.shape, self.partition(tp), strict=True)
+        return prod(size // tp if axis else size for size, axis in split)
 
     def inputs_last(self) -> Info:
         """Return the description with the first axis, which must be `contract`, moved to the end."""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.engine.memory import kv
+from jaxserve.engine.memory import kv, room
 from jaxserve.engine.memory.transfer import cut, piece_sizes
 from jaxserve.engine.programs import compat
 from jaxserve.engine.programs.inputs import Limits
@@ -25,7 +25,7 @@ from jaxserve.models import registry
 from jaxserve.models.dummy import random_weights
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Role
-from tests.support.engine.steps import LENGTH, Job, alone, executors
+from tests.support.engine.steps import LENGTH, Job, alone, executors, settings_of
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 
@@ -155,7 +155,16 @@ def test_pool_sizes(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         kv.fit_pages(spec, 4, "float32", pool_bytes=each - 1, max_model_len=64)
     with pytest.raises(InvalidValue, match="max_model_len=500 is above the model's 128 positions"):
         executors(tiny, max_model_len=500)
-    assert kv.free_memory() > 0
+    assert 0 < room.free_memory() <= room.whole_memory()
+
+
+def test_weights_beyond_all_memory_are_refused_before_any_is_made(tiny: Path) -> None:
+    sizes = {"vocab_size": 1 << 24, "hidden_size": 1 << 18, "num_attention_heads": 1 << 12, "num_hidden_layers": 1000}
+    spec = registry.spec_from_config({**registry.read_config(tiny), **sizes})  # each is allowed alone
+    with pytest.raises(InvalidValue, match=r"weights take \d{14,} bytes in float32, and this machine has \d+:"):
+        build_executors(
+            replace(settings_of(tiny, "1x1", spec=spec), load=lambda *_: pytest.fail("weights were loaded"))
+        )
 
 
 def test_the_pool_of_an_accelerator_fits_its_memory() -> None:

@@ -445,6 +445,15 @@ def test_damaged_tensors_are_named(
         logits(tmp_path, 1)
 
 
+def test_a_truncated_packed_file_is_named(tmp_path: Path) -> None:
+    save(tmp_path, "qwen2 tied, yarn")
+    packed.write(tmp_path, packed.gptq, GPTQ)
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read .*v_proj\.scales.* ends at byte .*: the file is truncated"):
+        logits(tmp_path, 1)
+
+
 @pytest.mark.parametrize(
     ("file", "error"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,13 +143,20 @@ def test_speculative_layers_in_the_file_are_ignored(tmp_path: Path, tensors: Ten
         load_weights(tmp_path, replace(spec, guessing=0), "float32", [mesh(1)])
 
 
+@pytest.mark.parametrize("shard", ["model.safetensors", "model-00002-of-00002.safetensors"])
 @pytest.mark.parametrize("cut", [4, 60, -10])
-def test_a_truncated_file_is_named(tmp_path: Path, spec: ModelSpec, tensors: Tensors, cut: int) -> None:
-    file = tmp_path / "model.safetensors"
-    save_file(tensors, file)
-    file.write_bytes(file.read_bytes()[:cut])
+def test_a_truncated_file_is_named(tmp_path: Path, spec: ModelSpec, tensors: Tensors, cut: int, shard: str) -> None:
+    held = tensors
+    if shard != "model.safetensors":  # a shard that an index names
+        held = {"model.norm.weight": tensors["model.norm.weight"]}
+        first = "model-00001-of-00002.safetensors"
+        save_file({name: tensor for name, tensor in tensors.items() if name not in held}, tmp_path / first)
+        where = {name: shard if name in held else first for name in tensors}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    save_file(held, tmp_path / shard)
+    (tmp_path / shard).write_bytes((tmp_path / shard).read_bytes()[:cut])
     message = r"tensor 'model\.norm\.weight' ends at byte .* the file is truncated" if cut < 0 else "safetensors"
-    with pytest.raises(WeightsError, match=rf"model\.safetensors cannot be read.*{message}"):
+    with pytest.raises(WeightsError, match=rf"{re.escape(shard)} cannot be read.*{message}"):
         load_weights(tmp_path, spec, "float32", [mesh(1)])
 
 

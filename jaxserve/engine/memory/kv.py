@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxserve.engine.memory.room import free_memory
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
 
@@ -126,26 +125,6 @@ def pool_bytes(
             "gpu_memory_utilization",
         )
     return int(left / sharing) * devices
-
-
-def free_memory() -> int:
-    """Return the bytes available without swapping, within the control group's limit if there is one."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        pass
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            group = Path("/sys/fs/cgroup")
-            free = min(free, max(0, int((group / limit).read_text()) - int((group / used).read_text())))
-        except (OSError, ValueError):
-            continue
-    return free
 
 
 def fit_pages(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.cache_folder import cache_folder
-from jaxserve.engine.memory import kv
+from jaxserve.engine.memory import kv, room
 from jaxserve.engine.memory.calibrate import with_kv_scales
 from jaxserve.engine.programs.backends import Backends, resolve_backends
 from jaxserve.engine.programs.inputs import LADDER, Limits, SlotTable
@@ -163,6 +163,7 @@ def build_early(
     spec = replace(spec, kv_scales=kv.scaled(config.kv_cache_dtype))
     auto = "float32" if platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if config.dtype == "auto" else config.dtype)
+    room.check_weights(spec, dtype, meshes)
     trees = config.load(spec, dtype, meshes)
     stored = kv.pool_dtype(config.kv_cache_dtype, dtype)
     if spec.kv_scales:
