@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import resource
 import socket
 import sys
@@ -108,6 +109,7 @@ def elsewhere() -> dict[str, list[tuple[str, dict[str, Any]]]]:
         "tools of 720 KB": [("/v1/chat/completions", {"messages": said, "tools": many, "max_tokens": 2})],
         "request id with CR": [("/v1/completions", {**PROMPT, "request_id": "a\r\nb\x1b[31m"})],
         "history nested 900 deep": [("/v1/chat/completions", {"messages": said, "metadata": deep, "max_tokens": 2})],
+        "n=200 without a constraint": [("/v1/completions", {**PROMPT, "n": 200})],
         "4,000 messages": [("/v1/chat/completions", {"messages": said * 4_000, "max_tokens": 2})],
         "unknown model and field": [("/v1/completions", {**PROMPT, "model": "m" * 100_000, "x" * 100_000: 1})],
     }
@@ -226,7 +228,7 @@ async def attacked(
         seen.gaps += stream.gaps
 
 
-async def measure(url: str, pid: int, rounds: int) -> tuple[list[dict[str, Any]], bool]:
+async def measure(url: str, pid: int, rounds: int, only: str) -> tuple[list[dict[str, Any]], bool]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         for count in range(16):  # every front has processes that compile before memory is looked at
@@ -236,7 +238,8 @@ async def measure(url: str, pid: int, rounds: int) -> tuple[list[dict[str, Any]]
         streams = [Stream(client) for _ in range(STREAMS)]
         running = [asyncio.ensure_future(stream.run()) for stream in streams]
         await asyncio.sleep(SETTLE)
-        every = {"none": [], **attacks(), **{name: [] for name in HELD}}
+        every = {**attacks(), **{name: [] for name in HELD}}
+        every = {"none": [], **{name: bodies for name, bodies in every.items() if re.search(only, name)}}
         seen = {name: Seen() for name in every}
         for at in range(rounds):
             for name, bodies in every.items():
@@ -279,6 +282,7 @@ def allow_files(count: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="how often each attack is sent [%(default)s]")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="only attacks with this in their name")
     common.add_output(parser, "hostile")
     parser.add_argument(
         "--server-flags", default="--api-server-count 2", metavar="FLAGS", help="flags of the server [%(default)s]"
@@ -286,7 +290,7 @@ def main() -> None:
     args = parser.parse_args()
     allow_files(max(count for count, _ in HELD.values()) + 1_000)
     with common.server([*args.server_flags.split(), "--warmup", "full"]) as server:
-        rows, good = asyncio.run(measure(server.url, server.pid, args.rounds))
+        rows, good = asyncio.run(measure(server.url, server.pid, args.rounds, args.only))
     print_table("", list(rows[0]), [[str(value) for value in row.values()] for row in rows])
     common.save(args, {"rows": rows})
     raise SystemExit(not good)

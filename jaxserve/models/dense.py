@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jaxserve.models.context_length import Config
 from jaxserve.models.layers import Decoder
 from jaxserve.models.rope import read_rope
-from jaxserve.models.spec import Experts, ModelSpec, Norms, architecture, common, need
+from jaxserve.models.spec import Experts, ModelSpec, Norms, Windows, architecture, common, need
 from jaxserve.sched.api.errors import InvalidValue
 
 __all__ = ["Decoder", "qwen3", "read"]
@@ -98,7 +98,7 @@ class Family(NamedTuple):
     facts: Callable[[Config], dict[str, Any]] = _biased  # fields of the spec besides those of `common`
     defaults: Mapping[str, Any] = MappingProxyType({})  # values of absent keys, where they are not those of `common`
     activation: str = "silu"
-    windows: bool = False
+    windows: Windows = ""
     partials: bool = False
     interleaved: bool = False  # whether checkpoints rotate pairs (2 i, 2 i + 1)
     kinds: Callable[[Config], list[str]] | None = None  # of layers, in configs without `layer_types`
@@ -126,10 +126,10 @@ _GLM = {
 _OLMO = {"rms_norm_eps": 1e-5}
 
 FAMILIES: Mapping[str, Family] = {
-    "Gemma2ForCausalLM": Family(_gemma2, _GEMMA2, "gelu_pytorch_tanh", windows=True, kinds=_every),
+    "Gemma2ForCausalLM": Family(_gemma2, _GEMMA2, "gelu_pytorch_tanh", windows="some", kinds=_every),
     "Gemma3ForCausalLM": Family(
         lambda config: _gemma(config) | {"qk_norm": "head"},
-        _GEMMA3, "gelu_pytorch_tanh", windows=True, kinds=_every, local="rope_local_base_freq",
+        _GEMMA3, "gelu_pytorch_tanh", windows="some", kinds=_every, local="rope_local_base_freq",
     ),
     "GlmForCausalLM": Family(_glm, _GLM, partials=True, interleaved=True),
     "Glm4ForCausalLM": Family(
@@ -138,22 +138,22 @@ FAMILIES: Mapping[str, Family] = {
     "GraniteForCausalLM": Family(_granite),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(
-        defaults={"sliding_window": 4096, "max_position_embeddings": 131_072}, windows=True
+        defaults={"sliding_window": 4096, "max_position_embeddings": 131_072}, windows="all"
     ),
     "Olmo2ForCausalLM": Family(lambda config: _biased(config) | {"norms": AFTER, "qk_norm": "all"}, _OLMO),
     "Olmo3ForCausalLM": Family(
         lambda config: _biased(config) | {"norms": AFTER, "qk_norm": "all"},
         {**_OLMO, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
-        windows=True, kinds=_every, local="rope_theta",
+        windows="some", kinds=_every, local="rope_theta",
     ),
     "Phi3ForCausalLM": Family(
-        lambda config: {}, {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, windows=True, partials=True
+        lambda config: {}, {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, windows="all", partials=True
     ),
-    "Qwen2ForCausalLM": Family(lambda config: {"qkv_bias": True}, {"max_position_embeddings": 32_768}, windows=True),
+    "Qwen2ForCausalLM": Family(lambda config: {"qkv_bias": True}, {"max_position_embeddings": 32_768}, windows="some"),
     "Qwen3ForCausalLM": Family(
         lambda config: _biased(config) | {"qk_norm": "head", "mlp_bias": False},
         {"head_dim": 128, "max_position_embeddings": 32_768},
-        windows=True,
+        windows="some",
     ),
     "SmolLM3ForCausalLM": Family(
         _smollm3,
@@ -161,7 +161,7 @@ FAMILIES: Mapping[str, Family] = {
             "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4,
             "max_position_embeddings": 32_768,
         },
-        windows=True, kinds=_unrotated_slide,
+        windows="some", kinds=_unrotated_slide,
     ),
 }  # fmt: skip
 # Models with images, of which the text is served: the family of their `text_config`.
@@ -188,7 +188,7 @@ def dense(config: Config, family: Family, **facts: Any) -> ModelSpec:
 
 def qwen3(config: Config, moe: Experts) -> ModelSpec:
     """Return the spec of a Qwen 3 with experts."""
-    return dense(config, FAMILIES["Qwen3ForCausalLM"], moe=moe)
+    return dense(config, FAMILIES["Qwen3ForCausalLM"]._replace(windows="all"), moe=moe)
 
 
 def _ropes(config: Config, local: str) -> tuple[Config, Config]:

@@ -24,7 +24,7 @@ def read(config: Config) -> ModelSpec:
     count = int(need(config, "num_hidden_layers"))
     kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
     spelt = {"layer_types": kinds, "rope_theta": config.get("rope_theta") or THETA}
-    facts = common({**config, **spelt}, windows=True)
+    facts = common({**config, **spelt}, windows="some")
     bias = bool(config.get("attention_bias", True))
     limit, slope, eps = (config.get(key) for key in ("swiglu_limit", "swiglu_alpha", "rms_norm_eps"))
     moe = Experts(

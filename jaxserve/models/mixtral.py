@@ -16,5 +16,5 @@ DEFAULTS = {
 
 def read(config: Config) -> ModelSpec:
     config = {**DEFAULTS, **config}
-    facts = common(config, windows=True)
+    facts = common(config, windows="all")
     return ModelSpec(**facts, moe=experts(config, facts))

@@ -38,6 +38,7 @@ def read(config: Config) -> ModelSpec:
         "intermediate_size": need(config, "ffn_dim"),
         "rms_norm_eps": EPS,
         "num_key_value_heads": None,
+        "head_dim": None,
         "tie_word_embeddings": config.get("tie_word_embeddings", True),
     }
     return ModelSpec(**common({**config, **spelt}, activations=("relu",)), qkv_bias=True, out_bias=True, mlp_bias=True)

@@ -16,7 +16,7 @@ def read(config: Config) -> ModelSpec:
     count, step = int(need(config, "num_hidden_layers")), int(config.get("decoder_sparse_step") or 1)
     dense = set(config.get("mlp_only_layers") or ())
     return qwen3(
-        {**config, "max_window_layers": 0},  # with a window, every layer has it
+        config,
         moe=Experts(
             experts=int(config.get("num_experts") or need(config, "num_local_experts")),
             chosen=int(need(config, "num_experts_per_tok")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxserve.models import quantization
 from jaxserve.models.cache import Cache, State
@@ -16,6 +16,8 @@ from jaxserve.models.rope import PLAIN, Rope, read_rope
 from jaxserve.sched.api.errors import InvalidValue, short
 
 SIZE = re.compile(r"(num|n)_.*|.*_(size|dim|rank|layers|embeddings)|first_k_dense_replace|sliding_window")
+# Which layers have a sliding window, in configs with one: none may, all have, or `layer_types` says.
+Windows = Literal["", "all", "some"]
 LARGEST, MANY = 2**31 - 1, 1024  # the largest size; the most layers, and experts
 
 
@@ -360,12 +362,12 @@ def ids_of(given: Any) -> tuple[int, ...]:
 
 
 def common(
-    config: Config, *, activations: tuple[str, ...] = ("silu",), windows: bool = False, partials: bool = False
+    config: Config, *, activations: tuple[str, ...] = ("silu",), windows: Windows = "", partials: bool = False
 ) -> dict[str, Any]:
     """Return the `ModelSpec` fields that most families read alike; a family adds or overrides fields.
 
-    activations: allowed activations of the feed-forward, the default first. windows: whether layers may
-    have a sliding window. partials: whether RoPE may rotate a part of a head only.
+    activations: allowed activations of the feed-forward, the default first. windows: which layers have a
+    sliding window, if the config has one. partials: whether RoPE may rotate a part of a head only.
     """
     heads, dim = int(need(config, "num_attention_heads")), int(need(config, "hidden_size"))
     rope, max_positions = read_rope(config, partials=partials)
@@ -400,20 +402,22 @@ def _activation(config: Config, allowed: tuple[str, ...]) -> str:
     return act
 
 
-def _windows(config: Config, allowed: bool) -> dict[str, Any]:
+def _windows(config: Config, layers: Windows) -> dict[str, Any]:
     """Return the sliding layers: by `layer_types`, or those from `max_window_layers` on, or all."""
     window, count = config.get("sliding_window"), int(need(config, "num_hidden_layers"))
     kinds = [str(kind) for kind in config.get("layer_types") or ()]
-    other = sorted(set(kinds) - ({"full_attention", "sliding_attention"} if allowed else {"full_attention"}))
     on = bool(config.get("use_sliding_window", True)) and window is not None
-    if other or (on and not allowed):
+    every = "sliding_attention" if on else "full_attention"  # what the family's layers are if they are all alike
+    known = {"full_attention", "sliding_attention"} if layers == "some" else {every}
+    other = sorted(set(kinds) - known)
+    if other or (on and not layers):
         raise InvalidValue(
             f"config.json: sliding_window={window!r}, layer_types={other}: not supported for {architecture(config)}; "
-            f"supported is full attention{' and sliding_attention' if allowed else ' in every layer'}",
+            f"supported is {' or '.join(sorted(known)) if layers else 'full attention'} in every layer",
             "sliding_window",
         )
     if not kinds and on:
-        first = int(config.get("max_window_layers") or 0) if "use_sliding_window" in config else 0
+        first = int(config.get("max_window_layers") or 0) if layers == "some" and "use_sliding_window" in config else 0
         kinds = ["full_attention"] * min(first, count) + ["sliding_attention"] * max(count - first, 0)
     sliding = tuple(kind == "sliding_attention" for kind in kinds)
     wide = window is not None and int(window) >= context_length(config)  # as Phi-4-mini's: no text leaves it

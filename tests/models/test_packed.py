@@ -450,7 +450,10 @@ def test_a_truncated_packed_file_is_named(tmp_path: Path) -> None:
     packed.write(tmp_path, packed.gptq, GPTQ)
     (file,) = tmp_path.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read .*v_proj\.scales.* ends at byte .*: the file is truncated"):
+    with pytest.raises(
+        WeightsError,
+        match=r"model\.safetensors cannot be read .*v_proj\.scales.* ends at byte .*: the file is truncated",
+    ):
         logits(tmp_path, 1)
 
 

@@ -72,6 +72,15 @@ ROPES = [
     {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 ]
 KINDS = ["full_attention", "sliding_attention"]
+# Keys that modelling code reads, with other values, where a family's config class does not write them.
+READ: dict[str, tuple[Any, ...]] = {
+    "attention_chunk_size": (4,),
+    "head_dim": (8, 32),
+    "is_causal": (False,),
+    "layer_types": (KINDS, KINDS[::-1], ["full_attention"], ["linear_attention", "full_attention"]),
+    "no_rope_layers": ([0, 1], [1, 0], [1]),
+    "sliding_window": (5,),
+}
 
 
 class Base(NamedTuple):
@@ -95,9 +104,12 @@ def base(family: str) -> Base:
 
 def others(family: str, key: str) -> Iterator[Any]:
     """Yield other values of a key of the family's config."""
-    config, value = base(family).config, base(family).config[key]
-    count = config["num_hidden_layers"]
-    if key == "rope_parameters":
+    config = base(family).config
+    value, count = config.get(key), config["num_hidden_layers"]
+    if key not in config:
+        values = READ[key]
+        yield from ((value * count)[:count] if isinstance(value, list) else value for value in values)
+    elif key == "rope_parameters":
         nested = isinstance(value, dict) and "full_attention" in value
         yield from ({"full_attention": rope, "sliding_attention": rope} if nested else rope for rope in ROPES)
     elif key in ("hidden_act", "hidden_activation", "activation_function"):
@@ -177,6 +189,6 @@ def verdict(family: str, key: str, value: Any) -> tuple[str, Changed | None]:
 
 
 def trials(family: str) -> Iterator[tuple[str, Any]]:
-    for key in base(family).config:
+    for key in dict.fromkeys([*base(family).config, *READ]):
         if key not in ("architectures", "model_type"):
             yield from ((key, value) for value in others(family, key))
