@@ -258,10 +258,17 @@ def chunk_times(perf: PerfModel, load: Load, tokens: int, context: Array) -> Arr
     return result
 
 
-def tightest_tpot(rows: QueueView) -> float:
-    """Return the least tpot of rows that are not best effort, in seconds; inf if there are none."""
-    tpot = promised(rows, rows.tpot)
-    return float(np.minimum.reduce(tpot)) if len(tpot) else inf
+def paces(rows: QueueView) -> Array:
+    """Return the longest time per token that keeps each row's objectives: the lesser of its tpot and its tbt.
+
+    In seconds; inf without an objective. Rows of best effort are left out.
+    """
+    return np.minimum(promised(rows, rows.tpot), promised(rows, rows.tbt))
+
+
+def tightest_pace(rows: QueueView) -> float:
+    """Return the least of `paces`, in seconds; inf if there are none."""
+    return float(np.minimum.reduce(paces(rows), initial=inf))
 
 
 def promised(rows: QueueView, column: Array) -> Array:
@@ -289,17 +296,21 @@ def deadlines(rows: QueueView) -> Array:
     return rows.deadline if rows.standard == len(rows) else np.where(rows.best_effort > 0, -inf, rows.deadline)
 
 
+def tightest_tpot(rows: QueueView) -> float:
+    """Return the least tpot of rows that are not best effort, in seconds; inf if there are none."""
+    return float(np.minimum.reduce(promised(rows, rows.tpot), initial=inf))
+
+
 def tightest_tbt(rows: QueueView) -> float:
     """Return the least tbt of rows that are not best effort, in seconds; inf if there are none."""
-    tbt = promised(rows, rows.tbt)
-    return float(np.minimum.reduce(tbt)) if len(tbt) else inf
+    return float(np.minimum.reduce(promised(rows, rows.tbt), initial=inf))
 
 
 SHARE = 0.95  # of the tightest TPOT: how long a mixed step of `unified` may be; see `mixed_bound`
 PRESSED = 1.1  # times a step that decodes all rows: the least bound of a mixed step, so that prompts progress
 
 
-def mixed_bound(view: View, share: float = 0.75, stretch: float = 1.0, cushion: float = 0.0, gap: float = inf) -> float:
+def mixed_bound(view: View, gap: float, share: float = 0.75, stretch: float = 1.0, cushion: float = 0.0) -> float:
     """Return the longest time, in seconds, of a step that decodes all rows and prefills prompts too.
 
     It is `share` of the tightest tpot, because a request that joins waits for the running step. It
@@ -307,12 +318,12 @@ def mixed_bound(view: View, share: float = 0.75, stretch: float = 1.0, cushion: 
     plus `cushion` tpot. It is at most `gap` of the tightest tbt.
     """
     rows = view.decode
-    tpot = tightest_tpot(rows)
+    tpot, tbt = tightest_tpot(rows), tightest_tbt(rows)
+    longest = gap * tbt if isfinite(tbt) else inf
     if not isfinite(tpot):
-        return inf
+        return longest
     slack = float(np.minimum.reduce(promised(rows, rows.deadline))) - view.start
-    bound = max(share * tpot, min(slack - cushion * tpot, stretch * tpot))
-    return min(bound, gap * tightest_tbt(rows)) if isfinite(gap) else bound
+    return min(longest, max(share * tpot, min(slack - cushion * tpot, stretch * tpot)))
 
 
 def joiners_bound(view: View, alone: float, young: int = 3, ahead: int = 3) -> float:
@@ -353,7 +364,7 @@ def late_joiners(view: View, share: float = 0.1, lately: int = 20) -> Order:
     if not len(late):
         return NO_ROWS
     alone = view.perf.step_time(load_of(rows.context[late]))
-    if np.count_nonzero(decoded <= lately) * alone > share * lately * tightest_tpot(rows) * len(late):
+    if np.count_nonzero(decoded <= lately) * alone > share * lately * tightest_pace(rows) * len(late):
         return NO_ROWS
     late = late[slack[late] + rows.tpot[late] >= alone + every]  # on time with this token or the next one
     on_time = (slack >= every) & (slack < alone + every)
@@ -406,8 +417,8 @@ def hopeful(view: View, seconds: float) -> bool:
     """
     if len(view.decode):
         return keeps_objectives(view.decode, view.start, seconds)
-    tpot = promised(view.prefill, view.prefill.tpot)
-    return bool((np.isfinite(tpot) & (seconds * (1.0 - ROUNDING) <= tpot)).any())
+    pace = paces(view.prefill)
+    return bool((np.isfinite(pace) & (seconds * (1.0 - ROUNDING) <= pace)).any())
 
 
 def starved(view: View, left: Order) -> Order:

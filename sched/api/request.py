@@ -331,8 +331,10 @@ class Request:
 
 
 def tightest(request: RequestView, tpot: float) -> float:
-    """Return the least tpot of this stage, which has `tpot`, and the stages to come."""
-    return min(tpot, request.slo.tpot_of(ANSWER)) if request.slo.stages else tpot
+    """Return the least of the tpot of this stage, which has `tpot`, of the stages to come, and of the tbt."""
+    slo = request.slo
+    tpot = tpot if slo.tbt is None else min(tpot, slo.tbt)
+    return min(tpot, slo.tpot_of(ANSWER)) if slo.stages else tpot
 
 
 def check_prompt_length(length: int, context: int, param: str = "prompt") -> None:

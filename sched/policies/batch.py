@@ -7,7 +7,7 @@ import numpy as np
 from ..api.perf import Array, Load
 from ..api.policy import Decision, Grant, Order, View, one_each
 from ..api.request import State
-from ..feasibility import Cost, fitting, held_by_best_effort, joined, largest_chunk, tightest_tpot
+from ..feasibility import Cost, fitting, held_by_best_effort, joined, largest_chunk, tightest_pace
 
 
 def admissible(view: View, order: Order) -> tuple[Order, Order]:
@@ -40,11 +40,11 @@ def first_come(view: View) -> Order:
 def stall_free_tokens(view: View, share: float = 1.0) -> int:
     """Return the token budget that a profile of the model would set.
 
-    It is the largest step of prompt tokens alone that takes at most `share` of the tightest TPOT of all
-    requests on the instance. Returns `limits.tokens` if no request has a TPOT, or if even one token
+    It is the largest step of prompt tokens alone that takes at most `share` of the tightest TPOT or TBT of
+    all requests on the instance. Returns `limits.tokens` if no request has one, or if even one token
     takes longer than that.
     """
-    bound = share * min(tightest_tpot(view.decode), tightest_tpot(view.prefill))
+    bound = share * min(tightest_pace(view.decode), tightest_pace(view.prefill))
     return largest_chunk(view.perf.step_time, Load(), 0, view.limits.tokens, bound, grid=1) or view.limits.tokens
 
 

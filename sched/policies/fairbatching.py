@@ -21,7 +21,8 @@ from ..feasibility import (
     piggyback_speed,
     remaining_work,
     starved,
-    tightest_tpot,
+    tightest_pace,
+    tightest_tbt,
 )
 from .batch import Batch, admissible, stall_free_tokens
 
@@ -42,7 +43,8 @@ class FairBatching:
 
     The groups are decodes that cannot wait one more step, which are always in; prompts; other decodes.
     The budget is the least slack of any decode, but at least the tightest TPOT (section 3.2). Without
-    decodes only `limits.tokens` bounds the step.
+    decodes only `limits.tokens` bounds the step. A TBT, of which the paper knows none, is a deadline of
+    the next token as well.
 
     anchor: what decode deadlines count from. `first`: the actual first token. `arrival`: arrival + TTFT,
         as published, which cannot hold the worst-case mean TPOT.
@@ -69,12 +71,12 @@ class FairBatching:
     def decide(self, view: View) -> Decision:
         if view.running is not None:
             return Decision()
-        slack, tpot = self._slack(view), tightest_tpot(view.decode)
+        slack, pace = self._slack(view), tightest_pace(view.decode)
         room = float(slack.min()) if len(slack) else inf
-        budget = self._budget(view, max(room, tpot) if room < inf else inf)
+        budget = self._budget(view, max(room, pace) if room < inf else inf)
         by_slack = np.argsort(slack, kind="stable")
         prompts = admissible(view, self._order(view))
-        urgent = int(np.count_nonzero(slack < budget.seconds + tpot))
+        urgent = int(np.count_nonzero(slack < budget.seconds + pace))
         least = load_of(view.decode.context[by_slack[:urgent]])  # every step contains these decodes
         lost = len(slack) > 0 and self._lost(view, budget, least)
         if not lost:
@@ -111,6 +113,9 @@ class FairBatching:
         """Return the seconds that each decode can wait: inf for best effort."""
         rows = view.decode
         deadline = rows.deadline
+        if isfinite(tightest_tbt(rows)):
+            every = np.arange(len(rows))
+            deadline = np.minimum(deadline, np.nan_to_num(rows.last(every), nan=view.start) + rows.tbt)
         if rows.standard < len(rows):
             deadline = np.where(rows.best_effort > 0, inf, deadline)
         if not self._anchored:
@@ -131,7 +136,7 @@ class FairBatching:
         return np.concatenate([first, left[np.lexsort((work[left], rows.best_effort[left]))]])
 
     def _speed(self, view: View) -> float:
-        return 1.0 if view.role is Role.PREFILL else piggyback_speed(view, self._use * tightest_tpot(view.decode))
+        return 1.0 if view.role is Role.PREFILL else piggyback_speed(view, self._use * tightest_pace(view.decode))
 
 
 def _budget(text: str, use: float) -> Callable[[View, float], Budget]:

@@ -7,7 +7,7 @@ from math import inf, isfinite
 
 from ..api.perf import Load
 from ..api.policy import Decision, Grant, Policy, Role, View, one_each
-from ..feasibility import GRID, decode_load, keeps_objectives, largest_chunk, load_of, mixed_bound, tightest_tpot
+from ..feasibility import GRID, decode_load, keeps_objectives, largest_chunk, load_of, mixed_bound, tightest_pace
 from . import turns
 
 SHARE = 0.75  # of the tightest TPOT and TBT: a request that joins waits for the running mixed step
@@ -17,7 +17,7 @@ class Halves:
     """A prefill half and a decode half, combined by role.
 
     A prefill instance serves prompts first. A mixed instance serves decodes first and cuts prompts to
-    what the tightest TPOT leaves. On a decode instance prompts (deflected, or recomputed after a drop)
+    what the tightest TPOT or TBT leaves. On a decode instance prompts (deflected, or recomputed after a drop)
     are piggybacked on the decodes, or have the whole step if nothing decodes. If the prefill half
     preempts steps and the instance can, prompts and decodes alternate instead (see `turns`).
     """
@@ -40,7 +40,7 @@ class Halves:
         if not decode or not (prompts.grants or prompts.resume is not None):
             return replace(prompts, grants=decode + prompts.grants)
         if view.role is Role.DECODE:
-            load, bound = decode_load(view.decode), SHARE * tightest_tpot(view.decode)
+            load, bound = decode_load(view.decode), SHARE * tightest_pace(view.decode)
             cut, joint = piggyback(view, prompts.grants, load, bound)
             alone = view.perf.step_time(load)
             if alone > bound and not keeps_objectives(view.decode, view.start, view.perf.step_time(joint)):
@@ -61,7 +61,7 @@ def beside(view: View, grants: tuple[Grant, ...], decode: tuple[Grant, ...]) -> 
     context = view.decode.context
     if len(chosen) < len(view.decode):
         context = context[[row.id in chosen for row in view.decode]]
-    load, bound = load_of(context), mixed_bound(view, SHARE, gap=SHARE)
+    load, bound = load_of(context), mixed_bound(view, SHARE, SHARE)
     cut, joint = piggyback(view, grants, load, bound)
     if not cut:
         cut, joint = piggyback(

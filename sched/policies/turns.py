@@ -14,7 +14,7 @@ import numpy as np
 
 from ..api.perf import Load
 from ..api.policy import Decision, Grant, Task, View
-from ..feasibility import BEHIND, GRID, decode_load, keeps_objectives, largest_chunk, promised
+from ..feasibility import BEHIND, GRID, decode_load, keeps_objectives, largest_chunk, tightest_pace
 
 LEAST = 0.25  # of the tightest time between tokens: the least that prompts get per turn, even if a decode is late
 CUSHION = 0.15  # of the decode step: margin for a step that takes longer than predicted
@@ -30,8 +30,7 @@ def pace(view: View) -> float:
     every decode, since stopping prompts for them would gain nothing.
     """
     rows = view.decode
-    gaps = np.minimum(promised(rows, rows.tpot), promised(rows, rows.tbt))
-    tightest = float(np.minimum.reduce(gaps, initial=inf))
+    tightest = tightest_pace(rows)
     if isfinite(tightest) and not keeps_objectives(
         rows, view.start, view.perf.step_time(decode_load(rows)) + LEAST * tightest
     ):

@@ -45,7 +45,7 @@ from ..feasibility import (
     promised,
     remaining_work,
     spare_time,
-    tightest_tpot,
+    tightest_pace,
     with_prompt,
 )
 from ..perf.scaled import Scaled
@@ -256,14 +256,14 @@ class Unified:
         is enough.
         """
         rows = view.decode
-        tpot = tightest_tpot(rows)
-        if not isfinite(tpot):
+        pace = tightest_pace(rows)
+        if not isfinite(pace):
             return True
         every = view.perf.step_time(decode_load(rows))
-        if every <= self._decode_share * tpot:
+        if every <= self._decode_share * pace:
             return view.role is Role.DECODE or keeps_objectives(rows, view.start, every)
         alone = view.perf.step_time(load_of(rows.context[[rows.context.argmin()]]))
-        among = self._patience * tpot / alone
+        among = self._patience * pace / alone
         return keeps_objectives(rows, view.start, (among * alone + every) / (among + 1.0))
 
     def _shed(self, view: View, brief: float) -> tuple[Grant, ...]:
@@ -273,7 +273,7 @@ class Unified:
         if few is not None:
             return one_each(rows[row] for row in few.tolist())
         count, context = len(rows), rows.context
-        limit = self._decode_share * tightest_tpot(rows)
+        limit = self._decode_share * tightest_pace(rows)
         if view.kv_waiting or view.perf.step_time(decode_load(rows)) <= limit:
             return one_each(rows)
         order = np.argsort(context, kind="stable")
@@ -339,7 +339,7 @@ class Unified:
         if view.role is Role.PREFILL or not len(view.decode) or not len(view.prefill):
             return 0.0
         alone = view.perf.step_time(decode_load(view.decode))
-        bound = min(mixed_bound(view, self._share, self._stretch, self._cushion, GAP), joiners_bound(view, alone))
+        bound = min(mixed_bound(view, GAP, self._share, self._stretch, self._cushion), joiners_bound(view, alone))
         return max(bound, PRESSED * alone) if view.role is Role.MIXED else bound
 
     def _piggyback(self, view: View, load: Load, order: Order, bound: float) -> _Piggyback:

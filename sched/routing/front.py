@@ -12,7 +12,7 @@ import numpy as np
 
 from ..api.policy import Order, Role
 from ..api.request import Request
-from ..feasibility import decode_load, tightest_tpot
+from ..feasibility import decode_load, tightest_pace
 from .base import Fleet, Router, Scalars
 from .prefix_index import Hits, PrefixIndex
 from .snapshot import Snapshot
@@ -222,12 +222,12 @@ class Front:
 
 
 def busy(one: Snapshot) -> float:
-    """Return the share of the time that steps of the decodes alone take, if each just keeps the tightest tpot."""
+    """Return the share of the time that steps of the decodes alone take, if each just keeps the tightest objective."""
     rows = one.decode
     if not len(rows):
         return 0.0
-    tpot = tightest_tpot(rows)
-    return min(one.perf.step_time(decode_load(rows)) / tpot, BUSIEST) if tpot < inf else 0.0
+    pace = tightest_pace(rows)
+    return min(one.perf.step_time(decode_load(rows)) / pace, BUSIEST) if pace < inf else 0.0
 
 
 def _no_transfer(tokens: int) -> float:

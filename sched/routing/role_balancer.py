@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..api.instance_view import InstanceView
 from ..api.policy import Role
-from ..feasibility import decode_load, tightest_tpot
+from ..feasibility import decode_load, tightest_pace
 from .base import Fleet
 
 FULL = 0.95  # share of the decode slots in use: (nearly) all are taken
@@ -80,6 +80,6 @@ def _lacks_rows(one: InstanceView) -> bool:
 
 
 def _quick(one: InstanceView, now: float, share: float) -> bool:
-    """Return whether a step of all running decodes takes at most `share` of the tightest tpot."""
+    """Return whether a step of all running decodes takes at most `share` of the tightest tpot or tbt."""
     rows = one.view(now, max(now, one.ends)).decode
-    return one.perf.step_time(decode_load(rows)) <= share * tightest_tpot(rows)
+    return one.perf.step_time(decode_load(rows)) <= share * tightest_pace(rows)

@@ -11,7 +11,7 @@ import numpy as np
 from ..api.instance_view import InstanceView
 from ..api.perf import Load, PerfModel
 from ..api.policy import Role
-from ..api.request import BEST_EFFORT, Request, RequestView, State
+from ..api.request import BEST_EFFORT, Request, RequestView, State, tightest
 from ..feasibility import (
     SHARE,
     deadlines,
@@ -22,7 +22,7 @@ from ..feasibility import (
     piggyback_speed,
     promised,
     remaining_work,
-    tightest_tpot,
+    tightest_pace,
     with_prompt,
 )
 from ..policies.unified import GAP, SLOWEST, SOON, STRETCH
@@ -42,7 +42,7 @@ class Unified(Router):
     `move_share`. A move that takes less than `SOON` may take `SURE` of the remaining time. A prompt
     that cannot be on time where it waits moves to an instance that can still meet its TTFT.
 
-    A decode instance computes prompts in what steps of `share` of the tightest tpot leave beside
+    A decode instance computes prompts in what steps of `share` of the tightest tpot or tbt leave beside
     its decodes, and takes none while prompts wait for its pages or nearly all its slots are taken.
 
     `early`: move prompts while this share of their remaining time is left, not at the last moment.
@@ -88,7 +88,7 @@ class Unified(Router):
         """Return whether the request decodes where its prompt was computed, until there is room elsewhere.
 
         It does if prompts take little of the time, a step of all decodes there plus a prompt like
-        this one fits its TTFT, and the same sum fits `share` of the tightest tpot.
+        this one fits its TTFT, and the same sum fits `share` of the tightest tpot or tbt.
         """
         if request.tier == BEST_EFFORT or not self._quiet(fleet):
             return False
@@ -96,8 +96,8 @@ class Unified(Router):
         rows = one.view(fleet.now, max(fleet.now, one.ends)).decode
         load = joined(decode_load(rows), np.array([float(request.prompt_length + request.generated)]))
         step, prompt = one.perf.step_time(load), _prompt_time(request, one, _hit(request, one))
-        tpot = min(tightest_tpot(rows), request.tpot)
-        return step + prompt <= min(request.slo.ttft, self._share * tpot)
+        pace = min(tightest_pace(rows), tightest(request, request.tpot))
+        return step + prompt <= min(request.slo.ttft, self._share * pace)
 
     def decode_priority(self, request: Request, fleet: Fleet) -> float:
         """Return the rank of a request that waits for room to decode.
@@ -176,7 +176,7 @@ class Unified(Router):
         waiting = float(promised(rows, remaining_work(view, rows)).sum())
         if one.role is not Role.DECODE or not len(view.decode):
             return _Server(index, view.perf, view.start, view.start + waiting, 1.0)
-        bound = mixed_bound(view, self._share, self._stretch, gap=GAP)
+        bound = mixed_bound(view, GAP, self._share, self._stretch)
         speed = piggyback_speed(view, bound)
         free = view.start + (waiting / speed if speed > SLOWEST else inf)
         server = _Server(index, view.perf, view.start, free, speed, decode_load(view.decode), bound)

@@ -159,7 +159,7 @@ class Plain:
     def _ends(self, length: int, fleet: Fleet, index: int) -> float:
         one = fleet.instances[index]
         at = one.view(fleet.now, max(fleet.now, one.ends))
-        tokens, bound = float(at.prefill.remaining.sum()) + length, mixed_bound(at, 0.75, 0.75)
+        tokens, bound = float(at.prefill.remaining.sum()) + length, mixed_bound(at, 0.75, 0.75, 0.75)
         if one.blocks.available * one.limits.page_size < length:
             return inf
         if bound == inf:

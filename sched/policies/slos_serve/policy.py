@@ -39,9 +39,10 @@ from ...feasibility import (
     joined,
     keeps_objectives,
     largest_chunk,
+    paces,
     remaining_work,
     starved,
-    tightest_tpot,
+    tightest_pace,
 )
 from .commitments import ROUNDING, alone, check_block, idle_of, prompts_of, standing_of, terms_of
 from .dp import admitted, tier_of, tiers, values
@@ -105,7 +106,7 @@ class SlosServe:
         if there != self._there:
             self._there, self._idle = there, idle_of(view, self._block)
         if not self._dynamic:
-            self._tightest = min(self._tightest, tightest_tpot(view.prefill), tightest_tpot(view.decode))
+            self._tightest = min(self._tightest, tightest_pace(view.prefill), tightest_pace(view.decode))
             fixed = (1.0 - self._margin) * self._tightest
         draft = view.limits.draft if self._spec else 0
         return terms_of(view, self._idle, draft=draft, margin=self._margin, fixed=fixed, caution=self._caution)
@@ -179,11 +180,12 @@ class SlosServe:
         if view.role is Role.PREFILL or not count:
             return Pace(terms.idle if terms.fixed is None else terms.fixed, (1,), 0.0)
         if not terms.draft:
-            tpot = tightest_tpot(rows)
-            seconds = (1.0 - terms.margin) * tpot if tpot < NEVER else terms.idle
+            longest = tightest_pace(rows)
+            seconds = (1.0 - terms.margin) * longest if longest < NEVER else terms.idle
             return Pace(seconds if terms.fixed is None else min(seconds, terms.fixed), (1,), 0.0)
-        among = tiers(rows.tpot[:count])
-        counts = np.bincount(tier_of(rows.tpot[:count], among), minlength=len(among)).tolist()
+        each = paces(rows)
+        among = tiers(each)
+        counts = np.bincount(tier_of(each, among), minlength=len(among)).tolist()
         context = float(rows.context.sum())
         key = (*among.tolist(), *map(_about, counts), _about(context), round(terms.acceptance * 50), terms.idle)
         pace = self._paces.get(key)
@@ -253,8 +255,8 @@ class _Step:
         """Return the tokens that each row verifies, or an empty array if no row drafts."""
         if max(self._pace.lengths) == 1:
             return NO_ROWS
-        lengths, tpot = np.ones(len(rows), dtype=np.intp), rows.tpot[: self._count]
-        lengths[: self._count] = np.array(self._pace.lengths)[tier_of(tpot, tiers(tpot))]
+        lengths, each = np.ones(len(rows), dtype=np.intp), paces(rows)
+        lengths[: self._count] = np.array(self._pace.lengths)[tier_of(each, tiers(each))]
         return lengths
 
     def _hurry(self, rows: QueueView, margin: float) -> float:
@@ -278,13 +280,13 @@ class _Step:
     def _now(self, rows: QueueView) -> Mask:
         """Return which decodes, without best effort, would be late with their next token if they skipped this step."""
         count, soon = self._count, self._view.start + 2.0 * self._bound
-        if not count or min(float(np.maximum.reduce(rows.tpot)), NEVER) <= 2.0 * self._bound:
+        tpot, tbt = np.minimum(rows.tpot[:count], NEVER), rows.tbt[:count]
+        if not count or float(np.minimum(tpot, tbt).max()) <= 2.0 * self._bound:
             return np.ones(count, dtype=bool)
-        tpot = np.minimum(rows.tpot[:count], NEVER)
         gained = self._gain[:count] * tpot if len(self._gain) else np.zeros(count)
         now: Mask = rows.deadline[:count] + gained < soon
         others = np.flatnonzero(~now)
-        now[others] = rows.last(others) + tpot[others] + gained[others] < soon
+        now[others] = rows.last(others) + np.minimum(tpot[others] + gained[others], tbt[others]) < soon
         return now
 
     # grants
