@@ -140,7 +140,8 @@ def main(args: argparse.Namespace) -> int:
     with progress.bar("simulating") as draw:
         tick = _Tick(draw, _announcement(args, study), 0 if args.goodput else study.cases)
         reports, interrupted = _run(args, study, recorder, tick)
-    title = f"{args.workload} on {study.mesh} of {study.latency.name}"
+    name = args.workload.removeprefix("trace:")  # without the folders of a file
+    title = f"{Path(name).name} on {study.mesh} of {study.latency.name}"
     results = Results(
         title,
         reports,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -196,7 +197,7 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
     before = termios.tcgetattr(file)
 
     def read() -> None:
-        for key in sys.stdin.buffer.raw.read(64).decode(errors="replace") or "q":  # type: ignore[attr-defined]
+        for key in os.read(file, 64).decode(errors="replace") or "q":
             press(key)
 
     tty.setcbreak(file)

@@ -24,13 +24,13 @@ TPOT = ("request_time_per_output_token_seconds", "time_per_output_token_seconds"
 class Histogram(NamedTuple):
     """Observations: how many, their sum, and how many are at or below each bound."""
 
-    count: float
+    observed: float
     total: float
     buckets: Mapping[float, float]
 
     @property
     def mean(self) -> float:
-        return self.total / self.count if self.count else nan
+        return self.total / self.observed if self.observed else nan
 
     @property
     def last(self) -> float:
@@ -39,9 +39,9 @@ class Histogram(NamedTuple):
 
     def quantile(self, share: float) -> float:
         """Estimate a quantile as Prometheus does, evenly within its bucket; above the last bound: inf."""
-        if not self.count or not self.buckets:
+        if not self.observed or not self.buckets:
             return nan
-        wanted, low, below = share * self.count, 0.0, 0.0
+        wanted, low, below = share * self.observed, 0.0, 0.0
         for bound, upto in sorted(self.buckets.items()):
             if upto >= wanted:
                 if not isfinite(bound):
@@ -130,7 +130,7 @@ class Interval:
             return later
         earlier = self._before.histogram(name, **wanted)
         buckets = {bound: count - earlier.buckets.get(bound, 0.0) for bound, count in later.buckets.items()}
-        return Histogram(later.count - earlier.count, later.total - earlier.total, buckets)
+        return Histogram(later.observed - earlier.observed, later.total - earlier.total, buckets)
 
     def share(self, part: str, whole: str, **wanted: str) -> float:
         """Return the share of one counter's rise in another's; NaN if that did not rise."""

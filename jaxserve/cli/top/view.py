@@ -78,7 +78,7 @@ def _latency(interval: Interval) -> list[Column]:
         Column("p50", [_seconds(one.quantile(0.5), one.last) for one in found.values()]),
         Column("p95", [_seconds(one.quantile(0.95), one.last) for one in found.values()]),
         Column("mean", [_seconds(one.mean) for one in found.values()], 3),
-        Column("count", [_count(one.count) for one in found.values()], 4),
+        Column("count", [_count(one.observed) for one in found.values()], 4),
     ]
     promised = {"TTFT": "ttft", "TPOT": "tpot"}
     if interval.now.has("slo_seconds"):
