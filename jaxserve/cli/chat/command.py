@@ -185,7 +185,7 @@ def _beside(name: str, took: float, promised: Any) -> Text:
     if isinstance(promised, int | float):
         late = took - promised / 1e3
         text.append(f" of {_time(promised / 1e3)} promised" + (f", late by {_time(late)}" if late > 0 else ""))
-        text.stylize("red" if late > 0 else "green")
+        text.style = "red" if late > 0 else "green"
     return text
 
 
