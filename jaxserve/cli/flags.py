@@ -57,7 +57,8 @@ class TeachingParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, add_help: bool = True, **more: Any) -> None:
         more.setdefault("allow_abbrev", False)
         more.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(*args, add_help=False, **more)
+        more["add_help"] = False  # that of argparse has no groups
+        super().__init__(*args, **more)
         self.first: tuple[str, ...] = ()
         self.first_epilog: str | None = None  # examples of the short page, if those of the whole one are many
         self._keys: dict[str, str] = {}  # what --help=GROUP takes, by the title of the group

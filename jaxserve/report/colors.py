@@ -24,7 +24,7 @@ POLICIES = {
 }
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h", "p")
 BOUND = "#7F7F7F"  # what no policy can exceed
-_WORDS = {re.sub("[^a-z]", "", name): name for name in POLICIES}
+_WORDS = {re.sub("[^a-z]", "", name): name for name in POLICIES} | {"fb": "fairbatching"}  # as in its paper
 
 
 class Style(NamedTuple):
@@ -37,11 +37,9 @@ class Style(NamedTuple):
 
 def policy_of(name: str) -> str | None:
     """Return the policy that a label begins with: `kairos` of `kairos:literal`, `SLOs-Serve` or `Kairos, repaired`."""
-    word = re.sub("[^a-z]", "", re.split(r"[:/@,(]|\s+(?:as|with|at)\s", name.lower())[0])
-    if word in _WORDS:
-        return _WORDS[word]
-    first = re.sub("[^a-z]", "", name.lower().split(" ")[0])
-    return _WORDS.get(first)
+    letters = re.sub("[^a-z]", "", name.lower())
+    word = max((word for word in _WORDS if letters.startswith(word)), key=len, default=None)
+    return None if word is None else _WORDS[word]
 
 
 def styles(names: Iterable[str]) -> dict[str, Style]:
