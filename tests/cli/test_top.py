@@ -132,6 +132,11 @@ def test_what_is_no_metrics_of_vllms_names_is_refused(text: str) -> None:
         Sample(text, 0.0)
 
 
+def test_a_server_that_starts_is_named_as_such() -> None:
+    with pytest.raises(InvalidValue, match="the model is not ready yet"):
+        Sample('process_cpu_seconds_total 1\njaxserve:ready{model_name="m"} 0.0\n', 0.0)
+
+
 class Pages:
     """What a small server answers: the last page stays. Writer: the test."""
 

@@ -63,6 +63,8 @@ class Sample:
         except ValueError as error:
             raise InvalidValue(f"the metrics are not in Prometheus' text format: {error}", "url") from error
         name = next((one.name for one in found if one.name.endswith(RUNNING)), None)
+        if name is None and any(one.name.endswith(":ready") and not one.value for one in found):
+            raise InvalidValue("the model is not ready yet", "url")
         if name is None:
             raise InvalidValue(f"no metric ends in {RUNNING}: not a server with vLLM's metrics", "url")
         self.prefix = name.removesuffix(RUNNING)
