@@ -80,6 +80,18 @@ def test_a_refusal_or_a_cut_leaves_the_conversation_usable() -> None:
     assert out == "xx" and endpoint.url in notes, "what came before the cut is shown"
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [b"data: {\n\n", b'data: {"choices": [3]}\n\n', b'data: {"choices": 3}\n\n', b'data: {"usage": {"slo": 3}}\n\n',
+     b'data: {"usage": {"completion_tokens": "many"}}\n\n', b'data: {"error": {"message": "gone"}}\n\n',
+     b"data: 3\n\n"],
+)  # fmt: skip
+def test_a_stream_that_is_none_ends_its_answer_alone(odd: bytes) -> None:
+    with Endpoint(odd=odd).running() as endpoint:
+        out, notes = talk(endpoint, "one", "two")
+    assert out == "xxxxx\n" and notes.count("TTFT") == 1 and notes.splitlines()[1] == ""
+
+
 def test_what_a_model_writes_is_text() -> None:
     with Endpoint(odd=stream(HOSTILE, "é", usage={"completion_tokens": 4})).running() as endpoint:
         out, _ = talk(endpoint, "hello")

@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Talk until the input ends. Raises InvalidValue for settings that do not fit the server."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):  # a model, and a file that is piped, may hold any character
         with suppress(AttributeError):
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a model writes what it likes
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     target = Target(base_url(args.url), args.model or "", chat=True, api_key=api_key(args))
     talk = Conversation(target, args.system, {name: value for name, value in sampling.items() if value is not None})
@@ -93,6 +93,7 @@ class Chat:
         self._talk = talk
         self._out = out
         self._notes = notes
+        self._shown = False  # a piece of the answer has been shown
         self._thinking = False  # the last piece was thinking
 
     def run(self, read: Callable[[str], str]) -> int:
@@ -147,14 +148,14 @@ class Chat:
         if not text:
             self._note("the message is empty", "red")
             return False
-        self._thinking = False
+        self._shown = self._thinking = False
         try:
             reply = asyncio.run(self._talk.ask(text, self._show))
         except KeyboardInterrupt:
             self._note("\nstopped", "yellow")
             return False
         except NoAnswer as error:
-            self._note(str(error), "red")
+            self._note(("\n" if self._shown else "") + str(error), "red")
             return False
         self._out.print()
         self._notes.print(measured(reply))
@@ -163,7 +164,7 @@ class Chat:
     def _show(self, piece: str, thinking: bool) -> None:
         if thinking != self._thinking:
             self._out.print(end="" if thinking else "\n\n")
-        self._thinking = thinking
+        self._shown, self._thinking = True, thinking
         self._out.print(Text(printable(piece), "dim italic" if thinking else ""), end="", soft_wrap=True)
 
     def _note(self, text: str, style: str = "dim") -> None:

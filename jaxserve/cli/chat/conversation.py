@@ -91,6 +91,8 @@ class Conversation:
             await self._read(reply, on_text)
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, BrokeOff) as error:
             raise NoAnswer(f"{self.target.base_url}: {error or type(error).__name__}") from error
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise NoAnswer(f"{self.target.base_url} sent what is no event of OpenAI's API: {error}") from error
         finally:
             if reply.text:
                 self.messages.append({"role": "assistant", "content": reply.text})
@@ -127,7 +129,7 @@ class Conversation:
                     on_text(piece, thinking)
         if usage := event.get("usage"):
             reply.tokens = int(usage.get("completion_tokens") or 0)
-            reply.promised = usage.get("slo") or {}
+            reply.promised = dict(usage.get("slo") or {})
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[aiohttp.ClientSession]:

@@ -7,6 +7,7 @@ for other servers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from math import inf, isfinite, nan
 from typing import NamedTuple
 
@@ -101,8 +102,8 @@ class Sample:
         """Return the sum of the histograms, or summaries, of a name."""
         buckets: dict[float, float] = {}
         for labels, value in self.series(f"{name}_bucket", **wanted):
-            bound = float(labels["le"])
-            buckets[bound] = buckets.get(bound, 0.0) + value
+            with suppress(KeyError, ValueError):  # a series that is no bucket
+                buckets[float(labels["le"])] = buckets.get(float(labels["le"]), 0.0) + value
         count, total = self.total(f"{name}_count", **wanted), self.total(f"{name}_sum", **wanted)
         return Histogram(0.0 if count != count else count, 0.0 if total != total else total, buckets)
 
