@@ -126,26 +126,26 @@ class ServeConfig(OperationSettings):
     )  # fmt: skip
     share_devices: bool = flag(False, "devices", "Let instances share devices if there are fewer than R*T.")
     attention_backend: Literal["auto", "mosaic_gpu", "tpu", "xla"] = flag(
-        "auto", "devices", "Attention kernels. auto: the first that can run: mosaic_gpu or xla on a GPU, tpu or xla on "
+        "auto", "kernels", "Attention kernels. auto: the first that can run: mosaic_gpu or xla on a GPU, tpu or xla on "
         "a TPU, xla on CPU. A named backend that cannot run is an error.",
     )  # fmt: skip
     cascade_attention: Literal["auto", "on", "off"] = flag(
-        "off", "devices", "Read the KV of a prefix that 4 or more requests of a step share (at least 256 tokens in the "
+        "off", "kernels", "Read the KV of a prefix that 4 or more requests of a step share (at least 256 tokens in the "
         "prefix cache) once, not once per request. Rounding then depends on which requests share a step, so tokens may "
         "differ between runs where two are nearly equally likely. auto: where the attention kernels can (xla, and "
         "mosaic_gpu without MLA).",
     )  # fmt: skip
     experts_backend: Kernels = flag(
-        "auto", "devices", "Kernels of the mixture of experts; chosen like --attention-backend."
+        "auto", "kernels", "Kernels of the mixture of experts; chosen like --attention-backend."
     )
     products_backend: Kernels = flag(
-        "auto", "devices", "Kernels of matmuls with other 8-bit weights; chosen like --attention-backend."
+        "auto", "kernels", "Kernels of matmuls with other 8-bit weights; chosen like --attention-backend."
     )
     sampling_backend: Kernels = flag(
-        "auto", "devices", "Kernels that find thresholds of top-k, top-p and min-p; chosen like --attention-backend."
+        "auto", "kernels", "Kernels that find thresholds of top-k, top-p and min-p; chosen like --attention-backend."
     )
     mlp_backend: Kernels = flag(
-        "auto", "devices", "Kernels of gate, up and SwiGLU of dense feed-forwards. mosaic_gpu: one launch in steps of "
+        "auto", "kernels", "Kernels of gate, up and SwiGLU of dense feed-forwards. mosaic_gpu: one launch in steps of "
         "8 to 2048 tokens. auto: xla, as no GPU has compared them.",
     )  # fmt: skip
 
@@ -160,7 +160,7 @@ class ServeConfig(OperationSettings):
         "default.", metavar="NAME",
     )  # fmt: skip
     admission: str = flag(
-        "none", "scheduling", f"Admission control: {', '.join(admission.ADMISSIONS)}. Requests that cannot be on time "
+        "none", "objectives", f"Admission control: {', '.join(admission.ADMISSIONS)}. Requests that cannot be on time "
         "become best effort, or with :refuse get 429; none admits everything.", metavar="NAME",
     )  # fmt: skip
     perf: str = flag(
@@ -169,33 +169,33 @@ class ServeConfig(OperationSettings):
         "start and updated after every step.", metavar="NAME|FILE",
     )  # fmt: skip
     programs: str | None = flag(
-        None, "scheduling", "Folder of executables that `jaxserve compile` wrote, on this machine or another; "
+        None, "startup", "Folder of executables that `jaxserve compile` wrote, on this machine or another; "
         "needs --digest.", metavar="DIR",
     )  # fmt: skip
     digest: str | None = flag(
-        None, "scheduling", "Digest of --programs, as `jaxserve compile` printed it: executables are code, so only "
+        None, "startup", "Digest of --programs, as `jaxserve compile` printed it: executables are code, so only "
         "those that you name are used.", metavar="SHA256",
     )  # fmt: skip
     warmup: Literal["early", "full"] = flag(
-        "early", "scheduling", "early: answer once a few programs can compute any request, and make the others "
+        "early", "startup", "early: answer once a few programs can compute any request, and make the others "
         "meanwhile. full: make all first, as engines do that draft or keep KV outside of the devices.",
     )  # fmt: skip
     profile_time: Annotated[float, seconds, Range(0.01)] | None = flag(
-        None, "scheduling", "Longest time to measure steps at the first start; later starts use the profile stored "
+        None, "startup", "Longest time to measure steps at the first start; later starts use the profile stored "
         "beside the compiled programs. Default: 0.8s with an early warm-up, else 5s on accelerators, 10s on CPU."
     )  # fmt: skip
     ttft_slo: Objective = flag(
-        AUTO, "scheduling", "Default TTFT objective of requests that set none, as in 8s or 500ms. auto: 4 prefills of "
+        AUTO, "objectives", "Default TTFT objective of requests that set none, as in 8s or 500ms. auto: 4 prefills of "
         "the longest prompt, as measured at start; no objective in the Python API."
     )  # fmt: skip
     tpot_slo: Objective = flag(
-        AUTO, "scheduling", "Default objective of the mean time per token after the first. auto: 2 full decode steps."
+        AUTO, "objectives", "Default objective of the mean time per token after the first. auto: 2 full decode steps."
     )  # fmt: skip
     thinking_tpot_slo: Positive | None = flag(
-        None, "scheduling", "TPOT objective of thinking tokens. Default: --tpot-slo."
+        None, "objectives", "TPOT objective of thinking tokens. Default: --tpot-slo."
     )
     slo_tiers: str | None = flag(
-        None, "scheduling", "YAML file of the tiers that requests select with service_tier. Default: interactive, "
+        None, "objectives", "YAML file of the tiers that requests select with service_tier. Default: interactive, "
         "priority, agent, batch (configs/slo/tiers.yaml).", metavar="FILE",
     )  # fmt: skip
     max_num_seqs: Count | None = flag(

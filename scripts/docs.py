@@ -82,7 +82,9 @@ def flag_row(parser: argparse.ArgumentParser, action: argparse.Action) -> tuple[
     text = " ".join(text.split())
     parts = text.split("`")
     parts[::2] = [part.replace("*", "\\*").replace("<", "&lt;").replace("_", "\\_") for part in parts[::2]]
-    return f"`{shown}`", "`".join(parts)
+    # A bar inside backticks ends the cell on GitHub, and shows its backslash on the site.
+    code = f"<code>{shown.replace('|', '&#124;')}</code>" if "|" in shown else f"`{shown}`"
+    return code, "`".join(parts)
 
 
 def sample_stats() -> Stats:

@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from jaxserve.config import load_yaml, preset
+from jaxserve.report.colors import styles
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import Arrival, Latency, simulate
 from jaxserve.sched.sim.record import Recorder
@@ -26,6 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FOLDER = ROOT / "docs" / "images"
 OLDER, NEWER = "unified-2026-11-22-e.json", "unified-2026-11-24.json"  # the newer file has only some systems
 SYSTEMS = {  # label -> name in the results; as published unless the label says otherwise
+    "unified": "unified",
     "DistServe": "distserve",
     "Kairos": "kairos as written",
     "FairBatching": "fairbatching as written",
@@ -33,10 +35,9 @@ SYSTEMS = {  # label -> name in the results; as published unless the label says 
     "FlowPrefill": "flowprefill as written",
     "FairBatching, repaired": "fairbatching",
     "FlowPrefill, repaired": "flowprefill",
-    "unified": "unified",
 }
 WORKLOADS = {"K128": "K128 (Kairos)", "azure-conversation": "Azure conversation, TTFT 2 s"}
-BLUE, GRAY, ORANGE, RED = "#1f6feb", "#9aa4b2", "#d97706", "#b42318"
+BLUE, ORANGE, RED = "#1f6feb", "#d97706", "#b42318"  # prefill, decode, due
 STYLE = {
     "svg.hashsalt": "jaxserve",
     "svg.fonttype": "none",
@@ -68,7 +69,7 @@ def draw_goodput() -> None:
     figure, axes = plt.subplots(1, len(WORKLOADS), figsize=(8.4, 2.7), sharey=True)
     for panel, (workload, title) in zip(axes, WORKLOADS.items(), strict=True):
         values = [rates[f"{workload} | 2x4 | {system}"] for system in SYSTEMS.values()]
-        bars = panel.barh(list(SYSTEMS), values, color=[BLUE if name == "unified" else GRAY for name in SYSTEMS])
+        bars = panel.barh(list(SYSTEMS), values, color=[style.color for style in styles(SYSTEMS).values()])
         panel.bar_label(bars, fmt="%.1f", padding=2)
         panel.set(title=title, xlabel="goodput, requests/s (simulated)", xlim=(0, 1.14 * max(values)))
     axes[0].set_ylim(len(SYSTEMS) - 0.5, -0.5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import re
 import signal
 import socket
 import subprocess
@@ -96,6 +98,30 @@ def test_help(capsys):
         cli.main(["serve", "--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0 and "examples" in text and "--ttft-slo 8s --tpot-slo 50ms" in text and "curl" in text
+
+
+def page_of(capsys, *words: str) -> str:
+    """Return a page of help."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_is_short_and_says_how_to_see_the_rest(capsys):
+    short, everything = page_of(capsys, "serve", "-h"), page_of(capsys, "serve", "--help=all")
+    assert short.count("\n") <= 40 < 300 < everything.count("\n")
+    flags = {"--" + one.name.replace("_", "-") for one in dataclasses.fields(ServeConfig)}
+    assert all(f"  {flag} " in everything or f"  {flag}," in everything for flag in flags)
+    groups = re.search(r"--help=GROUP those of a group:\n((?:  .*\n)+)", short)[1].replace("\n", " ").split(", ")
+    shown = [page_of(capsys, "serve", f"--help={group.strip()}") for group in groups]
+    assert all(sum(f"  {flag} " in page or f"  {flag}," in page for page in shown) == 1 for flag in flags)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", "--help=htp"])
+    assert end.value.code == 2 and "help='htp' must be all, model, devices" in capsys.readouterr().err
+    assert "--warmup" in page_of(capsys, "compile", "--help=startup") and "--out DIR" in page_of(
+        capsys, "compile", "-h"
+    )
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

@@ -58,6 +58,18 @@ def test_every_page_is_in_the_navigation(repo: Path) -> None:
     assert sorted(listed) == [str(page.relative_to(repo / "docs")) for page in pages(repo)]
 
 
+def test_the_site_loads_nothing_from_elsewhere(repo: Path) -> None:
+    """Fonts, diagrams and pictures: Material would fetch Mermaid from a CDN, and rich a font in its pictures."""
+    settings = (repo / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "font: false" in settings and "http" not in settings.partition("\ntheme:")[2]
+    assert [
+        page.name for page in pages(repo) if re.search(r"(?m)^ *```mermaid|<script|<iframe", page.read_text())
+    ] == []
+    assert [
+        one.name for one in (repo / "docs").rglob("*.svg") if re.search(r"url\(.?http|href=.http", one.read_text())
+    ] == []
+
+
 def test_pages_hold_no_history(repo: Path) -> None:
     """Commits, and figures without a command, belong in docs/log.md."""
     found = []

@@ -27,7 +27,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from jaxserve.report.plot import COLORS, MARKERS, Panel
+from jaxserve.report.colors import own_first, styles
+from jaxserve.report.plot import DASHES, Panel
 from jaxserve.report.table import markdown, print_table
 
 PAGES = common.ROOT / "docs" / "research"
@@ -159,9 +160,11 @@ def picture(name: str, panels: Sequence[Panel], columns: int = 2) -> None:
     figure = Figure(figsize=(3.3 * columns, 2.3 * rows + 0.5), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=True):
-        for index, (label, line) in enumerate(panel.series.items()):
-            style = {"color": COLORS[index], "marker": MARKERS[index] if len(line.x) < 30 else None, "markersize": 3}
-            axes.plot(line.x, line.y, linewidth=1.2, label=label, **style)
+        drawn = styles(panel.series)
+        for label in own_first(panel.series):
+            line, (color, marker, variant) = panel.series[label], drawn[label]
+            style = {"color": color, "marker": marker if len(line.x) < 30 else None, "markersize": 3}
+            axes.plot(line.x, line.y, DASHES[variant % len(DASHES)], linewidth=1.2, label=label, **style)
         if panel.level is not None:
             axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1)
         if panel.ylim is not None:

@@ -212,8 +212,12 @@ class HttpSender:
         return outcome
 
 
-async def _read_stream(received: AsyncIterable[bytes], clock: Clock) -> str:
-    """Read server-sent events to the end; return the first error, or ""."""
+class BrokeOff(Exception):
+    """A stream ended before [DONE]."""
+
+
+async def events(received: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the decoded server-sent events of a stream until [DONE]. Raises BrokeOff if it ends before."""
     rest = b""  # a line of which the end has not arrived
     async for data in received:
         *lines, rest = (rest + data).split(b"\n")
@@ -221,10 +225,21 @@ async def _read_stream(received: AsyncIterable[bytes], clock: Clock) -> str:
             if line.startswith(b"data:"):
                 said = line[5:].strip()
                 if said == b"[DONE]":
-                    return ""
-                if said and (error := read_event(msgspec.json.decode(said), clock)):
-                    return error
-    return "" if clock.finished else "the stream broke off before [DONE]"
+                    return
+                if said:
+                    yield msgspec.json.decode(said)
+    raise BrokeOff("the stream broke off before [DONE]")
+
+
+async def _read_stream(received: AsyncIterable[bytes], clock: Clock) -> str:
+    """Read server-sent events to the end; return the first error, or ""."""
+    try:
+        async for event in events(received):
+            if error := read_event(event, clock):
+                return error
+    except BrokeOff as error:
+        return "" if clock.finished else str(error)
+    return ""
 
 
 @asynccontextmanager

@@ -58,13 +58,13 @@ async def choose_backend(target: Target, chat: bool = False) -> str:
     """
     async with _open(target) as http:
         try:
-            found = await _models(http, target)
+            found = await models(http, target)
             own = next((one for one in found if one.get("id") == target.model), found[0] if found else {})
             # An empty body is refused by every server that has the path, and costs it nothing.
             async with http.post(target.base_url + "/v1/completions", json={}) as answer:
                 completions = answer.status not in ABSENT
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise _unreachable(target, error) from error
+            raise unreachable(target, error) from error
     return backends.choose(own, completions, chat)
 
 
@@ -76,21 +76,21 @@ async def discover(target: Target, vocabulary: Sequence[int]) -> tuple[Target, S
     async with _open(target) as http:
         try:
             if not target.model:
-                models = await _models(http, target)
-                if not models or "id" not in models[0]:
+                found = await models(http, target)
+                if not found or "id" not in found[0]:
                     raise InvalidValue(f"{target.base_url}/v1/models lists no model: set --model", "model")
-                target = replace(target, model=str(models[0]["id"]))
+                target = replace(target, model=str(found[0]["id"]))
             if not vocabulary:
                 body = {"model": target.model, "prompt": texts.SAMPLE, "add_special_tokens": False}
                 async with http.post(target.base_url + "/tokenize", json=body) as answer:
-                    found = await answer.json() if answer.status == 200 else None
-                tokens = found.get("tokens") if isinstance(found, dict) else None
+                    said = await answer.json() if answer.status == 200 else None
+                tokens = said.get("tokens") if isinstance(said, dict) else None
                 usable = isinstance(tokens, list) and all(type(token) is int for token in tokens)
                 vocabulary = sorted(set(tokens)) if tokens and usable else FALLBACK
         except InvalidValue:
             raise
         except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as error:
-            raise _unreachable(target, error) from error
+            raise unreachable(target, error) from error
     return target, vocabulary
 
 
@@ -99,7 +99,7 @@ def _open(target: Target) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=30.0))
 
 
-async def _models(http: aiohttp.ClientSession, target: Target) -> list[dict[str, Any]]:
+async def models(http: aiohttp.ClientSession, target: Target) -> list[dict[str, Any]]:
     """Return the entries of /v1/models; none if the server has no such path but the model's name is given."""
     async with http.get(target.base_url + "/v1/models") as answer:
         if answer.status in ABSENT and target.model:
@@ -110,6 +110,10 @@ async def _models(http: aiohttp.ClientSession, target: Target) -> list[dict[str,
     return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
 
 
-def _unreachable(target: Target, error: Exception) -> InvalidValue:
+def unreachable(target: Target, error: Exception) -> InvalidValue:
+    """Return the error for a server that does not list its models."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        hint = ": set --api-key" if error.status in (401, 403) else ""
+        return InvalidValue(f"{target.base_url}/v1/models answers HTTP {error.status}{hint}")
     problem = f"{type(error).__name__}: {error}"
     return InvalidValue(f"no OpenAI-compatible server responds at {target.base_url} ({problem})")

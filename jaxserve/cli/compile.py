@@ -20,9 +20,10 @@ All flags of `jaxserve serve` that affect a program apply, and must be the same 
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: flags.TeachingParser) -> None:
     """Add the flags of `jaxserve compile`."""
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.description, parser.epilog, parser.usage = DESCRIPTION, EPILOG, "%(prog)s [MODEL] --out DIR [flags]"
+    parser.first = ("out", "model", "mesh", "quantization", "max_model_len", "max_num_seqs", "config")
     group = parser.add_argument_group("output")
     group.add_argument("--out", type=Path, required=True, metavar="DIR", help="an empty folder, or one to be made")
     flags.add_arguments(parser)

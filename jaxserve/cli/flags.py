@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import difflib
+import re
 import sys
+import textwrap
 import typing
 from functools import partial
 from pathlib import Path
@@ -20,21 +23,84 @@ from jaxserve.yamlio import choices, convert, hints_of, parser_of, parts, second
 _GROUPS = {
     "model": "model",
     "devices": "devices",
-    "scheduling": "scheduling and objectives",
+    "kernels": "kernels",
+    "objectives": "objectives",
+    "scheduling": "scheduling",
     "memory": "KV cache",
-    "server": "HTTP server",
-    "operations": "operations",
+    "startup": "startup",
+    "http": "HTTP server",
+    "keys": "keys and limits",
+    "tls": "TLS and CORS",
+    "chat": "model names, templates and parsers",
+    "replicas": "processes and replicas",
+    "kv-transfer": "KV transfer",
+    "ray": "Ray",
+    "operations": "logs, metrics and traces",
 }
 _METAVARS = {int: "N", float: "X", size: "SIZE", seconds: "TIME", objective: "TIME|auto"}
 
 
-class TeachingParser(argparse.ArgumentParser):
-    """An argument parser that suggests the closest flag, or our name of another engine's flag."""
+class _Help(argparse.Action):
+    """`--help`, `--help=all` and `--help=GROUP`."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        print(parser.page(values), end="")
+        parser.exit()
+
+
+class TeachingParser(argparse.ArgumentParser):
+    """An argument parser that suggests the closest flag, or our name of another engine's flag.
+
+    With `first`, `--help` shows only these flags, in this order, and how to see the others.
+    """
+
+    def __init__(self, *args: Any, add_help: bool = True, **more: Any) -> None:
         more.setdefault("allow_abbrev", False)
         more.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        more["add_help"] = False  # that of argparse has no groups
         super().__init__(*args, **more)
+        self.first: tuple[str, ...] = ()
+        self.first_epilog: str | None = None  # examples of the short page, if those of the whole one are many
+        self._keys: dict[str, str] = {}  # what --help=GROUP takes, by the title of the group
+        if add_help:
+            text = "show this help; all: every flag; GROUP: the flags of one group"
+            self.add_argument(
+                "-h", "--help", action=_Help, nargs="?", metavar="GROUP", default=argparse.SUPPRESS, help=text
+            )
+
+    def keyed_group(self, key: str, title: str) -> Any:
+        """Add a group of flags that `--help=KEY` shows."""
+        self._keys[title] = key
+        return self.add_argument_group(title)
+
+    def page(self, wanted: str | None) -> str:
+        """Return a page of help: the first flags (None), all, or those of a group."""
+        if wanted == "all" or (wanted is None and not self.first):
+            return self.format_help()
+        groups = {self._keys.get(one.title or "", one.title or ""): one for one in self._action_groups[2:]}
+        if wanted is None:
+            return self._short(list(groups))
+        if wanted not in groups:
+            self.exit(2, f"{self.prog}: error: help={wanted!r} must be all, {', '.join(groups)}, or left out\n")
+        formatter = self._get_formatter()
+        formatter.start_section(groups[wanted].title)
+        formatter.add_arguments(groups[wanted]._group_actions)
+        formatter.end_section()
+        return formatter.format_help()
+
+    def _short(self, groups: list[str]) -> str:
+        by_name = {action.dest: action for action in self._actions}
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        formatter.start_section("the flags that are set first")
+        formatter.add_arguments([_shortened(by_name[name]) for name in self.first])
+        formatter.end_section()
+        names = textwrap.fill(", ".join(groups), 76, initial_indent="  ", subsequent_indent="  ")
+        count = sum(bool(action.option_strings) for action in self._actions) - 1
+        formatter.add_text(f"--help=all shows all {count} flags, --help=GROUP those of a group:\n{names}")
+        formatter.add_text(self.first_epilog or self.epilog)
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         unknown = [word.split("=")[0] for word in message.rpartition(":")[2].split() if word.startswith("-")]
@@ -50,14 +116,23 @@ class TeachingParser(argparse.ArgumentParser):
         if elsewhere is not None:
             return f"{word}: {elsewhere}"
         close = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
-        return f"{word}: did you mean {close[0]}?" if close else f"{word}: see --help for all flags"
+        return f"{word}: did you mean {close[0]}?" if close else f"{word}: see --help=all for all flags"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _shortened(action: argparse.Action) -> argparse.Action:
+    """Return an action with the first sentence of its help, and its default."""
+    short, text = copy.copy(action), action.help or ""
+    default = re.search(r" \[[^]]*\]$", text)
+    first = re.match(r".{10,}?(?=[.;:] |\.?$)", text.removesuffix(default[0] if default else ""))
+    short.help = (first[0] if first else text) + (default[0] if default else "")
+    return short
+
+
+def add_arguments(parser: TeachingParser) -> None:
     """Add `--config`, the positional model, and a flag for every field of ServeConfig."""
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="same as --model")
     parser.add_argument("--config", metavar="FILE", help="YAML file with these settings by name; flags override it")
-    groups = {name: parser.add_argument_group(text) for name, text in _GROUPS.items()}
+    groups = {key: parser.keyed_group(key, title) for key, title in _GROUPS.items()}
     for field in dataclasses.fields(ServeConfig):
         add_setting(groups[field.metadata["group"]], field.name)
 

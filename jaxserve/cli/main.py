@@ -18,6 +18,8 @@ COMMANDS = {
     "serve": ("jaxserve.cli.serve", "serve a model over HTTP with OpenAI's API"),
     "simulate": ("jaxserve.cli.simulate.command", "simulate policies on a workload, in seconds and without a device"),
     "bench": ("jaxserve.cli.bench", "send load to a running server and report latencies and goodput"),
+    "chat": ("jaxserve.cli.chat.command", "talk to a server, and see what was promised beside what was measured"),
+    "top": ("jaxserve.cli.top.command", "watch a server: a live table from its metrics"),
     "replay": ("jaxserve.cli.replay", "replay a server's journal, check for equal plans, and simulate the same load"),
     "profile": ("jaxserve.cli.profile", "measure step times of a model on this machine, for the simulator"),
     "fit": ("jaxserve.cli.fit", "fit step-time models to measured steps, and write a latency preset"),

@@ -33,9 +33,10 @@ All flags of `jaxserve serve` that affect a step apply.
 RUNS = 100
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: flags.TeachingParser) -> None:
     """Add the flags of `jaxserve profile`."""
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.description, parser.epilog, parser.usage = DESCRIPTION, EPILOG, "%(prog)s [MODEL] [--out FILE] [flags]"
+    parser.first = ("out", "steps", "runs", "time", "model", "mesh", "quantization", "max_model_len", "config")
     group = parser.add_argument_group("measurement and output")
     group.add_argument("--runs", type=int, default=RUNS, metavar="N", help=f"runs of each step [{RUNS}]")
     group.add_argument("--time", metavar="TIME", help="stop after this time, as in 10min [when all runs are done]")

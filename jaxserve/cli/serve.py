@@ -36,8 +36,25 @@ Requests can set their own objectives, in the body fields ttft_slo_ms, tpot_slo_
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+FIRST = (
+    "model", "mesh", "ttft_slo", "tpot_slo", "policy", "max_model_len", "quantization", "gpu_memory_utilization",
+    "replicas", "host", "port", "api_key_file", "config",
+)  # fmt: skip
+FIRST_EXAMPLES = """
+examples
+  python -m jaxserve.run
+      the demo model on this machine, at http://127.0.0.1:8000
+  python -m jaxserve.run --model Qwen/Qwen3-8B --mesh 4x2 --ttft-slo 8s --tpot-slo 50ms
+      8 accelerators: two instances of 2 devices prefill, two decode
+then
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{"prompt": "Hello", "max_tokens": 20, "ttft_slo_ms": 500, "tpot_slo_ms": 30}'
+"""
+
+
+def add_arguments(parser: flags.TeachingParser) -> None:
     """Add the flags of the server."""
+    parser.first, parser.first_epilog = FIRST, FIRST_EXAMPLES
     parser.description, parser.epilog, parser.usage = DESCRIPTION, EXAMPLES, "%(prog)s [MODEL] [--mesh RxT] [flags]"
     flags.add_arguments(parser)
 

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")  # Okabe and Ito
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+from jaxserve.report.colors import own_first, styles
+
+DASHES = ("-", "--", "-.", ":")  # of the forms of one policy, which share a color
+EVERY = 1.3  # decades of a logarithmic axis up to which more than 1, 2 and 5 are labeled
+COARSE = 4.0  # decades from which only powers of ten are
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,16 @@ class Panel:
     marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
     ticks: Sequence[float] | None = None
 
+    @property
+    def empty(self) -> bool:
+        """Whether no series has a point to draw."""
+        return not any(np.isfinite(np.asarray(line.y, dtype=float)).any() for line in self.series.values())
+
 
 def lines(path: str | Path, panels: Panel | Sequence[Panel], *, title: str = "", columns: int = 2) -> Path:
-    """Draw one panel, or several in a grid with one legend; return the path."""
+    """Draw one panel, or several in a grid with one legend; return the path. Panels without a point are left out."""
     panels = [panels] if isinstance(panels, Panel) else list(panels)
+    panels = [panel for panel in panels if not panel.empty] or panels[:1]
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(5.4 * columns, 3.6 * rows + 0.5), layout="constrained")
@@ -67,9 +76,9 @@ def lines(path: str | Path, panels: Panel | Sequence[Panel], *, title: str = "",
         handles, labels = axes.get_legend_handles_labels()
         names |= {label: handle for handle, label in zip(handles, labels, strict=True) if label not in names}
     if names:
-        figure.legend(
-            names.values(), names.keys(), loc="outside lower center", ncols=min(len(names), 2 * columns), frameon=False
-        )
+        order = own_first(names)
+        handles = [names[name] for name in order]
+        figure.legend(handles, order, loc="outside lower center", ncols=min(len(names), 2 * columns), frameon=False)
     if title:
         figure.suptitle(title)
     return _save(figure, path)
@@ -88,19 +97,22 @@ def cdf(
     figure = Figure(figsize=(5.6, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for index, (name, values) in enumerate(series.items()):
+    drawn = styles(series)
+    for name in own_first(series):
+        values = series[name]
         ordered = np.sort(np.asarray(values, dtype=float))
         ordered = ordered[np.isfinite(ordered)]
         if len(ordered):
             share = np.arange(1, len(ordered) + 1) / len(ordered)
-            axes.step(ordered, share, where="post", label=name, color=COLORS[index % len(COLORS)])
+            dash = DASHES[drawn[name].variant % len(DASHES)]
+            axes.step(ordered, share, dash, where="post", label=name, color=drawn[name].color)
     if level is not None and np.isfinite(level):
         axes.axvline(level, color="grey", linestyle="--", linewidth=1, label="objective")
     if log_x and any(value > 0 for values in series.values() for value in values):
         _log(axes)
     axes.set(title=title, xlabel=xlabel, ylabel="share of requests", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
-    if series:
+    if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False)
     return _save(figure, path)
 
@@ -124,7 +136,8 @@ def bars(
     figure = Figure(figsize=(max(4.0, 1.1 * len(values) + 1.5), 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    colors = [COLORS[index % len(COLORS)] for index in range(len(values))]
+    values = {name: values[name] for name in own_first(values)}
+    colors = [style.color for style in styles(values).values()]
     drawn = axes.bar(range(len(values)), list(values.values()), color=colors)
     signs = {**dict.fromkeys(at_least, "≥ "), **dict.fromkeys(below, "< ")}
     labels = [f"{signs.get(name, '')}{value:.3g}" for name, value in values.items()]
@@ -155,9 +168,12 @@ def bars(
 
 
 def _draw(axes: Any, panel: Panel) -> None:
-    for index, (name, line) in enumerate(panel.series.items()):
-        color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
-        style = "--" if line.dashed else "-"
+    if panel.empty:
+        axes.text(0.5, 0.5, "nothing was measured", transform=axes.transAxes, ha="center", color="grey")
+    drawn = styles(panel.series)
+    for name, line in panel.series.items():
+        color, marker, variant = drawn[name]
+        style = "--" if line.dashed else DASHES[variant % len(DASHES)]
         if line.steps:
             axes.step(line.x, line.y, style, where="post", color=color, linewidth=1.6, label=name)
         else:
@@ -180,8 +196,12 @@ def _draw(axes: Any, panel: Panel) -> None:
 
 
 def _log(axes: Any) -> None:
-    """Make the x axis logarithmic, with plain numbers."""
+    """Make the x axis logarithmic, with plain numbers at 1, 2 and 5, or as many as fit."""
     axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    decades = np.log10(high / low)
+    subs = tuple(range(1, 10)) if decades < EVERY / 2 else (1, 2, 3, 5, 7) if decades < EVERY else (1, 2, 5)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1,) if decades > COARSE else subs, numticks=30))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
 

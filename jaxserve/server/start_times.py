@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 FOLDER = "starts"
 LONGEST = 86400.0  # seconds; a start that took longer tells nothing
 # The settings that determine a start: those of these groups, and some of the server's.
-GROUPS = ("model", "devices", "scheduling", "memory")
+GROUPS = ("model", "devices", "kernels", "objectives", "scheduling", "startup", "memory")
 MORE = ("api_server_count", "replicas", "max_replicas", "prefill_replicas", "decode_replicas", "ray")
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS")
 PACKAGES = ("jax", "jaxlib")

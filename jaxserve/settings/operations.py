@@ -26,32 +26,30 @@ class OperationSettings(HttpSettings):
     """Settings of the surroundings of a server, with vLLM's names where vLLM has them."""
 
     ssl_keyfile: str | None = flag(
-        None, "operations", "PEM file with the private key of --ssl-certfile, without a passphrase.", metavar="FILE"
+        None, "tls", "PEM file with the private key of --ssl-certfile, without a passphrase.", metavar="FILE"
     )
     ssl_certfile: str | None = flag(
-        None, "operations", "PEM file with the server's certificate and those that it was signed with: serve HTTPS.",
+        None, "tls", "PEM file with the server's certificate and those that it was signed with: serve HTTPS.",
         metavar="FILE",
     )  # fmt: skip
     ssl_ca_certs: str | None = flag(
-        None, "operations", "PEM file of authorities whose certificates clients may present.", metavar="FILE"
+        None, "tls", "PEM file of authorities whose certificates clients may present.", metavar="FILE"
     )
     ssl_cert_reqs: int = flag(
-        0, "operations", "Whether clients must present a certificate: 0 no, 1 only a valid one if any, 2 yes. 1 and 2 "
+        0, "tls", "Whether clients must present a certificate: 0 no, 1 only a valid one if any, 2 yes. 1 and 2 "
         "need --ssl-ca-certs."
     )  # fmt: skip
     allowed_origins: tuple[str, ...] = flag(
-        (), "operations", "Origins of web pages that may call this server (CORS), as in https://chat.example.com; * "
+        (), "tls", "Origins of web pages that may call this server (CORS), as in https://chat.example.com; * "
         "allows all. vLLM's JSON list is taken too. Default: none.", metavar="ORIGIN",
     )  # fmt: skip
     allow_credentials: bool = flag(
-        False, "operations", "Let pages of --allowed-origins send cookies and other credentials of the browser. API "
+        False, "tls", "Let pages of --allowed-origins send cookies and other credentials of the browser. API "
         "keys in the header Authorization do not need it.",
     )  # fmt: skip
-    allowed_methods: tuple[str, ...] = flag(
-        ("*",), "operations", "HTTP methods that these pages may use.", metavar="METHOD"
-    )
+    allowed_methods: tuple[str, ...] = flag(("*",), "tls", "HTTP methods that these pages may use.", metavar="METHOD")
     allowed_headers: tuple[str, ...] = flag(
-        ("*",), "operations", "Request headers that these pages may send.", metavar="HEADER"
+        ("*",), "tls", "Request headers that these pages may send.", metavar="HEADER"
     )
     metrics_prefix: str = flag(
         PREFIX, "operations", "Prefix of all metrics. `vllm:` makes dashboards and gateways for vLLM work.",

@@ -2,7 +2,7 @@
 
 import io
 import re
-from math import inf
+from math import inf, log10, nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxserve.cli.simulate.report import _goodput, goodput
 from jaxserve.cli.simulate.results import Results
 from jaxserve.cli.simulate.workloads import common_slo, describe
-from jaxserve.report import origin, plot, progress, table
+from jaxserve.report import colors, origin, plot, progress, table
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import NAMED
 
@@ -78,10 +78,75 @@ def test_bars_mark_lower_bounds(tmp_path: Path, drawn: list[Any]) -> None:
     goodput = {"kairos": 5.0, "edf": 3.0, "unified": 5.0, "fcfs": 2.0}
     plot.bars(tmp_path / "goodput.png", goodput, below={"fcfs"}, at_least={"kairos", "unified"})
     (axes,) = drawn[0].axes
-    assert [text.get_text() for text in axes.texts] == ["≥ 5", "3", "≥ 5", "< 2"]
-    assert [bar.get_hatch() for bar in axes.patches] == ["//", None, "//", None]
+    assert [text.get_text() for text in axes.texts] == ["≥ 5", "≥ 5", "3", "< 2"], "unified first"
+    assert [bar.get_hatch() for bar in axes.patches] == ["//", "//", None, None]
     assert [bar.get_fill() for bar in axes.patches] == [True, True, True, False]
     assert [(line.get_label(), line.get_marker()) for line in axes.lines] == [("at least", "^"), ("below", "v")]
+
+
+@pytest.mark.parametrize(
+    ("label", "policy"),
+    [
+        ("SLOs-Serve", "slos_serve"),
+        ("FairBatching, repaired", "fairbatching"),
+        ("kairos:literal", "kairos"),
+        ("flowprefill as written", "flowprefill"),
+        ("unified@mixed", "unified"),
+        ("distserve/draft", "distserve"),
+        ("deflection (faster)", "deflection"),
+        ("DistServe-CP2K (EDF)", "distserve"),
+        ("FB-PAB", "fairbatching"),
+        ("S-EDF", None),
+        ("all requests", None),
+        ("chat", None),
+    ],
+)
+def test_a_label_tells_its_policy(label: str, policy: str | None) -> None:
+    assert colors.policy_of(label) == policy
+
+
+def test_a_policy_has_its_color_in_every_plot(tmp_path: Path, drawn: list[Any]) -> None:
+    """Its forms differ by their lines, and other names get colors that no policy of the plot has."""
+    found = colors.styles(["chat", "unified", "kairos", "kairos:literal", "code", "bound"])
+    assert len({found[name].color for name in ("chat", "unified", "kairos", "code", "bound")}) == 5
+    assert found["kairos"][::2] == (colors.POLICIES["kairos"], 0) and found["kairos:literal"].variant == 1
+    lines = {name: plot.Series([1, 2], [1, 2]) for name in ("kairos", "unified")}
+    plot.lines(tmp_path / "x.png", plot.Panel("t", "x", "y", lines))
+    plot.cdf(tmp_path / "x.png", {"unified": [1.0, 2.0], "kairos": [1.0]})
+    blue = {line.get_color() for figure in drawn for line in figure.axes[0].lines if line.get_label() == "unified"}
+    assert blue == {colors.POLICIES["unified"]}
+
+
+def test_unified_is_first(tmp_path: Path, drawn: list[Any]) -> None:
+    assert colors.own_first(["b", "unified:x", "a"]) == ["unified:x", "b", "a"]
+    lines = {name: plot.Series([1, 2], [1, 2]) for name in ("kairos", "unified")}
+    plot.lines(tmp_path / "x.png", plot.Panel("t", "x", "y", lines))
+    plot.cdf(tmp_path / "x.png", {"kairos": [1.0], "unified": [1.0, 2.0]})
+    plot.bars(tmp_path / "x.png", {"edf": 1.0, "unified": 2.0})
+    inside, outside = drawn[1].axes[0].get_legend(), drawn[0].legends[0]
+    texts = (inside.get_texts(), outside.get_texts(), drawn[2].axes[0].get_xticklabels())
+    assert [each[0].get_text() for each in texts] == ["unified"] * 3
+
+
+def test_a_panel_without_a_point_is_left_out(tmp_path: Path, drawn: list[Any]) -> None:
+    full = plot.Panel("full", "x", "y", {"a": plot.Series([1, 2], [1, 2])})
+    void = plot.Panel("void", "x", "y", {"a": plot.Series([1, 2], [nan, nan])})
+    plot.lines(tmp_path / "x.png", [void, full, void])
+    plot.lines(tmp_path / "x.png", [void])
+    assert [axes.get_title() for axes in drawn[0].axes] == ["full"]
+    assert [text.get_text() for text in drawn[1].axes[0].texts] == ["nothing was measured"]
+
+
+@pytest.mark.parametrize("values", [(0.03, 9.0), (1.2, 4.5), (0.001, 2.0), (7.0, 90.0), (0.3, 0.35), (1e-4, 1e3)])
+def test_a_logarithmic_axis_has_labels(values: tuple[float, float], tmp_path: Path, drawn: list[Any]) -> None:
+    plot.cdf(tmp_path / "x.png", {"a": values}, log_x=True)
+    (axes,) = drawn[0].axes
+    drawn[0].canvas.draw()
+    low, high = axes.get_xlim()
+    labels = [text.get_text() for text in axes.get_xticklabels() if low <= text.get_position()[0] <= high]
+    assert 2 <= len([label for label in labels if label]) <= 15
+    if 1.3 < log10(high / low) < 4:
+        assert {f"{float(label):.0e}"[0] for label in labels if label} == {"1", "2", "5"}
 
 
 def test_goodput_at_the_highest_rate_is_a_lower_bound() -> None:

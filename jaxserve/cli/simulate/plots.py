@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 
@@ -90,11 +91,13 @@ def _distributions(out: Path, results: Results, rate: float) -> list[Path]:
 
     slo = results.slo
     title = f"{results.title}, " + ("each at its goodput" if results.searched else f"{rate:.3g} requests/s")
+    values = (
+        ("ttft", of("ttft"), "TTFT", slo.ttft),
+        ("tpot", of("tpot"), "mean TPOT", slo.tpot),
+        ("tbt", of("largest_gap"), "largest gap between two tokens", slo.tbt),
+    )
     return [
-        plot.cdf(out / f"{file}.png", of(name), title=title, xlabel=f"{label}, s", level=level, log_x=True)
-        for file, name, label, level in (
-            ("ttft", "ttft", "TTFT", slo.ttft),
-            ("tpot", "tpot", "mean TPOT", slo.tpot),
-            ("tbt", "largest_gap", "largest gap between two tokens", slo.tbt),
-        )
+        plot.cdf(out / f"{file}.png", found, title=title, xlabel=f"{label}, s", level=level, log_x=True)
+        for file, found, label, level in values
+        if any(isfinite(value) for each in found.values() for value in each)
     ]

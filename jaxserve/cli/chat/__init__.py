@@ -1,0 +1,1 @@
+"""`jaxserve chat`: talk to an OpenAI-compatible server in a terminal."""

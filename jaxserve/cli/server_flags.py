@@ -1,0 +1,39 @@
+"""The flags by which a command names the server that it talks to."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from urllib.parse import urlsplit
+
+from jaxserve.errors import InvalidValue
+
+KEY = "JAXSERVE_API_KEY"
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Add --url and --api-key."""
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="address of the server, with or without /v1 [%(default)s]"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"key of the server; other users see flags, so prefer the variable {KEY}"
+    )
+
+
+def base_url(text: str) -> str:
+    """Return the address without a final /v1. Raises InvalidValue if it is none."""
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(url)
+        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        fine = False
+    if not fine:
+        raise InvalidValue(f"url={text!r} must be http://HOST[:PORT] or https://...", "url")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def api_key(args: argparse.Namespace) -> str:
+    """Return the key of --api-key or of the variable; `none` without one, as OpenAI's clients send it."""
+    return args.api_key or os.environ.get(KEY) or "none"

@@ -1,0 +1,1 @@
+"""`jaxserve top`: a live table of a server, from its metrics."""
