@@ -34,6 +34,7 @@ class NewRequest:
     priority: int = 0  # lower is earlier
     tier: str = STANDARD
     key: str = ""  # its name in logs and journals
+    client: str = ""  # name of the API key that it came with; "": none
     salt: bytes = b""  # the prefix cache only matches pages of requests with the same salt
     # Its pages stay in the prefix cache for the next request of the same name, within --session-timeout; "": none.
     session: str = ""

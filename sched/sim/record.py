@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 from ..api.log import Log
@@ -63,6 +64,7 @@ class Recorder:
         self.placed: list[Placed] = []
         self.moves: list[Moved] = []
         self.levels: list[Level] = []
+        self.hidden: Container[int] = ()  # requests that `explain` does not name
         self._schedulers: dict[str, Scheduler] = {}
         self._reserved: dict[int, float] = {}
         self._sources: dict[int, str] = {}

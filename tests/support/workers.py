@@ -16,7 +16,7 @@ DOUBLES = tuple(
     f"tests/server/test_{name}.py"
     for name in (
         "api_tools", "bodies", "connections", "documented", "fairness", "generation", "hostile_values",
-        "long_texts", "messages", "proxy", "refusals", "responses", "settings", "text", "tls", "writers",
+        "live", "long_texts", "messages", "proxy", "refusals", "responses", "settings", "text", "tls", "writers",
     )
 )  # fmt: skip
 
