@@ -12,7 +12,7 @@ from jaxserve.sched.sim.explain import explain
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.timeline import decodes, prompt_lengths, transfers
 
-CLOSE = 1e-3  # seconds between two steps that are drawn as one bar
+CLOSE = 0.005  # of the life of a request: two steps so close are drawn as one bar
 BARS = 400  # at most, of each kind
 
 
@@ -26,9 +26,9 @@ class Bar(NamedTuple):
     steps: int = 1
     tokens: int = 0  # of the prompt
 
-    def joined(self, later: Bar) -> Bar | None:
-        """Return one bar for this and a later one; None if they are apart."""
-        if (self.kind, self.instance) != (later.kind, later.instance) or later.start - self.end > CLOSE:
+    def joined(self, later: Bar, close: float) -> Bar | None:
+        """Return one bar for this and a later one of its lane; None if they are more than `close` apart."""
+        if later.start - self.end > close:
             return None
         return self._replace(end=later.end, steps=self.steps + later.steps, tokens=self.tokens + later.tokens)
 
@@ -82,15 +82,15 @@ def _bars(recorder: Recorder, request: Request) -> list[Bar]:
     for move in transfers(recorder):
         if move.request == id:
             bars.append(Bar("transfer", move.target, move.start - arrival, move.end - arrival))
-    return list(_joined(bars))
+    return list(_joined(bars, CLOSE * (end - arrival)))
 
 
-def _joined(bars: Iterable[Bar]) -> Iterator[Bar]:
+def _joined(bars: Iterable[Bar], close: float) -> Iterator[Bar]:
     """Join bars that follow each other, and leave out those beyond BARS of a kind and instance."""
     lanes: dict[tuple[str, str], list[Bar]] = {}
     for bar in sorted(bars, key=lambda bar: bar.start):
         lane = lanes.setdefault((bar.kind, bar.instance), [])
-        joined = lane[-1].joined(bar) if lane and bar.kind in ("decode", "other") else None
+        joined = lane[-1].joined(bar, close) if lane and bar.kind in ("decode", "other") else None
         if joined is not None:
             lane[-1] = joined
         else:

@@ -8,8 +8,11 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import InvalidValue, short
+from jaxserve.report.dashboard_page import PREFIX
 from jaxserve.report.request_timeline import request_timeline
+from jaxserve.server.failures import Refused
 from jaxserve.server.live import Encoded, life_of, present_requests
+from jaxserve.server.page import page_response
 from jaxserve.server.service import Service
 from jaxserve.server.sse import EventStream, while_connected
 
@@ -19,6 +22,16 @@ MOST = 500  # requests of a list
 def add_dashboard(app: FastAPI, service: Service) -> None:
     """Add the routes."""
     feed = service.live
+
+    @app.head("/", include_in_schema=False)
+    @app.get("/", include_in_schema=False)
+    @app.get(PREFIX + "{name}", include_in_schema=False)
+    async def page(request: Request) -> Response:
+        """Return a file of the page."""
+        response = page_response(request.url.path, service.config)
+        if response is None:
+            raise Refused(404, f"the page has no file {short(request.url.path)}", code="not_found")
+        return response
 
     @app.get("/v1/live")
     async def live(request: Request) -> Response:

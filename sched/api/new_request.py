@@ -34,10 +34,10 @@ class NewRequest:
     priority: int = 0  # lower is earlier
     tier: str = STANDARD
     key: str = ""  # its name in logs and journals
-    client: str = ""  # name of the API key that it came with; "": none
     salt: bytes = b""  # the prefix cache only matches pages of requests with the same salt
     # Its pages stay in the prefix cache for the next request of the same name, within --session-timeout; "": none.
     session: str = ""
+    client: str = ""  # name of the API key that it came with; "": none
     waited: float = 0.0  # seconds since its arrival
     # What another engine has done for it: only further tokens are delivered, and they are those that the other engine
     # would have generated if `params` has a seed or is greedy.
