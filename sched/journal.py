@@ -11,14 +11,14 @@ the digests are all that prefix sharing needs. Record kinds: `instance` (how to 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 from . import policies
 from .api.errors import InvalidValue
-from .api.log import Log
+from .api.log import Log, no_log
 from .api.new_request import NewRequest
 from .api.params import SamplingParams
 from .api.perf import Load, PerfModel
@@ -199,6 +199,15 @@ class Replay:
         return [(step.load, step.seconds) for step in self.steps]
 
 
+class Watcher(Protocol):
+    """What is told of a replay as it goes; a `Recorder` (sim/record.py) makes timelines of it."""
+
+    requests: dict[int, Request]
+
+    def instance(self, name: str, limits: Limits, now: Callable[[], float], then: Log) -> Log: ...
+    def attach(self, name: str, scheduler: Scheduler) -> None: ...
+
+
 # Records that are replayed by one call of a scheduler method.
 _CALLS: dict[str, Callable[[Scheduler, dict[str, Any]], object]] = {
     "cancel": lambda one, record: one.cancel(record["id"], record["reason"], record["error"]),
@@ -222,19 +231,29 @@ _CALLS: dict[str, Callable[[Scheduler, dict[str, Any]], object]] = {
 class _Replayer:
     """The state of a replay: new schedulers, fed record by record. Writer of the Replay it returns."""
 
-    def __init__(self, perf: Callable[[Mapping[str, Any]], PerfModel], digests: Mapping[int, list[bytes]]) -> None:
+    def __init__(
+        self,
+        perf: Callable[[Mapping[str, Any]], PerfModel],
+        digests: Mapping[int, list[bytes]],
+        watcher: Watcher | None,
+    ) -> None:
         self._perf = perf
         self._digests = digests
+        self._watcher = watcher
+        self._now = 0.0  # time of the record
         self._schedulers: dict[str, Scheduler] = {}
         self._last: dict[str, StepPlan | None] = {}
         self._moved: dict[str, list[Request]] = {}  # accepted since the instance last planned
         self._thinking: dict[int, tuple[list[Any], int]] = {}  # as recorded, and after how many tokens
         self.outcome = Replay()
+        if watcher is not None:
+            watcher.requests = self.outcome.requests
 
-    def feed(self, line: int, record: dict[str, Any]) -> None:
+    def feed(self, line: int, record: dict[str, Any], now: float) -> None:
+        self._now = now
         at, kind = record["at"], record["kind"]
         if kind == "instance":
-            self._begin(line, record)
+            self._begin(record)
             return
         scheduler = self._schedulers[at]
         if kind in _CALLS:
@@ -272,19 +291,21 @@ class _Replayer:
         elif kind != "digest":
             raise InvalidValue(f"journal line {line}: unknown kind {kind!r}")
 
-    def _begin(self, line: int, record: dict[str, Any]) -> None:
+    def _begin(self, record: dict[str, Any]) -> None:
         """Create the scheduler of an instance."""
-        if (version := record.get("version", 1)) != VERSION:
-            message = f"journal line {line}: version={version!r} must be {VERSION}; record the journal again"
-            raise InvalidValue(message, "journal")
-        self._schedulers[record["at"]] = Scheduler(
+        name, watcher = record["at"], self._watcher
+        limits = Limits(**record["limits"] | {"stairs": tuple(record["limits"]["stairs"])})
+        scheduler = self._schedulers[name] = Scheduler(
             policies.make(record["policy"]),
             self._perf(record["perf"]),
-            Limits(**record["limits"] | {"stairs": tuple(record["limits"]["stairs"])}),
+            limits,
             Role(record["role"]),
             prefix_caching=record["prefix_caching"],
+            log=no_log if watcher is None else watcher.instance(name, limits, lambda: self._now, no_log),
         )
-        self.outcome.instances[record["at"]] = record
+        if watcher is not None:
+            watcher.attach(name, scheduler)
+        self.outcome.instances[name] = record
 
     def _moved_here(self, id: int) -> Request | None:
         """Return a request that moved here from another instance, or None for a new one."""
@@ -341,7 +362,39 @@ def _tupled(value: Any) -> Any:
     return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
-def replay(lines: Iterable[str], perf: Callable[[Mapping[str, Any]], PerfModel]) -> Replay:
+def _time_of(record: Mapping[str, Any]) -> float | None:
+    """Return the executor's clock that a record tells, or None."""
+    match record["kind"]:
+        case "plan" | "interrupts":
+            return float(record["now"])
+        case "settle":
+            return result_of(record).finished
+        case "suspend":
+            return Suspended(*record["result"]).at
+        case "add":
+            return float(record["request"]["arrival"])
+    return None
+
+
+def _times(records: Sequence[tuple[int, dict[str, Any]]]) -> Iterator[float]:
+    """Yield the time of each record. One without a clock has that of the last one before it.
+
+    KV that arrives wakes the planning of its instance: `accept` has the time of the next record with a clock.
+    """
+    following: list[float | None] = []
+    later: float | None = None
+    for _, record in reversed(records):
+        later = later if (at := _time_of(record)) is None else at
+        following.append(later if at is not None or record["kind"] == "accept" else None)
+    now = 0.0
+    for at in reversed(following):
+        now = max(now, at or 0.0)  # a step's end is written after what happened while it was read
+        yield now
+
+
+def replay(
+    lines: Iterable[str], perf: Callable[[Mapping[str, Any]], PerfModel], watcher: Watcher | None = None
+) -> Replay:
     """Replay a journal and compare every plan. `perf` creates a step-time model from its record.
 
     An incomplete last line, as a killed process or a full disk leaves it, is ignored. Raises
@@ -359,6 +412,9 @@ def replay(lines: Iterable[str], perf: Callable[[Mapping[str, Any]], PerfModel])
             continue
         if not (isinstance(record, dict) and {"at", "kind"} <= record.keys()):
             raise InvalidValue(f"journal line {number} is no record; a server writes a journal with --journal FILE")
+        if record["kind"] == "instance" and (version := record.get("version", 1)) != VERSION:
+            message = f"journal line {number}: version={version!r} must be {VERSION}; record the journal again"
+            raise InvalidValue(message, "journal")
         records.append((number, record))
     if cut is not None and not records:
         raise cut
@@ -366,7 +422,7 @@ def replay(lines: Iterable[str], perf: Callable[[Mapping[str, Any]], PerfModel])
     for _, record in records:
         if record["kind"] == "digest":
             digests.setdefault(record["id"], []).append(bytes.fromhex(record["digest"]))
-    replayer = _Replayer(perf, digests)
-    for number, record in records:
-        replayer.feed(number, record)
+    replayer = _Replayer(perf, digests, watcher)
+    for (number, record), now in zip(records, _times(records), strict=True):
+        replayer.feed(number, record, now)
     return replayer.ended()

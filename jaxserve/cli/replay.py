@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxserve.report import timeline
 from jaxserve.report.table import print_table
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.perf import PerfModel
-from jaxserve.sched.journal import Replay, replay
+from jaxserve.sched.journal import REHEARSAL, Replay, replay
+from jaxserve.sched.metrics import Measured, measure, stage_allowance
 from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.sim.again import again, rows
 from jaxserve.yamlio import seed_of
@@ -21,6 +23,8 @@ EPILOG = """examples:
   jaxserve serve --mesh 4x2 --journal run.jsonl      # serve something, then
   jaxserve replay run.jsonl                          # equal plans? what does the simulator predict?
   jaxserve replay run.jsonl --save again.json
+  # Why was a request late? A timeline for ui.perfetto.dev, and the events of the first late one
+  jaxserve replay run.jsonl --no-simulate --timeline steps.json.gz --explain missed
 """
 SHOWN = 5  # differences printed
 POOR = 0.5  # mean error of the fitted step times above which the simulation says little
@@ -33,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-simulate", action="store_true", help="Only compare plans.")
     parser.add_argument("--save", type=Path, metavar="FILE", help="Write the comparison as JSON.")
     parser.add_argument("--seed", type=seed_of, default=0, help="Seed of the simulation's noise.")
+    timeline.add_arguments(parser)
 
 
 def perf_of(record: Mapping[str, Any]) -> PerfModel:
@@ -43,9 +48,10 @@ def perf_of(record: Mapping[str, Any]) -> PerfModel:
 def main(args: argparse.Namespace) -> int:
     if not args.journal.is_file():
         raise InvalidValue(f"journal {str(args.journal)!r} does not exist; a server writes one with --journal FILE")
+    recorder = timeline.recorder_of(args)
     try:
         with args.journal.open(encoding="utf-8") as lines:
-            replayed = replay(lines, perf_of)
+            replayed = replay(lines, perf_of, recorder)
     except UnicodeDecodeError as error:
         raise InvalidValue(f"journal {str(args.journal)!r} is no text: {error.reason}") from error
     print(f"{replayed.plans} plans replayed, {len(replayed.differences)} differ, {len(replayed.requests)} requests")
@@ -55,9 +61,17 @@ def main(args: argparse.Namespace) -> int:
     saved: dict[str, Any] = {"plans": replayed.plans, "differences": len(replayed.differences)}
     if not args.no_simulate:
         saved["again"] = show(replayed, args.seed)
+    if recorder is not None:
+        timeline.tell(args, recorder, measured(replayed))
     if args.save is not None:
         args.save.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
     return 1 if replayed.differences else 0
+
+
+def measured(replayed: Replay) -> list[Measured]:
+    """Measure the requests that clients sent."""
+    asked = [one for one in replayed.requests.values() if one.key != REHEARSAL]
+    return [measure(one, one.class_, stage_allowance(one)) for one in asked]
 
 
 def show(replayed: Replay, seed: int) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""The life of one simulated request in words: what it waited for, how it spent its slack, and why it missed its SLO."""
+"""The life of one request in words: what it waited for, how it spent its slack, and why it missed its SLO.
+
+The request is one of a simulation or of a served run.
+"""
 
 from __future__ import annotations
 

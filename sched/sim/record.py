@@ -1,8 +1,8 @@
-"""A record of a simulation, from which timelines and the lives of requests are made."""
+"""A record of a simulation or of a replay, from which timelines and the lives of requests are made."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 from ..api.log import Log
@@ -10,7 +10,6 @@ from ..api.plan import StepPlan, StepResult, Suspended
 from ..api.policy import Limits
 from ..api.request import Request
 from ..instance.scheduler import Scheduler
-from .clock import VirtualLoop
 
 
 class Stretch(NamedTuple):
@@ -55,7 +54,7 @@ class Level(NamedTuple):
 
 
 class Recorder:
-    """The record of a simulation that it is passed to. Writer: the schedulers' logs, in the virtual loop."""
+    """The record of a simulation or a replay that it is passed to. Writer: the schedulers' logs."""
 
     def __init__(self) -> None:
         self.limits: dict[str, Limits] = {}
@@ -69,7 +68,7 @@ class Recorder:
         self._reserved: dict[int, float] = {}
         self._sources: dict[int, str] = {}
 
-    def instance(self, name: str, limits: Limits, loop: VirtualLoop, then: Log) -> Log:
+    def instance(self, name: str, limits: Limits, now: Callable[[], float], then: Log) -> Log:
         """Return the log of one instance. It passes all entries on to `then`."""
         self.limits[name] = limits
         plans: dict[int, StepPlan] = {}
@@ -77,7 +76,7 @@ class Recorder:
         def log(kind: str, **fields: Any) -> None:
             then(kind, **fields)
             if kind == "plan":
-                self._level(name, loop.now)
+                self._level(name, now())
             elif kind == "planned":
                 plans[fields["plan"].step] = fields["plan"]
             elif kind in ("settle", "suspend"):
@@ -85,14 +84,14 @@ class Recorder:
             elif kind == "recover":
                 plans.clear()
             elif kind == "add":
-                self._place(name, loop.now, fields["request"])
+                self._place(name, now(), fields["request"])
             elif kind == "reserve":
-                self._reserved[fields["id"]] = loop.now  # repeated until there is room: the last one counts
+                self._reserved[fields["id"]] = now()  # repeated until there is room: the last one counts
             elif kind == "release":
                 self._sources[fields["id"]] = name
             elif kind == "accept":
                 id = fields["id"]
-                self.moves.append(Moved(loop.now, id, self._sources[id], name, self._reserved[id]))
+                self.moves.append(Moved(now(), id, self._sources[id], name, self._reserved[id]))
 
         return log
 

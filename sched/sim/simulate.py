@@ -299,7 +299,7 @@ class _Simulation:
         if self._logs is not None:
             log = self._logs(name, policy_name(self._policy), limits, role, self._caching)
         if self._recorder is not None:
-            log = self._recorder.instance(name, limits, loop, log)
+            log = self._recorder.instance(name, limits, lambda: loop.now, log)
         scheduler = Scheduler(
             self._new_policy(),
             perf_model(

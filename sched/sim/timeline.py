@@ -1,4 +1,4 @@
-"""A simulation as a trace in Chrome's format, for ui.perfetto.dev and chrome://tracing.
+"""A run, simulated or served, as a trace in Chrome's format, for ui.perfetto.dev and chrome://tracing.
 
 There is one process per instance. Its first track has a slice per step, named after what the step computed,
 with its spans. Further tracks show KV transfers to the instance, from the end of the prompt (or from the

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import re
 import sys
 import time
@@ -20,7 +18,7 @@ from jaxserve.cli.simulate.results import VALUES, Results
 from jaxserve.cli.simulate.workloads import common_slo, describe, find_workload
 from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
-from jaxserve.report import progress
+from jaxserve.report import progress, timeline
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.slo import SLO
@@ -37,12 +35,10 @@ from jaxserve.sched.sim import (
     sweep,
 )
 from jaxserve.sched.sim.bounds import STAYING, bounds, goodput_bounds
-from jaxserve.sched.sim.explain import explain
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.simulate import check_mesh
 from jaxserve.sched.sim.sweep import Case, Cell, Run, goodput_search
 from jaxserve.sched.sim.tiers import Tiers
-from jaxserve.sched.sim.timeline import trace
 from jaxserve.sched.sim.workload import for_server
 from jaxserve.whole_file import check_output
 from jaxserve.yamlio import load_yaml
@@ -141,8 +137,6 @@ def main(args: argparse.Namespace) -> int:
     recorder = _recorder(args, study)
     if args.out is not None:
         check_output(args.out / "results.json", "out")
-    if args.timeline is not None:
-        check_output(args.timeline, "timeline")
     with progress.bar("simulating") as draw:
         tick = _Tick(draw, _announcement(args, study), 0 if args.goodput else study.cases)
         reports, interrupted = _run(args, study, recorder, tick)
@@ -166,7 +160,7 @@ def main(args: argparse.Namespace) -> int:
         for path in write_report(args.out, settings, results):
             print(f"wrote {path}")
     if recorder is not None:
-        _tell(args, recorder, reports[0])
+        timeline.tell(args, recorder, reports[0].measured)
     return 130 if interrupted else 0
 
 
@@ -217,15 +211,14 @@ def _study(args: argparse.Namespace) -> Study:
 
 def _recorder(args: argparse.Namespace, study: Study) -> Recorder | None:
     """Return a recorder if a timeline or an explanation is requested."""
-    if args.timeline is None and args.explain is None:
-        return None
-    if study.cases != 1 or args.goodput:
+    asked = args.timeline is not None or args.explain is not None
+    if asked and (study.cases != 1 or args.goodput):
         raise InvalidValue(
             "--timeline and --explain need a single simulation: one policy, one rate, one seed, and no --goodput; "
             f"this is {'a search' if args.goodput else f'{study.cases} simulations'}",
             "timeline",
         )
-    return Recorder()
+    return timeline.recorder_of(args)
 
 
 def _one(study: Study, recorder: Recorder | None, tick: Callable[..., None]) -> Report:
@@ -287,31 +280,6 @@ def _bounded(args: argparse.Namespace, study: Study, results: Results) -> Result
     found = tuple(bounds(*given, rates=rates, **more))
     highest = goodput_bounds(*given, goal=args.goal, **more)
     return results._replace(bounds=found, goodput_bound=sum(highest) / len(highest))
-
-
-def _tell(args: argparse.Namespace, recorder: Recorder, report: Report) -> None:
-    if args.timeline is not None:
-        text = json.dumps(trace(recorder), separators=(",", ":")).encode()
-        args.timeline.write_bytes(gzip.compress(text) if args.timeline.suffix == ".gz" else text)
-        print(f"wrote {args.timeline}: open it on https://ui.perfetto.dev")
-    if args.explain is not None:
-        id = _asked(args.explain, recorder, report)
-        print(*(["", *explain(recorder, id)] if id is not None else ["\nno request missed its SLO"]), sep="\n")
-
-
-def _asked(text: str, recorder: Recorder, report: Report) -> int | None:
-    """Return the request of --explain: by number, by id in the trace, or the first that missed its SLO."""
-    if text == "missed":
-        return min((one.id for one in report.measured if not one.attained), default=None)
-    if text.isdecimal() and int(text) in recorder.requests:
-        return int(text)
-    for id, request in recorder.requests.items():
-        if request.key == text:
-            return id
-    raise InvalidValue(
-        f"explain={text!r} must be a request's number, 0 to {max(recorder.requests)}, its id in the trace, or missed",
-        "explain",
-    )
 
 
 def parse_policies(text: str) -> list[str]:

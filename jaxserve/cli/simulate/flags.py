@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from jaxserve.report import timeline
 from jaxserve.sched.admission import ADMISSIONS
 from jaxserve.sched.api.preemption import DEPTH
 from jaxserve.sched.perf import KINDS
@@ -286,16 +287,5 @@ def _output(group: Any) -> None:
         help="stop after this time; unfinished requests count as missed",
     )
     group.add_argument("--out", type=Path, metavar="DIR", help="write results.json, results.csv and plots")
-    group.add_argument(
-        "--timeline",
-        type=Path,
-        metavar="FILE",
-        help="single simulation: write its steps as a trace for ui.perfetto.dev (JSON, gzipped if FILE ends in .gz)",
-    )
-    group.add_argument(
-        "--explain",
-        metavar="REQUEST",
-        help="single simulation: print the events of a request, by its number or its id in the trace; or `missed`: "
-        "the first that missed its SLO",
-    )
+    timeline.add_arguments(group, "single simulation: ")
     group.add_argument("--jobs", type=int, metavar="N", help="processes [all cores, at most one per simulation]")

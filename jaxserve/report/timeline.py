@@ -1,0 +1,65 @@
+"""The flags `--timeline` and `--explain`, and what they write and print, of simulated and of served runs."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import InvalidValue
+from jaxserve.sched.metrics import Measured
+from jaxserve.sched.sim.explain import explain
+from jaxserve.sched.sim.record import Recorder
+from jaxserve.sched.sim.timeline import trace
+from jaxserve.whole_file import check_output
+
+
+def add_arguments(group: Any, of: str = "") -> None:
+    """Add both flags. `of` begins their help texts."""
+    group.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help=f"{of}write its steps as a trace for ui.perfetto.dev (JSON, gzipped if FILE ends in .gz)",
+    )
+    group.add_argument(
+        "--explain",
+        metavar="REQUEST",
+        help=f"{of}print the events of a request, by its number or its id; or `missed`: the first that missed its SLO",
+    )
+
+
+def recorder_of(args: argparse.Namespace) -> Recorder | None:
+    """Return a recorder if a flag asks for one. Raises InvalidValue if the file cannot be written."""
+    if args.timeline is None and args.explain is None:
+        return None
+    if args.timeline is not None:
+        check_output(args.timeline, "timeline")
+    return Recorder()
+
+
+def tell(args: argparse.Namespace, recorder: Recorder, measured: Iterable[Measured]) -> None:
+    """Write the timeline and print the events. `measured`: the requests among which `missed` looks."""
+    if args.timeline is not None:
+        text = json.dumps(trace(recorder), separators=(",", ":")).encode()
+        args.timeline.write_bytes(gzip.compress(text) if args.timeline.suffix == ".gz" else text)
+        print(f"wrote {args.timeline}: open it on https://ui.perfetto.dev")
+    if args.explain is not None:
+        id = _asked(args.explain, recorder, measured)
+        print(*(["", *explain(recorder, id)] if id is not None else ["\nno request missed its SLO"]), sep="\n")
+
+
+def _asked(text: str, recorder: Recorder, measured: Iterable[Measured]) -> int | None:
+    """Return the request of --explain: by number, by id, or the first that missed its SLO."""
+    if text == "missed":
+        return min((one.id for one in measured if not one.attained), default=None)
+    if text.isdecimal() and int(text) in recorder.requests:
+        return int(text)
+    for id, request in recorder.requests.items():
+        if request.key == text:
+            return id
+    numbers = f"{min(recorder.requests)} to {max(recorder.requests)}" if recorder.requests else "of which there is none"
+    raise InvalidValue(f"explain={text!r} must be a request's number, {numbers}, its id, or missed", "explain")
