@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,6 @@ from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.sim import Arrival, Options, Report, simulate
-from jaxserve.sched.sim.clock import VirtualLoop
 from jaxserve.sched.sim.explain import explain
 from jaxserve.sched.sim.record import Recorder
 from tests.support.sched.presets import CHAT, TINY
@@ -30,10 +30,10 @@ class Both(Recorder):
         super().__init__()
         self.clients = clients
 
-    def instance(self, name: str, limits: Limits, loop: VirtualLoop, then: Log) -> Log:
+    def instance(self, name: str, limits: Limits, now: Callable[[], float], then: Log) -> Log:
         if not self.limits:
-            self.flight = FlightRecorder(lambda: loop.now)
-        log = self.flight.instance(name, super().instance(name, limits, loop, then))
+            self.flight = FlightRecorder(now)
+        log = self.flight.instance(name, super().instance(name, limits, now, then))
 
         def named(kind: str, **fields: Any) -> None:
             if kind == "add":
