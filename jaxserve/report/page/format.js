@@ -10,8 +10,9 @@ export function percent(value) {
   return value === null || value === undefined ? "–" : `${Math.round(value * 100)}%`;
 }
 
+// The time of day; of a recorded run the time since its start.
 export function clock(time) {
-  return new Date(time * 1e3).toLocaleTimeString();
+  return time < 1e8 ? `${time.toFixed(1)} s` : new Date(time * 1e3).toLocaleTimeString();
 }
 
 // Returns an element with properties and children, which are elements or texts.

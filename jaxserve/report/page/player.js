@@ -21,6 +21,10 @@ export class Player {
   go(at) {
     this.live.clear();
     this.snapshots.slice(0, at + 1).forEach((one, place) => this.live.add(one, place === at));
+    this.label(at);
+  }
+
+  label(at) {
     const said = seconds(this.snapshots[at].time - this.snapshots[0].time);
     get("moment-value").textContent = said;
     get("moment").setAttribute("aria-valuetext", said);
@@ -31,7 +35,10 @@ export class Player {
       clearInterval(this.timer);
       this.timer = null;
     } else {
-      if (Number(get("moment").value) >= this.snapshots.length - 1) get("moment").value = 0;
+      if (Number(get("moment").value) >= this.snapshots.length - 1) {
+        get("moment").value = 0;
+        this.go(0);
+      }
       this.timer = setInterval(() => this.next(), 1000 / PER_SECOND);
     }
     get("play").textContent = this.timer === null ? "Play" : "Pause";
@@ -44,6 +51,7 @@ export class Player {
       return;
     }
     get("moment").value = at;
-    this.go(at);
+    this.live.add(this.snapshots[at]);
+    this.label(at);
   }
 }

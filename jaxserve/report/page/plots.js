@@ -83,7 +83,7 @@ export function lines(parent, label, series, { xs, ys, formatX, formatY, zero = 
 export function scatter(parent, label, points, format) {
   const values = points.flatMap(([a, b]) => [a, b]).filter((value) => value > 0);
   if (!values.length) {
-    replace(parent, element("p", {}, "No request with a prediction has ended yet."));
+    replace(parent, element("p", {}, "No request with a prediction has ended."));
     return;
   }
   const range = [Math.log10(Math.min(...values)) - 0.1, Math.log10(Math.max(...values)) + 0.1];
