@@ -165,15 +165,16 @@ export class Chat {
 
   // Returns what an answer's usage says, beside what was measured here.
   outcome(slo, first, id, reason) {
-    const here = first === null ? "" : `; here after ${milliseconds(first)}`;
+    const here = first === null ? [] : [`here after ${milliseconds(first)}`];
     const why = element("button", { type: "button" }, "why?");
     why.setAttribute("aria-label", "why? Show what happened to this request");
     why.addEventListener("click", () => this.explain(id));
-    if (!slo) return [`no objectives${here}, ${reason} `, why];
+    if (!slo) return [`${["no objectives", ...here, reason].join(", ")} `, why];
     const verdict = element("strong", { className: slo.attained ? "good" : "bad" }, slo.attained ? "on time" : "late");
     const ttft = `: first token ${milliseconds(slo.ttft_ms)} of ${milliseconds(slo.ttft_slo_ms)}`;
-    const guessed = slo.predicted_ttft_ms === undefined ? "" : ` (predicted ${milliseconds(slo.predicted_ttft_ms)}${here})`;
+    const guessed = slo.predicted_ttft_ms === undefined ? [] : [`predicted ${milliseconds(slo.predicted_ttft_ms)}`];
+    const beside = [...guessed, ...here].join("; ");
     const tpot = slo.tpot_ms === undefined ? "" : `, then ${milliseconds(slo.tpot_ms)} of ${milliseconds(slo.tpot_slo_ms)} a token`;
-    return [verdict, `${ttft}${guessed}${tpot} `, why];
+    return [verdict, `${ttft}${beside && ` (${beside})`}${tpot} `, why];
   }
 }

@@ -12,6 +12,7 @@ const LEFT = 110;
 export class Requests {
   constructor(failed) {
     this.rows = new Map(); // by id, oldest first
+    this.elements = new Map(); // of the rows that have been shown
     this.chosen = null;
     this.failed = failed;
     get("late-only").addEventListener("change", () => this.show());
@@ -20,7 +21,10 @@ export class Requests {
   add(requests) {
     if (!requests.length) return;
     for (const one of requests) this.rows.set(one.id, one);
-    for (const id of [...this.rows.keys()].slice(0, Math.max(0, this.rows.size - ROWS))) this.rows.delete(id);
+    for (const id of [...this.rows.keys()].slice(0, Math.max(0, this.rows.size - ROWS))) {
+      this.rows.delete(id);
+      this.elements.delete(id);
+    }
     this.show();
   }
 
@@ -44,11 +48,16 @@ export class Requests {
   show() {
     const late = get("late-only").checked;
     const rows = [...this.rows.values()].reverse().filter((one) => !late || !one.attained);
-    const focused = document.activeElement?.dataset?.request;
-    const body = get("ended-requests").tBodies[0];
-    replace(body, ...rows.map((one) => this.row(one)));
-    if (!rows.length) body.append(element("tr", {}, element("td", { colSpan: 7 }, "No request yet.")));
-    if (focused !== undefined) body.querySelector(`[data-request="${CSS.escape(focused)}"]`)?.focus();
+    const none = element("tr", {}, element("td", { colSpan: 7 }, "No request yet."));
+    arrange(get("ended-requests").tBodies[0], rows.length ? rows.map((one) => this.shown(one)) : [none]);
+  }
+
+  // Returns the row of a request, the same one each time: it may have the focus, or be about to be clicked.
+  shown(one) {
+    if (!this.elements.has(one.id)) this.elements.set(one.id, this.row(one));
+    const row = this.elements.get(one.id);
+    row.classList.toggle("chosen", one.id === this.chosen);
+    return row;
   }
 
   row(one) {
@@ -59,9 +68,7 @@ export class Requests {
     const words = one.attained ? "yes" : one.finish_reason === "abort" ? "left" : "late";
     const on = element("td", { className: words === "yes" ? "good" : "bad" }, words);
     const cells = [one.class, String(one.prompt_tokens), String(one.output_tokens), seconds(one.ttft), seconds(one.tpot)];
-    const row = element("tr", {}, element("td", {}, open), ...cells.map((value) => element("td", {}, value)), on);
-    row.classList.toggle("chosen", one.id === this.chosen);
-    return row;
+    return element("tr", {}, element("td", {}, open), ...cells.map((value) => element("td", {}, value)), on);
   }
 
   async choose(id) {
@@ -82,6 +89,15 @@ export class Requests {
     replace(get("words-of"), ...words(found));
     get("detail").focus({ preventScroll: false });
   }
+}
+
+// Lets a parent have these children, without moving those that are in place.
+function arrange(parent, children) {
+  const wanted = new Set(children);
+  for (const one of [...parent.children]) if (!wanted.has(one)) one.remove();
+  children.forEach((one, at) => {
+    if (parent.children[at] !== one) parent.insertBefore(one, parent.children[at] ?? null);
+  });
 }
 
 function words(found) {
