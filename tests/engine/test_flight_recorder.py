@@ -114,6 +114,14 @@ def test_bars_cover_what_the_words_say() -> None:
     assert not any("key" in bar for bar in found["bars"])
 
 
+def test_a_request_is_known_before_it_ends() -> None:
+    both = Both()
+    simulate(CHAT, "kairos", "1x1", TINY, qps=60, num_requests=5, recorder=both)
+    assert both.flight.recent(0).requests == ()
+    life = both.flight.life(3)
+    assert life is not None and explain(life.recorder(), 3) == explain(both, 3)
+
+
 def test_what_is_recorded_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_recorder, "STEPS", 20)
     monkeypatch.setattr(flight_recorder, "REQUESTS", 5)
