@@ -49,7 +49,8 @@ def add_dashboard(app: FastAPI, service: Service) -> None:
     @app.get("/v1/requests/{id}")
     async def timeline(id: str, request: Request) -> Response:
         """Return what happened to one request, in bars and in words."""
-        life = await life_of(service.engine, id, feed.client(request.state.client))
+        finding = life_of(service.engine, id, feed.client(request.state.client))
+        life = await while_connected(request.receive, finding, service.ending)
         work = service.prompts.texts.run(lambda: request_timeline(life.recorder(), life.id), 100 * len(life.steps))
         return JSONResponse(
             {**await while_connected(request.receive, work), "id": id, "predicted_ttft": life.predicted}

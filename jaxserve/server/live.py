@@ -100,17 +100,21 @@ class LiveFeed:
             self._viewers.discard(viewer)
 
     async def _run(self) -> None:
-        while self._viewers and not self._service.draining:
-            reading = await self._read()
-            encoded: dict[str | None, bytes] = {}
-            for viewer in list(self._viewers):
-                if viewer.client not in encoded:
-                    encoded[viewer.client] = self._encoded(reading, viewer.client)
-                self._send(viewer, encoded[viewer.client])
-            await asyncio.sleep(PERIOD)
-        for viewer in list(self._viewers):  # a stream must not hold up the end of the server
-            self._send(viewer, None)
-        self._before = None
+        try:
+            while self._viewers and not self._service.draining:
+                self._send_all(await self._read())
+                await asyncio.sleep(PERIOD)
+        finally:
+            for viewer in list(self._viewers):  # a stream must not hold up the end of the server
+                self._send(viewer, None)
+            self._before = None
+
+    def _send_all(self, reading: Reading) -> None:
+        encoded: dict[str | None, bytes] = {}
+        for viewer in list(self._viewers):
+            if viewer.client not in encoded:
+                encoded[viewer.client] = self._encoded(reading, viewer.client)
+            self._send(viewer, encoded[viewer.client])
 
     def _send(self, viewer: Viewer, encoded: bytes | None) -> None:
         try:

@@ -252,9 +252,16 @@ class FlightRecorder:
             return
         stopped = isinstance(result, Suspended)
         lengths = self._lengths
-        chunks, rows, drafts, context = [], [], [], 0
-        for span in plan.spans:
+        # Most spans decode a token that is on the device. By index: names are twice as slow, and there are many.
+        plain = [span for span in plan.spans if span[3] == 1 and not span[5]]
+        rows = [span[0] for span in plain]
+        context = max([span[2] for span in plain], default=0)
+        chunks: list[tuple[int, int, int, bool]] = []
+        drafts = [0] * len(rows)
+        for span in plan.spans if len(plain) < len(plan.spans) else ():
             id, start, length, draft = span.request, span.start, span.length, span.draft
+            if length == 1 and not span.tokens:
+                continue
             if length == 1 + draft and start >= lengths.get(id, 0):
                 rows.append(id)
                 drafts.append(draft)

@@ -68,6 +68,7 @@ SCHEDULING = frozenset(
         "kv_disk",
         "kv_disk_size",
         "journal",
+        "dashboard",
         "ttft_slo",
         "tpot_slo",
         "slo_tiers",
