@@ -102,7 +102,16 @@ def main() -> None:
     common.add_output(parser, "dashboard_cost")
     args = parser.parse_args()
     flags = ["--max-num-seqs", str(args.streams), "--max-model-len", str(args.prompt + args.tokens + 2)]
-    flags += ["--no-enable-prefix-caching", "--disable-log-stats", "--ttft-slo", "1000s", "--tpot-slo", "100s"]
+    flags += [
+        "--warmup",
+        "full",
+        "--no-enable-prefix-caching",
+        "--disable-log-stats",
+        "--ttft-slo",
+        "1000s",
+        "--tpot-slo",
+        "100s",
+    ]
     with ExitStack() as stack:
         seen = stack.enter_context(common.server(flags))
         turns = idle(seen, args)

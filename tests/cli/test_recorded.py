@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,7 +21,9 @@ from jaxserve.report.recorded_server import RecordedServer
 from jaxserve.sched.sim import Report, simulate
 from jaxserve.sched.sim.explain import explain
 from jaxserve.sched.sim.record import Recorder
+from tests.support.sched.harness import Job
 from tests.support.sched.presets import CHAT, TINY
+from tests.support.sched.recorded import recorded as recorded_journal
 from tests.support.timing import PATIENCE
 
 
@@ -132,6 +135,28 @@ def test_what_cannot_be_shown_is_refused(more: list[str], said: str, capsys: pyt
     port = "70000" if "port" in said else "0"
     assert main(["simulate", "--policy", "distserve", *more, "--num-requests", "5", "--dashboard", port]) != 0
     assert said in capsys.readouterr().err
+
+
+def test_a_journal_is_shown_like_a_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [Job(range(1000 * i, 1000 * i + 5 + i % 9), 4 + i % 5, i * 0.01) for i in range(30)]
+    (tmp_path / "run.jsonl").write_text(recorded_journal(jobs, "4x1", "kairos"))
+    runs = []
+
+    def interrupted(server: RecordedServer) -> None:
+        run, listed = server.file("/dashboard/run.json"), server.file("/v1/requests")
+        assert run is not None and listed is not None
+        runs.append((json.loads(run.body)["snapshots"], json.loads(listed.body)["data"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RecordedServer, "serve_forever", interrupted)
+    assert main(["replay", str(tmp_path / "run.jsonl"), "--no-simulate", "--dashboard", "0"]) == 0
+    [(snapshots, listed)] = runs
+    assert len(listed) == len(jobs) and all(one["output_tokens"] > 0 for one in listed)
+    assert snapshots[0]["time"] == 0 and {one["role"] for one in snapshots[0]["instances"]} == {"prefill", "decode"}
+    assert sum(len(shot["requests"]) for shot in snapshots) == len(jobs)
+    assert "the dashboard is at" in capsys.readouterr().out
 
 
 def test_a_simulation_is_shown_until_it_is_interrupted(
