@@ -19,7 +19,7 @@ from jaxserve.server.keys import Keys
 from jaxserve.server.snapshot import LATELY, Reading, present_request, snapshot
 from jaxserve.server.sse import Dialect
 
-PERIOD = 0.5  # seconds between two snapshots
+PERIOD = 1.0  # seconds between two snapshots
 UNREAD = 8  # snapshots that may wait for a viewer; with one more, its stream ends
 VIEWERS = 100  # at a time
 KEPT = 2000  # ended requests in `lately`, at most
