@@ -81,7 +81,7 @@ def _started(config: ServeConfig, tokenizer: Tokenizer | None) -> tuple[Any, Tok
         loading = beside.submit(lambda: tokenizer or find_tokenizer(config))
         try:
             with bar("warming up") as progress:
-                engine = Engine.start(config, progress=progress)
+                engine = Engine.start(replace(config, dashboard=False), progress=progress)  # nothing would show it
         except JaxserveError:
             loading.result()
             raise

@@ -235,7 +235,7 @@ def test_the_nightly_script_names_what_is_there(repo: Path) -> None:
     (extras,) = re.findall(r"pip install .*'\.\[(.*)\]'", text)
     assert {"dev", "audit", "fuzz"} <= set(extras.split(",")), "without schemathesis its test is skipped"
     ours = set(re.findall(r"tested ((?:\.ci|scripts)/\w+)", text))
-    assert ours == {".ci/audit", ".ci/agents", "scripts/mutants"} and all(
+    assert ours == {".ci/audit", ".ci/agents", ".ci/browser", "scripts/mutants"} and all(
         os.access(repo / command, os.X_OK) for command in ours
     )
     places = set(re.findall(r"tests/\w+", " ".join(re.findall(r"(?m)^step full-.* full (.*)$", text))))

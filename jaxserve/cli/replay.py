@@ -65,6 +65,7 @@ def main(args: argparse.Namespace) -> int:
         timeline.tell(args, recorder, measured(replayed))
     if args.save is not None:
         args.save.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+    timeline.show(args, recorder, f"journal {args.journal.name}, served", measured(replayed))
     return 1 if replayed.differences else 0
 
 

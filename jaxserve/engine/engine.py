@@ -22,8 +22,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from jaxserve.config import ServeConfig
+from jaxserve.engine.runtime.activity import Activity, activity
 from jaxserve.engine.runtime.checks import cause, check_request
 from jaxserve.engine.runtime.classes import Tallies
+from jaxserve.engine.runtime.flight_recorder import FlightRecorder, Recent, RequestLife
 from jaxserve.engine.runtime.gc_control import GCControl, Stalls, least_slack, watched_loop
 from jaxserve.engine.runtime.headroom import Headroom, headroom
 from jaxserve.engine.runtime.heartbeat import Heartbeat
@@ -73,7 +75,8 @@ class Engine:
     def __init__(self, config: ServeConfig, machine: Machine) -> None:
         self.info: EngineInfo = machine.info
         self._machine = machine
-        self._cluster = machine.cluster(self._finished)
+        self.recorder = FlightRecorder(machine.now) if config.dashboard else None  # read on the engine's thread
+        self._cluster = machine.cluster(self._finished, self.recorder)
         self._queue = Queue(None, 0.0, machine.now, self._expire)  # unbounded until warm-up requests are done
         self._seed = request_seed(config.seed)
         self._ids = itertools.count()
@@ -90,6 +93,7 @@ class Engine:
         self._classes = config.classes
         self._tallies = Tallies(self._classes.names)
         self._headroom = (Headroom(),) * len(self._cluster.cores)
+        self._activity = (Activity(),) * len(self._cluster.cores)
         self._stalls = Stalls()
         self._gc_control = GCControl(self._slack)
         self._loop = watched_loop(self._stalls)
@@ -154,6 +158,8 @@ class Engine:
             core.scheduler.counters = Counters()
         for seen in (self._over, self._reasons):
             seen.clear()
+        if self.recorder is not None:
+            self.recorder.clear()
         self._tallies = Tallies(self._classes.names)
         self._cluster.kv_transfers.transfers, self._cluster.kv_transfers.seconds = 0, 0.0
         self._cluster.ttft_predictions, self._cluster.deflections = TTFTPredictions(), 0
@@ -427,6 +433,8 @@ class Engine:
 
     def _finished(self, request: Request) -> None:
         predicted = self._cluster.ttft_predictions.predicted(request)
+        if self.recorder is not None:
+            self.recorder.finished(request, predicted)
         self._over[request.id] = RequestMetrics.of(request, predicted)  # without its tokens, which may be many
         if len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
@@ -465,7 +473,7 @@ class Engine:
     def stats(self) -> Stats:
         """Return a snapshot. It is read without a lock: each number is right when it is read.
 
-        The headroom is of the last `measure`.
+        Headroom and activity are of the last `measure`.
         """
         fetches = self._cluster.prefix_fetch
         schedulers = [(core.name, core.scheduler, fetches.waiting(core)) for core in self._cluster.cores]
@@ -483,8 +491,9 @@ class Engine:
                     scheduler.prefill_backlog,
                     room,
                     scheduler.pinned,
+                    now,
                 )
-                for (name, scheduler, held), room in zip(schedulers, self._headroom, strict=True)
+                for (name, scheduler, held), room, now in zip(schedulers, self._headroom, self._activity, strict=True)
             ),
             Counters.total(scheduler.counters for _, scheduler, _ in schedulers),
             len(kv_transfers),
@@ -520,21 +529,46 @@ class Engine:
         )
 
     def measure(self) -> None:
-        """Update the headroom of the instances in `stats`. Call this on the engine's thread."""
+        """Update the headroom and the activity of the instances in `stats`. Call this on the engine's thread."""
+        self._activity = tuple(activity(scheduler, self.now) for scheduler in self.schedulers)
         config, now, predictions = self._machine.config, self.now, self._cluster.ttft_predictions
         self._headroom = tuple(
             headroom(scheduler, now, predictions, config.slo, config.class_objectives) for scheduler in self.schedulers
         )
 
     async def refresh(self) -> None:
-        """Measure the headroom; all else in `stats` is always of now. An engine elsewhere fetches its own here."""
+        """Measure headroom and activity; all else in `stats` is always of now. One elsewhere fetches its own here."""
 
         async def measured() -> None:
             self.measure()
 
-        with suppress(JaxserveError, RuntimeError):  # it has ended, and so keeps the last one
+        await self._asked(measured, None)
+
+    async def recent(self, since: int) -> Recent:
+        """Return the events and the ended requests since a number that an earlier `Recent` had; 0: all that are kept.
+
+        Nothing without `dashboard`.
+        """
+
+        async def found() -> Recent:
+            return Recent(0) if self.recorder is None else self.recorder.recent(since)
+
+        return await self._asked(found, Recent(0))
+
+    async def life(self, id: int, client: str | None) -> RequestLife | None:
+        """Return the recorded life of a request; None if it is unknown, or not of this client. client: None: any."""
+
+        async def found() -> RequestLife | None:
+            return None if self.recorder is None else self.recorder.life(id, client)
+
+        return await self._asked(found, None)
+
+    async def _asked(self, work: Callable[[], Coroutine[Any, Any, T]], otherwise: T) -> T:
+        """Return the result of `work` on the engine's loop, asked from another one; `otherwise` if it has ended."""
+        with suppress(JaxserveError, RuntimeError):
             if self._thread.is_alive():
-                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(measured(), self._loop))
+                return await asyncio.wrap_future(self.ask(work))
+        return otherwise
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait for the others to end; return False if some did not."""

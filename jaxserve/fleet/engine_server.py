@@ -16,6 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.runtime.flight_recorder import Recent
 from jaxserve.fleet.messages import (
     Answer,
     Cancel,
@@ -24,11 +25,15 @@ from jaxserve.fleet.messages import (
     Follow,
     FromEngine,
     FromFront,
+    GetLife,
+    GetRecent,
     GetStats,
     Hello,
+    LifeAnswer,
     Outputs,
     Prefetch,
     Profile,
+    RecentAnswer,
     Refused,
     Repeat,
     Report,
@@ -276,6 +281,8 @@ class _Front:
                 self._cancel(message)
             case GetStats():
                 self._send(self._server.state(message.call))
+            case GetRecent() | GetLife():
+                self._find(message)
             case Prefetch():
                 if self._server.exchange is not None:
                     self._server.exchange.prefetch(message.prompt, message.salt, message.kv_from)
@@ -294,6 +301,16 @@ class _Front:
                 self._server.retire(message.patience)
             case Stay():
                 self._server.stay()
+
+    def _find(self, message: GetRecent | GetLife) -> None:
+        """Answer from the flight recorder."""
+        recorder = self._engine.recorder
+        if isinstance(message, GetRecent):
+            recent = Recent(0) if recorder is None else recorder.recent(message.since)
+            self._send(RecentAnswer(message.call, recent))
+        else:
+            life = None if recorder is None else recorder.life(message.request, message.client)
+            self._send(LifeAnswer(message.call, life))
 
     def _whole(self, message: FromFront) -> FromFront:
         """Complete a Repeat. Raises ValueError if there is nothing that it could repeat."""

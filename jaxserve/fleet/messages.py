@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.engine.runtime.flight_recorder import Recent, RequestLife
 from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.fleet.reports import InstanceReport
 from jaxserve.outputs import RequestMetrics
@@ -81,6 +82,21 @@ class GetStats(Message, frozen=True):
     """Ask for a State of now."""
 
     call: int
+
+
+class GetRecent(Message, frozen=True):
+    """Ask for a RecentAnswer: events and ended requests since a number."""
+
+    call: int
+    since: int
+
+
+class GetLife(Message, frozen=True):
+    """Ask for a LifeAnswer: what is known of a request by its number at the engine, if it is of the client."""
+
+    call: int
+    request: int
+    client: str | None
 
 
 class SetRoles(Message, frozen=True):
@@ -208,12 +224,28 @@ class Answer(Message, frozen=True):
     failure: Failure | None = None
 
 
+class RecentAnswer(Message, frozen=True):
+    """The result of GetRecent."""
+
+    call: int
+    value: Recent
+
+
+class LifeAnswer(Message, frozen=True):
+    """The result of GetLife."""
+
+    call: int
+    value: RequestLife | None
+
+
 FromFront = (
     Submit
     | Repeat
     | Prefetch
     | Cancel
     | GetStats
+    | GetRecent
+    | GetLife
     | SetRoles
     | ResetPrefixCache
     | EndSession
@@ -222,7 +254,7 @@ FromFront = (
     | Restart
     | Stay
 )
-FromEngine = Hello | State | Report | Outputs | Refused | Answer
+FromEngine = Hello | State | Report | Outputs | Refused | Answer | RecentAnswer | LifeAnswer
 
 
 def _own_types(kind: type, value: Any) -> Any:

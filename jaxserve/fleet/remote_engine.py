@@ -7,10 +7,12 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from typing import Any, TypeVar
 
+from jaxserve.engine.runtime.flight_recorder import Recent, RequestLife
 from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.engine.runtime.queue import Queue
 from jaxserve.fleet.messages import (
@@ -20,11 +22,15 @@ from jaxserve.fleet.messages import (
     Follow,
     FromEngine,
     FromFront,
+    GetLife,
+    GetRecent,
     GetStats,
     Hello,
+    LifeAnswer,
     Outputs,
     Prefetch,
     Profile,
+    RecentAnswer,
     Refused,
     Repeat,
     Report,
@@ -214,6 +220,19 @@ class RemoteEngine:
             except (TimeoutError, JaxserveError):
                 return
 
+    async def recent(self, since: int) -> Recent:
+        """Return what has happened since, as `Engine.recent`; nothing if the engine does not respond."""
+        with suppress(TimeoutError, JaxserveError):
+            async with asyncio.timeout(REFRESHING):
+                found: Recent = await self._call(GetRecent, since)
+                return found
+        return Recent(since)
+
+    async def life(self, id: int, client: str | None) -> RequestLife | None:
+        """Return what is known of a request, as `Engine.life`. Raises Unavailable if the engine has ended."""
+        found: RequestLife | None = await self._call(GetLife, id, client)
+        return found
+
     def set_roles(self, roles: Mapping[int, Role]) -> tuple[Role, ...]:
         """Set the roles of instances, as `Engine.set_roles`; called from another thread."""
 
@@ -303,6 +322,8 @@ class RemoteEngine:
                 self._deliver(Delta(message.id, finish_reason="rejected", error=message.failure.message))
             case Answer():
                 self._answered(message)
+            case RecentAnswer() | LifeAnswer():
+                self._found(message)
             case Hello():
                 self.updates = updates
                 self._greet(message)
@@ -346,6 +367,11 @@ class RemoteEngine:
         if message.failure is not None:
             waiting.set_exception(message.failure.error())
         else:
+            waiting.set_result(message.value)
+
+    def _found(self, message: RecentAnswer | LifeAnswer) -> None:
+        waiting = self._calls.get(message.call)
+        if waiting is not None and not waiting.done():
             waiting.set_result(message.value)
 
     def _outputs(self, outputs: Outputs) -> None:

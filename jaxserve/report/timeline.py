@@ -1,4 +1,4 @@
-"""The flags `--timeline` and `--explain`, and what they write and print, of simulated and of served runs."""
+"""The flags `--timeline`, `--explain` and `--dashboard`, and what they show of simulated and of served runs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import InvalidValue
+from jaxserve.report.recorded_server import show_run
 from jaxserve.sched.metrics import Measured
 from jaxserve.sched.sim.explain import explain
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.timeline import trace
 from jaxserve.whole_file import check_output
 
+DASHBOARD = 8100  # port
+
 
 def add_arguments(group: Any, of: str = "") -> None:
-    """Add both flags. `of` begins their help texts."""
+    """Add the flags. `of` begins their help texts."""
     group.add_argument(
         "--timeline",
         type=Path,
@@ -30,12 +33,22 @@ def add_arguments(group: Any, of: str = "") -> None:
         metavar="REQUEST",
         help=f"{of}print the events of a request, by its number or its id; or `missed`: the first that missed its SLO",
     )
+    group.add_argument(
+        "--dashboard",
+        nargs="?",
+        type=int,
+        const=DASHBOARD,
+        metavar="PORT",
+        help=f"{of}show the run on a page at this port of this machine until Ctrl-C [{DASHBOARD}; 0: a free one]",
+    )
 
 
 def recorder_of(args: argparse.Namespace) -> Recorder | None:
     """Return a recorder if a flag asks for one. Raises InvalidValue if the file cannot be written."""
-    if args.timeline is None and args.explain is None:
+    if all(flag is None for flag in (args.timeline, args.explain, args.dashboard)):
         return None
+    if args.dashboard is not None and not 0 <= args.dashboard <= 65535:
+        raise InvalidValue(f"dashboard={args.dashboard} must be a port, 0 to 65535", "dashboard")
     if args.timeline is not None:
         check_output(args.timeline, "timeline")
     return Recorder()
@@ -50,6 +63,12 @@ def tell(args: argparse.Namespace, recorder: Recorder, measured: Iterable[Measur
     if args.explain is not None:
         id = _asked(args.explain, recorder, measured)
         print(*(["", *explain(recorder, id)] if id is not None else ["\nno request missed its SLO"]), sep="\n")
+
+
+def show(args: argparse.Namespace, recorder: Recorder | None, title: str, measured: Iterable[Measured]) -> None:
+    """Serve the dashboard of a run until Ctrl-C, if it is asked for."""
+    if recorder is not None and args.dashboard is not None:
+        show_run(recorder, title, args.dashboard, {one.id: one.class_ for one in measured})
 
 
 def _asked(text: str, recorder: Recorder, measured: Iterable[Measured]) -> int | None:

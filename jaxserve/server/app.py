@@ -22,6 +22,7 @@ from jaxserve.server.admin import (
     scale_replicas,
 )
 from jaxserve.server.cors import allow_origins
+from jaxserve.server.dashboard import add_dashboard
 from jaxserve.server.documented import body_schema, document
 from jaxserve.server.embeddings import add_pooling
 from jaxserve.server.failures import handler, routes_of, unrouted
@@ -95,6 +96,8 @@ def create_app(service: Service, created: int | None = None) -> FastAPI:
     _add_admin(app, service)
 
     add_operations(app, service)
+    if service.config.dashboard:
+        add_dashboard(app, service)
 
     @app.get("/load")
     async def load() -> dict[str, Any]:

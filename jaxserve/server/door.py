@@ -32,6 +32,7 @@ from jaxserve.server.keys import Keys
 from jaxserve.server.limits import load_limits
 from jaxserve.server.metrics import CONTENT_TYPE
 from jaxserve.server.model_list import check_model, expected_length, present_model, present_models
+from jaxserve.server.page import page_response
 from jaxserve.server.start_times import StartTime
 
 PROBES = ("/health", "/readyz", "/ping")
@@ -163,6 +164,8 @@ class Door:
         reads = method in ("GET", "HEAD")
         if path in PROBES and (reads or path == "/ping"):
             return self._not_ready()
+        if self._config.dashboard and reads and (page := page_response(path, self._config)) is not None:
+            return page
         if path == "/livez" and reads:
             return Response(status_code=200)
         if path == "/metrics" and method == "GET":

@@ -119,7 +119,7 @@ async def _prepare(service: Service, body: Pooling, request: Request) -> VectorA
         for text, tokens in prompts:
             check_length(len(tokens), params, engine.info.max_model_len, field_name)
             key = f"{name}-{sum(map(len, jobs))}"
-            new = NewRequest(tuple(tokens), params, goals.slo, goals.priority, goals.tier, key, salt)
+            new = NewRequest(tuple(tokens), params, goals.slo, goals.priority, goals.tier, key, salt, client=client)
             jobs[-1].append(Submission(new, text))
     every = [job for some in jobs for job in some]
     return VectorAnswer(

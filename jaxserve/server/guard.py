@@ -11,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import short
+from jaxserve.report.dashboard_page import PREFIX
 from jaxserve.server.failures import Refused, response_of
 from jaxserve.server.keys import LOOPBACK, Keys
 from jaxserve.server.messages.errors import PATH as ANTHROPIC
@@ -27,7 +28,8 @@ _ADMIN = (
     "/start_profile",
     "/stop_profile",
 )  # routes that need an admin key
-_OPEN = ("/health", "/ping", "/livez", "/readyz")  # never need a key, even with --protect-metrics
+_OPEN = ("/health", "/ping", "/livez", "/readyz", "/")  # never need a key, even with --protect-metrics
+_PAGE = PREFIX.rstrip("/")  # nor do the files of the dashboard, which have no data
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -96,7 +98,9 @@ class Guard:
             raise too_large(self._max_body)
 
     def _needs_key(self, path: str) -> bool:
-        return path not in _OPEN if self._protect else any(_below(path, prefix) for prefix in _WORK)
+        if self._protect:
+            return path not in _OPEN and not _below(path, _PAGE)
+        return any(_below(path, prefix) for prefix in _WORK)
 
     def _check_admin(self, scope: Scope, headers: Headers) -> None:
         """Require an admin key, and refuse requests that a web page could send (docs/guide/security.md).

@@ -30,6 +30,7 @@ from jaxserve.server.client_metrics import StageCollector
 from jaxserve.server.fairness import Client, Stage
 from jaxserve.server.keys import Keys
 from jaxserve.server.limits import load_limits
+from jaxserve.server.live import LiveFeed
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.model_list import check_model
 from jaxserve.server.objectives import objectives_of
@@ -70,6 +71,7 @@ class Service:
         if isinstance(engine, Replicas):
             engine.members.on_changed = lambda: self.stage.resize(*self._sizes())
         self.tracing = Tracing.of(config)
+        self.live = LiveFeed(self)
         self.draining = False
         self.ending = asyncio.Event()  # set when a shutdown aborts the running requests
         self.active = 0  # HTTP requests that generate tokens
@@ -157,6 +159,7 @@ class Service:
                 tier=goals.tier,
                 key=key,
                 salt=salt,
+                client=client,
                 session=session,
             )
             jobs.append(Submission(request, text, goals.pace, stops, thinking))

@@ -273,6 +273,8 @@ async def _announce(
         print(sampling_line(service.sampling_defaults))
     key = " -H 'Authorization: Bearer KEY'" if service.keys.names else ""
     url = url_of(config, sock)
+    if config.dashboard:
+        print(f"Open {url}/ in a browser to chat and to see what the server does.")
     print(f"jaxserve is ready at {url}. Try:")
     print(
         f"  curl {url}/v1/completions -H 'Content-Type: application/json'{key} "

@@ -61,6 +61,11 @@ class OperationSettings(HttpSettings):
         "as in http://localhost:4318/v1/traces. Needs the extra `otel`.", metavar="URL",
     )  # fmt: skip
 
+    dashboard: bool = flag(
+        True, "operations", "Serve a page at / that chats, shows what the instances do, and explains why a request was "
+        "late; the engine records its last steps for it."
+    )  # fmt: skip
+
     profile_dir: str | None = flag(
         None, "operations", "Folder for traces of the device and the host between POST /start_profile and "
         "/stop_profile (jax.profiler, for Perfetto and XProf).", metavar="PATH",

@@ -37,6 +37,7 @@ class NewRequest:
     salt: bytes = b""  # the prefix cache only matches pages of requests with the same salt
     # Its pages stay in the prefix cache for the next request of the same name, within --session-timeout; "": none.
     session: str = ""
+    client: str = ""  # name of the API key that it came with; "": none
     waited: float = 0.0  # seconds since its arrival
     # What another engine has done for it: only further tokens are delivered, and they are those that the other engine
     # would have generated if `params` has a seed or is greedy.

@@ -209,10 +209,14 @@ def _blame(recorder: Recorder, id: int, instance: str, begin: float, end: float)
         for span in one.plan.spans:
             if span.request != id:
                 seconds[span.request] = seconds.get(span.request, 0.0) + overlap * span.length / tokens
-    ranked = sorted(seconds, key=lambda other: (-seconds[other], other))[:NAMED]
+    named = [other for other in seconds if other not in recorder.hidden]
+    ranked = sorted(named, key=lambda other: (-seconds[other], other))[:NAMED]
     lengths = prompt_lengths(recorder)
     words = [f"{_time(seconds[other])} for request {other} (prompt {lengths[other]:,})" for other in ranked]
-    more = len(seconds) - len(ranked)
+    if len(named) < len(seconds):
+        hidden = sum(spent for other, spent in seconds.items() if other in recorder.hidden)
+        words.append(f"{_time(hidden)} for requests of other clients")
+    more = len(named) - len(ranked)
     words += [f"{more} more"] if more else []
     if not words:
         return f"{instance} was idle" if busy == 0 else f"{instance} worked for no other request"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from math import inf
 from typing import Any, NamedTuple
 
 from ..api.log import Log
@@ -53,6 +54,14 @@ class Level(NamedTuple):
     kv_waiting: int  # requests elsewhere that wait for pages here
 
 
+class RoleFrom(NamedTuple):
+    """The role that an instance has from a time on."""
+
+    at: float  # -inf: from the start
+    instance: str
+    role: str
+
+
 class Recorder:
     """The record of a simulation or a replay that it is passed to. Writer: the schedulers' logs."""
 
@@ -63,6 +72,8 @@ class Recorder:
         self.placed: list[Placed] = []
         self.moves: list[Moved] = []
         self.levels: list[Level] = []
+        self.roles: list[RoleFrom] = []
+        self.hidden: Container[int] = ()  # requests that `explain` does not name
         self._schedulers: dict[str, Scheduler] = {}
         self._reserved: dict[int, float] = {}
         self._sources: dict[int, str] = {}
@@ -82,6 +93,8 @@ class Recorder:
                 self._stretch(name, plans, fields["result"])
             elif kind == "recover":
                 plans.clear()
+            elif kind == "set_role":
+                self.roles.append(RoleFrom(now(), name, fields["role"]))
             elif kind == "add":
                 self._place(name, now(), fields["request"])
             elif kind == "reserve":
@@ -97,6 +110,7 @@ class Recorder:
     def attach(self, name: str, scheduler: Scheduler) -> None:
         """Set the scheduler of an instance, to record its pages and queues."""
         self._schedulers[name] = scheduler
+        self.roles.append(RoleFrom(-inf, name, scheduler.role.value))
 
     def _level(self, name: str, now: float) -> None:
         one = self._schedulers[name]

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.engine.runtime.activity import Activity, RunningStep
+from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife, Step
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Promise, Stats
 from jaxserve.fleet.messages import (
     Answer,
@@ -19,10 +21,14 @@ from jaxserve.fleet.messages import (
     Follow,
     FromEngine,
     FromFront,
+    GetLife,
+    GetRecent,
     GetStats,
     Hello,
+    LifeAnswer,
     Outputs,
     Prefetch,
+    RecentAnswer,
     Refused,
     Repeat,
     Report,
@@ -40,9 +46,10 @@ from jaxserve.sched.api.new_request import NewRequest, Progress
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
 from jaxserve.sched.api.policy import Limits, Role
-from jaxserve.sched.api.slo import NO_SLO, SLO
+from jaxserve.sched.api.slo import NO_SLO, SLO, THINKING
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.sched.instance.stats import Counters
+from jaxserve.sched.sim.record import Moved, Placed
 from jaxserve.wire.message import encode
 
 
@@ -96,6 +103,7 @@ REQUEST = st.builds(
     st.text(),
     st.binary(max_size=32),
     st.text(),
+    st.text(),
     SECONDS,
     st.none() | st.builds(Progress, TOKENS, SECONDS, SECONDS, IDS),
     st.booleans(),
@@ -108,14 +116,17 @@ FRONT = (
     | st.builds(Cancel, IDS, st.text())
     | st.builds(Repeat, IDS, st.text(), st.none() | IDS, st.none() | st.integers(0, 20), SECONDS)
     | st.builds(GetStats, IDS)
+    | st.builds(GetRecent, IDS, IDS)
+    | st.builds(GetLife, IDS, IDS, st.none() | st.text())
     | st.builds(SetRoles, IDS, ROLES)
     | st.builds(ResetPrefixCache, IDS)
     | st.builds(EndSession, IDS, st.text())
     | st.just(Follow())
 )
+ACTIVITY = Activity(RunningStep(64, 3, 0.02, -0.01), {"default": 1}, {"best_effort": 2})
 STATS = st.builds(
     Stats,
-    st.just((InstanceStats("p0", "prefill", 1, 2, 3, 4, 5),)),
+    st.just((InstanceStats("p0", "prefill", 1, 2, 3, 4, 5, activity=ACTIVITY),)),
     st.builds(Counters, steps=IDS),
     IDS,
     IDS,
@@ -137,6 +148,24 @@ REPORT = st.builds(
 REPORTS = st.lists(REPORT, max_size=2).map(tuple)
 LIMITS = st.just((Limits(stairs=(1, 2)),))
 FAILURE = st.builds(Failure, st.just("InvalidValue"), st.text(), st.none() | st.text())
+EVENTS = st.builds(Event, IDS, SECONDS, st.text(), st.text(), st.none() | IDS, st.text(), st.text(), IDS)
+ENDED = st.builds(
+    EndedRequest, IDS, SECONDS, IDS, st.text(), st.text(), st.text(), st.text(), IDS, IDS, SECONDS, SECONDS, SECONDS,
+    SECONDS, SECONDS, SECONDS, st.booleans(), st.text(),
+)  # fmt: skip
+CHUNKS = st.lists(st.tuples(IDS, IDS, IDS, st.booleans()), max_size=2).map(tuple)
+STEPS = st.builds(Step, st.text(), SECONDS, SECONDS, st.booleans(), CHUNKS, st.binary(), st.binary(), IDS)
+
+
+def life(steps: list[Step]) -> RequestLife:
+    """Return a request that has these steps."""
+    placed, moves = (Placed(1.0, "p0", 7, 1, 2),), (Moved(2.0, 7, "p0", "d1", 1.5),)
+    return RequestLife(
+        7, "a", "me", "default", "standard", SLO(1.0, 0.5, stages=((THINKING, 0.1),)), 1.0, 20, 3, 0, (1.5, 1.75), 1.5,
+        "stop", None, 2.0, None, tuple(steps), placed, moves, {7: 20, 8: 4}, (8,),
+    )  # fmt: skip
+
+
 ENGINE = (
     st.builds(Hello, st.text(), st.just(INFO), st.none() | IDS, STATE, LIMITS, REPORTS)
     | st.builds(Report, IDS, REPORTS)
@@ -144,6 +173,8 @@ ENGINE = (
     | st.builds(Outputs, st.lists(DELTAS, max_size=3).map(tuple), st.dictionaries(IDS, METRICS, max_size=2))
     | st.builds(Refused, IDS, FAILURE)
     | st.builds(Answer, IDS, st.booleans(), st.none() | FAILURE)
+    | st.builds(RecentAnswer, IDS, st.builds(Recent, IDS, st.lists(EVENTS).map(tuple), st.lists(ENDED).map(tuple)))
+    | st.builds(LifeAnswer, IDS, st.none() | st.builds(life, st.lists(STEPS, max_size=3)))
 )
 
 

@@ -36,6 +36,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.timeout(1500)  # compiles a model for each key
 @pytest.mark.parametrize(
     ("family", "computed"),
     cases([(family, False) for family in BARE], [(family, True) for family in SMALL_ONES], apart=True),

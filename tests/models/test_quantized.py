@@ -15,11 +15,13 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
 from jaxserve.models.layers import Info
+from jaxserve.models.names import renamed
 from jaxserve.models.narrow import SCALE, dequantize, quantize
 from jaxserve.models.packed.methods import read
 from jaxserve.models.quantization import FLAG, Quantization
@@ -70,15 +72,36 @@ def save(folder: Path, family: str, changes: dict[str, Any]) -> Tensors:
     return load_file(file)
 
 
-SAMPLE = [("qwen2 tied, yarn", "int8", (2,)), ("qwen3-moe", "fp8", (4,)), ("opt", "fp8_per_block", (1,))]
+def parts_of(folder: Path, spec: ModelSpec) -> Tensors:
+    """Return a checkpoint's tensors by the names of `spec`: some families store several weights in one tensor."""
+    infos = jax.tree.leaves(registry.abstract_weights(spec, "float32"), is_leaf=lambda x: isinstance(x, Info))
+    wanted = {source.name: source.shape for info in infos for source in info.sources}
+    (file,) = folder.glob("*.safetensors")
+    with safe_open(file, "np") as held:
+        found = renamed(dict.fromkeys(held.keys(), (file, held)), wanted)
+        return {name: np.array(part.get_tensor(name)) for name, (_, part) in found.items()}
+
+
+SAMPLE = [
+    ("qwen2 tied, yarn", "int8", (2,)),
+    ("qwen3-moe", "fp8", (4,)),
+    ("opt", "fp8_per_block", (1,)),
+    ("phi3", "fp8_per_block", (2,)),
+]
+    ("qwen2 tied, yarn", "int8", (2,)),
+    ("qwen3-moe", "fp8", (4,)),
+    ("opt", "fp8_per_block", (1,)),
+    ("phi3", "fp8_per_block", (2,)),
+]
 # Experts of gpt-oss lie [in, out] in one tensor and are never kept in 8 bits.
 EVERY = product([case for case in MODELS if not case.startswith("gpt-oss")], FLAG, [(1, 2, 4)])
 
 
 @pytest.mark.parametrize(("case", "name", "tps"), cases(SAMPLE, EVERY, apart=True))
 def test_the_flag_computes_with_the_rounded_weights(tmp_path: Path, case: str, name: str, tps: tuple[int, ...]) -> None:
-    tensors = save(tmp_path, *MODELS[case])
+    save(tmp_path, *MODELS[case])
     spec, how = registry.load_spec(tmp_path), FLAG[name]
+    tensors = parts_of(tmp_path, spec)
     names = narrow_names(spec, how)
     assert names, "no weight is quantized"
     mine = {tp: logits(tmp_path, spec.quantized_as(name), tp) for tp in tps}
@@ -114,9 +137,13 @@ def as_fp8(folder: Path, tensors: Tensors, how: Quantization) -> Tensors:
     return plain | {name: dequantize(held[name], held[name + SCALE], how.block) for name in linear}
 
 
-FP8_SAMPLE = [("minimax-m2", ODD, (4,)), ("deepseek-v3", ODD, (2,))]
+FP8_SAMPLE = [
+    ("minimax-m2", ODD, (4,)),
+    ("minimax-m2", (128, 128), (2,)),  # one block each
+    ("minimax-m2", (4, 8), (2,)),  # of 32 inputs: as many blocks as outputs, as in DeepSeek-V3's o_proj
+    ("deepseek-v3", ODD, (2,)),
+]
 FP8_EVERY = [
-    ("minimax-m2", (128, 128), (1, 2, 4)),
     ("deepseek-v2-lite", ODD, (1, 4)),
     ("qwen3, own head_dim", ODD, (1, 2, 4)),
 ]

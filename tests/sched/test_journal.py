@@ -115,8 +115,8 @@ def test_what_was_asked_is_journaled_whole() -> None:
     """A new field of NewRequest needs no line in the journal."""
     asked = NewRequest(
         (5,) * 9, SamplingParams(max_tokens=2, stop=["x"]), SLO(1.0, 0.5, stages=((THINKING, 0.1),)), priority=3,
-        tier="gold", key="mine", salt=b"s", session="a session", waited=1.0, progress=Progress((7,), 0.2, 0.1),
-        handed_over=True, kv_from="unix:/there", kv_tokens=8,
+        tier="gold", key="mine", client="me", salt=b"s", session="a session", waited=1.0,
+        progress=Progress((7,), 0.2, 0.1), handed_over=True, kv_from="unix:/there", kv_tokens=8,
     )  # fmt: skip
     plain = NewRequest((), SamplingParams(), SLO())
     secret = ("prompt", "salt", "waited", "progress")

@@ -44,7 +44,7 @@ def test_the_schema_is_valid(plain):
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", "/v1/moderations"), ("GET", "/"), ("POST", "/v1/images"), ("GET", "/v1/chat")]
+    ("method", "path"), [("POST", "/v1/moderations"), ("GET", "/v2"), ("POST", "/v1/images"), ("GET", "/v1/chat")]
 )
 def test_unknown_routes_list_the_known_ones(plain, method, path):
     answer = plain.http.request(method, path)

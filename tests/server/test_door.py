@@ -103,6 +103,7 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
 def test_the_state_before_and_after(starts: Made) -> None:
     one = starts()
     assert one.http.get("/livez").status_code == one.http.head("/livez").status_code == 200
+    assert one.http.get("/").status_code == one.http.get("/dashboard/app.js").status_code == 200
     for path in ("/health", "/readyz", "/ping"):
         assert error(one.http.get(path), 503)["code"] == "starting"
     assert one.http.head("/health").status_code == one.http.post("/ping").status_code == 503

@@ -162,6 +162,9 @@ def main(args: argparse.Namespace) -> int:
             print(f"wrote {path}")
     if recorder is not None:
         timeline.tell(args, recorder, reports[0].measured)
+        timeline.show(
+            args, recorder, f"{reports[0].policy} at {reports[0].rate:g}/s, {title}, simulated", reports[0].measured
+        )
     return 130 if interrupted else 0
 
 
@@ -211,12 +214,12 @@ def _study(args: argparse.Namespace) -> Study:
 
 
 def _recorder(args: argparse.Namespace, study: Study) -> Recorder | None:
-    """Return a recorder if a timeline or an explanation is requested."""
-    asked = args.timeline is not None or args.explain is not None
+    """Return a recorder if a timeline, an explanation or the dashboard is requested."""
+    asked = any(flag is not None for flag in (args.timeline, args.explain, args.dashboard))
     if asked and (study.cases != 1 or args.goodput):
         raise InvalidValue(
-            "--timeline and --explain need a single simulation: one policy, one rate, one seed, and no --goodput; "
-            f"this is {'a search' if args.goodput else f'{study.cases} simulations'}",
+            "--timeline, --explain and --dashboard need a single simulation: one policy, one rate, one seed, and no "
+            f"--goodput; this is {'a search' if args.goodput else f'{study.cases} simulations'}",
             "timeline",
         )
     return timeline.recorder_of(args)

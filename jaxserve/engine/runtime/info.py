@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from jaxserve.engine.runtime.activity import Activity
 from jaxserve.engine.runtime.classes import PHASES, ClassStats
 from jaxserve.engine.runtime.gc_control import EDGES
 from jaxserve.engine.runtime.headroom import Headroom
@@ -70,6 +71,7 @@ class InstanceStats:
     backlog_tokens: int = gauge("prefill_backlog_tokens", "Prompt tokens that are still to be computed.")
     headroom: Headroom = within(Headroom, default_factory=Headroom)
     pages_pinned: int = gauge("session_pinned_pages", "Cached KV pages that sessions keep between turns.")
+    activity: Activity = field(default_factory=Activity)  # of the last `measure`
 
     DERIVED: ClassVar = (
         Metric(GAUGE, "kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", attribute="usage"),

@@ -17,6 +17,7 @@ from jaxserve.engine.memory import kv
 from jaxserve.engine.programs.inputs import LADDER
 from jaxserve.engine.programs.mesh import MeshPlan, plan_of, sub_meshes
 from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.runtime.flight_recorder import FlightRecorder
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo
 from jaxserve.engine.startup import environment, objectives, processors, profile
 from jaxserve.engine.startup.build import ExecutorConfig, LoadWeights, build_early, from_folder, random_init
@@ -67,6 +68,7 @@ SCHEDULING = frozenset(
         "kv_disk",
         "kv_disk_size",
         "journal",
+        "dashboard",
         "ttft_slo",
         "tpot_slo",
         "slo_tiers",
@@ -115,19 +117,22 @@ class Machine:
             file = Path(config.journal).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
             self._journal = Journal(file, _journal_stopped)
 
-    def cluster(self, finished: Callable[[Request], None]) -> Cluster:
-        """Create a new cluster over the executors."""
+    def cluster(self, finished: Callable[[Request], None], recorder: FlightRecorder | None = None) -> Cluster:
+        """Create a new cluster over the executors, recorded by `recorder`."""
         config = self.config
         instances = []
         for executor, role in zip(self.executors, self._mesh.roles, strict=True):
+            journal = self._log(executor.name, role)
             scheduler = Scheduler(
                 policies.make(config.decides),
                 self.recipe.make(),
                 self.limits,
                 role,
                 prefix_caching=config.enable_prefix_caching,
-                log=self._log(executor.name, role),
+                log=journal if recorder is None else recorder.instance(executor.name, journal),
             )
+            if recorder is not None:
+                recorder.attach(executor.name, scheduler)
             instances.append(Instance(executor.name, scheduler, executor))
         admits = admission.make(config.admission)
         places = routing.make(policies.routing(config.policy, config.routing), admits)

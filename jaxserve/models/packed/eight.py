@@ -84,7 +84,7 @@ def _views(how: Quantization | None, size: int, scale: str, parts: Parts) -> dic
     shape, dtype = parts.shape(scale), parts.dtype(scale)
     groups = shape[1] if len(shape) == 2 else 1
     if how is not None:
-        wanted = (outputs, 1) if int(np.prod(shape)) in (1, outputs) else shape
+        wanted = (outputs, 1) if how.block is None and int(np.prod(shape)) in (1, outputs) else shape
         return {
             ".weight": parts.computed((outputs, inputs), parts.dtype(".weight"), _symmetric),
             INVERSE: parts.computed(wanted, dtype, lambda read: _for_each(read[scale], wanted)),

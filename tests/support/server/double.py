@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from jaxserve.engine.runtime.flight_recorder import Recent, RequestLife
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Stats
 from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
 from jaxserve.outputs import RequestMetrics
@@ -48,6 +49,8 @@ class Double:
         self.writes: list[int] = []  # tokens of the outputs, instead of the prompt's
         self.submitted: list[Request] = []
         self.cancelled: dict[int, str] = {}
+        self.history = Recent(0)  # what the flight recorder would have
+        self.lives: dict[int, RequestLife] = {}  # likewise
         self._over: dict[int, Request] = {}
         self._running: set[int] = set()
         self._left: dict[int, threading.Event] = {}
@@ -135,6 +138,18 @@ class Double:
 
     async def refresh(self) -> None:
         """Do nothing: `stats` is of now."""
+
+    async def recent(self, since: int) -> Recent:
+        """Return what a test has recorded, after `since`."""
+        events, requests = self.history.events, self.history.requests
+        return self.history._replace(
+            events=tuple(one for one in events if one.number > since),
+            requests=tuple(one for one in requests if one.number > since),
+        )
+
+    async def life(self, id: int, client: str | None) -> RequestLife | None:
+        found = self.lives.get(id)
+        return found if found is not None and client in (None, found.client) else None
 
     def stats(self) -> Stats:
         running = len(self._running)

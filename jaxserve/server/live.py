@@ -1,0 +1,182 @@
+"""The feed of snapshots: made once for all viewers, and only while there are viewers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife
+from jaxserve.engine.runtime.info import Stats
+from jaxserve.fleet.replicas import Replicas
+from jaxserve.server.failures import Refused
+from jaxserve.server.keys import Keys
+from jaxserve.server.snapshot import LATELY, Reading, present_request, snapshot
+from jaxserve.server.sse import Dialect
+
+PERIOD = 1.0  # seconds between two snapshots
+UNREAD = 8  # snapshots that may wait for a viewer; with one more, its stream ends
+VIEWERS = 100  # at a time
+KEPT = 2000  # ended requests in `lately`, at most
+EVENTS = 100  # latest events in a snapshot, at most
+ALONE = -1  # number of the replica of a server with one engine
+
+
+class Served(Protocol):
+    """What the feed needs of a service."""
+
+    engine: Any
+    keys: Keys
+    config: ServeConfig
+    draining: bool
+
+
+class Encoded(Dialect):
+    """Writes objects that hold their event, encoded once for all viewers."""
+
+    end = b""
+
+    def item(self, data: Mapping[str, Any]) -> bytes:
+        encoded: bytes = data["event"]
+        return encoded
+
+
+class Viewer:
+    """One viewer. Writer: the LiveFeed."""
+
+    def __init__(self, client: str | None) -> None:
+        self.client = client  # sees what is its own; None: everything
+        self.waiting: asyncio.Queue[bytes | None] = asyncio.Queue(UNREAD)
+        self.ended = asyncio.Event()  # it does not read, or the server ends
+
+
+class LiveFeed:
+    """Takes snapshots every PERIOD while there are viewers. Writer: the server's event loop."""
+
+    def __init__(self, service: Served) -> None:
+        self._service = service
+        self._viewers = set[Viewer]()
+        self._task: asyncio.Task[None] | None = None
+        self._numbers: dict[int, int] = {}  # of the last Recent of each replica
+        self._lately: deque[tuple[float, EndedRequest]] = deque(maxlen=KEPT)
+        self._before: tuple[float, Stats] | None = None
+
+    @property
+    def viewers(self) -> int:
+        """The number of viewers."""
+        return len(self._viewers)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no snapshots are made, because there are no viewers."""
+        return self._task is None or self._task.done()
+
+    def client(self, name: str) -> str | None:
+        """Return whose requests the client of an API key sees: its own if there are several, else None for all."""
+        return name if len(self._service.keys.names) > 1 else None
+
+    def join(self, client: str | None) -> Viewer:
+        """Add a viewer, whose `stream` must be read. Raises Refused (429) for one too many."""
+        if len(self._viewers) >= VIEWERS:
+            text = f"{len(self._viewers)} viewers, the most that this server has at a time: try again later"
+            raise Refused(429, text, code="too_many_viewers", retry_after=5.0)
+        viewer = Viewer(client)
+        self._viewers.add(viewer)
+        if self.idle:
+            self._task = asyncio.ensure_future(self._run())
+        return viewer
+
+    async def stream(self, viewer: Viewer) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the snapshots of a viewer, for `Encoded`."""
+        try:
+            while (encoded := await viewer.waiting.get()) is not None:
+                yield {"event": encoded}
+        finally:
+            self._viewers.discard(viewer)
+
+    async def _run(self) -> None:
+        try:
+            while self._viewers and not self._service.draining:
+                self._send_all(await self._read())
+                await asyncio.sleep(PERIOD)
+        finally:
+            for viewer in list(self._viewers):  # a stream must not hold up the end of the server
+                self._send(viewer, None)
+            self._before = None
+
+    def _send_all(self, reading: Reading) -> None:
+        encoded: dict[str | None, bytes] = {}
+        for viewer in list(self._viewers):
+            if viewer.client not in encoded:
+                encoded[viewer.client] = self._encoded(reading, viewer.client)
+            self._send(viewer, encoded[viewer.client])
+
+    def _send(self, viewer: Viewer, encoded: bytes | None) -> None:
+        try:
+            viewer.waiting.put_nowait(encoded)
+        except asyncio.QueueFull:
+            viewer.ended.set()
+            self._viewers.discard(viewer)
+
+    def _encoded(self, reading: Reading, client: str | None) -> bytes:
+        service = self._service
+        made = snapshot(reading, service.engine.info, service.config.names[0], client)
+        return b"data: " + msgspec.json.encode(made) + b"\n\n"
+
+    async def _read(self) -> Reading:
+        engine = self._service.engine
+        await engine.refresh()
+        found = await recent(engine, self._numbers)
+        now, clock, stats = time.time(), time.monotonic(), engine.stats()
+        events, ended = list[tuple[int, Event]](), list[tuple[int, EndedRequest]]()
+        for replica, one in found.items():
+            self._numbers[replica] = one.number
+            events += ((replica, event) for event in one.events)
+            ended += ((replica, request) for request in one.requests)
+        events.sort(key=lambda event: -event[1].ago)
+        ended.sort(key=lambda request: -request[1].ago)
+        self._lately.extend((now - request.ago, request) for _, request in ended)
+        while self._lately and self._lately[0][0] < now - LATELY:
+            self._lately.popleft()
+        at, before = self._before or (clock, None)
+        self._before = clock, stats
+        return Reading(now, clock - at, stats, before, events[-EVENTS:], ended, tuple(self._lately))
+
+
+async def recent(engine: Any, since: Mapping[int, int]) -> dict[int, Recent]:
+    """Return what has happened, by the number of the replica, since the numbers that earlier ones had."""
+    if not isinstance(engine, Replicas):
+        return {ALONE: await engine.recent(since.get(ALONE, 0))}
+    engines = dict(engine.engines)
+    numbers = {at: ALONE if engine.members.slots == 1 else at for at in engines}
+    found = await asyncio.gather(*(one.recent(since.get(numbers[at], 0)) for at, one in engines.items()))
+    return dict(zip(numbers.values(), found, strict=True))
+
+
+async def present_requests(engine: Any, client: str | None, limit: int) -> dict[str, Any]:
+    """Return the latest ended requests that a client sees, newest first."""
+    found, now = await recent(engine, {}), time.time()
+    each = [(one.ago, replica, one) for replica, part in found.items() for one in part.requests]
+    seen = sorted((one for one in each if client is None or one[2].client == client), key=lambda one: one[0])
+    return {"object": "list", "data": [present_request(now, replica, one) for _, replica, one in seen[:limit]]}
+
+
+async def life_of(engine: Any, id: str, client: str | None) -> RequestLife:
+    """Return what is known of a request. Raises Refused (404) for one that is unknown, or not the client's."""
+    replica, dash, number = id.rpartition("-")
+    at = int(replica) if replica.isdigit() else ALONE
+    found: RequestLife | None = None
+    if number.isdigit() and len(number) < 19 and bool(dash) == (at != ALONE):
+        if not isinstance(engine, Replicas):
+            found = await engine.life(int(number), client) if at == ALONE else None
+        elif (one := engine.engines.get(0 if at == ALONE else at)) is not None:
+            found = await one.life(int(number), client)
+    if found is None:
+        text = f"no request {id!r:.40} is recorded: see GET /v1/requests for those that are"
+        raise Refused(404, text, code="request_not_found")
+    return found
