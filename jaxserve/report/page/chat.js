@@ -159,6 +159,7 @@ export class Chat {
     } finally {
       stop.removeEventListener("click", cancel);
       stop.disabled = true;
+      log.scrollTop = log.scrollHeight;
     }
     return text.textContent;
   }

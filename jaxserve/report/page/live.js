@@ -1,7 +1,7 @@
 // What the server does now: tables, plots of the last minutes, and events as they happen.
 
 import { clock, element, get, percent, replace, seconds } from "./format.js";
-import { lines, scatter } from "./plots.js";
+import { lines, scatter, slacks } from "./plots.js";
 
 const MINUTES = 5;
 const POINTS = 300; // requests in the plot of predictions
@@ -112,9 +112,7 @@ export class Live {
     const share = series((one) => one?.attainment ?? null);
     lines(get("plot-attainment"), "Share of requests on time, by class", share, { ...common, ys: [0, 1], formatY: percent });
     const slack = series((one) => one?.ttft_slack ?? null);
-    const values = [...slack.values()].flat().map(([, value]) => value).filter((value) => value !== null);
-    const ys = [Math.min(-0.1, ...values), Math.max(0.1, ...values)];
-    lines(get("plot-slack"), "Median TTFT slack, by class", slack, { ...common, ys, formatY: seconds, zero: true });
+    slacks(get("plot-slack"), "Median TTFT slack, by class", slack, { ...common, formatY: seconds });
     scatter(get("plot-ttft"), "Measured over predicted TTFT", this.points, seconds);
     const rates = new Map(["prompt", "generated"].map((name) =>
       [name, this.history.map((one) => [one.time, one.rates[`${name}_tokens`]])]));

@@ -58,6 +58,20 @@ function frame(xs, ys, formatX, formatY) {
   return { x, y, shapes };
 }
 
+// A scale of seconds of either sign, on which 10 ms and a minute can both be seen.
+const SMALLEST = 0.01;
+const compress = (value) => Math.sign(value) * Math.log10(1 + Math.abs(value) / SMALLEST);
+const expand = (value) => Math.sign(value) * SMALLEST * (10 ** Math.abs(value) - 1);
+
+// Draws seconds of either sign on a logarithmic axis, with a line at zero.
+export function slacks(parent, label, series, { xs, formatX, formatY }) {
+  const points = (each) => each.map(([at, value]) => [at, value === null ? null : compress(value)]);
+  const made = new Map([...series].map(([name, each]) => [name, points(each)]));
+  const values = [...made.values()].flat().map(([, value]) => value).filter((value) => value !== null);
+  const ys = [Math.min(compress(-0.1), ...values), Math.max(compress(0.1), ...values)];
+  lines(parent, label, made, { xs, ys, formatX, formatY: (value) => formatY(expand(value)), zero: true });
+}
+
 // Draws lines: series is a map from a name to [[x, y], ...], where y may be null.
 export function lines(parent, label, series, { xs, ys, formatX, formatY, zero = false }) {
   const { x, y, shapes } = frame(xs, ys, formatX, formatY);
