@@ -13,6 +13,13 @@ from contextlib import contextmanager
 
 from tests.support.timing import PATIENCE
 
+# Makes standard input the controlling terminal, so that Ctrl-C is a signal. In the child: jax forbids to fork here.
+OWN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
 
 class Terminal:
     """What a process shows, and the keys that it gets. Writer of `shown`: `until`."""
@@ -48,11 +55,10 @@ def terminal(*words: str) -> Iterator[Terminal]:
     """Run `python -m jaxserve` with these words in a terminal."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-    command = [sys.executable, "-m", "jaxserve", *words]
+    command = [sys.executable, "-c", OWN_TERMINAL, "-m", "jaxserve", *words]
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
-        preexec_fn=_own_terminal,
-    )  # fmt: skip
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
     os.close(theirs)
     try:
         yield Terminal(process, ours)
@@ -60,11 +66,3 @@ def terminal(*words: str) -> Iterator[Terminal]:
         process.kill()
         process.wait()
         os.close(ours)
-
-
-def _own_terminal() -> None:
-    """Make standard input the controlling terminal, so that Ctrl-C is a signal."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
