@@ -63,7 +63,7 @@ class LiveFeed:
         self._viewers = set[Viewer]()
         self._task: asyncio.Task[None] | None = None
         self._numbers: dict[int, int] = {}  # of the last Recent of each replica
-        self._lately: deque[tuple[float, EndedRequest]] = deque(maxlen=KEPT)
+        self._lately: deque[tuple[float, EndedRequest]] = deque(maxlen=KEPT)  # with the monotonic time of the end
         self._before: tuple[float, Stats] | None = None
 
     @property
@@ -140,12 +140,13 @@ class LiveFeed:
             ended += ((replica, request) for request in one.requests)
         events.sort(key=lambda event: -event[1].ago)
         ended.sort(key=lambda request: -request[1].ago)
-        self._lately.extend((now - request.ago, request) for _, request in ended)
-        while self._lately and self._lately[0][0] < now - LATELY:
+        self._lately.extend((clock - request.ago, request) for _, request in ended)
+        while self._lately and self._lately[0][0] < clock - LATELY:
             self._lately.popleft()
         at, before = self._before or (clock, None)
         self._before = clock, stats
-        return Reading(now, clock - at, stats, before, events[-EVENTS:], ended, tuple(self._lately))
+        lately = tuple(request for _, request in self._lately)
+        return Reading(now, clock - at, stats, before, events[-EVENTS:], ended, lately)
 
 
 async def recent(engine: Any, since: Mapping[int, int]) -> dict[int, Recent]:

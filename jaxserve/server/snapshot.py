@@ -25,7 +25,7 @@ class Reading(NamedTuple):
     before: Stats | None
     events: Sequence[tuple[int, Event]]  # since then
     ended: Sequence[tuple[int, EndedRequest]]  # since then
-    lately: Sequence[tuple[float, EndedRequest]]  # of the last LATELY seconds, with the Unix time of the end
+    lately: Sequence[EndedRequest]  # of the last LATELY seconds
 
 
 def public_id(replica: int, request: int) -> str:
@@ -55,7 +55,7 @@ def snapshot(reading: Reading, info: EngineInfo, model: str, client: str | None 
         "instances": [_instance(one) for one in reading.stats.instances],
         "classes": _classes(reading),
         "rates": _rates(reading),
-        "ttft": _ttft([one for _, one in reading.lately]),
+        "ttft": _ttft(reading.lately),
         "events": [_event(reading.at, replica, event, client) for replica, event in reading.events],
         "counts": _counts(reading.stats),
         "requests": [
@@ -101,7 +101,7 @@ def _classes(reading: Reading) -> dict[str, Any]:
         waiting.update(instance.activity.waiting)
         running.update(instance.activity.running)
     ended: dict[str, list[EndedRequest]] = {}
-    for _, one in reading.lately:
+    for one in reading.lately:
         if one.reason != "abort":
             ended.setdefault(one.class_, []).append(one)
     names = sorted({*waiting, *running, *ended, *reading.stats.classes})

@@ -22,6 +22,7 @@ SHOWN = {  # what reads the time of day, and for what
     "jaxserve/server/door.py": "`created` of models",
     "jaxserve/server/answers.py": "`created` of answers",
     "jaxserve/server/app.py": "`created` of models",
+    "jaxserve/server/live.py": "the time of a snapshot, of events and of ended requests",
     "jaxserve/server/responses/writer.py": "`completed_at`",
     "jaxserve/engine/runtime/kv_events.py": "the time of an event, as in vLLM",
     "jaxserve/kv/direct.py": "when jax drops an offer of KV that was not fetched; it takes no other time",
