@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from urllib.parse import urlsplit
 
-from jaxserve.errors import InvalidValue
+from jaxserve.settings.operations import check_url
 
 KEY = "JAXSERVE_API_KEY"
 
@@ -24,13 +23,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 def base_url(text: str) -> str:
     """Return the address without a final /v1. Raises InvalidValue if it is none."""
     url = text if "://" in text else f"http://{text}"
-    try:
-        parts = urlsplit(url)
-        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        fine = False
-    if not fine:
-        raise InvalidValue(f"url={text!r} must be http://HOST[:PORT] or https://...", "url")
+    check_url(url, "url", "http://HOST[:PORT]")
     return url.rstrip("/").removesuffix("/v1")
 
 

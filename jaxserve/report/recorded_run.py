@@ -6,9 +6,10 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf, isfinite
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
+from jaxserve.report.snapshot_form import LATELY, Outcome, number, present_class
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.journal import REHEARSAL
 from jaxserve.sched.metrics import Measured, measure, stage_allowance
@@ -17,7 +18,6 @@ from jaxserve.sched.sim.timeline import decodes, prompt_lengths
 from jaxserve.version import __version__
 
 SNAPSHOTS = 240
-LATELY = 60.0  # seconds that attainment and slack are over, as on a server
 UNNAMED = "all"  # class of requests that have none
 NONE: Mapping[int, str] = {}
 
@@ -112,8 +112,8 @@ class _Run:
         return {
             "prefill_tokens": prefill,
             "decodes": sum(decodes(span, self._lengths) for span in spans),
-            "predicted": _number(stretch.end - stretch.start),
-            "left": _number(stretch.end - at),
+            "predicted": number(stretch.end - stretch.start),
+            "left": number(stretch.end - at),
         }
 
     def _classes(self, at: float) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class _Run:
     def _ttft(self, at: float) -> dict[str, Any]:
         lately = self.ended[bisect_right(self._ends, at - LATELY) : bisect_right(self._ends, at)]
         measured = [ttft for one in lately if isfinite(ttft := self._measured[one.id].ttft)]
-        return {"predicted": None, "measured": _number(mean(measured)) if measured else None, "requests": len(measured)}
+        return {"predicted": None, "measured": number(mean(measured)) if measured else None, "requests": len(measured)}
 
     def _counts(self, requests: int, events: int) -> dict[str, int]:
         kinds = Counter(event["kind"] for event in self._events[:events])
@@ -191,11 +191,11 @@ class _Run:
             "ended": round(_end_of(one) - self.begin, 6),
             "prompt_tokens": measured.prompt,
             "output_tokens": measured.output,
-            "waited": _number(inf if one.scheduled_at is None else one.scheduled_at - one.arrival),
-            "ttft": _number(measured.ttft),
-            "tpot": _number(measured.tpot),
-            "ttft_slo": _number(one.slo.ttft),
-            "tpot_slo": _number(one.slo.tpot),
+            "waited": number(inf if one.scheduled_at is None else one.scheduled_at - one.arrival),
+            "ttft": number(measured.ttft),
+            "tpot": number(measured.tpot),
+            "ttft_slo": number(one.slo.ttft),
+            "tpot_slo": number(one.slo.tpot),
             "predicted_ttft": None,
             "attained": measured.attained,
             "finish_reason": one.finish_reason,
@@ -214,19 +214,9 @@ def _by_instance(several: Iterable[Any]) -> Mapping[str, list[Any]]:
 
 
 def _attainment(ended: Sequence[tuple[Request, Measured]]) -> dict[str, Any]:
-    promised = [(request, measured) for request, measured in ended if measured.promised]
-    return {
-        "ended": len(ended),
-        "attainment": round(mean(measured.attained for _, measured in promised), 4) if promised else None,
-        "ttft_slack": _median(request.slo.ttft - measured.ttft for request, measured in promised),
-        "tpot_slack": _median(request.slo.tpot - measured.tpot for request, measured in promised),
-    }
-
-
-def _median(values: Iterable[float]) -> float | None:
-    known = [value for value in values if isfinite(value)]
-    return _number(median(known)) if known else None
-
-
-def _number(value: float) -> float | None:
-    return round(value, 6) if isfinite(value) else None
+    outcomes = (
+        Outcome(measured.attained, request.slo.ttft - measured.ttft, request.slo.tpot - measured.tpot)
+        for request, measured in ended
+        if measured.promised
+    )
+    return present_class(len(ended), outcomes)

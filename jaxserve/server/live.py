@@ -14,9 +14,10 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife
 from jaxserve.engine.runtime.info import Stats
 from jaxserve.fleet.replicas import Replicas
+from jaxserve.report.snapshot_form import LATELY
 from jaxserve.server.failures import Refused
 from jaxserve.server.keys import Keys
-from jaxserve.server.snapshot import LATELY, Reading, present_request, snapshot
+from jaxserve.server.snapshot import Reading, present_request, snapshot
 from jaxserve.server.sse import Dialect
 
 PERIOD = 1.0  # seconds between two snapshots

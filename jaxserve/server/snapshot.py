@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import isfinite
-from statistics import mean, median
+from statistics import mean
 from typing import Any, NamedTuple
 
 from jaxserve.engine.runtime.activity import RunningStep
 from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event
 from jaxserve.engine.runtime.info import EngineInfo, InstanceStats, Stats
+from jaxserve.report.snapshot_form import Outcome, number, present_class
 from jaxserve.version import __version__
-
-LATELY = 60.0  # seconds that attainment, slack and TTFT are over
 
 
 class Reading(NamedTuple):
@@ -111,13 +110,10 @@ def _classes(reading: Reading) -> dict[str, Any]:
 
 
 def _attainment(ended: Sequence[EndedRequest]) -> dict[str, Any]:
-    promised = [one for one in ended if isfinite(one.slo_ttft) or isfinite(one.slo_tpot)]
-    return {
-        "ended": len(ended),
-        "attainment": round(mean(one.attained for one in promised), 4) if promised else None,
-        "ttft_slack": _median(one.slo_ttft - one.ttft for one in promised),
-        "tpot_slack": _median(one.slo_tpot - one.tpot for one in promised),
-    }
+    outcomes = (
+        Outcome(one.attained, one.slo_ttft - one.ttft, one.slo_tpot - one.tpot) for one in ended if one.promised
+    )
+    return present_class(len(ended), outcomes)
 
 
 def _rates(reading: Reading) -> dict[str, float | None]:
@@ -184,13 +180,3 @@ def present_request(at: float, replica: int, one: EndedRequest) -> dict[str, Any
         "attained": one.attained,
         "finish_reason": one.reason,
     }
-
-
-def number(value: float) -> float | None:
-    """Return a time in seconds to a microsecond; None if it is not finite, which JSON cannot say."""
-    return round(value, 6) if isfinite(value) else None
-
-
-def _median(values: Iterable[float]) -> float | None:
-    known = [value for value in values if isfinite(value)]
-    return number(median(known)) if known else None

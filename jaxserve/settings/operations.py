@@ -146,7 +146,7 @@ def listed(given: tuple[str, ...], name: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check_url(url: str, name: str) -> None:
+def check_url(url: str, name: str, form: str = "http://HOST[:PORT]/PATH") -> None:
     """Raise InvalidValue for a URL that is not http or https with a host."""
     try:
         parts = urlsplit(url)
@@ -154,4 +154,4 @@ def check_url(url: str, name: str) -> None:
     except ValueError:
         fine = False
     if not fine:
-        raise InvalidValue(f"{name}={short(url)} must be http://HOST[:PORT]/PATH or https://...", name)
+        raise InvalidValue(f"{name}={short(url)} must be {form} or https://...", name)

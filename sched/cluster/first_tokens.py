@@ -58,7 +58,7 @@ def waits(request: Request, one: InstanceView, now: float) -> Waits:
         return Waits(begun, ahead, lost, float(work[~before].sum()), float(alone[0]))
     queued = promised(rows, rows.remaining - np.minimum(rows.hit, rows.remaining - 1))
     load, most = decode_load(view.decode), max(1, view.limits.tokens - len(view.decode))
-    bound = max(mixed_bound(view, SHARE, SHARE, SHARE), PRESSED * view.perf.step_time(load))
+    bound = max(mixed_bound(view, gap=SHARE, share=SHARE, stretch=SHARE), PRESSED * view.perf.step_time(load))
     tokens = own + int(queued.sum())
     chunk = largest_chunk(view.perf.step_time, load, context, min(tokens, most), bound) or min(tokens, most, GRID)
     each = view.perf.step_time(load.add_chunk(chunk, context))

@@ -61,7 +61,7 @@ def beside(view: View, grants: tuple[Grant, ...], decode: tuple[Grant, ...]) -> 
     context = view.decode.context
     if len(chosen) < len(view.decode):
         context = context[[row.id in chosen for row in view.decode]]
-    load, bound = load_of(context), mixed_bound(view, SHARE, SHARE)
+    load, bound = load_of(context), mixed_bound(view, gap=SHARE, share=SHARE)
     cut, joint = piggyback(view, grants, load, bound)
     if not cut:
         cut, joint = piggyback(

@@ -148,7 +148,8 @@ class Deflect(LeastWork):
     def _host(self, one: InstanceView, start: float) -> Host:
         view = one.view(start, start)
         queue = float(view.prefill.remaining.sum()) if len(view.prefill) else 0.0
-        free, bound = view.free_pages * one.limits.page_size, mixed_bound(view, self._share, self._share, self._share)
+        free = view.free_pages * one.limits.page_size
+        bound = mixed_bound(view, gap=self._share, share=self._share, stretch=self._share)
         return Host(start, free, queue, bound, decode_load(view.decode), view.perf, one.limits.tokens)
 
 

@@ -148,8 +148,7 @@ def test_keys_stop_an_answer_and_leave() -> None:
         shown.type("\x03")
         shown.until("stopped")
         shown.until("> ")
-        shown.type("\x03")
-        shown.until("Ctrl-D or /exit leaves")
+        shown.interrupt("Ctrl-D or /exit leaves")
         shown.until("> ")
         shown.type("\x04")
         assert shown.status() == 0

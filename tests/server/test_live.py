@@ -182,7 +182,7 @@ def test_a_snapshot_is_made_once_for_all_viewers(server: Live, monkeypatch: pyte
         assert all(len(each) == 5 for each in times)
         assert made[0] - before < 50 * 5, "fewer than one for each viewer"
     server.http = httpx.Client(base_url=server.url, timeout=60)
-    until(lambda: server.service.live.idle)  # so nothing is made while nobody looks
+    until(lambda: server.service.live.idle)  # so nothing is made without viewers
 
 
 def viewers(server: Live) -> int:

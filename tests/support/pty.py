@@ -32,15 +32,28 @@ class Terminal:
 
     def until(self, text: str) -> None:
         """Read until a text is shown after those that were waited for before; fails if it never is."""
+        assert self._shows(text, PATIENCE), self.shown
+
+    def interrupt(self, text: str) -> None:
+        """Type Ctrl-C until a text is shown: CPython's `input` misses a signal just after its prompt."""
         end = time.monotonic() + PATIENCE
+        self.type("\x03")
+        while not self._shows(text, 1.0):
+            assert time.monotonic() < end, self.shown
+            self.type("\x03")
+
+    def _shows(self, text: str, seconds: float) -> bool:
+        end = time.monotonic() + seconds
         while (at := self.shown.find(text, self._seen)) < 0:
             ready, _, _ = select.select([self._file], [], [], max(0.0, end - time.monotonic()))
-            assert ready, self.shown
+            if not ready:
+                return False
             try:
                 self.shown += os.read(self._file, 65536).decode(errors="replace")
             except OSError as error:  # the process has left
                 raise AssertionError(f"ended before {text!r}: {self.shown}") from error
         self._seen = at + len(text)
+        return True
 
     def type(self, keys: str) -> None:
         os.write(self._file, keys.encode())

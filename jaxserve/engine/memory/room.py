@@ -46,14 +46,18 @@ def whole_memory() -> int:
     return whole
 
 
+def weight_bytes(spec: ModelSpec, dtype: Any, tp: int) -> int:
+    """Return the bytes of a model's weights on one device of `tp`."""
+    infos = jax.tree.leaves(abstract_weights(spec, dtype), is_leaf=is_info)
+    return sum(info.size_per_device(tp) * jnp.dtype(info.dtype).itemsize for info in infos)
+
+
 def check_weights(spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh]) -> None:
     """Raise InvalidValue if the weights are larger than the memory that they have to lie in, before any is made.
 
     Equal meshes share their weights. What else needs memory is counted when the weights are there.
     """
-    tp, own = meshes[0].size, set(jax.local_devices())
-    infos = jax.tree.leaves(abstract_weights(spec, dtype), is_leaf=is_info)
-    each = sum(info.size_per_device(tp) * jnp.dtype(info.dtype).itemsize for info in infos)
+    each, own = weight_bytes(spec, dtype, meshes[0].size), set(jax.local_devices())
     placed = [device for mesh in dict.fromkeys(meshes) for device in mesh.devices.flat if device in own]
     if not placed:
         return

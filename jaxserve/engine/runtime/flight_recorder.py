@@ -69,6 +69,7 @@ class EndedRequest(NamedTuple):
     predicted: float  # TTFT
     attained: bool
     reason: str
+    promised: bool = True  # whether it has an objective
 
 
 class Recent(NamedTuple):
@@ -378,4 +379,5 @@ def _line(number: int, request: Request, life: RequestLife) -> EndedRequest:
         nan if life.predicted is None else life.predicted,
         measured.attained,
         request.finish_reason or "",
+        measured.promised,
     )

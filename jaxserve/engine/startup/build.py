@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,7 @@ from jaxserve.engine.startup.compiled import use_persistent_cache
 from jaxserve.engine.startup.environment import reserved_share
 from jaxserve.engine.startup.executables import Executables, Shipped, facts_of, remembered
 from jaxserve.engine.startup.warmup import Ladder, Progress
-from jaxserve.models import converted, dummy, manifest, registry, weights
-from jaxserve.models.layers import Info
+from jaxserve.models import converted, dummy, manifest, weights
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.preemption import DEPTH, SHORT, SHORT_ON_CPU, Boundary
@@ -346,10 +344,7 @@ def _bytes(tree: Tree) -> int:
 
 def _draft_bytes(config: ExecutorConfig, dtype: Any) -> int:
     """Bound the bytes of the draft model's weights on one device, as if none were sharded."""
-    if config.draft_spec is None:
-        return 0
-    leaves = jax.tree.leaves(registry.abstract_weights(config.draft_spec, dtype), is_leaf=lambda x: isinstance(x, Info))
-    return sum(prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
+    return 0 if config.draft_spec is None else room.weight_bytes(config.draft_spec, dtype, 1)
 
 
 def temporaries(
