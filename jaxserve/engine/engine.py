@@ -26,7 +26,7 @@ from jaxserve.engine.runtime.activity import Activity, activity
 from jaxserve.engine.runtime.checks import cause, check_request
 from jaxserve.engine.runtime.classes import Tallies
 from jaxserve.engine.runtime.flight_recorder import FlightRecorder, Recent, RequestLife
-from jaxserve.engine.runtime.gc_control import GCControl, Stalls, least_slack, watched_loop
+from jaxserve.engine.runtime.gc_control import GCControl, Stalls, watched_loop
 from jaxserve.engine.runtime.headroom import Headroom, headroom
 from jaxserve.engine.runtime.heartbeat import Heartbeat
 from jaxserve.engine.runtime.info import EngineInfo, InstanceStats, Stats
@@ -49,6 +49,7 @@ from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import NO_SLO
 from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
 from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.instance.slack import least_slack
 from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.journal import REHEARSAL
 from jaxserve.settings.seeds import request_seed

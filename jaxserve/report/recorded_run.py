@@ -5,11 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import inf, isfinite
-from statistics import mean
+from math import inf
 from typing import Any
 
-from jaxserve.report.snapshot_form import LATELY, Outcome, number, present_class
+from jaxserve.report.snapshot_form import LATELY, Outcome, number, present_class, present_ttft
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.journal import REHEARSAL
 from jaxserve.sched.metrics import Measured, measure, stage_allowance
@@ -100,8 +99,8 @@ class _Run:
             "kv_usage": round(level.pages / pages, 4),
             "pages": pages,
             "pages_held": level.pages,
-            "backlog_tokens": None,
-            "slack": None,
+            "backlog_tokens": level.backlog,
+            "slack": number(level.slack),
             "prefill_queue": None,
             "predicted_ttft": None,
             "step": None if running is None else self._step(running, at),
@@ -149,8 +148,7 @@ class _Run:
 
     def _ttft(self, at: float) -> dict[str, Any]:
         lately = self.ended[bisect_right(self._ends, at - LATELY) : bisect_right(self._ends, at)]
-        measured = [ttft for one in lately if isfinite(ttft := self._measured[one.id].ttft)]
-        return {"predicted": None, "measured": number(mean(measured)) if measured else None, "requests": len(measured)}
+        return present_ttft((self._recorder.predicted.get(one.id, inf), self._measured[one.id].ttft) for one in lately)
 
     def _counts(self, requests: int, events: int) -> dict[str, int]:
         kinds = Counter(event["kind"] for event in self._events[:events])
@@ -196,7 +194,7 @@ class _Run:
             "tpot": number(measured.tpot),
             "ttft_slo": number(one.slo.ttft),
             "tpot_slo": number(one.slo.tpot),
-            "predicted_ttft": None,
+            "predicted_ttft": number(self._recorder.predicted.get(one.id, inf)),
             "attained": measured.attained,
             "finish_reason": one.finish_reason,
         }

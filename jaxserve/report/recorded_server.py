@@ -55,7 +55,8 @@ class RecordedServer(ThreadingHTTPServer):
             return None
         if int(id) not in self._recorder.requests:
             return None
-        return _json({**request_timeline(self._recorder, int(id)), "predicted_ttft": None})
+        predicted = self._recorder.predicted.get(int(id))
+        return _json({**request_timeline(self._recorder, int(id)), "predicted_ttft": predicted})
 
 
 class _Handler(BaseHTTPRequestHandler):

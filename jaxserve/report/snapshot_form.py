@@ -29,6 +29,17 @@ def present_class(ended: int, promised: Iterable[Outcome]) -> dict[str, Any]:
     }
 
 
+def present_ttft(pairs: Iterable[tuple[float, float]]) -> dict[str, Any]:
+    """Return the means of predicted and measured TTFT of requests with both; of all measured ones if none has both."""
+    measured = [pair for pair in pairs if isfinite(pair[1])]
+    both = [pair for pair in measured if isfinite(pair[0])]
+    return {
+        "predicted": number(mean(predicted for predicted, _ in both)) if both else None,
+        "measured": number(mean(ttft for _, ttft in both or measured)) if measured else None,
+        "requests": len(both or measured),
+    }
+
+
 def number(value: float) -> float | None:
     """Return a time in seconds to a microsecond; None if it is not finite, which JSON cannot say."""
     return round(value, 6) if isfinite(value) else None

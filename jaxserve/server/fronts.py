@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import prometheus_client
 
 from jaxserve.config import ServeConfig
-from jaxserve.engine.runtime.gc_control import UNPROMISED, GCControl
+from jaxserve.engine.runtime.gc_control import GCControl
 from jaxserve.errors import JaxserveError
 from jaxserve.fleet.messages import Failure
 from jaxserve.fleet.replicas import Replicas
@@ -35,6 +35,7 @@ from jaxserve.fleet.supervisor import LASTING, pause
 from jaxserve.models.source import find_tokenizer
 from jaxserve.report.logs import log_to_stderr
 from jaxserve.report.start import StartProgress
+from jaxserve.sched.instance.slack import UNPROMISED
 from jaxserve.server.beside import Beside, in_thread
 from jaxserve.server.door import Door, ServerStart
 from jaxserve.server.keys import Keys

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from math import isfinite
-from statistics import mean
 from typing import Any, NamedTuple
 
 from jaxserve.engine.runtime.activity import RunningStep
 from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event
 from jaxserve.engine.runtime.info import EngineInfo, InstanceStats, Stats
-from jaxserve.report.snapshot_form import Outcome, number, present_class
+from jaxserve.report.snapshot_form import Outcome, number, present_class, present_ttft
 from jaxserve.version import __version__
 
 
@@ -54,7 +52,7 @@ def snapshot(reading: Reading, info: EngineInfo, model: str, client: str | None 
         "instances": [_instance(one) for one in reading.stats.instances],
         "classes": _classes(reading),
         "rates": _rates(reading),
-        "ttft": _ttft(reading.lately),
+        "ttft": present_ttft((one.predicted, one.ttft) for one in reading.lately),
         "events": [_event(reading.at, replica, event, client) for replica, event in reading.events],
         "counts": _counts(reading.stats),
         "requests": [
@@ -126,15 +124,6 @@ def _rates(reading: Reading) -> dict[str, float | None]:
         "requests": sum(now.finished.values()) - sum(before.finished.values()),
     }
     return {name: round(max(0, count) / reading.elapsed, 2) for name, count in gained.items()}
-
-
-def _ttft(ended: Sequence[EndedRequest]) -> dict[str, Any]:
-    pairs = [(one.predicted, one.ttft) for one in ended if isfinite(one.predicted) and isfinite(one.ttft)]
-    return {
-        "predicted": number(mean(predicted for predicted, _ in pairs)) if pairs else None,
-        "measured": number(mean(measured for _, measured in pairs)) if pairs else None,
-        "requests": len(pairs),
-    }
 
 
 def _counts(stats: Stats) -> dict[str, int]:

@@ -11,6 +11,7 @@ from ..api.plan import StepPlan, StepResult, Suspended
 from ..api.policy import Limits
 from ..api.request import Request
 from ..instance.scheduler import Scheduler
+from ..instance.slack import least_slack
 
 
 class Stretch(NamedTuple):
@@ -52,6 +53,8 @@ class Level(NamedTuple):
     waiting: int  # requests without pages
     running: int  # requests with a slot
     kv_waiting: int  # requests elsewhere that wait for pages here
+    backlog: int = 0  # prompt tokens still to compute
+    slack: float = inf  # seconds by which no next token would be late
 
 
 class RoleFrom(NamedTuple):
@@ -68,6 +71,7 @@ class Recorder:
     def __init__(self) -> None:
         self.limits: dict[str, Limits] = {}
         self.requests: dict[int, Request] = {}  # all that arrived, in their current state
+        self.predicted: dict[int, float] = {}  # seconds to the first tokens of those that have ended
         self.stretches: list[Stretch] = []
         self.placed: list[Placed] = []
         self.moves: list[Moved] = []
@@ -114,8 +118,9 @@ class Recorder:
 
     def _level(self, name: str, now: float) -> None:
         one = self._schedulers[name]
-        level = Level(now, name, one.blocks.held, one.waiting, one.running, one.kv_waiting)
-        self.levels.append(level)
+        slack = least_slack([(max(now, one.ends), one)])
+        backlog = one.prefill_backlog
+        self.levels.append(Level(now, name, one.blocks.held, one.waiting, one.running, one.kv_waiting, backlog, slack))
 
     def _stretch(self, name: str, plans: dict[int, StepPlan], result: StepResult | Suspended) -> None:
         stopped = isinstance(result, Suspended)

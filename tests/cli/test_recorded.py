@@ -67,6 +67,13 @@ def test_snapshots_agree_with_the_simulation() -> None:
     )
     assert tokens == pytest.approx(sum(one.output for one in report.measured), rel=0.02)
     assert any(one["step"] for shot in snapshots for one in shot["instances"])
+    predicted = [one["predicted_ttft"] for shot in snapshots for one in shot["requests"]]
+    accuracy = report.ttft_predictions.values()
+    assert sum(one is not None for one in predicted) >= sum(one.count for one in accuracy) > 0
+    assert any(shot["ttft"]["predicted"] for shot in snapshots)
+    instances = [one for shot in snapshots for one in shot["instances"]]
+    assert any(one["slack"] is not None and one["running"] for one in instances)
+    assert any(one["backlog_tokens"] for one in instances)
 
 
 def test_it_has_the_form_of_the_feed(plain_snapshot: dict[str, Any]) -> None:

@@ -17,17 +17,12 @@ from jaxserve import LLM
 from jaxserve.engine.runtime import gc_control
 from jaxserve.engine.runtime.gc_control import (
     EDGES,
-    UNPROMISED,
     GCControl,
     Stalls,
-    least_slack,
     uncollected,
     watched_loop,
 )
-from jaxserve.sched.api.new_request import STANDARD, NewRequest
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.request import BEST_EFFORT, Request
-from jaxserve.sched.api.slo import NO_SLO, SLO
 from tests.support.server.live import ALONE
 from tests.support.timing import until
 
@@ -224,19 +219,3 @@ def test_collection_is_retried_after_one_slow_collection(tended):
         looks += 1
         assert looks < 100
     assert looks > 10 and cycle() is None and tended.collections == {"slack": 1}
-
-
-def request(slo: SLO, tier: str = STANDARD) -> Request:
-    return Request(1, NewRequest((5,), SamplingParams(), slo, tier=tier), 10.0)
-
-
-def test_slack_is_the_least_of_the_running_requests():
-    early, late, free = request(SLO(ttft=4.0)), request(SLO(ttft=0.5)), request(NO_SLO, tier=BEST_EFFORT)
-    assert least_slack([(12.0, [early, late, free])]) == UNPROMISED
-    assert least_slack([(12.0, [early])]) == pytest.approx(2.0)
-    assert least_slack([(12.0, [early]), (13.0, [early])]) == pytest.approx(1.0)
-    assert least_slack([(12.0, [late, free]), (12.0, [])]) == UNPROMISED
-    assert least_slack([(12.0, [request(NO_SLO)])]) == UNPROMISED, (
-        "running requests without objectives still must not stall for long"
-    )
-    assert least_slack([(12.0, []), (12.0, [])]) == inf

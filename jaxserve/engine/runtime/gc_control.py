@@ -14,12 +14,10 @@ import sys
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
 from time import perf_counter
-
-from jaxserve.sched.api.request import BEST_EFFORT, Request
 
 STALL = 5e-3  # seconds: an event loop that is busy for longer delays something
 EDGES = (STALL, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)  # seconds: upper edges of the histogram
@@ -27,7 +25,6 @@ SWITCH = 0.5e-3  # seconds: with Python's 5 ms, detokenizing threads delay the t
 LOOK = 0.05  # seconds between two looks for a gap
 SHARE = 0.1  # largest share of the least slack that a collection may take
 FULL_SHARE = 0.05  # largest share of time that full collections may take
-UNPROMISED = 0.05  # seconds: the slack of requests without an objective
 GROWN = 1.25  # growth of memory blocks since the last full collection beyond which slack no longer counts
 FORGETS = 0.97  # decay of a generation's cost after a look without a gap: other threads may have slowed its measurement
 
@@ -76,22 +73,6 @@ class WatchedSelector(selectors.DefaultSelector):
 def watched_loop(stalls: Stalls) -> asyncio.AbstractEventLoop:
     """Create an event loop with counted stalls."""
     return asyncio.SelectorEventLoop(WatchedSelector(stalls))
-
-
-def least_slack(residents: Iterable[tuple[float, Iterable[Request]]]) -> float:
-    """Return the least time from the predicted end of a step to the deadline of a resident's next token.
-
-    Seconds; inf if nothing runs. residents: (predicted end, requests) of each instance.
-
-    A request that is late or has no objective counts as UNPROMISED: ignoring it could delay it
-    without limit, and counting it as late would keep garbage forever under overload.
-    """
-    least = inf
-    for end, requests in residents:
-        for request in requests:
-            slack = -1.0 if request.tier == BEST_EFFORT else request.deadline - end
-            least = min(least, slack if 0 <= slack < inf else UNPROMISED)
-    return least
 
 
 class _Process:

@@ -8,7 +8,6 @@ from math import inf
 
 import numpy as np
 
-from jaxserve.engine.runtime.gc_control import least_slack
 from jaxserve.sched.admission.prefill_budget import Promised
 from jaxserve.sched.api.metric import GAUGE, gauge, row
 from jaxserve.sched.api.new_request import NewRequest
@@ -19,6 +18,7 @@ from jaxserve.sched.cluster.first_tokens import waits
 from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
 from jaxserve.sched.feasibility import remaining_work
 from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.instance.slack import least_slack
 
 REFERENCE = 1024  # tokens of the prompt that budgets and predicted first tokens are for
 SALT = b"reference"  # no prefix in a cache has it
