@@ -47,7 +47,6 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.pooling import LAST
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import NO_SLO
-from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.instance.slack import least_slack
 from jaxserve.sched.instance.stats import Counters
@@ -162,8 +161,7 @@ class Engine:
         if self.recorder is not None:
             self.recorder.clear()
         self._tallies = Tallies(self._classes.names)
-        self._cluster.kv_transfers.transfers, self._cluster.kv_transfers.seconds = 0, 0.0
-        self._cluster.ttft_predictions, self._cluster.deflections = TTFTPredictions(), 0
+        self._cluster.clear_totals()
 
     # requests, from any thread
 
@@ -502,6 +500,7 @@ class Engine:
             kv_transfers.seconds,
             dict(self._reasons),
             self._tallies.stats(),
+            self._tallies.by_prompt(),
             compiled.compilations_total,
             compiled.after_warmup,
             compiled.cache_loads_total,
@@ -511,6 +510,8 @@ class Engine:
             dict(self._gc_control.collections),
             self._gc_control.seconds,
             deflections=self._cluster.deflections,
+            reroutes=self._cluster.reroutes,
+            role_changes=self._cluster.role_changes,
             unkept_programs=compiled.unkept_total,
             traces=compiled.traces_total,
             programs=programs.total,

@@ -96,6 +96,8 @@ class EngineCollector(Collector):
             ("cache_config_info", "Page size and number of pages of the KV cache, as labels.",
              ("engine", "block_size", "num_gpu_blocks"),
              {(instance.name, str(instance.page_size), str(instance.pages)): 1 for instance in info.instances}),
+            ("scheduler_info", "Policy and routing, as labels.", ("policy", "routing"),
+             {(info.policy, info.routing): 1}),
             ("attention_backend_info", "The attention backend, as a label.", ("backend",), {(info.attention,): 1}),
         ):  # fmt: skip
             rows = [(key, None, value) for key, value in values.items()]

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxserve.engine.runtime.info import Stats
+
+
+class _Ended(NamedTuple):
+    """Requests with objectives that have ended, and those of them that attained all."""
+
+    ended: int = 0
+    attained: int = 0
+
+    def since(self, before: _Ended) -> _Ended:
+        return _Ended(self.ended - before.ended, self.attained - before.attained)
+
+    @property
+    def share(self) -> str:
+        return f"{self.attained / self.ended:.1%}"
 
 
 class StatsLine:
@@ -13,13 +30,17 @@ class StatsLine:
         self._last: tuple[float, int, int] | None = None
         self._drafts = (0, 0)
         self._idle = True
+        self._all = _Ended()
+        self._classes: dict[str, _Ended] = {}
+        self._prompts: dict[str, _Ended] = {}
 
     def text(self, now: float) -> str | None:
         """Return the line for the time since the last call, or None if idle. `now` in seconds."""
-        stats = self._engine.stats()
+        stats: Stats = self._engine.stats()
         counters = stats.counters
         mine = (now, counters.prompt_tokens, counters.generated_tokens)
         last, self._last = self._last or mine, mine
+        attained = self._attained(stats)
         idle = mine[1:] == last[1:] and not stats.running and not stats.waiting
         silent, self._idle = idle and self._idle, idle
         if silent:
@@ -29,8 +50,24 @@ class StatsLine:
         return (
             f"prompt {(mine[1] - last[1]) / span:.1f} tokens/s, generation {(mine[2] - last[2]) / span:.1f} tokens/s, "
             f"running {stats.running}, waiting {stats.waiting}, KV cache {stats.kv_usage:.1%}, prefix hits {hits:.1%}, "
-            f"SLO attained {stats.attainment:.1%}{self._drafted(counters)}"
+            f"{attained}{self._drafted(counters)}"
         )
+
+    def _attained(self, stats: Stats) -> str:
+        """Return the part about objectives since the last call: of all requests, and of each class and size of prompt.
+
+        Those that asked for best effort do not count in the first.
+        """
+        whole = _Ended(stats.promised, stats.attained)
+        lately, self._all = whole.since(self._all), whole
+        classes = {name: _Ended(one.ended["all"], one.attained["all"]) for name, one in stats.classes.items()}
+        prompts = {name: _Ended(one.ended, one.attained) for name, one in stats.by_prompt.items()}
+        parts = [_each(classes, self._classes), _each(prompts, self._prompts)]
+        self._classes, self._prompts = classes, prompts
+        if lately.ended <= 0:
+            return "none with an SLO ended"
+        each = "; ".join(part for part in parts if part)
+        return f"SLO attained {lately.share} of {lately.ended}{f' ({each})' if each else ''}"
 
     def _drafted(self, counters: Any) -> str:
         """Return the part about draft tokens since the last call."""
@@ -38,3 +75,10 @@ class StatsLine:
         self._drafts = now
         drafted = now[0] - before[0]
         return f", drafted {drafted}, accepted {(now[1] - before[1]) / drafted:.1%}" if drafted else ""
+
+
+def _each(now: Mapping[str, _Ended], before: Mapping[str, _Ended]) -> str:
+    """Return the shares of those classes in which requests ended since; nothing if all were of one class."""
+    lately = {name: ended.since(before.get(name, _Ended())) for name, ended in now.items()}
+    some = {name: ended for name, ended in lately.items() if ended.ended > 0}
+    return ", ".join(f"{name} {ended.share}" for name, ended in some.items()) if len(some) > 1 else ""

@@ -87,9 +87,7 @@ class Cluster:
         self._hold_first = first_token == "decode"
         self._finished = finished
         self._residents: dict[int, Resident] = {}
-        self.ttft_predictions = TTFTPredictions()
         self.hung_steps = 0
-        self.deflections = 0  # prompts placed on or moved to a decode instance
         self._held: dict[int, list[Delta]] = {}  # outputs held until the KV has arrived
         self._tasks: asyncio.TaskGroup | None = None
         self._empty = asyncio.Event()
@@ -101,6 +99,15 @@ class Cluster:
         self.copy_out = CopyOut(store, self.cores, self._spawn)
         self.prefix_fetch = PrefixFetch(sources, self._spawn, self._fetched)
         self._covered: tuple[Role, ...] = ()  # roles before the other instances took over for a hung one
+        self.clear_totals()
+
+    def clear_totals(self) -> None:
+        """Begin to count anew, as after requests that an engine serves itself before others come."""
+        self.ttft_predictions = TTFTPredictions()
+        self.deflections = 0  # prompts placed on or moved to a decode instance
+        self.reroutes = 0  # waiting prompts moved to another instance
+        self.role_changes = 0
+        self.kv_transfers.transfers, self.kv_transfers.seconds = 0, 0.0
 
     def __len__(self) -> int:
         """Return the number of unfinished requests."""
@@ -235,6 +242,7 @@ class Cluster:
         self._predict_ttft(request, target, ends)
         target.scheduler.add(request)
         self.deflections += target.scheduler.role is Role.DECODE is not source.scheduler.role
+        self.reroutes += 1
         source.wake()  # the next waiting request may fit now
         target.wake()
 
@@ -252,6 +260,7 @@ class Cluster:
         check_roles([roles.get(index, one.role) for index, one in enumerate(self._schedulers)])
         turned = [index for index, role in roles.items() if role is not self._schedulers[index].role]
         now = self.kv_transfers.fleet().now if self._hold_first else None
+        self.role_changes += len(turned)
         for index in turned:
             self._schedulers[index].set_role(roles[index], now)
         for core in map(self.cores.__getitem__, turned):

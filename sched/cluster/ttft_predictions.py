@@ -90,8 +90,8 @@ class TTFTPredictions:
     """The predictions of unfinished requests, and the accuracy of those of finished ones. Writer: the Cluster.
 
     The path is `decode` if the prompt was deflected to a decode instance, and `prefill` otherwise.
-    A request that moves counts with its last prediction. A request that becomes best effort does
-    not count, because it is served from what others leave.
+    A request that moves counts with its last prediction, also if it has become best effort since. A request that
+    asked for best effort does not count, because it is served from what others leave.
 
     The shares of the waits are learned per path and octave of ttft, because most policies serve
     tighter deadlines first.
@@ -131,10 +131,10 @@ class TTFTPredictions:
     def of(self, request: Request) -> tuple[float, float] | None:
         """Return the predicted and the measured seconds to the first token of a request.
 
-        None if there was no prediction, no token came, or the request became best effort.
+        None if there was no prediction, no token came, or the request asked for best effort.
         """
         made, first = self._open.get(request.id), request.first_token_at
-        if made is None or first is None or request.tier == BEST_EFFORT or first <= request.arrival:
+        if made is None or first is None or request.asked.tier == BEST_EFFORT or first <= request.arrival:
             return None
         return made.at - request.arrival, first - request.arrival
 

@@ -352,6 +352,7 @@ class Scheduler:
             queues, self._kv, self.limits, start, busy=bool(in_flight), kv_waiting=self.kv_waiting > 0,
             seconds=None if trial else self.perf.step_time,
         )  # fmt: skip
+        running = int(queues.decode.running.sum())
         granted = builder.build(decision)
         queues.refresh_hits()
         self.counters.count(granted)
@@ -360,6 +361,7 @@ class Scheduler:
             return self._resume(next(iter(in_flight.suspended))) if in_flight.suspended and not in_flight else None
         self._step += 1
         self._decoded = granted.load.decode > 0
+        self.counters.left(granted, running)
         preemptible = self.limits.preemptible and not (granted.load.decode or trial)
         preemptible = preemptible and len(in_flight.suspended) < self.limits.suspended
         shared = () if self._prefixes is None else self._prefixes.groups(granted.spans)

@@ -33,6 +33,9 @@ class Counters:
     steps: int = counter("steps", "Steps of all instances.")
     prompt_tokens: int = counter("computed_prompt_tokens", "Prompt tokens computed, including again after preemptions.")
     generated_tokens: int = 0
+    left_out: int = counter(
+        "decodes_left_out", "Running decodes without a token in a step of their instance, over all steps."
+    )
     surplus_tokens: int = counter("surplus_tokens", "Tokens computed for requests that had already ended.")
     preemptions: int = counter("num_preemptions", "Preemptions, each of which dropped the KV of a request.")
     demotions: int = counter("demotions", "Requests demoted to best effort, on arrival or later.")
@@ -88,6 +91,12 @@ class Counters:
         self.prompt_tokens += load.prefill
         self.predicted_seconds += predicted
         self.measured_seconds += measured
+
+    def left(self, granted: BuiltStep, running: int) -> None:
+        """Record the running decodes, of which there were `running`, without a token in a planned step."""
+        load = granted.load
+        rows = load.decode - (sum(span.draft for span in granted.spans) if load.drafts else 0)
+        self.left_out += max(0, running - rows - sum(request.generated > 0 for request in granted.dropped))
 
     def unpinned(self, totals: PinTotals) -> None:
         """Record what ended pins of sessions."""

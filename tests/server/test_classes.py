@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -13,9 +14,10 @@ from jaxserve.engine.runtime.classes import ERRORS, PHASES, SLACK, Tallies
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta
-from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import ANSWER, NO_SLO, SLO, THINKING
 from jaxserve.sched.api.thinking import ThinkingEnd
+from tests.support.server.double import Double
 from tests.support.timing import until
 
 Series = dict[tuple[str, str, str], float]  # (name, class, phase or bucket bound) -> value
@@ -60,13 +62,28 @@ def tallied(*requests: Request, error: float | None = None) -> Any:
         (SLO(2.0, 0.01, tbt=0.15), [1.0, 1.1, 1.2], "ttft tpot tbt all", "ttft tbt"),
         (SLO(2.0, 0.1, tbt=0.15), [1.0], "ttft tpot tbt all", "ttft tpot tbt all"),
         (SLO(inf, 0.1), [9.0, 9.1], "tpot all", "tpot all"),
-        (NO_SLO, [9.0, 99.0], "all", "all"),
+        (NO_SLO, [9.0, 99.0], "", ""),
     ],
 )
 def test_objectives_and_their_attainment_are_counted(slo: SLO, times: list[float], ended: str, attained: str) -> None:
     seen = tallied(done(slo, times))
     assert seen.ended == {phase: int(phase in ended.split()) for phase in PHASES}
     assert seen.attained == {phase: int(phase in attained.split()) for phase in PHASES}
+
+
+def test_sizes_of_prompts_are_told_apart() -> None:
+    """A class of requests with objectives of their own may hide that long prompts starve."""
+    tallies = Tallies(["a", BEST_EFFORT])
+    for length, ttft, class_ in ((10, 1.0, "a"), (9_000, 1.0, "a"), (9_000, 3.0, "a"), (10, 3.0, BEST_EFFORT)):
+        request = Request(0, NewRequest([1] * length, SamplingParams(), SLO(2.0)), 0.0, class_=class_)
+        request.pending = 1
+        request.gain(1, ttft)
+        request.finish_reason = "length"
+        tallies.add(request, None)
+    sizes = {name: (one.ended, one.attained) for name, one in tallies.by_prompt().items() if one.ended}
+    assert sizes == {"<4K": (1, 1), "4-16K": (2, 1)}, "best effort is apart"
+    stats = replace(Double().stats(), classes=tallies.stats(), by_prompt=tallies.by_prompt(), finished={"length": 9})
+    assert (stats.promised, stats.attained, stats.attainment) == (3, 2, 2 / 3)
 
 
 def test_a_request_that_ended_early_attains_nothing() -> None:
@@ -129,10 +146,7 @@ def test_requests_are_counted_in_their_class(live):
     )
     counts = {key[1:]: value for key, value in got.items() if key[0] == "slo_requests_total"}
     want = {"interactive": 1, "batch": 2, "custom": 2}
-    assert counts == {
-        **{(name, phase): count for name, count in want.items() for phase in ("ttft", "tpot", "all")},
-        ("best_effort", "all"): 1,
-    }
+    assert counts == {(name, phase): count for name, count in want.items() for phase in ("ttft", "tpot", "all")}
     kept = {key[1:]: value for key, value in got.items() if key[0] == "slo_attained_total"}
     assert kept == {**counts, ("custom", "tpot"): 1, ("custom", "all"): 1}
     assert got["request_slack_seconds_count", "interactive", "ttft"] == 1

@@ -15,8 +15,12 @@ import httpx
 import pytest
 import yaml
 
+from jaxserve.engine.runtime.classes import Tallies
 from jaxserve.engine.runtime.info import Promise
 from jaxserve.engine.runtime.profiler import Profiler
+from jaxserve.sched.api.new_request import NewRequest
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.server.serving import promise_line
 from jaxserve.server.stats_line import StatsLine
@@ -236,6 +240,29 @@ def test_the_log_line_of_statistics():
     assert "generation 10.0 tokens/s" in str(line.text(10.0))
     assert "generation 0.0 tokens/s" in str(line.text(20.0)), "logged once when the engine becomes idle"
     assert line.text(30.0) is None
+
+
+def test_the_log_line_has_the_attainment_of_its_own_time() -> None:
+    """A share over the time since the start would hide that a server has begun to be late."""
+    engine, tallies = Double(), Tallies(["chat", "night", BEST_EFFORT])
+    stats = engine.stats()
+    engine.stats = lambda: dataclasses.replace(stats, classes=tallies.stats(), by_prompt=tallies.by_prompt())
+
+    def end(class_: str, ttft: float, prompt: int = 5) -> None:
+        request = Request(0, NewRequest([1] * prompt, SamplingParams(), SLO(2.0)), 0.0, class_=class_)
+        request.pending, request.finish_reason = 1, "length"
+        request.gain(1, ttft)
+        tallies.add(request, None)
+        engine._counters.generated_tokens += 1
+
+    line = StatsLine(engine)
+    line.text(0.0)
+    for class_, ttft in (("chat", 1.0), ("chat", 3.0), ("night", 1.0), ("night", 1.0), (BEST_EFFORT, 3.0)):
+        end(class_, ttft)
+    assert "SLO attained 75.0% of 4 (chat 50.0%, night 100.0%, best_effort 0.0%)" in str(line.text(10.0))
+    for prompt in (5, 9_000):
+        end("chat", 1.0 if prompt == 5 else 3.0, prompt)
+    assert "SLO attained 50.0% of 2 (<4K 100.0%, 4-16K 0.0%)" in str(line.text(20.0))
 
 
 def test_load_reports_the_default_objectives(live) -> None:

@@ -55,8 +55,10 @@ def test_roles_change_during_streams(two):
 
 
 def test_changing_one_instance_returns_all_roles(two):
+    before = two.engine.stats().role_changes
     answer = two.http.post(PATH, headers=ADMIN, json={"instance": 0, "role": "mixed"}).json()
     assert answer["object"] == "roles" and answer["roles"] == ["mixed", "decode"]
+    assert two.engine.stats().role_changes == before + 1
     told = two.http.get(PATH, headers=ADMIN).json()
     assert told["roles"] == ["mixed", "decode"]
     assert [set(one) for one in told["instances"]] == [{"instance", "name", "role", "running", "waiting"}] * 2

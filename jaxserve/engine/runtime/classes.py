@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from math import inf, isfinite
 
-from jaxserve.sched.api.metric import COUNTER, HISTOGRAM, row
-from jaxserve.sched.api.request import Request
-from jaxserve.sched.metrics import FINISHED, Measured, measure, stage_allowance
+from jaxserve.sched.api.metric import COUNTER, HISTOGRAM, counter, row
+from jaxserve.sched.api.request import BEST_EFFORT, Request
+from jaxserve.sched.metrics import CLASSES, FINISHED, Measured, length_class, measure, stage_allowance
 
 PHASES = ("ttft", "tpot", "tbt", "all")  # all: every objective of the request
 
@@ -57,7 +57,7 @@ class ClassStats:
     ended: Mapping[str, int] = row(
         COUNTER,
         "slo_requests",
-        "Ended requests by objective; all: every objective that the request has.",
+        "Ended requests by objective; all: those with any, and every objective that the request has.",
         {"label": "phase"},
     )
     attained: Mapping[str, int] = row(
@@ -75,6 +75,17 @@ class ClassStats:
         "|predicted - measured| / measured TTFT, as predicted when the prompt was routed.",
         {"edges": ERRORS},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStats:
+    """A snapshot of the requests with prompts of one size, over all classes but best effort."""
+
+    ended: int = counter("slo_requests_by_prompt", "Ended requests with objectives, by size of the prompt in tokens.")
+    attained: int = counter("slo_attained_by_prompt", "Those that attained all of their objectives.")
+
+
+NO_PROMPTS = {name: PromptStats() for name, _ in CLASSES}
 
 
 def _none() -> dict[str, int]:
@@ -98,6 +109,7 @@ class Tallies:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._tallies = {name: _Tally() for name in names}
+        self._by_prompt = dict(NO_PROMPTS)
 
     def add(self, request: Request, error: float | None) -> None:
         """Count a request that ended other than by cancellation. error: of its predicted TTFT, if any."""
@@ -110,7 +122,12 @@ class Tallies:
             tally.count("tpot", measured.mean_attained)
         if slo.tbt is not None:
             tally.count("tbt", measured.tbt_attained)
-        tally.count("all", measured.attained)
+        if measured.promised:
+            tally.count("all", measured.attained)
+            if request.class_ != BEST_EFFORT:
+                size = length_class(measured.prompt)
+                before = self._by_prompt[size]
+                self._by_prompt[size] = PromptStats(before.ended + 1, before.attained + measured.attained)
         if measured.reason in FINISHED:
             allowed = slo.tpot * (measured.output - 1) if staged is None else staged
             for phase, seconds in _slack(request, measured, allowed).items():
@@ -130,6 +147,10 @@ class Tallies:
             )
             for name, tally in self._tallies.items()
         }
+
+    def by_prompt(self) -> dict[str, PromptStats]:
+        """Return the totals by size of the prompt; may be called from any thread."""
+        return dict(self._by_prompt)
 
 
 def _slack(request: Request, measured: Measured, allowed: float) -> dict[str, float]:

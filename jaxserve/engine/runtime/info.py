@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import nan
 from typing import ClassVar
 
 from jaxserve.engine.runtime.activity import Activity
-from jaxserve.engine.runtime.classes import PHASES, ClassStats
+from jaxserve.engine.runtime.classes import NO_PROMPTS, PHASES, ClassStats, PromptStats
 from jaxserve.engine.runtime.gc_control import EDGES
 from jaxserve.engine.runtime.headroom import Headroom
 from jaxserve.sched.api.metric import COUNTER, GAUGE, HISTOGRAM, Metric, counter, gauge, row, summary, within
@@ -118,6 +119,7 @@ class Stats:
         default_factory=dict,
     )
     classes: dict[str, ClassStats] = within(ClassStats, "slo_class", default_factory=dict)  # attainment and slack
+    by_prompt: dict[str, PromptStats] = within(PromptStats, "prompt", default_factory=lambda: dict(NO_PROMPTS))
     compilations: int = counter("compilations", "Programs compiled, including during warm-up.")
     compilations_after_warmup: int = counter(
         "compilations_after_warmup", "Programs that a step waited for; expected to be 0."
@@ -143,6 +145,8 @@ class Stats:
         "garbage_collection_seconds", "Time in garbage collections by the engine.", of="collections"
     )
     deflections: int = counter("deflections", "Requests prefilled on a decode instance.")
+    reroutes: int = counter("reroutes", "Waiting prompts that the router moved to another instance.")
+    role_changes: int = counter("role_changes", "Instances that changed between prefill and decode.")
     ttft_predictions: dict[str, Accuracy] = within(Accuracy, "path", default_factory=dict)
     unkept_programs: int = counter(
         "compilation_cache_write_failures", "Compiled programs that could not be written to the cache."
@@ -184,7 +188,10 @@ class Stats:
 
     DERIVED: ClassVar = (
         Metric(
-            GAUGE, "slo_attainment", "Share of ended requests that attained their objectives.", attribute="attainment"
+            GAUGE,
+            "slo_attainment",
+            "Share of the ended requests with objectives that attained all of them, without best effort.",
+            attribute="attainment",
         ),
         Metric(
             COUNTER,
@@ -196,15 +203,19 @@ class Stats:
     )
 
     @property
+    def promised(self) -> int:
+        """The ended requests with objectives, without those that were cancelled or asked for best effort."""
+        return sum(one.ended for one in self.by_prompt.values())
+
+    @property
     def attained(self) -> int:
-        """The number of requests that met every objective."""
-        return sum(tally.attained["all"] for tally in self.classes.values())
+        """Those of `promised` that met every objective."""
+        return sum(one.attained for one in self.by_prompt.values())
 
     @property
     def attainment(self) -> float:
-        """The share of ended requests that attained their objectives, aborted ones excluded; NaN for none."""
-        ended = sum(count for reason, count in self.finished.items() if reason != "abort")
-        return self.attained / ended if ended else float("nan")
+        """The share of `attained` in `promised`; NaN for none."""
+        return self.attained / self.promised if self.promised else nan
 
     @property
     def violations(self) -> dict[str, int]:

@@ -116,6 +116,17 @@ def test_uninformative_predictions_are_not_counted(first: float | None, tier: st
     assert not any(one.count for one in ttft_predictions.accuracy.values())
 
 
+def test_a_demoted_request_counts_but_teaches_nothing() -> None:
+    """Without those that become late, predictions would look best under overload."""
+    predictions, demoted = TTFTPredictions(), request(15.0)
+    predictions.note(request(None), Role.PREFILL, 10.0, own(11.0))
+    demoted.tier = BEST_EFFORT
+    assert predictions.error(demoted) == 0.8
+    predictions.over(demoted)
+    assert predictions.accuracy["prefill"].count == 1
+    assert predictions.predict(request(None), Role.PREFILL, own(11.0)) == 1.0
+
+
 def served(
     routing: str = "least_work", admission: str = "none", first_token: str = "prefill", policy: str = "distserve"
 ) -> Report:
