@@ -134,16 +134,27 @@ def chunk_sweep(args: argparse.Namespace) -> Table:
     ]
     titles = ["routing", "tokens per step", "P95 TTFT, s", "TTFT attained, %", "TPOT and TBT, %", "both, %"]
     rows = page.spread(args, _sweep, [*shares, *sizes])
-    return Table("Chunks on decode instances, at 6 requests/s", [*titles, "P99 of largest gaps, ms", "deflected"], rows)
+    titles += ["P99 of largest gaps, ms", "mixed steps P50, ms", "their P99", "deflected"]
+    return Table("Chunks on decode instances, at 6 requests/s", titles, rows)
 
 
 def _sweep(case: Case) -> list[object]:
-    report = case.run()
+    recorder = Recorder()
+    report = case.run(recorder)
     summary = report.summary
+    mixed = mixed_steps(recorder)
     shares = (summary.ttft_attained, summary.tpot_attained, summary.attained)
     cells = [f"{100 * one:.1f}" for one in shares]
     gap = 1e3 * summary.largest_gap.p99
-    return [f"`{case.routing}`", case.tokens, summary.ttft.p95, *cells, gap, report.deflections]
+    steps = 1e3 * np.percentile(mixed, [50, 99]) if mixed else (np.nan, np.nan)
+    return [f"`{case.routing}`", case.tokens, summary.ttft.p95, *cells, gap, *steps, report.deflections]
+
+
+def mixed_steps(recorder: Recorder) -> list[float]:
+    """Return the seconds of the steps in which a decode instance computed prompts beside running decodes."""
+    lengths, decoders = prompt_lengths(recorder), {one.instance for one in recorder.roles if one.role == "decode"}
+    kinds = [(one, {decodes(span, lengths) for span in one.plan.spans}) for one in recorder.stretches]
+    return [one.end - one.start for one, kind in kinds if one.instance in decoders and len(kind) == 2]
 
 
 class Errors(Recorder):

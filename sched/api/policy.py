@@ -14,6 +14,7 @@ from .errors import InvalidValue, short
 from .perf import Array, PerfModel
 from .request import RequestView
 
+MIXED_SHARE = 0.75  # a request that joins the decodes waits for the running mixed step
 Order = np.ndarray[tuple[int], np.dtype[np.intp]]  # row numbers
 
 
@@ -129,6 +130,7 @@ class Limits:
     history: bool = False  # the executor needs the tokens of every request, because it drafts from them
     stairs: tuple[int, ...] = ()  # sizes in tokens, ascending, that steps with prompt tokens are padded to; (): none
     cascade: bool = False  # the executor reads a prefix that rows share once
+    mixed_share: float = MIXED_SHARE  # of the tightest TPOT and TBT, for a step with prompts on a decode instance
     session_share: float = 0.25  # most of the pages that sessions pin in the prefix cache between turns
     session_timeout: float = 60.0  # seconds after a turn for which its pages stay pinned
 

@@ -6,11 +6,9 @@ from dataclasses import replace
 from math import inf, isfinite
 
 from ..api.perf import Load
-from ..api.policy import Decision, Grant, Policy, Role, View, one_each
+from ..api.policy import MIXED_SHARE, Decision, Grant, Policy, Role, View, one_each
 from ..feasibility import GRID, decode_load, keeps_objectives, largest_chunk, load_of, mixed_bound, tightest_pace
 from . import turns
-
-SHARE = 0.75  # of the tightest TPOT and TBT: a request that joins waits for the running mixed step
 
 
 class Halves:
@@ -40,7 +38,7 @@ class Halves:
         if not decode or not (prompts.grants or prompts.resume is not None):
             return replace(prompts, grants=decode + prompts.grants)
         if view.role is Role.DECODE:
-            load, bound = decode_load(view.decode), SHARE * tightest_pace(view.decode)
+            load, bound = decode_load(view.decode), view.limits.mixed_share * tightest_pace(view.decode)
             cut, joint = piggyback(view, prompts.grants, load, bound)
             alone = view.perf.step_time(load)
             if alone > bound and not keeps_objectives(view.decode, view.start, view.perf.step_time(joint)):
@@ -61,7 +59,7 @@ def beside(view: View, grants: tuple[Grant, ...], decode: tuple[Grant, ...]) -> 
     context = view.decode.context
     if len(chosen) < len(view.decode):
         context = context[[row.id in chosen for row in view.decode]]
-    load, bound = load_of(context), mixed_bound(view, gap=SHARE, share=SHARE)
+    load, bound = load_of(context), mixed_bound(view, gap=MIXED_SHARE, share=MIXED_SHARE)
     cut, joint = piggyback(view, grants, load, bound)
     if not cut:
         cut, joint = piggyback(

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..api.instance_view import InstanceView
 from ..api.perf import Array
-from ..api.policy import Role
+from ..api.policy import MIXED_SHARE, Role
 from ..api.request import Request
 
 
@@ -59,6 +59,7 @@ class Router(Protocol):
 
     writes_back: bool = False  # copy the KV of the answer back to the instance that computed the prompt
     deflects: bool = False  # may choose a decode instance for a prompt
+    mixed_share: float = MIXED_SHARE  # the instances' `Limits.mixed_share`
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         """Rank the instances for the prefill of a request.

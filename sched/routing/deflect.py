@@ -3,8 +3,11 @@
 The predicted first token on a prefill instance is the rest of its running step, plus the work in
 its queue, the prompt itself and the KV transfer. On a decode instance it is the time for the
 prompts already there and then for the chunks of this one. Each chunk is as large as a mixed step of
-`share` of the tightest tpot (or tbt) allows beside the running decodes, and the KV of the prompt
-must fit.
+`share` of the tightest TPOT (or TBT) allows beside the running decodes, and the KV of the prompt
+must fit. The policies of the instances take chunks of that size (`Limits.mixed_share`).
+
+A prompt is looked at once, when it arrives: with `faster` and `slo` it stays where it waits, also if a
+decode instance could take it later, as in the paper. `dropped` looks again at every event.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import numpy as np
 from ..api.errors import InvalidValue
 from ..api.instance_view import InstanceMemo, InstanceView
 from ..api.perf import Array, Load, Number, PerfModel
-from ..api.policy import Order
+from ..api.policy import MIXED_SHARE, Order
 from ..api.request import Request, RequestView, State
 from ..feasibility import chunk_times, decode_load, mixed_bound, on_time_set, remaining_work
 from .base import Fleet, Move
@@ -73,14 +76,14 @@ class Deflect(LeastWork):
 
     deflects = True
 
-    def __init__(self, faster: bool = False, slo: bool = False, dropped: bool = False, share: float = 0.75) -> None:
+    def __init__(self, faster: bool = False, slo: bool = False, dropped: bool = False, share: float = MIXED_SHARE) -> None:
         if faster + slo + dropped > 1:
             raise InvalidValue("routing 'deflect' takes one of faster, slo and dropped", "routing")
         if not 0 < share <= 1:
             raise InvalidValue(f"{share=} must be more than 0 and at most 1", "routing")
         self._faster = faster
         self._dropped = dropped
-        self._share = share
+        self.mixed_share = share
         self._hosts = InstanceMemo(self._host)
         self._lost = InstanceMemo(_lost)
         self._paths = Paths()
@@ -149,7 +152,7 @@ class Deflect(LeastWork):
         view = one.view(start, start)
         queue = float(view.prefill.remaining.sum()) if len(view.prefill) else 0.0
         free = view.free_pages * one.limits.page_size
-        bound = mixed_bound(view, gap=self._share, share=self._share, stretch=self._share)
+        bound = mixed_bound(view, gap=self.mixed_share, share=self.mixed_share, stretch=self.mixed_share)
         return Host(start, free, queue, bound, decode_load(view.decode), view.perf, one.limits.tokens)
 
 

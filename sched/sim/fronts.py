@@ -31,7 +31,7 @@ class Fronts(Router):
 
     def __init__(self, routers: Sequence[Router], age: float, shortlist: int = SHORTLIST) -> None:
         """`routers`: one for each front."""
-        self._routers = routers
+        self._routers, self.mixed_share = routers, routers[0].mixed_share
         self._age = age
         self._shortlist = shortlist
         self._fronts: list[Front] = []

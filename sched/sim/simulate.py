@@ -238,12 +238,13 @@ class _Simulation:
     async def run(self) -> tuple[Cluster, float]:
         self._loop = loop = clock.loop()
         self._done: asyncio.Future[None] = loop.create_future()
-        instances = [self._instance(index, role, loop) for index, role in enumerate(self._roles)]
-        self.tiers = self._options.tiers.make(self._device, loop)
         admission = admissions.make(self._options.admission)
+        router = self._router(admission)
+        instances = [self._instance(index, role, loop, router) for index, role in enumerate(self._roles)]
+        self.tiers = self._options.tiers.make(self._device, loop)
         self._cluster = cluster = Cluster(
             instances,
-            self._router(admission),
+            router,
             admission,
             first_token=self._options.first_token,
             finished=self._finished,
@@ -280,7 +281,7 @@ class _Simulation:
         """Return the seconds of all replicas until the virtual time `ended`."""
         return len(self._roles) * ended if self._scaled is None else self._scaled.seconds(ended)
 
-    def _instance(self, index: int, role: Role, loop: clock.VirtualLoop) -> Instance:
+    def _instance(self, index: int, role: Role, loop: clock.VirtualLoop, router: Router) -> Instance:
         name, options = f"{role.value}{index}", self._options
         limits = Limits(
             options.tokens,
@@ -294,6 +295,7 @@ class _Simulation:
             draft=options.draft,
             stairs=self._buckets.mixed if options.fill else (),
             cascade=options.cascade,
+            mixed_share=router.mixed_share,
         )
         log: Log = no_log
         if self._logs is not None:

@@ -31,7 +31,7 @@ class Stale(Router):
 
     def __init__(self, router: Router, age: float) -> None:
         self._router = router
-        self.writes_back = router.writes_back
+        self.writes_back, self.mixed_share = router.writes_back, router.mixed_share
         self._age = age
         self._pictures: deque[Picture] = deque()
 

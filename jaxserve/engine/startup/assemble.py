@@ -120,13 +120,16 @@ class Machine:
     def cluster(self, finished: Callable[[Request], None], recorder: FlightRecorder | None = None) -> Cluster:
         """Create a new cluster over the executors, recorded by `recorder`."""
         config = self.config
+        admits = admission.make(config.admission)
+        places = routing.make(policies.routing(config.policy, config.routing), admits)
+        limits = replace(self.limits, mixed_share=places.mixed_share)
         instances = []
         for executor, role in zip(self.executors, self._mesh.roles, strict=True):
-            journal = self._log(executor.name, role)
+            journal = self._log(executor.name, role, limits)
             scheduler = Scheduler(
                 policies.make(config.decides),
                 self.recipe.make(),
-                self.limits,
+                limits,
                 role,
                 prefix_caching=config.enable_prefix_caching,
                 log=journal if recorder is None else recorder.instance(executor.name, journal),
@@ -134,8 +137,6 @@ class Machine:
             if recorder is not None:
                 recorder.attach(executor.name, scheduler)
             instances.append(Instance(executor.name, scheduler, executor))
-        admits = admission.make(config.admission)
-        places = routing.make(policies.routing(config.policy, config.routing), admits)
         return Cluster(
             instances,
             places,
@@ -176,13 +177,13 @@ class Machine:
         """The number of failures to write the journal: 1 once it has stopped."""
         return 0 if self._journal is None else self._journal.errors
 
-    def _log(self, name: str, role: Role) -> Log:
+    def _log(self, name: str, role: Role, limits: Limits) -> Log:
         if self._journal is None:
             return no_log
         return self._journal.instance(
             name,
             policy=self.config.decides,
-            limits=self.limits,
+            limits=limits,
             role=role,
             prefix_caching=self.config.enable_prefix_caching,
             perf=self.recipe.record(),
