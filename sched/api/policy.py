@@ -111,7 +111,7 @@ class QueueView(Protocol):
 
     @property
     def best_effort(self) -> Array:
-        """1 if the request is best effort, 0 otherwise."""
+        """0 if the objectives of the request count, 1 after a demotion, 2 if it asked for best effort."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,10 @@ class RequestView(Protocol):
     @property
     def tier(self) -> str: ...
     @property
+    def best_effort(self) -> int:
+        """0 if its objectives count, 1 after a demotion, 2 if it asked for best effort: served in this order."""
+
+    @property
     def prompt_length(self) -> int: ...
     @property
     def computed(self) -> int: ...
@@ -219,6 +223,13 @@ class Request:
     def context(self) -> int:
         """Tokens before the next span: the cursor."""
         return self.computed
+
+    @property
+    def best_effort(self) -> int:
+        """0 if its objectives count, 1 after a demotion, 2 if it asked for best effort: served in this order."""
+        if self.tier != BEST_EFFORT:
+            return 0
+        return 1 if self.asked.tier != BEST_EFFORT else 2
 
     @property
     def comes_back(self) -> bool:

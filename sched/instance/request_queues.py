@@ -13,13 +13,13 @@ from ..api.policy import Order, Role
 from ..api.request import BEST_EFFORT, Request, State, tightest
 from .prefix_hits import PrefixHits
 
-Key = tuple[bool, int, float, int]
+Key = tuple[int, int, float, int]
 ARRIVAL, TTFT, TBT, TPOT, TIGHTEST, DEADLINE, REMAINING, CONTEXT, LENGTH, RUNNING, HIT, BEST, COLUMNS = range(13)
 
 
 def key(request: Request) -> Key:
-    """Return the default sort key: best effort last, then vLLM's priority (lower first), arrival, id."""
-    return (request.tier == BEST_EFFORT, request.priority, request.arrival, request.id)
+    """Return the default sort key: best effort last, first what was demoted; then vLLM's priority, arrival, id."""
+    return (request.best_effort, request.priority, request.arrival, request.id)
 
 
 class RequestQueue:
@@ -128,7 +128,7 @@ class RequestQueue:
         self._keys.insert(row, place)
         slo = request.slo
         tbt = inf if slo.tbt is None else slo.tbt
-        self._data[:, row] = request.arrival, slo.ttft, tbt, *_changing(request), request.tier == BEST_EFFORT
+        self._data[:, row] = request.arrival, slo.ttft, tbt, *_changing(request), request.best_effort
 
     def remove(self, request: Request) -> None:
         row = self._row(request)

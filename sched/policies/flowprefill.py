@@ -15,7 +15,7 @@ from .ordered import LONG, aged, checked_share, longs_turn, sort
 
 ORDERS = ("sedf", "deadline_edf", "edf")
 CANDIDATES = 64  # prompts considered for a batch
-EMPTY_RANK = (2.0,)  # rank of a step without live requests: it only holds pages
+EMPTY_RANK = (3.0,)  # rank of a step without live requests: it only holds pages
 
 Rank = tuple[float, ...]  # (best effort, late, deadline); the lowest rank runs first
 
@@ -121,7 +121,7 @@ class FlowPrefill:
         if tokens:
             seconds += float(view.perf.prefill_times(np.array([tokens]), np.array([context]), view.limits.tokens)[0])
         late = self._order != "edf" and view.start + (seconds if self._order == "sedf" else 0.0) > due
-        return (float(request.tier == BEST_EFFORT), float(late), -due if late and self._literal else due)
+        return (float(request.best_effort), float(late), -due if late and self._literal else due)
 
     def _stops(self, view: View, running: Task, head: int | None, rank: Rank) -> bool:
         """Return whether a waiting prompt or a suspended step should preempt the running step.

@@ -139,7 +139,7 @@ class Unified:
             named = np.concatenate([named, self._riders(view, on_time, queue.others())])
         count = len(named)
         # Prompts with pages go on if none of the named ones gets any. Best effort gives way to waiting prompts.
-        if not (rows.running[named] * (1 - rows.best_effort[named])).any():
+        if not (rows.running[named] * (rows.best_effort[named] == 0)).any():
             others = np.concatenate([first[count:], behind()])
             named = np.concatenate([named, others[rows.running[others] > 0]])
         return Decision(whole(rows, named) + one_each(view.decode), prompts=max(1, count))
@@ -198,7 +198,7 @@ class Unified:
 
         def others() -> Order:
             rank = np.where(hopeless, 2, 1)
-            rank[rows.standard :] = 3
+            rank[rows.standard :] = 2 + rows.best_effort[rows.standard :]
             left = np.flatnonzero(~chosen)
             return left[np.lexsort((work[left], rank[left]))]
 

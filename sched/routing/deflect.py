@@ -76,7 +76,9 @@ class Deflect(LeastWork):
 
     deflects = True
 
-    def __init__(self, faster: bool = False, slo: bool = False, dropped: bool = False, share: float = MIXED_SHARE) -> None:
+    def __init__(
+        self, faster: bool = False, slo: bool = False, dropped: bool = False, share: float = MIXED_SHARE
+    ) -> None:
         if faster + slo + dropped > 1:
             raise InvalidValue("routing 'deflect' takes one of faster, slo and dropped", "routing")
         if not 0 < share <= 1:

@@ -48,6 +48,10 @@ class Row:
     drops: int = 0
 
     @property
+    def best_effort(self) -> int:
+        return int(self.tier == BEST_EFFORT)
+
+    @property
     def context(self) -> int:
         return self.computed
 

@@ -102,7 +102,9 @@ def test_a_request_that_is_granted_and_demoted_at_once(
 ) -> None:
     one = scheduler(DemotesAndGrantsAll(step))
     for id in range(100):
-        one.add(request(id, priority=others))
+        demoted = request(id, STANDARD, priority=others)
+        demoted.tier = BEST_EFFORT
+        one.add(demoted)
     one.add(request(200, STANDARD, priority=own))
     plan = one.plan(0.0, 0.0)
     assert plan is not None and [span.request for span in plan.spans] == granted
