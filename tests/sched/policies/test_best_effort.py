@@ -1,4 +1,4 @@
-"""Under overload, requests that were promised something come before those that asked for best effort, also when late."""
+"""Under overload, requests that were promised something come before those that asked for best effort, late or not."""
 
 from __future__ import annotations
 
