@@ -152,8 +152,8 @@ class ServeConfig(OperationSettings):
     # scheduling
     policy: str = flag(
         "unified", "scheduling", "Scheduling policy: unified, kairos, flowprefill, fairbatching, slos_serve, sarathi, "
-        "vllm, distserve, sjf, edf, ...; some have options, as in kairos:literal; or a policy per role, as in "
-        "prefill=fcfs,decode=continuous.", metavar="NAME",
+        "vllm, distserve, sjf, edf, ...; some have options, as in kairos:literal; a policy per role, as in "
+        "prefill=fcfs,decode=continuous; or a class of yours, as in file:./mine.py:Mine.", metavar="NAME",
     )  # fmt: skip
     routing: str = flag(
         "auto", "scheduling", f"Router of requests to instances: {', '.join(routing.ROUTERS)}. auto: the policy's "
@@ -282,6 +282,7 @@ class ServeConfig(OperationSettings):
 
     def _check_names(self) -> None:
         """Check names and options of policies and routers before anything is loaded."""
+        object.__setattr__(self, "policy", policies.resolved(self.policy))  # other processes may run in other folders
         policies.make(self.policy)
         routing.make(policies.routing(self.policy, self.routing), admission.make(self.admission))
         routing.make(self.replica_routing, what="replica_routing")
