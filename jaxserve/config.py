@@ -82,9 +82,10 @@ class ServeConfig(OperationSettings):
     )  # fmt: skip
     tokenizer: str | None = flag(None, "model", "Name or folder of the tokenizer. Default: the model's.")
     revision: str | None = flag(None, "model", "Branch, tag or commit on the Hugging Face hub.")
-    dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "auto", "model", "Data type of weights and activations. auto: float32 on CPU, bfloat16 on accelerators."
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "model", "Data type of weights and activations. auto: float32 on CPU, bfloat16 on accelerators, but "
+        "float16 on GPUs without bfloat16, such as the T4.",
+    )  # fmt: skip
     quantization: Literal["int8", "fp8", "fp8_per_block"] | None = flag(
         None, "model", "Quantize the weights of matrix products to 8 bits: int8 or fp8 with a scale per output, or "
         "fp8_per_block with a scale per 128 x 128 block. Default: as in the checkpoint.",
