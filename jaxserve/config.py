@@ -82,9 +82,10 @@ class ServeConfig(OperationSettings):
     )  # fmt: skip
     tokenizer: str | None = flag(None, "model", "Name or folder of the tokenizer. Default: the model's.")
     revision: str | None = flag(None, "model", "Branch, tag or commit on the Hugging Face hub.")
-    dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "auto", "model", "Data type of weights and activations. auto: float32 on CPU, bfloat16 on accelerators."
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "model", "Data type of weights and activations. auto: float32 on CPU, bfloat16 on accelerators, but "
+        "float16 on GPUs without bfloat16, such as the T4.",
+    )  # fmt: skip
     quantization: Literal["int8", "fp8", "fp8_per_block"] | None = flag(
         None, "model", "Quantize the weights of matrix products to 8 bits: int8 or fp8 with a scale per output, or "
         "fp8_per_block with a scale per 128 x 128 block. Default: as in the checkpoint.",
@@ -152,8 +153,8 @@ class ServeConfig(OperationSettings):
     # scheduling
     policy: str = flag(
         "unified", "scheduling", "Scheduling policy: unified, kairos, flowprefill, fairbatching, slos_serve, sarathi, "
-        "vllm, distserve, sjf, edf, ...; some have options, as in kairos:literal; or a policy per role, as in "
-        "prefill=fcfs,decode=continuous.", metavar="NAME",
+        "vllm, distserve, sjf, edf, ...; some have options, as in kairos:literal; a policy per role, as in "
+        "prefill=fcfs,decode=continuous; or a class of yours, as in file:./mine.py:Mine.", metavar="NAME",
     )  # fmt: skip
     routing: str = flag(
         "auto", "scheduling", f"Router of requests to instances: {', '.join(routing.ROUTERS)}. auto: the policy's "
@@ -282,6 +283,7 @@ class ServeConfig(OperationSettings):
 
     def _check_names(self) -> None:
         """Check names and options of policies and routers before anything is loaded."""
+        object.__setattr__(self, "policy", policies.resolved(self.policy))  # other processes may run in other folders
         policies.make(self.policy)
         routing.make(policies.routing(self.policy, self.routing), admission.make(self.admission))
         routing.make(self.replica_routing, what="replica_routing")

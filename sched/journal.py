@@ -187,7 +187,7 @@ class Replay:
 
     plans: int = 0
     differences: list[Difference] = field(default_factory=list)
-    instances: dict[str, dict[str, Any]] = field(default_factory=dict)  # as recorded
+    instances: dict[str, dict[str, Any]] = field(default_factory=dict)  # as recorded; `policy` as replayed
     requests: dict[int, Request] = field(default_factory=dict)  # in their final state, with the times of their tokens
     thoughts: dict[int, int] = field(default_factory=dict)  # thinking tokens of the requests that began with thinking
     steps: list[Step] = field(default_factory=list)
@@ -236,8 +236,10 @@ class _Replayer:
         perf: Callable[[Mapping[str, Any]], PerfModel],
         digests: Mapping[int, list[bytes]],
         watcher: Watcher | None,
+        policy: str | None,
     ) -> None:
         self._perf = perf
+        self._policy = policy
         self._digests = digests
         self._watcher = watcher
         self._now = 0.0  # time of the record
@@ -253,7 +255,7 @@ class _Replayer:
         self._now = now
         at, kind = record["at"], record["kind"]
         if kind == "instance":
-            self._begin(record)
+            self._begin(record | {"policy": self._trusted(line, record["policy"])})
             return
         scheduler = self._schedulers[at]
         if kind in _CALLS:
@@ -306,6 +308,18 @@ class _Replayer:
         if watcher is not None:
             watcher.attach(name, scheduler)
         self.outcome.instances[name] = record
+
+    def _trusted(self, line: int, recorded: str) -> str:
+        """Return the policy to replay: a journal is data, so only the caller can name a file that runs as code."""
+        if not policies.from_files(recorded):
+            return recorded
+        if self._policy is None:
+            raise InvalidValue(
+                f"journal line {line}: policy {recorded!r} is code from a file, which only runs if you name it: "
+                f"jaxserve replay --policy {recorded!r}",
+                "policy",
+            )
+        return self._policy
 
     def _moved_here(self, id: int) -> Request | None:
         """Return a request that moved here from another instance, or None for a new one."""
@@ -393,9 +407,14 @@ def _times(records: Sequence[tuple[int, dict[str, Any]]]) -> Iterator[float]:
 
 
 def replay(
-    lines: Iterable[str], perf: Callable[[Mapping[str, Any]], PerfModel], watcher: Watcher | None = None
+    lines: Iterable[str],
+    perf: Callable[[Mapping[str, Any]], PerfModel],
+    watcher: Watcher | None = None,
+    policy: str | None = None,
 ) -> Replay:
     """Replay a journal and compare every plan. `perf` creates a step-time model from its record.
+
+    policy: the policy of instances whose recorded policy comes from a file; without it, they are refused.
 
     An incomplete last line, as a killed process or a full disk leaves it, is ignored. Raises
     InvalidValue with the line number if another record cannot be read.
@@ -422,7 +441,7 @@ def replay(
     for _, record in records:
         if record["kind"] == "digest":
             digests.setdefault(record["id"], []).append(bytes.fromhex(record["digest"]))
-    replayer = _Replayer(perf, digests, watcher)
+    replayer = _Replayer(perf, digests, watcher, policy)
     for (number, record), now in zip(records, _times(records), strict=True):
         replayer.feed(number, record, now)
     return replayer.ended()

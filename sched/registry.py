@@ -26,9 +26,17 @@ def build(table: Mapping[str, str], text: str, what: str, package: str | None, *
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise InvalidValue(f"unknown {what} {name!r}; choose one of {', '.join(sorted(table))}{hint}", what)
     make, fixed = factory(table, name, package), table[name].split(":")[2:]
-    allowed = {key: one for key, one in inspect.signature(make).parameters.items() if key not in given}
-    values = _read("+".join(filter(None, [*fixed, options])), allowed, f"{what} {name!r}", what)
-    return make(**values, **{key: value for key, value in given.items() if key in inspect.signature(make).parameters})
+    return construct(make, "+".join(filter(None, [*fixed, options])), f"{what} {name!r}", what, **given)
+
+
+def construct(make: Callable[..., Any], options: str, owner: str, what: str, **given: Any) -> Any:
+    """Call a factory with the options in `options`, and those of the `given` arguments that it accepts.
+
+    owner: names the factory in errors. Raises InvalidValue.
+    """
+    taken = inspect.signature(make).parameters
+    values = _read(options, {key: one for key, one in taken.items() if key not in given}, owner, what)
+    return make(**values, **{key: value for key, value in given.items() if key in taken})
 
 
 def shared(

@@ -24,6 +24,7 @@ class Device:
     source: str
     target: str | None = None  # name in the compile gate
     note: str | None = None
+    bfloat16: bool = True  # False: matrix units for float16 only
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -34,7 +35,7 @@ class Device:
     @property
     def dtype(self) -> str:
         """The engine's default dtype on this device."""
-        return "float32" if self.platform == "cpu" else "bfloat16"
+        return "float32" if self.platform == "cpu" else "bfloat16" if self.bfloat16 else "float16"
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-simulate", action="store_true", help="Only compare plans.")
     parser.add_argument("--save", type=Path, metavar="FILE", help="Write the comparison as JSON.")
     parser.add_argument("--seed", type=seed_of, default=0, help="Seed of the simulation's noise.")
+    parser.add_argument(
+        "--policy",
+        metavar="file:PATH:CLASS",
+        help="Policy of a server whose policy came from a file: the file is code, so a journal alone does not run it.",
+    )
     timeline.add_arguments(parser)
 
 
@@ -51,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     recorder = timeline.recorder_of(args)
     try:
         with args.journal.open(encoding="utf-8") as lines:
-            replayed = replay(lines, perf_of, recorder)
+            replayed = replay(lines, perf_of, recorder, args.policy)
     except UnicodeDecodeError as error:
         raise InvalidValue(f"journal {str(args.journal)!r} is no text: {error.reason}") from error
     print(f"{replayed.plans} plans replayed, {len(replayed.differences)} differ, {len(replayed.requests)} requests")

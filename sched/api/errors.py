@@ -51,6 +51,10 @@ class StepFailed(JaxserveError):
     """A step raised on the device, or an operation needs the KV pool that was lost with it."""
 
 
+class PolicyError(JaxserveError, AssertionError):
+    """A policy broke its contract: it raised, returned no Decision, or named a request or step not in its view."""
+
+
 ECHO = 80  # most characters of a value that an error message repeats
 
 

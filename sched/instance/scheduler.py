@@ -12,6 +12,7 @@ from math import inf
 from typing import Any
 
 from ..api.acceptance import Acceptance
+from ..api.errors import PolicyError
 from ..api.log import Log, no_log
 from ..api.perf import PerfModel
 from ..api.plan import Delta, StepPlan, StepResult, Suspended
@@ -382,7 +383,7 @@ class Scheduler:
 
     def _resume(self, step: int) -> StepPlan:
         if step not in self._in_flight.suspended:
-            raise AssertionError(f"the policy resumes step {step}, which is not suspended")
+            raise PolicyError(f"the policy resumes step {step}, which is not suspended")
         self._step += 1
         self._decoded = False
         plan = self._in_flight.resume(step, self._step)

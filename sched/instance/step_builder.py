@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from ..api.errors import PolicyError
 from ..api.perf import Load
 from ..api.plan import Begin, Span, decoding
 from ..api.policy import Decision, Limits
@@ -52,7 +53,7 @@ class StepBuilder:
         self._stepped: list[Request] = []  # rows of the decode queue to update after the build
 
     def build(self, decision: Decision) -> BuiltStep:
-        """Build the step. Raises AssertionError if the policy grants a request that is not in its view."""
+        """Build the step. Raises PolicyError if the policy grants a request that is not in its view."""
         budget, most = self._limits.tokens, self._limits.rows
         prompts = min(self._limits.prompts, decision.prompts)
         requests, runnable, size = self._queues.requests, self._queues.runnable, self._kv.blocks.page_size
@@ -139,9 +140,9 @@ class StepBuilder:
         return self._span(request, length, 0)
 
     def _check_displaced(self, id: int) -> None:
-        """Raise AssertionError unless a demotion or preemption of this step has displaced a request from the view."""
+        """Raise PolicyError unless a demotion or preemption of this step has displaced a request from the view."""
         if id not in self._queues.room:
-            raise AssertionError(f"the policy granted request {id}, which is not in its view")
+            raise PolicyError(f"the policy granted request {id}, which is not in its view")
 
     def _best_effort_last(self, decision: Decision) -> tuple[Decision, int]:
         """Move grants of best effort to the end, whatever the order of the policy.

@@ -2,7 +2,8 @@
 
 A name is a whole policy (`kairos`), a policy with options (`kairos:literal`, `sarathi:tokens=512`),
 or a prefill half and a decode half (`prefill=fcfs,decode=continuous`), each with options of its own.
-The suffix `/draft` adds speculative drafting to any policy.
+A policy or a half may come from a file (`file:./mine.py:Mine`, see from_file.py). The suffix `/draft`
+adds speculative drafting to any policy.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from __future__ import annotations
 from ..api.errors import InvalidValue
 from ..api.policy import Policy
 from ..registry import build, shared
+from . import from_file
+from .from_file import from_files, resolved, shown
+
+__all__ = ["from_files", "make", "names", "resolved", "routing", "shown"]
 
 PREFILL = {
     "deadline_edf": "edf:DeadlineEdf",
@@ -55,11 +60,14 @@ def routing(policy: str, given: str = "auto") -> str:
 
 def make(text: str) -> Policy:
     """Create a policy from its name. Raises InvalidValue, which names the allowed ones."""
-    first, slash, drafts = text.strip().partition("/")
-    if slash:
-        drafting: Policy = build(DRAFTING, drafts, "drafting", __package__, policy=make(first))
+    text = text.strip()
+    slash = from_file.masked(text).find("/")
+    if slash >= 0:
+        drafting: Policy = build(DRAFTING, text[slash + 1 :], "drafting", __package__, policy=make(text[:slash]))
         return drafting
-    name, _, options = text.strip().partition(":")
+    if text.startswith(from_file.PREFIX):
+        return from_file.make(text)
+    name, _, options = text.partition(":")
     if name in HALVES:
         return _halves(*shared((PREFILL, DECODE), HALVES[name], options, f"policy {name!r}", "policy", __package__))
     if "=" in name:
@@ -68,8 +76,8 @@ def make(text: str) -> Policy:
             return _halves(parts["prefill"], parts["decode"])
     if name not in WHOLE:
         raise InvalidValue(
-            f"unknown policy {text!r}; choose one of {', '.join(names())}, or two halves as in "
-            f"prefill={'|'.join(PREFILL)},decode={'|'.join(DECODE)}",
+            f"unknown policy {text!r}; choose one of {', '.join(names())}, two halves as in "
+            f"prefill={'|'.join(PREFILL)},decode={'|'.join(DECODE)}, or a class of yours as in file:./mine.py:Mine",
             "policy",
         )
     policy: Policy = build(WHOLE, text, "policy", __package__)
@@ -79,6 +87,11 @@ def make(text: str) -> Policy:
 def _halves(prefill: str, decode: str) -> Policy:
     from .halves import Halves
 
-    return Halves(
-        build(PREFILL, prefill, "prefill policy", __package__), build(DECODE, decode, "decode policy", __package__)
-    )
+    return Halves(_half(PREFILL, prefill, "prefill policy"), _half(DECODE, decode, "decode policy"))
+
+
+def _half(table: dict[str, str], text: str, what: str) -> Policy:
+    if text.startswith(from_file.PREFIX):
+        return from_file.make(text, what)
+    half: Policy = build(table, text, what, __package__)
+    return half

@@ -96,9 +96,17 @@ class VirtualLoop(base_events.BaseEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in virtual time, then cancel what still runs. Raises Deadlock."""
-    with asyncio.Runner(loop_factory=VirtualLoop, debug=False) as runner:
-        return runner.run(main)
+    """Run a coroutine to its end in virtual time, then cancel what still runs. Raises Deadlock.
+
+    A loop that runs in this thread, as in a notebook, stands still until then.
+    """
+    outer = events._get_running_loop()
+    events._set_running_loop(None)  # asyncio refuses a loop inside another one, which could starve it; this one ends
+    try:
+        with asyncio.Runner(loop_factory=VirtualLoop, debug=False) as runner:
+            return runner.run(main)
+    finally:
+        events._set_running_loop(outer)
 
 
 def loop() -> VirtualLoop:

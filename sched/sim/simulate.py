@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from .. import admission as admissions
 from .. import policies, routing
 from ..admission.base import Admission
-from ..api.errors import InvalidValue
+from ..api.errors import InvalidValue, PolicyError
 from ..api.log import Log, no_log
 from ..api.new_request import NewRequest
 from ..api.params import SamplingParams
@@ -129,7 +129,10 @@ def simulate(
             f"skip={options.skip} at each end leaves none of the {len(arrivals)} requests: lower it", "skip"
         )
     simulation = _Simulation(arrivals, policy, mesh, latency, seed, options, progress, logs, recorder)
-    cluster, ended = clock.run(simulation.run())
+    try:
+        cluster, ended = clock.run(simulation.run())
+    except clock.Deadlock as error:
+        raise clock.Deadlock(f"{error}. A policy that grants none of the requests that wait does this") from error
     measured = tuple(
         measure(request, arrivals[request.id].class_, stage_allowance(request)) for request in simulation.requests
     )
@@ -157,6 +160,18 @@ def simulate(
         spread(simulation.decisions) if options.timer is not None else None,
         {tier.name: tier.stats.hits * simulation.page_size for tier in simulation.tiers},
     )
+
+
+def _raise(machine: asyncio.Task[None]) -> None:
+    """Raise the error of the cluster itself; of several, and of one in a group, what the policy did wrong."""
+    try:
+        machine.result()
+    except BaseExceptionGroup as group:
+        failed: BaseException | None = group.subgroup(PolicyError)
+        while isinstance(failed, BaseExceptionGroup):
+            failed = failed.exceptions[0]
+        error = failed or group
+        raise error from error.__cause__
 
 
 def check_mesh(mesh: Mesh, latency: Latency) -> None:
@@ -260,7 +275,7 @@ class _Simulation:
         waited = self._options.horizon
         await asyncio.wait([machine, self._done], timeout=waited, return_when=asyncio.FIRST_COMPLETED)
         if machine.done():
-            machine.result()  # the cluster itself failed: raise its error
+            _raise(machine)
         ended = loop.now
         if self._done.done():
             await asyncio.sleep(1.0)  # let KV transfers complete

@@ -1,10 +1,11 @@
-"""KV caches with another dtype than the model: accepted values, loss of accuracy, and refusals."""
+"""The dtype of models, and KV caches with another one: accepted values, loss of accuracy, and refusals."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.capacity.devices import devices
 from jaxserve.config import ServeConfig
 from jaxserve.engine.memory import calibrate, kv
-from jaxserve.engine.startup.build import random_init
+from jaxserve.engine.startup.build import auto_dtype, random_init
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
@@ -118,6 +120,40 @@ def measured(spec: ModelSpec, tp: int) -> tuple[Any, Any]:
 def _without_scales(layer: dict[str, Any]) -> dict[str, Any]:
     kept = {name: leaf for name, leaf in layer["attention"].items() if not name.endswith("_scale")}
     return {**layer, "attention": kept}
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "capability", "dtype"),
+    [
+        ("gpu", "Tesla T4", "7.5", "float16"),
+        ("gpu", "Tesla V100-SXM2-16GB", "7.0", "float16"),
+        ("gpu", "NVIDIA A100-SXM4-40GB", "8.0", "bfloat16"),
+        ("gpu", "NVIDIA L4", "8.9", "bfloat16"),
+        ("gpu", "NVIDIA H200", "9.0", "bfloat16"),
+        ("gpu", "NVIDIA B200", "10.0", "bfloat16"),
+        ("tpu", "TPU v5 lite", None, "bfloat16"),
+        ("cpu", "cpu", None, "float32"),
+    ],
+)
+def test_auto_is_what_the_device_computes_fast(platform: str, kind: str, capability: str | None, dtype: str) -> None:
+    device: Any = SimpleNamespace(platform=platform, device_kind=kind)
+    if capability is not None:
+        device.compute_capability = capability
+    assert auto_dtype(device) == dtype
+    assert dtype in choices(hints_of(ServeConfig)["dtype"])
+
+
+def test_plans_know_the_default_of_each_device() -> None:
+    assert {name: devices()[name].dtype for name in ("t4", "l4", "h200", "v5e", "cpu")} == {
+        "t4": "float16", "l4": "bfloat16", "h200": "bfloat16", "v5e": "bfloat16", "cpu": "float32",
+    }  # fmt: skip
+
+
+@pytest.mark.full
+def test_the_demo_model_computes_in_float16() -> None:
+    executor = demo(dtype="float16")
+    assert {str(part.dtype) for pool in executor.state.pools for part in pool} == {"float16"}
+    assert abs(perplexity(executor, 1) / unquantized(1) - 1) <= 0.01
 
 
 def test_scales_are_rounded_up_to_a_coarse_grid() -> None:

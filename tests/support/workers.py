@@ -36,7 +36,7 @@ GROUPS = {
     # Servers and engines in processes of their own: a lane, so that they neither run beside each other nor
     # keep tests that share an engine waiting.
     "processes": ("tests/ray/", "tests/server/test_ending.py", "tests/server/test_handoff_processes.py",
-                  "tests/server/test_killed.py", "tests/server/test_notebook.py",
+                  "tests/server/test_killed.py", "tests/notebooks/test_notebooks.py",
                   "tests/server/test_operations_processes.py", "tests/server/test_processes.py",
                   "tests/server/test_resource_limits.py",
                   "tests/server/test_rolling_processes.py", "tests/server/test_scaled_processes.py",

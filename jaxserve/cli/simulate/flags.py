@@ -69,7 +69,8 @@ def _what(group: Any) -> None:
         "--policy",
         default="distserve,kairos,unified",
         metavar="NAME[,NAME…]",
-        help=f"policies to compare: {', '.join(names())}, or prefill=NAME,decode=NAME [%(default)s]",
+        help=f"policies to compare: {', '.join(names())}, prefill=NAME,decode=NAME, or a class of yours, "
+        "as in file:./mine.py:Mine [%(default)s]",
     )
     group.add_argument("--qps", metavar="RATES", help="requests per second: 3, or 2,3,4, or first:last:step")
     group.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with N seeds, starting at --seed [1]")

@@ -225,7 +225,7 @@ class Machine:
                 raise InvalidValue(f"{one.name}={given!r} must be {mine!r}, as built into these executors", one.name)
         mesh = plan_of(config)
         places = tuple(replace(one, role=role.value) for one, role in zip(self.info.instances, mesh.roles, strict=True))
-        info = replace(self.info, instances=places, policy=config.policy, routing=config.routing)
+        info = replace(self.info, instances=places, policy=policies.shown(config.policy), routing=config.routing)
         limits = limits or self.limits
         return Machine(config, mesh, self.executors, limits, self._measured, info, self.compiler, lent=True)
 
@@ -488,7 +488,7 @@ def _info(config: ServeConfig, built: Built, seconds: float) -> EngineInfo:
         vocab_size=spec.vocab,
         dtype=str(executors[0].state.weights["embed"].dtype),
         instances=tuple(map(instance, executors, mesh.roles)),
-        policy=config.policy,
+        policy=policies.shown(config.policy),
         routing=config.routing,
         eos=frozenset(spec.eos),
         thinking=built.config.markers or ThinkingMarkers(),

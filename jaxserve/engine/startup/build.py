@@ -56,7 +56,7 @@ class ExecutorConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    dtype: str = "auto"  # float32 on CPU, bfloat16 elsewhere
+    dtype: str = "auto"  # see `auto_dtype`
     kv_cache_dtype: str = "auto"  # as `dtype`, or one of `kv.STORED`
     page_size: int = 16
     kv_cache_memory: int | None = None  # bytes of all pools together; None: see `kv`
@@ -140,6 +140,17 @@ def random_init(seed: int = 0) -> LoadWeights:
     return lambda spec, dtype, meshes: dummy.random_weights(spec, dtype, meshes, seed=seed)
 
 
+def auto_dtype(device: jax.Device) -> str:
+    """Return the data type of weights and activations on a device: float32 on CPU, bfloat16 on accelerators.
+
+    GPUs before Ampere (compute capability 8.0), such as the T4, have tensor cores for float16 only.
+    """
+    if device.platform == "cpu":
+        return "float32"
+    capability = str(getattr(device, "compute_capability", ""))
+    return "float16" if capability and float(capability) < 8.0 else "bfloat16"
+
+
 def build_executors(config: ExecutorConfig, progress: Progress | None = None) -> list[JaxExecutor]:
     """Build one warm executor per instance, in the order of `config.mesh.roles`."""
     return build_early(config, progress, early=False)[0]
@@ -159,8 +170,7 @@ def build_early(
     platform = meshes[0].devices.flat[0].platform
     spec = _laid_out(config, config.spec.for_tp(config.mesh.tp), platform)
     spec = replace(spec, kv_scales=kv.scaled(config.kv_cache_dtype))
-    auto = "float32" if platform == "cpu" else "bfloat16"
-    dtype = jnp.dtype(auto if config.dtype == "auto" else config.dtype)
+    dtype = jnp.dtype(auto_dtype(meshes[0].devices.flat[0]) if config.dtype == "auto" else config.dtype)
     room.check_weights(spec, dtype, meshes)
     trees = config.load(spec, dtype, meshes)
     stored = kv.pool_dtype(config.kv_cache_dtype, dtype)

@@ -72,3 +72,20 @@ def test_no_threads_and_no_other_loop() -> None:
 
     with pytest.raises(JaxserveError, match="VirtualLoop"):
         asyncio.run(elsewhere())
+
+
+def test_a_simulation_runs_inside_another_loop() -> None:
+    """A cell of a notebook is called by the loop of its kernel."""
+
+    async def inner() -> float:
+        await asyncio.sleep(5.0)
+        return clock.loop().now
+
+    async def cell() -> tuple[float, bool]:
+        loop, later = asyncio.get_running_loop(), asyncio.ensure_future(asyncio.sleep(0, "went on"))
+        ended = clock.run(inner())
+        with pytest.raises(clock.Deadlock):
+            clock.run(asyncio.wait_for(asyncio.Event().wait(), None))
+        return ended, asyncio.get_running_loop() is loop and await later == "went on"
+
+    assert asyncio.run(cell()) == (5.0, True)
