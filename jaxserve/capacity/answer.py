@@ -23,7 +23,7 @@ class Answer:
     steps: one per number of devices. best: the cheapest set-up that keeps the objectives on the given devices.
     sustained, missed: rates that `best` keeps and does not. limits: attainment that a fifth less time for prompts, a
     fifth less for everything else, or a quarter more KV would add at `limits_at` (the rate `missed`, if known).
-    fewest, most: devices with step times as much shorter or longer as their error; None: more than were tried.
+    fewest, most: devices with step times as short or as long as their error allows; None: more than were tried.
     nearest: without `best`, a set-up with more devices that would do.
     """
 
@@ -70,8 +70,8 @@ def complete(
 ) -> None:
     """Search, and fill an answer in the order of its fields, so that what an interrupt leaves is of use.
 
-    candidates_of: set-ups for a number of devices. error_of: relative error of the step times, by T. Equal arguments
-    give equal answers.
+    candidates_of: set-ups for a number of devices. error_of: error of the step times (see Latency), by T. Equal
+    arguments give equal answers.
     """
     load = searcher.load
     for step in searcher.fewest(range(1, found.count + 1), candidates_of):
@@ -133,7 +133,7 @@ def _range(
 ) -> None:
     """Find the number of devices with shorter and with longer step times, and what more devices bring."""
     alike = _alike(candidates_of, best)
-    fast, slow = (Scale(1 + sign * found.error, 1 + sign * found.error) for sign in (-1, 1))
+    fast, slow = (Scale(factor, factor) for factor in (1 / (1 + found.error), 1 + found.error))
     found.fewest = best.devices
     for step in searcher.fewest(range(1, best.devices), alike, fast):
         if step.keeps(found.goal):

@@ -57,7 +57,7 @@ def lines(found: Answer, command: Sequence[str], price: float | None) -> list[st
         most = f"more than {found.count * 4}" if found.most is None else str(found.most)
         low = str(found.fewest)
         text = low if low == most else f"{low} to {most}"
-        said.append(f"range: {text} devices, with step times {found.error:.0%} shorter and longer")
+        said.append(f"range: {text} devices, with step times {1 + found.error:g} times as short and as long")
     said += [*_limit(found), *_headroom(found), *_fewer(found)]
     if price is not None:
         said.append(

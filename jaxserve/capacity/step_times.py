@@ -2,8 +2,8 @@
 
 A derived step has the form of `sched/perf/derive.py`. Its efficiencies and their error are ASSUMED, and have the
 sources that `EFFICIENCIES` states. What is known of them (tests/capacity/test_step_times.py): the form of a dense model
-meets the one loaded TPOT that FairBatching publishes to 5 %; of MiniMax-M2.5 on four H200, the derived times are 0.58
-(prefill of 8K), 0.96 (of 128K), 0.54 and 0.20 (decode at 8K and 128K) of those that Kairos publishes.
+meets the one loaded TPOT that FairBatching publishes to 5 %; of MiniMax-M2.5 on four H200, the derived times are 0.51
+(prefill of 8K), 1.05 (of 128K), 0.54 and 0.20 (decode at 8K and 128K) of those that Kairos publishes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALL_REDUCE = 15e-6  # seconds of one, twice a layer; ASSUMED as in the presets o
 class Efficiency:
     """Shares of a device's peaks that steps reach, and seconds beside them.
 
-    compute, memory: shares. launches: seconds per step. error: relative error of the step times.
+    compute, memory: shares. launches: seconds per step. error: of the step times, see `Latency`.
     """
 
     compute: float
@@ -42,21 +42,22 @@ ROW = 10e-6  # seconds of a running decode: the head and sampling; ASSUMED as in
 
 EFFICIENCIES = {
     "dense": Efficiency(
-        0.6, 0.8, 2e-3, 0.2,
-        "ASSUMED: 0.6 of FLOP/s and 0.8 of bytes/s, as the presets of dense models have it; 0.5 to 0.75 and 0.7 to 0.9 "
-        "are as plausible, hence 20 %",
+        0.6, 0.8, 2e-3, 0.25,
+        "ASSUMED: 0.6 of FLOP/s and 0.8 of bytes/s, as the presets of dense models have it; 0.5 to 0.75 and 0.65 to "
+        "1 are as plausible, hence up to 1.25 times as short or as long",
     ),
     "experts": Efficiency(
-        0.3, 0.7, 3e-3, 0.5,
+        0.3, 0.7, 3e-3, 1.0,
         "ASSUMED: 0.3 of FLOP/s (attention 0.6) and 0.7 of bytes/s, as the presets of mixtures of experts have it; "
-        "published times of MiniMax-M2.5 are 1.0 to 1.9 times as long (decode at 128K: 4.9 times), hence 50 %",
+        "published times of MiniMax-M2.5 are 0.95 to 1.95 times as long (4.9 times for decode at 128K), hence "
+        "up to twice as short or as long",
     ),
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """A simulated instance of one mesh, and where its step times come from. error: relative, of all times."""
+    """A simulated instance of one mesh, and where its step times come from."""
 
     latency: Latency
     source: str
@@ -82,7 +83,10 @@ def step_times(names: Sequence[str], setting: Setting, fit: Fit, given: Latency 
         latency, source = derived, f"derived from data sheets: {kind.source}"
     else:
         base = min(fitted, key=lambda one: (abs(one.tensor_parallel - fit.tp), one.name))
-        latency, source = base, f"preset {base.name}; error of {base.error:.0%} as its file says"
+        latency, source = (
+            base,
+            f"preset {base.name}, up to {1 + base.error:g} times as short or as long, as its file says",
+        )
         if base.tensor_parallel != fit.tp:
             latency = _scaled(base, derived, setting, fit.costs)
             source = f"preset {base.name}, scaled from T={base.tensor_parallel} as derived times are; {kind.source}"
@@ -111,7 +115,7 @@ def _derived(setting: Setting, costs: Costs) -> Latency:
         memory=kind.memory,
         parameters=costs.token * tp / 2,
         weights=(costs.every + costs.head) * tp,
-        attention=pair * compute / EFFICIENCIES["dense"].compute,  # attention is no narrow matrix
+        attention=pair * kind.compute / EFFICIENCIES["dense"].compute,  # attention is no narrow matrix
         kv=(last.bytes - first.bytes) * slope,
         experts=costs.experts * tp,
         p_moe=0.0 if spec.moe is None else spec.moe.chosen / spec.moe.experts,

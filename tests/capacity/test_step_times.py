@@ -36,7 +36,7 @@ def test_derived_times_are_those_of_the_derived_presets(model: str, name: str, t
     assert made.derived is not None and written.derived is not None
     for field in ("flops", "bandwidth", "compute", "memory", "parameters", "weights", "attention", "kv", "overhead"):
         assert getattr(made.derived, field) == pytest.approx(getattr(written.derived, field), rel=0.03), field
-    assert (made.kv_bytes_per_token, made.layers, made.error) == (written.kv_bytes_per_token, written.layers, 0.2)
+    assert (made.kv_bytes_per_token, made.layers, made.error) == (written.kv_bytes_per_token, written.layers, 0.25)
     assert made.kv_tokens == 64_000  # those of the fit
 
 
@@ -51,8 +51,8 @@ def test_derived_times_of_experts_beside_those_that_kairos_publishes() -> None:
     for tokens in (8192, 131072):
         alone = Load().add_decode(tokens)
         ratios.append(truth.step_time(alone) / fitted.step_time(alone))
-    assert ratios == pytest.approx([0.58, 0.96, 0.54, 0.20], abs=0.02)
-    assert made.error == 0.5 and "derived" in made.source and "ASSUMED" in made.source
+    assert ratios == pytest.approx([0.51, 1.05, 0.54, 0.20], abs=0.02)
+    assert made.error == 1.0 and "derived" in made.source and "ASSUMED" in made.source
 
 
 def test_a_fitted_preset_of_the_same_pair_is_preferred_and_scaled_to_another_t() -> None:
@@ -60,7 +60,7 @@ def test_a_fitted_preset_of_the_same_pair_is_preferred_and_scaled_to_another_t()
     four, eight = (step_times(names, here, fit_of("minimax-m2.5", tp)) for tp in (4, 8))
     fitted = load_preset("minimax-m2.5-h200-tp4")
     assert four.latency.solve() == fitted.solve() and four.source.startswith("preset minimax-m2.5-h200-tp4")
-    assert "scaled from T=4" in eight.source and eight.error == 0.5
+    assert "scaled from T=4" in eight.source and eight.error == 1.0
     assert 0.5 < eight.latency.solve().prefill / fitted.solve().prefill < 0.6
     assert eight.latency.tensor_parallel == 8
     other = step_times(names, setting(devices()["h100"], "h100"), fit_of("minimax-m2.5", 4))
@@ -76,4 +76,4 @@ def test_a_given_preset_is_used() -> None:
 
 
 def test_every_efficiency_states_its_source() -> None:
-    assert all(one.source.startswith("ASSUMED") and 0 < one.error < 1 for one in EFFICIENCIES.values())
+    assert all(one.source.startswith("ASSUMED") and one.error > 0 for one in EFFICIENCIES.values())

@@ -54,9 +54,20 @@ def read_load(args: argparse.Namespace, positions: int) -> Load:
 
 
 class Fits:
-    """The fits of a model by T, computed when first asked for, with their step times. Writer of both."""
+    """The fits of a model by T, computed when first asked for, with their step times. Writer of both.
 
-    def __init__(self, spec: ModelSpec, setting: Setting, names: Sequence[str], preset: str | None) -> None:
+    arrivals: all requests. Simulated pools hold no more than these, since a pool of a small model has millions of pages.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        setting: Setting,
+        names: Sequence[str],
+        preset: str | None,
+        arrivals: Sequence[Arrival],
+    ) -> None:
+        self._most = sum(one.prompt_tokens + one.output_tokens + setting.page_size for one in arrivals)
         self._spec = spec
         self._setting = setting
         self._names = names
@@ -79,7 +90,9 @@ class Fits:
             fit = fitting.fit(self._spec, self._setting, instances, tp)
             self._fits[tp] = fit
             if fit.fits:
-                self.times[tp] = step_times(self._names, self._setting, fit, self._given)
+                times = step_times(self._names, self._setting, fit, self._given)
+                tokens = min(times.latency.kv_tokens, self._most)
+                self.times[tp] = replace(times, latency=replace(times.latency, kv_tokens=tokens))
         return self._fits[tp]
 
     def remedy(self) -> str:
@@ -102,7 +115,7 @@ def run(
         setting = replace(setting, max_model_len=min(setting.max_model_len, -(-longest // GRAIN) * GRAIN))
     mean = sum(one.prompt_tokens + one.output_tokens / 2 for one in arrivals) / max(1, len(arrivals))
     setting = replace(setting, context=max(1, min(setting.max_model_len, round(mean))))
-    fits = Fits(spec, setting, names, args.latency)
+    fits = Fits(spec, setting, names, args.latency, arrivals)
     chosen = parse_policies(args.policies) if args.policies else POLICIES
     for name in chosen:
         policies.make(name)
