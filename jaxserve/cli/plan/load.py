@@ -56,7 +56,7 @@ def read_load(args: argparse.Namespace, positions: int) -> Load:
 class Fits:
     """The fits of a model by T, computed when first asked for, with their step times. Writer of both.
 
-    arrivals: all requests. Simulated pools hold no more than these, since a pool of a small model has millions of pages.
+    arrivals: all requests. Simulated pools hold no more than these: a pool of a small model has millions of pages.
     """
 
     def __init__(
