@@ -121,10 +121,11 @@ def main() -> None:
         store()
         print(f"{name}: search: {found}", flush=True)
         best = {} if args.search_only else question.whole(store)
+        every = sum(one["cpu_s"] for one in cells[name].values()) - found["cpu_s"]
         rows.append(
             [
                 name, found["devices"], found["set_up"], found["attained"], best.get("devices"), best.get("set_up"),
-                best.get("attained"), found["cpu_s"], sum(one["cpu_s"] for one in cells[name].values()) - found["cpu_s"],
+                best.get("attained"), found["cpu_s"], every,
             ]
         )  # fmt: skip
     print_table(
