@@ -13,6 +13,7 @@ SLOWER = (0.9, 0.75, 0.5, 0.25, 0.1)  # times the asked rate, if nothing keeps i
 FARTHER = 4  # times the given devices up to which a search for more goes
 LIMITS = {"prefill": Scale(prefill=0.8), "decode": Scale(decode=0.8), "KV": Scale(kv=1.25)}
 LIMITS_SHARE = 1 / 2  # of the requests, for what limits
+ENOUGH = 0.995  # attainment above which more devices bring nothing
 NOTHING = 0.005  # gain in attainment below which a limit is none
 
 
@@ -83,7 +84,8 @@ def complete(
         return
     found.error = error_of(found.best.candidate.tp)
     _headroom(searcher, found, found.best.candidate, RATES)
-    _limits(searcher, found, found.best.candidate, found.missed or found.sustained or load.rate)
+    if found.missed is not None:
+        _limits(searcher, found, found.best.candidate, found.missed)
     _range(searcher, found, found.best.candidate, candidates_of)
 
 
@@ -141,6 +143,8 @@ def _range(
     for step in searcher.fewest(range(best.devices, FARTHER * found.count + 1), alike, slow):
         if step.keeps(found.goal):
             found.most = step.devices
+    if found.best is not None and found.best.attained > ENOUGH:
+        return
     for devices in range(best.devices + 1, found.count + 1):
         if several := alike(devices):
             found.steps.append(searcher.step(devices, several))

@@ -37,7 +37,7 @@ class Rows:
 def row(outcome: Outcome) -> str:
     """Return a row of the table of outcomes."""
     one, scale = outcome.candidate, outcome.trial.scale
-    times = "" if scale == AS_IT_IS else f" (step times × {scale.decode:.2g})"
+    times = "" if scale == AS_IT_IS else f" (step times × {scale.decode:.3g})"
     return (
         f"{one.devices:>7} {outcome.trial.requests:>8} {outcome.attained:>8.1%} {_time(outcome.ttft):>9} "
         f"{_time(outcome.tpot):>9} {outcome.goodput:>6.3g}/s  {one}{times}"
@@ -57,7 +57,9 @@ def lines(found: Answer, command: Sequence[str], price: float | None) -> list[st
         most = f"more than {found.count * 4}" if found.most is None else str(found.most)
         low = str(found.fewest)
         text = low if low == most else f"{low} to {most}"
-        said.append(f"range: {text} devices, with step times {1 + found.error:g} times as short and as long")
+        said.append(
+            f"range: {text} device{'s' * (text != '1')}, with step times {1 + found.error:g} times as short and as long"
+        )
     said += [*_limit(found), *_headroom(found), *_fewer(found)]
     if price is not None:
         said.append(

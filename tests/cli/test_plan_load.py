@@ -53,7 +53,7 @@ def test_an_answer_in_words_and_the_command_that_serves_it(folder: Path, capsys:
         "devices requests attained",
         "answer: 1 device: 1x1 one instance",
         "by class: small 100.0%",
-        "range: 1 devices, with step times 1.25 times as short and as long",
+        "range: 1 device, with step times 1.25 times as short and as long",
         "headroom: it keeps them at",
         "cost: 3 an hour, ",
         "derived from data sheets: ASSUMED",
