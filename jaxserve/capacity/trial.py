@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import ceil, inf, isfinite
 from typing import Any, NamedTuple
 
@@ -135,7 +136,10 @@ class Load:
 
     def counts(self, shares: Sequence[float]) -> list[int]:
         """Return the requests of the rungs of successive halving."""
-        return sorted({min(self.requests, max(SHORTEST, ceil(share * self.requests))) for share in shares})
+        counts = sorted({min(self.requests, max(SHORTEST, ceil(share * self.requests))) for share in shares})
+        return [
+            one for one, after in pairwise([*counts, 1 << 62]) if after > 1.25 * one
+        ]  # no two of nearly equal length
 
 
 @dataclass(frozen=True)
