@@ -21,6 +21,7 @@ class Device:
     memory: float  # bytes
     bandwidth: float  # bytes/s of reads
     flops: float  # FLOP/s of dense matmuls
+    link: float  # bytes/s to other devices, in one direction
     source: str
     target: str | None = None  # name in the compile gate
     note: str | None = None

@@ -24,8 +24,8 @@ COMMANDS = {
     "profile": ("jaxserve.cli.profile", "measure step times of a model on this machine, for the simulator"),
     "fit": ("jaxserve.cli.fit", "fit step-time models to measured steps, and write a latency preset"),
     "plan": (
-        "jaxserve.cli.plan",
-        "check whether a model fits given devices, choose a mesh, and bound its throughput",
+        "jaxserve.cli.plan.command",
+        "find the fewest devices that serve a load within its objectives, or whether a model fits",
     ),
     "compile": ("jaxserve.cli.compile", "make an engine's programs ahead, for a container image or other machines"),
     "distill": ("jaxserve.cli.distill", "train a draft model for speculative decoding"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import inf
 
 from ..api.errors import InvalidValue
 from ..api.preemption import DEPTH, WHOLE, Boundary
@@ -54,6 +55,8 @@ class Latency:
     kv_tokens: capacity of the KV pool. chunk: tokens per chunk of the published prefill points.
     noise: standard deviation of the lognormal factor on step times. buckets: sizes that steps are padded to.
     measured_on: a server with this model and device uses the preset as its step-time model.
+    error: of the step times, which may be up to 1 + error times as long, or as short; for ranges of answers. ASSUMED
+        unless the file says where it is from.
     """
 
     name: str
@@ -73,11 +76,14 @@ class Latency:
     noise: float = 0.0
     buckets: Buckets = NONE
     measured_on: MeasuredOn = field(default_factory=MeasuredOn)
+    error: float = 0.25
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "page_size", "chunk", "layers", "operators", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} must be at least 1", name)
+        if not 0 <= self.error < inf:
+            raise InvalidValue(f"error={self.error!r} must be 0 or more", "error")
         given = [bool(self.points), self.coefficients is not None, self.derived is not None]
         if sum(given) != 1:
             raise InvalidValue(
@@ -112,6 +118,16 @@ class Latency:
         if not others:
             return kept
         return replace(kept, points=(), assumed=Assumed(), derived=None, coefficients=replace(solved, **others))
+
+    def scaled(self, *, prefill: float = 1.0, decode: float = 1.0) -> Latency:
+        """Multiply the times of prompt tokens and of all else: reading weights and KV, launches, sampling."""
+        truth = self.solve()
+        values = {
+            one.name: getattr(truth, one.name) * (prefill if one.name in ("prefill", "quadratic") else decode)
+            for one in fields(Coefficients)
+        }
+        values["p_moe"] = truth.p_moe
+        return replace(self, points=(), assumed=Assumed(), derived=None, coefficients=Coefficients(**values))
 
     def device(
         self,

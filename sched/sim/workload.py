@@ -81,12 +81,14 @@ class Rounds:
 
     delay: mean seconds that a tool takes, exponentially distributed.
     tpot: of all rounds but the last one, which is the answer and has the TPOT of the workload.
+    opening: tokens before the first prompt, such as a system prompt and documents.
     """
 
     mean: float
     std: float
     delay: float
     tpot: float | None = None
+    opening: Lengths | None = None
 
     def __post_init__(self) -> None:
         for name, low in (("mean", 1.0), ("std", 0.0), ("delay", 0.0)):
@@ -150,6 +152,9 @@ class Workload:
             outputs = self.output_tail.replace(random, outputs)
         thoughts = np.zeros(total) if self.thinking is None else self.thinking.draw(random, total)
         delays = np.zeros(total) if self.rounds is None else random.exponential(self.rounds.delay, total)
+        if self.rounds is not None and self.rounds.opening is not None:
+            firsts = np.cumsum(lasting) - lasting
+            prompts[firsts] += self.rounds.opening.draw(random, count)
         drawn_rounds = zip(
             prompts.astype(int).tolist(),
             outputs.astype(int).tolist(),

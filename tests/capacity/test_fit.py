@@ -21,7 +21,7 @@ from tests.support.examples import examples
 
 SPEC = spec_from_config({**SIZES, "max_position_embeddings": 64})
 WEIGHTS = Costs.of(SPEC, 1, "float32").weights
-DEVICE = Device("made up", "gpu", 1e6, 1e9, 1e9, "a test")
+DEVICE = Device("made up", "gpu", 1e6, 1e9, 1e9, 1e9, "a test")
 HELD = Activations(1000, 10, 24)
 
 

@@ -1,6 +1,7 @@
-"""jaxserve plan: check whether a model fits given devices, choose a mesh, and bound its throughput.
+"""jaxserve plan: find the fewest devices that serve a load, or whether a model fits given devices.
 
-Needs no weights and no devices: sizes come from a config.json, device specifications from their makers.
+Needs no weights and no devices: sizes come from a config.json, device specifications from their makers. With --qps
+set-ups are simulated under the load; without it, every mesh is listed with an upper bound on its throughput.
 """
 
 from __future__ import annotations
@@ -12,15 +13,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.flags import add_setting, settings_of
+from jaxserve.cli.plan import flags
 from jaxserve.config import ServeConfig, parse_mesh
 from jaxserve.errors import InvalidValue
 from jaxserve.report.progress import bar
 
 if TYPE_CHECKING:
+    from jaxserve.capacity.fit import Setting
     from jaxserve.capacity.show import Plan
+    from jaxserve.models.spec import ModelSpec
 
 EXAMPLES = """
 examples:
+  # Which set-up of up to eight H100s serves 20 requests/s of a trace within a TTFT of 1 s and a TPOT of 40 ms
+  jaxserve plan --model llama3-70b --devices h100:8 --qps 20 --workload trace:conv.csv --ttft-slo 1s --tpot-slo 40ms
+
+  # Conversations of a named workload with objectives of its own, and what a million tokens cost at 2.50 an hour
+  jaxserve plan --model qwen3-14b --devices h100:8 --qps 4 --workload interactive-chat --price 2.5
+
   # Every mesh of eight H200s, and the recommended one
   jaxserve plan --model llama3-70b --devices h200:8
 
@@ -63,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine settings", "as for jaxserve serve")
     for name in SETTINGS:
         add_setting(engine, name)
+    flags.add_arguments(parser)
 
 
 def _positive(kind: type) -> Any:
@@ -84,8 +95,12 @@ def main(args: argparse.Namespace) -> int:
     """Print the plan; return 0 if the model fits, 1 if it does not. Raises InvalidValue."""
     from jaxserve.capacity.devices import devices, parse_devices
 
+    flags.check_arguments(args)
     name, count = parse_devices(args.devices)
-    config = ServeConfig(**settings_of(args) | {"model": args.model})
+    given = {key: value for key, value in settings_of(args).items() if key in SETTINGS}
+    config = ServeConfig(**given | {"model": args.model})
+    if args.qps is not None:
+        return _serve_load(args, config, name, count)
     asked = _asked(config.mesh, count, args.devices)
     if args.compile:
         if config.mesh is None and count > 1:
@@ -107,6 +122,24 @@ def make_plan(
 ) -> Plan:
     """Compute the fit of every requested mesh, and choose one."""
     from jaxserve.capacity import fit, show
+
+    spec, source, setting = _setting(args, config, name, count)
+    measured = None
+    if args.compile:
+        from jaxserve.capacity.compiled import compiled
+
+        with bar("compile") as progress:
+            measured = compiled(spec, setting, asked[0][1], progress)
+    fits = [fit.fit(spec, setting, instances, tp, measured) for instances, tp in asked]
+    chosen = fit.choose(fits)
+    if chosen is None:
+        return show.Plan(args.model, source, spec, setting, fits, None, fit.remedy(spec, setting, fits))
+    return show.Plan(args.model, source, spec, setting, fits, *chosen)
+
+
+def _setting(args: argparse.Namespace, config: ServeConfig, name: str, count: int) -> tuple[ModelSpec, str, Setting]:
+    """Return the model, the source of its config, and the devices with the engine's limits."""
+    from jaxserve.capacity import fit
     from jaxserve.capacity.devices import devices
     from jaxserve.engine.memory import kv
     from jaxserve.models.published import find_config
@@ -138,17 +171,18 @@ def make_plan(
         prompt=_within(length, args.prompt, 8192, "prompt"),
         tpot=args.tpot_ms / 1000,
     )
-    measured = None
-    if args.compile:
-        from jaxserve.capacity.compiled import compiled
+    return spec, source, setting
 
-        with bar("compile") as progress:
-            measured = compiled(spec, setting, asked[0][1], progress)
-    fits = [fit.fit(spec, setting, instances, tp, measured) for instances, tp in asked]
-    chosen = fit.choose(fits)
-    if chosen is None:
-        return show.Plan(args.model, source, spec, setting, fits, None, fit.remedy(spec, setting, fits))
-    return show.Plan(args.model, source, spec, setting, fits, *chosen)
+
+def _serve_load(args: argparse.Namespace, config: ServeConfig, name: str, count: int) -> int:
+    """Answer the question of --qps."""
+    from jaxserve.cli.plan import load
+    from jaxserve.models.published import repository_of
+
+    spec, _, setting = _setting(args, config, name, count)
+    hub = repository_of(args.model)
+    only = None if config.mesh is None else parse_mesh(config.mesh)
+    return load.run(args, config, spec, (args.model, hub, hub.rpartition("/")[2]), setting, only)
 
 
 def _within(length: int, given: int | None, usual: int, name: str) -> int:

@@ -1,0 +1,110 @@
+"""The search for the fewest devices that keep the objectives.
+
+Numbers of devices are tried from the smallest on. On each, candidates are left out in this order:
+
+* by memory (fit.py): an engine would not start;
+* by `Runner.bound`: not even a policy that knows the future attains the goal. Both are safe: neither leaves out a
+  candidate that would keep the objectives in the simulation;
+* by successive halving: all others serve the first eighth of the requests, the best four the first third, the best
+  two all of them; with equal attainment, the lower TTFT is better. This may leave out the best candidate, so what it
+  left out is counted. A number of devices is given up if its best candidate is below the goal by more than a margin,
+  15 points on the eighth and 5 on the third: a queue that grows in the first requests is longer after more of them.
+
+Equal arguments give equal results: trials have a fixed seed, and their order does not depend on when they end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxserve.capacity.trial import AS_IT_IS, Candidate, Load, Outcome, Scale, Trial, loosest
+
+RUNGS = ((1 / 8, 4, 0.15), (1 / 3, 2, 0.05), (1.0, 1, 0.0))  # share of the requests, how many go on, margin to go on
+
+Simulate = Callable[[Sequence[Trial]], Iterable[Outcome]]  # in the order of the trials
+Bound = Callable[[Trial], float]
+
+
+class Step(NamedTuple):
+    """What was found on one number of devices.
+
+    best: the best outcome of the longest run; None if every candidate was left out by the bound, which then is
+    `ceiling`. tried: candidates that fit in memory. bounded: those left out by the bound. shorter: those that halving
+    left out.
+    """
+
+    devices: int
+    best: Outcome | None
+    ceiling: float
+    tried: int
+    bounded: int
+    shorter: int
+    whole: bool  # whether `best` served all requests
+
+    def keeps(self, goal: float) -> bool:
+        return self.best is not None and self.whole and self.best.attained >= goal
+
+    @property
+    def attained(self) -> float:
+        return self.ceiling if self.best is None else self.best.attained
+
+
+Tell = Callable[[Outcome | Step], None]
+
+
+@dataclass(frozen=True)
+class Searcher:
+    """How a search simulates, bounds and reports."""
+
+    load: Load
+    simulate: Simulate
+    bound: Bound
+    tell: Tell
+
+    def step(self, devices: int, several: Sequence[Candidate], scale: Scale = AS_IT_IS) -> Step:
+        """Find the best of several candidates with equally many devices."""
+        load, goal = self.load, self.load.goal
+        chunk = max((one.chunk for one in several), default=1)
+        like = [loosest(one, chunk) for one in several]
+        known = {one: self.bound(Trial(one, load.requests, load.rate, scale)) for one in dict.fromkeys(like)}
+        bounds = [known[one] for one in like]
+        able = [one for one, share in zip(several, bounds, strict=True) if share >= goal]
+        bounded = len(several) - len(able)
+        if not able:
+            return self._told(Step(devices, None, max(bounds, default=0.0), len(several), bounded, 0, whole=False))
+        counts = [min(load.requests, max(1, count)) for count in load.counts([share for share, _, _ in RUNGS])]
+        ranked: list[Outcome] = []
+        going = able
+        for count, (_, keep, margin) in zip(counts, RUNGS[-len(counts) :], strict=True):
+            trials = [Trial(one, count, load.rate, scale) for one in going]
+            ranked = self._ranked(trials)
+            if count < load.requests and ranked[0].attained < goal - margin:
+                break
+            going = [outcome.candidate for outcome in ranked[:keep]]
+        whole = ranked[0].trial.requests >= load.requests
+        return self._told(Step(devices, ranked[0], 1.0, len(several), bounded, len(able) - len(ranked), whole))
+
+    def fewest(
+        self, counts: Iterable[int], candidates_of: Callable[[int], Sequence[Candidate]], scale: Scale = AS_IT_IS
+    ) -> Iterator[Step]:
+        """Yield a step for each number of devices that has candidates, and end with the first that keeps the goal."""
+        for devices in counts:
+            several = candidates_of(devices)
+            if several:
+                step = self.step(devices, several, scale)
+                yield step
+                if step.keeps(self.load.goal):
+                    return
+
+    def _told(self, step: Step) -> Step:
+        self.tell(step)
+        return step
+
+    def _ranked(self, trials: Sequence[Trial]) -> list[Outcome]:
+        outcomes = []
+        for outcome in self.simulate(trials):
+            self.tell(outcome)
+            outcomes.append(outcome)
+        return sorted(outcomes, key=lambda one: (-one.attained, one.ttft))  # stable: then in the order of candidates

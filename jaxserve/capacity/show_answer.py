@@ -1,0 +1,226 @@
+"""Output of an answer to a capacity question: lines, JSON and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxserve.capacity.answer import Answer
+from jaxserve.capacity.search import Step
+from jaxserve.capacity.trial import AS_IT_IS, Candidate, Load, Outcome
+
+HEADER = f"{'devices':>7} {'requests':>8} {'attained':>8} {'TTFT p90':>9} {'TPOT p90':>9} {'goodput':>8}  set-up"
+
+
+class Rows:
+    """Prints whole runs, the best so far of shorter ones, and what was left out. Writer of `_best`."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._best: dict[object, float] = {}
+
+    def __call__(self, found: Outcome | Step) -> None:
+        if isinstance(found, Step):
+            if found.bounded or found.shorter:
+                print(_left_out(found), flush=True)
+            return
+        key = found.candidate.devices, found.trial.requests, found.trial.scale
+        if found.trial.requests < self._load.requests and found.attained <= self._best.get(key, -1.0):
+            return
+        if not self._best:
+            print(HEADER)
+        self._best[key] = max(found.attained, self._best.get(key, -1.0))
+        print(row(found), flush=True)
+
+
+def row(outcome: Outcome) -> str:
+    """Return a row of the table of outcomes."""
+    one, scale = outcome.candidate, outcome.trial.scale
+    times = "" if scale == AS_IT_IS else f" (step times × {scale.decode:.3g})"
+    return (
+        f"{one.devices:>7} {outcome.trial.requests:>8} {outcome.attained:>8.1%} {_time(outcome.ttft):>9} "
+        f"{_time(outcome.tpot):>9} {outcome.goodput:>6.3g}/s  {one}{times}"
+    )
+
+
+def lines(found: Answer, command: Sequence[str], price: float | None) -> list[str]:
+    """Return the answer in sentences. price: of a device for an hour."""
+    said = ["", *_pareto(found), ""]
+    if found.best is None:
+        return said + _without(found)
+    best, one = found.best, found.best.candidate
+    said.append(f"answer: {_number(one.devices)}: {one}: {best.attained:.1%} of the requests keep their objectives")
+    if best.by_class:
+        said.append("by class: " + ", ".join(f"{name} {share:.1%}" for name, share in best.by_class.items()))
+    if found.error and found.fewest is not None:
+        most = f"more than {found.count * 4}" if found.most is None else str(found.most)
+        low = str(found.fewest)
+        text = low if low == most else f"{low} to {most}"
+        said.append(
+            f"range: {text} device{'s' * (text != '1')}, with step times {1 + found.error:g} times as short and as long"
+        )
+    said += [*_limit(found), *_headroom(found), *_fewer(found)]
+    if price is not None:
+        said.append(
+            f"cost: {one.devices * price:.4g} an hour, {million(best, price):.3g} for a million tokens of output"
+        )
+    return [*said, f"serve it: {' '.join(command)}"]
+
+
+def million(outcome: Outcome, price: float) -> float:
+    """Return what a million tokens of output cost at a price per device and hour."""
+    return outcome.candidate.devices * price / 3600 / outcome.output * 1e6
+
+
+def as_json(found: Answer, command: Sequence[str], price: float | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer as JSON. Shares from 0 to 1, seconds, requests and tokens per second."""
+    best = found.best
+    return {
+        **given,
+        "goal": found.goal,
+        "qps": found.rate,
+        "keeps": best is not None,
+        "devices": best.candidate.devices if best else None,
+        "best": _outcome(best) if best else None,
+        "range": {"error": found.error, "fewest": found.fewest, "most": found.most} if best else None,
+        "limit": found.limit or None,
+        "limits": found.limits,
+        "sustained_qps": found.sustained,
+        "missed_qps": found.missed,
+        "nearest": _step(found.nearest) if found.nearest else None,
+        "price_per_million_output_tokens": million(best, price) if best and price is not None else None,
+        "serve": " ".join(command) if best else None,
+        "interrupted": found.interrupted,
+        "steps": [_step(step) for step in found.steps],
+    }
+
+
+def plot(path: Path, found: Answer, title: str) -> Path:
+    """Draw attainment and goodput against devices."""
+    from jaxserve.report import plot
+
+    steps = sorted((step for step in found.steps if step.best is not None), key=lambda step: step.devices)
+    x = [float(step.devices) for step in steps]
+    shares = [100 * step.attained for step in steps]
+    rates = [step.best.goodput for step in steps if step.best is not None]
+    series = {"best set-up": plot.Series(x, shares)}, {"best set-up": plot.Series(x, rates)}
+    panels = [
+        plot.Panel("Attainment", "devices", "% of requests", series[0], (0.0, 103.0), 100 * found.goal, ticks=x),
+        plot.Panel("Goodput", "devices", "requests/s that keep", series[1], level=found.rate, ticks=x),
+    ]
+    return plot.lines(path, panels, title=title)
+
+
+def _pareto(found: Answer) -> list[str]:
+    """Draw the best attainment on each number of devices as bars."""
+    drawn = [f"{'devices':>7} attained"]
+    for step in sorted(found.steps, key=lambda step: step.devices):
+        best = step.best
+        mark = "at most" if best is None else f"{best.goodput:.3g}/s keep them: {best.candidate}"
+        if best is not None and not step.whole:
+            mark += f" (the first {best.trial.requests} requests)"
+        bar = "█" * round(20 * step.attained)
+        drawn.append(f"{step.devices:>7} {bar:<20} {step.attained:>6.1%}  {mark}")
+    return drawn
+
+
+def _left_out(step: Step) -> str:
+    parts = []
+    if step.bounded:
+        parts.append(f"{step.bounded} cannot keep them by any policy")
+    if step.shorter:
+        parts.append(f"{step.shorter} were worse on shorter runs")
+    return f"{step.devices:>7} of {step.tried} set-ups {' and '.join(parts)}"
+
+
+def _without(found: Answer) -> list[str]:
+    closest, said = found.closest, list[str]()
+    if closest is None:
+        said.append(f"no answer: the model does not fit {_number(found.count)}")
+    elif closest.best is None:
+        said.append(
+            f"no answer: at most {closest.attained:.1%} of the requests can keep their objectives on "
+            f"{_number(closest.devices)}, whatever the policy"
+        )
+    else:
+        best = closest.best
+        said.append(
+            f"no answer: {_number(found.count)} keep {best.attained:.1%} at best, not {found.goal:.0%}: "
+            f"{best.candidate}"
+        )
+        said += _limit(found)
+        kept = "no rate that was tried" if found.sustained is None else f"{found.sustained:.4g} requests/s"
+        said.append(f"it keeps them at {kept}, of the asked {found.rate:.4g}")
+    if found.nearest is not None and found.nearest.best is not None:
+        best = found.nearest.best
+        said.append(f"would do: {_number(found.nearest.devices)}: {best.candidate}: {best.attained:.1%}")
+    elif closest is not None:
+        said.append(f"no more devices up to {found.count * 4} would do, of those that were tried")
+    return said
+
+
+def _limit(found: Answer) -> list[str]:
+    if not found.limits or found.limits_at is None:
+        return []
+    what = {"prefill": "prompts a fifth faster", "decode": "all else a fifth faster", "KV": "a quarter more KV"}
+    gains = ", ".join(f"{what[name]} {gain:+.1%}" for name, gain in found.limits.items())
+    return [f"limited by: {found.limit or 'none of these'} (at {found.limits_at:.4g}/s: {gains})"]
+
+
+def _headroom(found: Answer) -> list[str]:
+    if found.sustained is None:
+        return []
+    end = "and more" if found.missed is None else f"but not {found.missed:.4g}"
+    return [f"headroom: it keeps them at {found.sustained:.4g} requests/s, {end}"]
+
+
+def _fewer(found: Answer) -> list[str]:
+    if found.best is None or found.fewer is None:
+        return []
+    step, devices = found.fewer, found.best.candidate.devices
+    most = "at most " if step.best is None else ""
+    return [f"with {devices - step.devices} fewer: {most}{step.attained:.1%} on {_number(step.devices)}"]
+
+
+def _number(devices: int) -> str:
+    return f"{devices} device{'s' * (devices != 1)}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    fields = ("attained", "by_class", "goodput")
+    return {
+        "set_up": candidate_json(outcome.candidate),
+        "requests": outcome.trial.requests,
+        **{name: getattr(outcome, name) for name in fields},
+        "ttft_p90": outcome.ttft,
+        "tpot_p90": outcome.tpot,
+        "output_throughput": outcome.output,
+    }
+
+
+def candidate_json(one: Candidate) -> dict[str, Any]:
+    """Return a set-up as JSON."""
+    return {
+        "mesh": str(one.mesh),
+        "devices": one.devices,
+        "prefill": one.prefill,
+        "policy": one.policy,
+        "max_num_batched_tokens": one.chunk,
+    }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    return {
+        "devices": step.devices,
+        "best": _outcome(step.best) if step.best else None,
+        "ceiling": step.ceiling,
+        "tried": step.tried,
+        "left_out_by_bound": step.bounded,
+        "left_out_by_shorter_runs": step.shorter,
+        "whole": step.whole,
+    }

@@ -1,0 +1,1 @@
+"""`jaxserve plan`, in parts."""
