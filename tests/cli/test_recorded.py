@@ -37,10 +37,12 @@ def served(recorder: Recorder) -> Iterator[httpx.Client]:
     with RecordedServer(recorder, "a run", 0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
-            yield http
-        server.shutdown()
-        thread.join()
+        try:
+            with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+                yield http
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_snapshots_agree_with_the_simulation() -> None:

@@ -123,7 +123,7 @@ def test_a_request_is_known_before_it_ends() -> None:
 
 
 def test_what_is_recorded_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_recorder, "STEPS", 20)
+    monkeypatch.setattr(flight_recorder, "STEPS", 5)
     monkeypatch.setattr(flight_recorder, "REQUESTS", 5)
     monkeypatch.setattr(flight_recorder, "KNOWN", 10)
     both, _ = flown()
@@ -132,7 +132,10 @@ def test_what_is_recorded_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert both.flight.life(first) is None
     ended = both.flight.recent(0).requests[-1].id
     life = both.flight.life(ended)
-    assert life is not None and len(life.steps) <= 20
+    assert life is not None
+    lives = [both.flight.life(one.id) for one in both.flight.recent(0).requests]
+    assert all(one is not None and len(one.steps) <= 5 for one in lives)
+    assert any(one is not None and len(one.token_times) > 10 for one in lives), "without the bound, more steps"
     assert explain(life.recorder(), ended)[0] == explain(both, ended)[0]
     both.flight.clear()
     assert both.flight.recent(0) == (0, (), ()) and both.flight.life(last) is None
