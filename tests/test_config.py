@@ -184,7 +184,7 @@ def test_mesh_and_roles():
         ({"routing": "deflect:never"}, "routing"),
         ({"replica_routing": "deflect:never"}, "replica_routing"),
         ({"replica_routing": "auto"}, "replica_routing"),
-        ({"dtype": "float16"}, "dtype"),
+        ({"dtype": "float64"}, "dtype"),
         ({"load_format": "gguf"}, "load_format"),
         ({"mesh": "2x1", "prefill": 2}, "prefill"),
         ({"mesh": "1x1", "prefill": 1}, "prefill"),
