@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--latency", metavar="NAME|FILE", help="latency preset of this model and device, as jaxserve fit writes it"
     )
-    group.add_argument("--num-requests", type=int, metavar="N", help="requests to simulate [30 s of load, 400 to 600]")
+    group.add_argument("--num-requests", type=int, metavar="N", help="requests to simulate [30 s of load, 400 to 800]")
     group.add_argument("--price", type=float, metavar="X", help="of a device for an hour: prints the cost of tokens")
     group.add_argument("--plot", type=Path, metavar="FILE", help="draw attainment and goodput by devices (PNG, SVG)")
     group.add_argument("--jobs", type=int, metavar="N", help="processes [all cores]")

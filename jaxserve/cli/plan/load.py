@@ -34,6 +34,9 @@ from jaxserve.sched.sim import Arrival, Mix, Workload, load_trace
 SECONDS, QUEUE = 30.0, 8.0  # of load to simulate: at least, and in multiples of the longest TTFT
 LEAST, MOST = 400, 800  # requests that this may be
 GRAIN = 1024  # tokens to which a length limit is rounded
+SERVED = (  # settings of the plan that the server needs too
+    "dtype", "quantization", "kv_cache_dtype", "kv_cache_memory", "gpu_memory_utilization", "max_num_seqs", "block_size",
+)  # fmt: skip
 
 
 def read_load(args: argparse.Namespace, positions: int) -> Load:
@@ -210,7 +213,7 @@ def _serve(args: argparse.Namespace, config: ServeConfig, setting: Setting, foun
         value = getattr(args, f"{name}_slo")
         if value is not None:
             words += [f"--{name}-slo", f"{value:g}s"]
-    for name in ("dtype", "quantization", "kv_cache_dtype", "max_num_seqs", "block_size"):
+    for name in SERVED:
         value = getattr(args, name, None)
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
