@@ -35,7 +35,8 @@ SECONDS, QUEUE = 30.0, 8.0  # of load to simulate: at least, and in multiples of
 LEAST, MOST = 400, 800  # requests that this may be
 GRAIN = 1024  # tokens to which a length limit is rounded
 SERVED = (  # settings of the plan that the server needs too
-    "dtype", "quantization", "kv_cache_dtype", "kv_cache_memory", "gpu_memory_utilization", "max_num_seqs", "block_size",
+    "dtype", "quantization", "kv_cache_dtype", "kv_cache_memory", "gpu_memory_utilization", "max_num_seqs",
+    "block_size",
 )  # fmt: skip
 
 
