@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -108,7 +109,10 @@ class Conversation:
             async with http.post(self.target.base_url + self.target.path, json=body | self.objectives) as answer:
                 if answer.status != 200:
                     raise NoAnswer(refusal(answer.status, await answer.text(errors="replace")))
+                task = asyncio.current_task()
                 async for event in events(answer.content.iter_any()):
+                    if task is not None and task.cancelling():  # a library on the way has caught the cancellation
+                        raise asyncio.CancelledError
                     self._take(event, reply, perf_counter() - sent, on_text)
 
     def _take(self, event: Any, reply: Reply, at: float, on_text: Callable[[str, bool], None]) -> None:
