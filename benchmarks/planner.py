@@ -21,8 +21,8 @@ from jaxserve.capacity import fit as fitting
 from jaxserve.capacity.candidates import CHUNKS, POLICIES, candidates
 from jaxserve.capacity.devices import devices
 from jaxserve.capacity.search import Searcher
-from jaxserve.capacity.step_times import step_times
 from jaxserve.capacity.trial import Load, Runner, Trial
+from jaxserve.cli.plan.load import Fits
 from jaxserve.cli.simulate.workloads import find_workload
 from jaxserve.engine.memory import kv
 from jaxserve.models.published import published_spec
@@ -55,14 +55,14 @@ class Question:
             kind, device, self.count, spec.max_positions, 256, 8192, kv.default_page_size(kind.platform), 0.9, None,
             "bfloat16", "auto", 2048, 2048, 0.05,
         )  # fmt: skip
-        fits = {tp: fitting.fit(spec, setting, self.count // tp, tp) for tp in range(1, self.count + 1)}
-        self._fits = {tp: fit for tp, fit in fits.items() if fit.fits}
-        latencies = {tp: step_times([], setting, fit).latency for tp, fit in self._fits.items()}
-        self.runner = Runner(self.load, latencies, 256)
+        arrivals, _ = self.load.arrivals(args.num_requests, rate)
+        self._fits = Fits(spec, setting, [model], None, arrivals)
+        for number in range(1, self.count + 1):
+            self._fits.of(number, None)
+        self.runner = Runner(self.load, {tp: times.latency for tp, times in self._fits.times.items()}, 256)
 
     def of(self, number: int) -> list[Any]:
-        fits = {tp: fit for tp, fit in self._fits.items() if number % tp == 0}
-        return list(candidates(number, fits, POLICIES, CHUNKS))
+        return list(candidates(number, self._fits.of(number, None), POLICIES, CHUNKS))
 
     def searched(self) -> dict[str, Any]:
         """Search, and return the answer and its cost."""

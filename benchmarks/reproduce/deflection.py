@@ -26,7 +26,7 @@ from jaxserve.sched.sim import Latency, Options, Report, simulate
 from jaxserve.sched.sim.clock import VirtualLoop
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.scenarios import NAMED
-from jaxserve.sched.sim.timeline import decodes, prompt_lengths
+from jaxserve.sched.sim.timeline import decodes, mixed_steps, prompt_lengths
 
 LATENCY = load_yaml(preset("latency", "deepseek-v2-lite-a100"), Latency)
 RATES = (6.0, 10.0, 14.0, 18.0)
@@ -148,13 +148,6 @@ def _sweep(case: Case) -> list[object]:
     gap = 1e3 * summary.largest_gap.p99
     steps = 1e3 * np.percentile(mixed, [50, 99]) if mixed else (np.nan, np.nan)
     return [f"`{case.routing}`", case.tokens, summary.ttft.p95, *cells, gap, *steps, report.deflections]
-
-
-def mixed_steps(recorder: Recorder) -> list[float]:
-    """Return the seconds of the steps in which a decode instance computed prompts beside running decodes."""
-    lengths, decoders = prompt_lengths(recorder), {one.instance for one in recorder.roles if one.role == "decode"}
-    kinds = [(one, {decodes(span, lengths) for span in one.plan.spans}) for one in recorder.stretches]
-    return [one.end - one.start for one, kind in kinds if one.instance in decoders and len(kind) == 2]
 
 
 class Errors(Recorder):

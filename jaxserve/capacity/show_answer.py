@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.capacity.answer import Answer
+from jaxserve.capacity.answer import FARTHER, Answer
 from jaxserve.capacity.search import Step
 from jaxserve.capacity.trial import AS_IT_IS, Candidate, Load, Outcome
 
@@ -54,7 +54,7 @@ def lines(found: Answer, command: Sequence[str], price: float | None) -> list[st
     if best.by_class:
         said.append("by class: " + ", ".join(f"{name} {share:.1%}" for name, share in best.by_class.items()))
     if found.error and found.fewest is not None:
-        most = f"more than {found.count * 4}" if found.most is None else str(found.most)
+        most = f"more than {found.count * FARTHER}" if found.most is None else str(found.most)
         low = str(found.fewest)
         text = low if low == most else f"{low} to {most}"
         said.append(
@@ -156,7 +156,7 @@ def _without(found: Answer) -> list[str]:
         best = found.nearest.best
         said.append(f"would do: {_number(found.nearest.devices)}: {best.candidate}: {best.attained:.1%}")
     elif closest is not None:
-        said.append(f"no more devices up to {found.count * 4} would do, of those that were tried")
+        said.append(f"no more devices up to {found.count * FARTHER} would do, of those that were tried")
     return said
 
 

@@ -51,7 +51,7 @@ def recorder_of(args: argparse.Namespace) -> Recorder | None:
         raise InvalidValue(f"dashboard={args.dashboard} must be a port, 0 to 65535", "dashboard")
     if args.timeline is not None:
         check_output(args.timeline, "timeline")
-    return Recorder()
+    return Recorder(slack=args.dashboard is not None)
 
 
 def tell(args: argparse.Namespace, recorder: Recorder, measured: Iterable[Measured]) -> None:

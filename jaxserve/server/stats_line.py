@@ -30,7 +30,6 @@ class StatsLine:
         self._last: tuple[float, int, int] | None = None
         self._drafts = (0, 0)
         self._idle = True
-        self._all = _Ended()
         self._classes: dict[str, _Ended] = {}
         self._prompts: dict[str, _Ended] = {}
 
@@ -58,16 +57,15 @@ class StatsLine:
 
         Those that asked for best effort do not count in the first.
         """
-        whole = _Ended(stats.promised, stats.attained)
-        lately, self._all = whole.since(self._all), whole
         classes = {name: _Ended(one.ended["all"], one.attained["all"]) for name, one in stats.classes.items()}
         prompts = {name: _Ended(one.ended, one.attained) for name, one in stats.by_prompt.items()}
-        parts = [_each(classes, self._classes), _each(prompts, self._prompts)]
+        by_class, by_prompt = _lately(classes, self._classes), _lately(prompts, self._prompts)
         self._classes, self._prompts = classes, prompts
-        if lately.ended <= 0:
+        if not by_prompt:
             return "none with an SLO ended"
-        each = "; ".join(part for part in parts if part)
-        return f"SLO attained {lately.share} of {lately.ended}{f' ({each})' if each else ''}"
+        whole = _Ended(*map(sum, zip(*by_prompt.values(), strict=True)))
+        each = "; ".join(_shares(some) for some in (by_class, by_prompt) if len(some) > 1)
+        return f"SLO attained {whole.share} of {whole.ended}{f' ({each})' if each else ''}"
 
     def _drafted(self, counters: Any) -> str:
         """Return the part about draft tokens since the last call."""
@@ -77,8 +75,11 @@ class StatsLine:
         return f", drafted {drafted}, accepted {(now[1] - before[1]) / drafted:.1%}" if drafted else ""
 
 
-def _each(now: Mapping[str, _Ended], before: Mapping[str, _Ended]) -> str:
-    """Return the shares of those classes in which requests ended since; nothing if all were of one class."""
-    lately = {name: ended.since(before.get(name, _Ended())) for name, ended in now.items()}
-    some = {name: ended for name, ended in lately.items() if ended.ended > 0}
-    return ", ".join(f"{name} {ended.share}" for name, ended in some.items()) if len(some) > 1 else ""
+def _lately(now: Mapping[str, _Ended], before: Mapping[str, _Ended]) -> dict[str, _Ended]:
+    """Return what has ended since, of the classes in which requests have."""
+    since = {name: ended.since(before.get(name, _Ended())) for name, ended in now.items()}
+    return {name: ended for name, ended in since.items() if ended.ended > 0}
+
+
+def _shares(classes: Mapping[str, _Ended]) -> str:
+    return ", ".join(f"{name} {ended.share}" for name, ended in classes.items())

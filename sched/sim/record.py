@@ -54,7 +54,7 @@ class Level(NamedTuple):
     running: int  # requests with a slot
     kv_waiting: int  # requests elsewhere that wait for pages here
     backlog: int = 0  # prompt tokens still to compute
-    slack: float = inf  # seconds by which no next token would be late
+    slack: float = inf  # seconds by which no next token would be late; inf too if not recorded
 
 
 class RoleFrom(NamedTuple):
@@ -68,7 +68,9 @@ class RoleFrom(NamedTuple):
 class Recorder:
     """The record of a simulation or a replay that it is passed to. Writer: the schedulers' logs."""
 
-    def __init__(self) -> None:
+    def __init__(self, slack: bool = False) -> None:
+        """slack: whether to record the slack of instances, which takes about a tenth of a simulation's time."""
+        self._slack = slack
         self.limits: dict[str, Limits] = {}
         self.requests: dict[int, Request] = {}  # all that arrived, in their current state
         self.predicted: dict[int, float] = {}  # seconds to the first tokens of those that have ended
@@ -118,7 +120,7 @@ class Recorder:
 
     def _level(self, name: str, now: float) -> None:
         one = self._schedulers[name]
-        slack = least_slack([(max(now, one.ends), one)])
+        slack = least_slack([(max(now, one.ends), one)]) if self._slack else inf
         backlog = one.prefill_backlog
         self.levels.append(Level(now, name, one.blocks.held, one.waiting, one.running, one.kv_waiting, backlog, slack))
 

@@ -81,6 +81,13 @@ def prompt_lengths(recorder: Recorder) -> dict[int, int]:
     return {id: request.prompt_length for id, request in recorder.requests.items()}
 
 
+def mixed_steps(recorder: Recorder) -> list[float]:
+    """Return the seconds of the steps in which a decode instance computed prompts beside running decodes."""
+    lengths, decoders = prompt_lengths(recorder), {one.instance for one in recorder.roles if one.role == "decode"}
+    kinds = [(one, {decodes(span, lengths) for span in one.plan.spans}) for one in recorder.stretches]
+    return [one.end - one.start for one, kind in kinds if one.instance in decoders and len(kind) == 2]
+
+
 def _slice(stretch: Stretch, pid: int, lengths: Mapping[int, int]) -> Event:
     chunks = [span for span in stretch.plan.spans if not decodes(span, lengths)]
     rows = [span for span in stretch.plan.spans if decodes(span, lengths)]

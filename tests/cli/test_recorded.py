@@ -28,7 +28,7 @@ from tests.support.timing import PATIENCE
 
 
 def recorded(mesh: str = "4x1", policy: str = "kairos", requests: int = 60) -> tuple[Recorder, Report]:
-    recorder = Recorder()
+    recorder = Recorder(slack=True)
     return recorder, simulate(CHAT, policy, mesh, TINY, qps=60, num_requests=requests, recorder=recorder)
 
 

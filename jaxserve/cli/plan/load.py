@@ -148,9 +148,10 @@ def run(
         )
     found, began = Answer(load.goal, load.rate, setting.count), time.process_time()
     with progress.bar("simulating") as draw, processes(args.jobs, lambda done: draw(done, 0)) as pool:
+        run_all: Callable[..., Any] = pool  # whose type is that of `jaxserve simulate`
 
         def simulate(trials: Sequence[Trial]) -> Iterable[Outcome]:
-            return _simulated(pool, _runner(load, fits, setting, trials), trials)
+            yield from run_all(_runner(load, fits, setting, trials), trials)
 
         def bound(trial: Trial) -> float:
             return _runner(load, fits, setting, [trial]).bound(trial)
@@ -180,10 +181,6 @@ def run(
     if args.plot is not None:
         print(f"wrote {plot(args.plot, found, _question(args, load, setting))}", file=sys.stderr)
     return 130 if found.interrupted else 0 if found.best is not None else 1
-
-
-def _simulated(pool: Callable[..., Any], runner: Runner, trials: Sequence[Trial]) -> Iterator[Outcome]:
-    yield from pool(runner, trials)
 
 
 def _runner(load: Load, fits: Fits, setting: Setting, trials: Sequence[Trial]) -> Runner:
