@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from copy import deepcopy
 from itertools import product
 from typing import Any
 
@@ -32,7 +33,7 @@ FEW = ("llama3, biases", "deepseek-v2, groups, a latent of queries", "gpt-oss", 
 def spec_of(case: str, **changes: Any) -> ModelSpec:
     family, own = MODELS[case]
     kind = f"{family}TextConfig" if hasattr(transformers, f"{family}TextConfig") else f"{family}Config"
-    config = getattr(transformers, kind)(**{**SMALL, **own, **changes}).to_dict()
+    config = getattr(transformers, kind)(**deepcopy({**SMALL, **own, **changes})).to_dict()  # it writes into dicts
     return registry.spec_from_config({**config, "architectures": [f"{family}ForCausalLM"]})
 
 
