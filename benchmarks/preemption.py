@@ -1,8 +1,8 @@
 """Measure how soon a short prompt starts while a long one is computed, and the cost of preemptible steps.
 
-For each chunk size, boundary and depth: while a step computes a chunk of a long prompt, a short prompt arrives at a
-random time, and the step is asked to stop. Latency: from the arrival to the submission of the short prompt's step.
-Expected: a 99th percentile of at most (depth + 1) segments + 0.5 ms.
+For each chunk size and boundary: while a step computes a chunk of a long prompt, a short prompt arrives at a random
+time, and the step is asked to stop. Wait: from the arrival to the submission of the short prompt's step. Segments are
+dispatched by their time, as served, or (`depth`) a fixed number at a time.
 
 Also reports the overhead of segments without preemption: their time relative to the same chunk as one program, of
 medians, of minima, and of CPU time. The two alternate, so that other load on the machine slows both.
@@ -64,7 +64,10 @@ def main() -> int:
     parser.add_argument("--chunks", type=lambda text: [int(x) for x in text.split(",")], default=[512, 1024])
     parser.add_argument("--context", type=int, default=0, help="tokens of the long prompt before the chunk [0]")
     parser.add_argument("--boundaries", type=lambda text: text.split(","), default=["op", "layer", "layers:2", "chunk"])
-    parser.add_argument("--depths", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2, 4])
+    parser.add_argument(
+        "--depths", type=lambda text: [int(x) or None for x in text.split(",")], default=[None, 1, 2],
+        help="segments in flight; 0: by their time [0,1,2]",
+    )  # fmt: skip
     parser.add_argument("--runs", type=int, default=12, help="steps of each kind, alternating [12]")
     parser.add_argument("--arrivals", type=int, default=60)
     parser.add_argument("--kv-cache-memory", type=int, default=None, help="bytes of the pool")
@@ -76,7 +79,7 @@ def main() -> int:
         found.append(row)
     columns = [
         "chunk", "boundary", "depth", "segments", "whole_ms", "loss", "loss_of_best", "loss_of_work",
-        "wait_p50_ms", "wait_p99_ms", "wait_p50_share", "wait_p99_share", "bound_ms", "first_token_p50_ms",
+        "wait_p50_ms", "wait_p99_ms", "wait_p50_share", "wait_p99_share", "lead_ms", "first_token_p50_ms",
     ]  # fmt: skip
     print_table(f"preemption, {args.model}", columns, [[row[name] for name in columns] for row in found])
     common.save(args, {"rows": found})

@@ -218,6 +218,10 @@ class ServeConfig(OperationSettings):
         "layer", "scheduling", "Points at which a running prefill can be preempted for more urgent work: op (attention "
         "and feed-forward of a layer), layer, layers:K, or chunk (only at its end).", metavar="WHERE",
     )  # fmt: skip
+    preempt_within: Annotated[float, Range(5)] | None = flag(
+        None, "scheduling", "Chunks of prompts are cut so that a running prefill that is asked to stop is predicted to "
+        "do so in this time. Default: no bound.", metavar="MS",
+    )  # fmt: skip
 
     # memory
     block_size: Count | None = flag(

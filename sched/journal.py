@@ -29,7 +29,7 @@ from .api.slo import SLO
 from .api.thinking import ThinkingEnd
 from .instance.scheduler import Scheduler
 
-VERSION = 7  # of the records; a journal of another version is refused
+VERSION = 8  # of the records; a journal of another version is refused
 REHEARSAL = "rehearsal"  # key of the requests that an engine runs before it is ready
 
 

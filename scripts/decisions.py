@@ -194,7 +194,7 @@ class Run:
             setting.page_size,
             setting.prompts,
             preemptible=setting.preemptible,
-            stopping=stopping(segments, 1),
+            stopping=stopping(segments),
             draft=setting.draft,
         )
         scheduler = Scheduler(policies.make(policy), GeneralModel(BELIEVED), limits, role, prefix_caching=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from jaxserve.engine.programs.segments import links
 from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.runtime.segment_pace import SegmentPace
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.plan import StepPlan, Suspended
 from jaxserve.sched.api.preemption import Boundary
@@ -21,6 +23,17 @@ from jaxserve.sched.perf.profile import Row
 from .steps import Spans, closed, spans_of, submitted
 
 SHORT = 64  # tokens of the short prompt
+
+
+class Depth(SegmentPace):
+    """A fixed number of segments in flight, to compare with."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self._depth = depth
+
+    def wait(self, flying: Sequence[Hashable], began: float, now: float) -> float:
+        return 0.0 if len(flying) < self._depth else inf
 
 
 def room(context: int, chunk: int, page: int) -> int:
@@ -51,10 +64,13 @@ async def interrupted(executor: JaxExecutor, long: Spans, short: Spans, after: f
 
 
 async def measured(
-    executor: JaxExecutor, chunk: int, depth: int, *, context: int, runs: int, arrivals: int
+    executor: JaxExecutor, chunk: int, depth: int | None, *, context: int, runs: int, arrivals: int
 ) -> dict[str, Any]:
-    """Measure one boundary and depth. Times are in ms, `tokens_s` of a step in segments."""
-    draw, executor.depth = random.Random(1), depth
+    """Measure one boundary. Times are in ms, `tokens_s` of a step in segments.
+
+    depth: segments in flight; None: as served, by their time.
+    """
+    draw, executor.pace = random.Random(1), SegmentPace() if depth is None else Depth(depth)
     begun = spans_of(executor, (Row(context, chunk), Row(0, SHORT)), 0)
     long, short = begun[:1], begun[1:]
     for preemptible in (False, True):
@@ -84,7 +100,7 @@ async def measured(
         "wait_p50_share": p50 / taken,
         "wait_p99_share": p99 / taken,
         "first_token_p50_ms": 1e3 * median(answers),
-        "bound_ms": 1e3 * (depth + 1) * cut / executor.pieces + 0.5,
+        "lead_ms": 1e3 * executor.pace.lead,
     }
 
 
@@ -94,7 +110,7 @@ def rows(
     *,
     chunks: Sequence[int],
     boundaries: Sequence[str],
-    depths: Sequence[int],
+    depths: Sequence[int | None],
     context: int,
     runs: int,
     arrivals: int,
@@ -104,8 +120,8 @@ def rows(
         for boundary in boundaries:
             cut = Boundary.parse(boundary)
             executor = made(chunk, boundary)
-            for depth in depths if cut.layers else (1,):
-                if cut.layers and depth >= len(links(spec, cut)):
+            for depth in depths if cut.layers else (None,):
+                if depth is not None and depth >= len(links(spec, cut)):
                     continue
                 one = measured(executor, chunk, depth, context=context, runs=runs, arrivals=arrivals)
                 found = asyncio.run(one)

@@ -263,9 +263,9 @@ def _parts(executor: JaxExecutor, spans: Spans, count: int) -> dict[str, float]:
 
 def _preempted(run: Run, executor: JaxExecutor, chunk: int, context: int) -> None:
     """Fill `preemption`: when a running prompt step stops for a short prompt, and what its segments cost."""
-    runs, arrivals, depth = (2, 4, 1) if run.dry else (RUNS, ARRIVALS, 2)
-    found = asyncio.run(stops.measured(executor, chunk, depth, context=context, runs=runs, arrivals=arrivals))
-    run.row("preemption", boundary="layer", chunk=chunk, context=context, depth=depth, **found)
+    runs, arrivals = (2, 4) if run.dry else (RUNS, ARRIVALS)
+    found = asyncio.run(stops.measured(executor, chunk, None, context=context, runs=runs, arrivals=arrivals))
+    run.row("preemption", boundary="layer", chunk=chunk, context=context, **found)
 
 
 def _shared(run: Run, source: JaxExecutor, target: JaxExecutor, tokens: int, rows: int, context: int) -> None:

@@ -17,13 +17,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import add_output, save
-from flowprefill_systems import LLAMA_8B, WHOLE, System, ttft
+from flowprefill_systems import LLAMA_8B, WHOLE, Prompts, System, ttft
 
 from jaxserve.report.table import print_table
-from jaxserve.sched.sim import Options, Report, simulate
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.sim import Arrival, Options, Report, simulate
 from jaxserve.sched.sim.scenarios import flowprefill
 
 RATE = 5.0  # requests/s of Figure 12
@@ -32,6 +35,14 @@ LATENCY = LLAMA_8B.latency
 COLOCATED = flowprefill(LLAMA_8B.model, colocated=True)
 VARIED, NOISE = 4.0, (0.05, 0.15)  # requests/s; standard deviation of a step's factor
 REQUESTS, SEEDS = 300, (0, 1)
+LONG = 131_072  # tokens
+CUTS: Mapping[str, dict[str, Any]] = {
+    "5 operators a layer, no lead (the paper's)": {
+        "boundary": "op", "segments": LATENCY.layers * LATENCY.operators, "lead": 0.0, "tokens": WHOLE
+    },
+    **{boundary: {"boundary": boundary} for boundary in ("op", "layer")},
+    **{f"{boundary}, within 10 ms": {"boundary": boundary, "stop_within": 0.01} for boundary in ("op", "layer")},
+}  # fmt: skip
 
 
 class Stopwatch:
@@ -53,14 +64,18 @@ class Stopwatch:
 
 def _blocked() -> Iterator[System]:
     """Yield the rows of Figure 12."""
-    operators = {"boundary": "op", "segments": LATENCY.layers * LATENCY.operators, "depth": 1}
-    yield System(f"{LATENCY.operators} operators a layer, depth 1 (the paper's)", "flowprefill", operators)
-    for boundary, depth in (("op", 1), ("op", 2), ("layer", 1), ("layer", 2), ("layers:4", 2), ("chunk", 2)):
-        yield System(f"{boundary}, depth {depth}", "flowprefill", {"boundary": boundary, "depth": depth})
+    operators = {"boundary": "op", "segments": LATENCY.layers * LATENCY.operators, "lead": 0.0}
+    yield System(f"{LATENCY.operators} operators a layer, no lead (the paper's)", "flowprefill", operators)
+    for boundary in ("op", "layer"):
+        yield System(f"{boundary}, no lead", "flowprefill", {"boundary": boundary, "lead": 0.0})
+    for boundary in ("op", "layer", "layers:4", "chunk"):
+        yield System(boundary, "flowprefill", {"boundary": boundary})
+    for boundary in ("op", "layer"):
+        yield System(f"{boundary}, within 10 ms", "flowprefill", {"boundary": boundary, "stop_within": 0.01})
     for tokens in (8192, 2048):
         for boundary in ("op", "layer", "chunk"):
             options = {"boundary": boundary, "tokens": tokens}
-            yield System(f"{boundary}, depth 2, chunks of {tokens:,}", "flowprefill", options)
+            yield System(f"{boundary}, chunks of {tokens:,}", "flowprefill", options)
 
 
 def blocking() -> list[dict[str, Any]]:
@@ -82,6 +97,25 @@ def blocking() -> list[dict[str, Any]]:
         print(row, flush=True)
     columns = ["boundary", "stops", "mean_ms", "largest_ms", "attained", "goodput"]
     print_table(f"Blocking time at {RATE} requests/s (Figure 12)", columns, [[row[c] for c in columns] for row in rows])
+    return rows
+
+
+def behind() -> list[dict[str, Any]]:
+    """Measure how long stops take that a prompt of 128K tokens must make for short ones."""
+    first = Arrival(0.0, LONG, 1, SLO(ttft=300.0, tpot=1.0))
+    rows = []
+    for label, options in CUTS.items():
+        watch, kept = Stopwatch(), []
+        for seed in SEEDS:
+            short = [replace(one, time=one.time + 0.1) for one in Prompts().draw(100, 2.0, seed)]
+            report = simulate(
+                [first, *(one for one in short if one.prompt_tokens < 4096)], "flowprefill", "1x1", LATENCY, seed,
+                options=Options(**{"perf": "poly", "pages": 1 << 16, **options}), logs=watch,
+            )  # fmt: skip
+            kept += [one.ttft_attained for one in report.measured[1:]]
+        p50, p99 = (1e3 * float(one) for one in np.percentile(watch.seconds, [50, 99]))
+        rows.append({"cut": label, "stops": len(watch.seconds), "p50_ms": p50, "p99_ms": p99, "attained": fmean(kept)})
+    print_table(f"Waits of stops behind a prompt of {LONG:,} tokens", [*rows[0]], [[*row.values()] for row in rows])
     return rows
 
 
@@ -156,7 +190,7 @@ def varying() -> list[dict[str, Any]]:
 
 
 Maker = Callable[[], list[dict[str, Any]]]
-TABLES: Mapping[str, Maker] = {"blocking": blocking, "colocated": colocated, "varying": varying}
+TABLES: Mapping[str, Maker] = {"blocking": blocking, "behind": behind, "colocated": colocated, "varying": varying}
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .errors import InvalidValue
 
 PARTS = 2  # segments per layer at `op`: attention with its projections; feed-forward or experts
-DEPTH = 2  # segments dispatched and not finished, including the running one
+LEAD = 2e-3  # seconds before the end of a segment at which the next one is dispatched, in the simulator
 SHORT = 192  # tokens: a step padded to fewer ends before the host could stop it, so it is not segmented
 SHORT_ON_CPU = 512  # the same on a CPU, where programs cost start-up time and each segment 0.5 ms or more
 WHOLE = SHORT * 2 // 3  # tokens of the largest unsegmented step: the program size below SHORT
@@ -41,6 +41,10 @@ class Boundary(NamedTuple):
         return -(-layers // self.layers) * (PARTS if self.operators else 1)
 
 
-def stopping(segments: int, depth: int = DEPTH) -> float:
-    """Return the largest share of a step of this many segments that still runs after a request to stop."""
-    return min(1.0, depth / segments)
+def stopping(segments: int) -> float:
+    """Return the largest share of a step of this many equal segments that still runs after a request to stop.
+
+    It is one segment. Up to the lead of its dispatch is left of the segment before, which policies count as time
+    of the host.
+    """
+    return 1.0 / segments

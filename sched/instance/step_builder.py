@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import isfinite
 from typing import NamedTuple
 
 from ..api.errors import PolicyError
 from ..api.perf import Load
 from ..api.plan import Begin, Span, decoding
 from ..api.policy import Decision, Limits
+from ..api.preemption import LEAD
 from ..api.request import BEST_EFFORT, Request, State
+from ..feasibility import GRID, largest_chunk
 from .kv_manager import KVManager, Reservation
 from .request_queues import RequestQueues
 from .stairs import Chunk, fitted
@@ -50,6 +53,7 @@ class StepBuilder:
         self._admitted: list[Request] = []
         self._dropped: list[Request] = []
         self._seconds = seconds
+        self._prompts = Load()  # the step's chunks so far, if a stop is bounded
         self._stepped: list[Request] = []  # rows of the decode queue to update after the build
 
     def build(self, decision: Decision) -> BuiltStep:
@@ -94,6 +98,7 @@ class StepBuilder:
             draft = self._draft(request, wanted, budget) if decodes else 0
             room = budget - draft if decodes or request.tier == BEST_EFFORT else max(1, budget - kept)
             length = min(tokens, request.remaining, room) + draft
+            length = length if decodes else self._stoppable(start, length, decode)
             if length <= draft or not self._room(request, start + length, decision, position):
                 continue
             if decodes:
@@ -112,6 +117,21 @@ class StepBuilder:
         load = self._fit(load, chunks, spans)
         self._queues.step(self._stepped)
         return BuiltStep(tuple(spans), load, tuple(self._admitted), tuple(self._dropped))
+
+    def _stoppable(self, start: int, length: int, decode: int) -> int:
+        """Return how many of a chunk's tokens can join a step that stops within `Limits.stop_within`.
+
+        The first chunk has a few at least. A step with decodes is never stopped.
+        """
+        limits, before = self._limits, self._prompts
+        if decode or not limits.preemptible or self._seconds is None or not isfinite(limits.stop_within):
+            return length
+        longest = (limits.stop_within - LEAD) / limits.stopping
+        fits = largest_chunk(self._seconds, before, start, length, longest)
+        if not fits and not before.tokens:
+            fits = min(length, GRID)
+        self._prompts = before.add_chunk(fits, start)
+        return fits
 
     def _fit(self, load: Load, chunks: list[tuple[int, Request, Chunk]], spans: list[Span]) -> Load:
         """Fit the prompt chunks to the padded sizes; every prompt already has all its pages.

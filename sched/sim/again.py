@@ -54,6 +54,7 @@ def again(replayed: Replay, seed: int = 0) -> Again:
         rows=limits["rows"],
         prompts=limits["prompts"],
         suspended=limits["suspended"],
+        stop_within=limits["stop_within"],
         prefix_caching=made[0]["prefix_caching"],
         **made[0]["options"],
     )

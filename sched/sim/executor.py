@@ -36,7 +36,8 @@ class Device:
         stream of the steps: after the running step, or after the dispatched segments of a preemptible one.
         If False, KV leaves at once. A Cluster exports only KV that completed steps have written.
     segments: equal parts of a preemptible step, which can stop at the end of each.
-    ahead: segments dispatched behind the running one. short: steps of up to this many tokens run as a whole.
+    lead: seconds before a segment's end at which the next one is dispatched, and can no longer be stopped.
+    short: steps of up to this many tokens run as a whole.
     noise: standard deviation of the lognormal factor, of mean 1, on step times.
     acceptance: probability that a drafted token is accepted.
     """
@@ -47,7 +48,7 @@ class Device:
     bandwidth: float = 450e9
     latency: float = 1e-3
     segments: int = 1
-    ahead: int = 0
+    lead: float = 0.0
     short: int = 0
     noise: float = 0.0
     acceptance: float = 0.0
@@ -60,7 +61,7 @@ class Device:
             ("bandwidth", self.bandwidth > 0, "more than 0 bytes/s"),
             ("latency", self.latency >= 0, "0 s or more"),
             ("segments", self.segments >= 1, "at least 1"),
-            ("ahead", self.ahead >= 0, "0 or more"),
+            ("lead", self.lead >= 0, "0 s or more"),
             ("short", self.short >= 0, "0 tokens or more"),
             ("noise", 0 <= self.noise < 1, "between 0 and 1"),
             ("acceptance", 0 <= self.acceptance <= 1, "between 0 and 1"),
@@ -187,7 +188,7 @@ class SimExecutor:
             return None
         segment = job.seconds / device.segments
         computed = job.done + self._loop.now - job.began
-        boundary = max(ceil(computed / segment - 1e-9), round(job.done / segment) + 1) + device.ahead
+        boundary = max(ceil((computed + device.lead) / segment - 1e-9), round(job.done / segment) + 1)
         return boundary * segment if boundary < device.segments else None
 
     def committed(self, step: Step) -> Step:

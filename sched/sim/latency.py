@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import inf
 
 from ..api.errors import InvalidValue
-from ..api.preemption import DEPTH, WHOLE, Boundary
+from ..api.preemption import LEAD, WHOLE, Boundary
 from ..perf.buckets import NONE, Buckets
 from ..perf.derive import Derived
 from ..perf.fit import Point, solve
@@ -133,14 +133,14 @@ class Latency:
         self,
         boundary: str = "layer",
         *,
-        depth: int = DEPTH,
+        lead: float = LEAD,
         pages: int | None = None,
         page_size: int | None = None,
     ) -> Device:
         """Return the simulated instance.
 
-        Steps are cut at `boundary` and dispatched `depth` segments deep, as in the engine. `pages` and
-        `page_size` override the preset for experiments.
+        Steps are cut at `boundary`, as in the engine. lead: see Device. `pages` and `page_size` override the
+        preset for experiments.
         """
         size = page_size or self.page_size
         return Device(
@@ -150,7 +150,7 @@ class Latency:
             bandwidth=self.link_bandwidth,
             latency=self.link_latency,
             segments=self.segments(boundary),
-            ahead=depth - 1,
+            lead=lead,
             short=WHOLE,
             noise=self.noise,
         )

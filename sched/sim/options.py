@@ -9,7 +9,7 @@ from math import inf
 
 from ..api.errors import InvalidValue
 from ..api.policy import Role
-from ..api.preemption import DEPTH
+from ..api.preemption import LEAD
 from ..perf import Perf
 from .executor import Device
 from .latency import Latency
@@ -84,8 +84,8 @@ class Options:
     routing, admission: by name. The router `auto` is the one that goes with the policy.
     tokens, rows, prompts, suspended, draft, cascade: see policy.Limits. prompts None: no limit.
     fill: fit chunks to the sizes that the preset's devices pad steps to (Limits.stairs).
-    boundary: where prefill steps can be preempted; with `chunk` they cannot. depth: segments dispatched at
-        a time. segments: equal parts of a step, overrides `boundary`.
+    boundary: where prefill steps can be preempted; with `chunk` they cannot. lead: see Device.
+    segments: equal parts of a step, overrides `boundary`. stop_within: see policy.Limits.
     behind: see Device. The engine copies KV in the stream of the steps, other systems beside it.
     acceptance: probability that a drafted token is accepted.
     routing_delay: time from arrival until the instance has the request.
@@ -112,9 +112,10 @@ class Options:
     prompts: int | None = None
     first_token: str = "prefill"
     boundary: str = "layer"
-    depth: int = DEPTH
+    lead: float = LEAD
     behind: bool = False
     segments: int | None = None
+    stop_within: float = inf
     suspended: int = 4
     draft: int = 0
     cascade: bool = False
@@ -141,8 +142,9 @@ class Options:
             ("rows", self.rows >= 1, "at least 1"),
             ("prompts", self.prompts is None or self.prompts >= 1, "at least 1"),
             ("suspended", self.suspended >= 0, "0 or more"),
-            ("depth", self.depth >= 1, "at least 1"),
+            ("lead", 0 <= self.lead < inf, "0 s or more"),
             ("segments", self.segments is None or self.segments >= 1, "at least 1"),
+            ("stop_within", self.stop_within > LEAD, f"more than {LEAD} s"),
             ("draft", self.draft >= 0, "0 or more"),
             ("acceptance", 0 <= self.acceptance <= 1, "between 0 and 1"),
             ("routing_delay", 0 <= self.routing_delay < inf, "0 s or more"),
@@ -157,7 +159,7 @@ class Options:
 
     def device(self, latency: Latency) -> Device:
         """Create a simulated instance from a latency preset."""
-        device = latency.device(self.boundary, depth=self.depth, pages=self.pages, page_size=self.page_size)
+        device = latency.device(self.boundary, lead=self.lead, pages=self.pages, page_size=self.page_size)
         return replace(
             device,
             segments=self.segments or device.segments,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxserve.cli.replay import perf_of
-from jaxserve.engine.runtime.executor import JaxExecutor, StepJob
+from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.sched import policies
 from jaxserve.sched.api.policy import Decision, Policy, View
 from jaxserve.sched.api.request import Request
@@ -21,6 +21,7 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.instance.loop import Core
 from jaxserve.sched.journal import Journal, replay
+from tests.support.engine.pace import Depth
 from tests.support.examples import cases, whole
 from tests.support.parity.asks import ROOMY, TIGHT, Faults, asks, constrained
 from tests.support.parity.families import model
@@ -81,8 +82,8 @@ class PreemptingSetup(On):
         return cluster
 
 
-def _passed(executor: JaxExecutor, core: Core, job: StepJob) -> None:
-    JaxExecutor._passed(executor, job)
+def _passed(executor: JaxExecutor, core: Core, *arguments: Any) -> None:
+    JaxExecutor._passed(executor, *arguments)
     core.wake()
 
 
@@ -101,7 +102,10 @@ def setup(mesh: str, boundary: str, pages: int, tokens: int = 32) -> Setup:
 
 @cache
 def built(mesh: str, boundary: str, tokens: int, pages: int, of: Model = DEEP) -> Setup:
-    return Setup(mesh, tokens, pages, model=of, preempt_boundary=boundary, preempt_depth=1)
+    made = Setup(mesh, tokens, pages, model=of, preempt_boundary=boundary)
+    for executor in made.executors:
+        executor.pace = Depth(1)
+    return made
 
 
 @cache

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from jaxserve.report import timeline
 from jaxserve.sched.admission import ADMISSIONS
-from jaxserve.sched.api.preemption import DEPTH
+from jaxserve.sched.api.preemption import LEAD
 from jaxserve.sched.perf import KINDS
 from jaxserve.sched.policies import names
 from jaxserve.sched.routing import ROUTERS
@@ -149,11 +150,18 @@ def _cluster(group: Any) -> None:
         help="points at which a prefill can be preempted: op, layer, layers:K, or chunk (only at its end) [layer]",
     )
     group.add_argument(
-        "--preempt-depth",
-        type=int,
-        default=DEPTH,
-        metavar="N",
-        help=f"segments of a step dispatched ahead of the devices [{DEPTH}]",
+        "--preempt-within",
+        type=float,
+        default=inf,
+        metavar="MS",
+        help="cut chunks of prompts so that a step that is asked to stop does so in this time [no bound]",
+    )
+    group.add_argument(
+        "--preempt-lead",
+        type=float,
+        default=1e3 * LEAD,
+        metavar="MS",
+        help="time before a segment's end at which the next one is dispatched, and no longer stopped [%(default)g]",
     )
     group.add_argument(
         "--kv-behind-steps",

@@ -11,6 +11,7 @@ Letters: T tokens, S rows, G sampling rows, E model dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -101,11 +102,11 @@ class Segments:
 class Walk:
     """The progress of a step through its segments; it may pause between any two. Writer: `DeviceState`."""
 
-    __slots__ = ("at", "batch", "last", "stream", "total")
+    __slots__ = ("at", "batch", "last", "links", "stream")
 
-    def __init__(self, batch: Batch, total: int) -> None:
+    def __init__(self, batch: Batch, links: Sequence[Link]) -> None:
         self.batch = batch
-        self.total = total
+        self.links = links
         self.at = 0  # segments dispatched
         self.stream: Stream | None = None
         self.last: jax.Array | None = None  # [S] int32, index in [T] of each row's last token
@@ -113,7 +114,12 @@ class Walk:
     @property
     def left(self) -> int:
         """The number of segments that have not been dispatched."""
-        return self.total - self.at
+        return len(self.links) - self.at
+
+    @property
+    def link(self) -> Link:
+        """The next segment to dispatch."""
+        return self.links[self.at]
 
 
 def outside(weights: Tree) -> Tree:

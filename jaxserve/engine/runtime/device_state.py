@@ -165,7 +165,7 @@ class DeviceState:
         """Return the segment walk of a step; None if its bucket has no segments."""
         if self.segments is None or not self.complete or batch.bucket not in self.segments.end:
             return None
-        return Walk(batch, len(self.segments.links))
+        return Walk(batch, self.segments.links)
 
     def segment(self, walk: Walk) -> jax.Array:
         """Dispatch the next segment of a step; return an array that is ready when the segment is done."""
@@ -173,7 +173,7 @@ class DeviceState:
         if walk.stream is None:
             begin = self.segments.begin[walk.batch.bucket]
             walk.stream, walk.last = begin(self.outer, self.carry.tokens, walk.batch.packed)
-        link = self.segments.links[walk.at]
+        link = walk.link
         mine = pools_of(link, self.pools)
         x, mine = self.segments.through[link.kind](self.weights["layers"][link.layers], mine, walk.stream)
         if mine[0]:

@@ -9,10 +9,11 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,11 +27,12 @@ from jaxserve.engine.runtime.device_state import Computed, DeviceState, StepOutp
 from jaxserve.engine.runtime.doubts import Doubts
 from jaxserve.engine.runtime.masks import Masker, Masks, StepMasks
 from jaxserve.engine.runtime.results import read
+from jaxserve.engine.runtime.segment_pace import SegmentPace
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, StepFailed
 from jaxserve.sched.api.executor import Step
 from jaxserve.sched.api.plan import Span, StepPlan, StepResult, Suspended
 from jaxserve.sched.api.pooling import MEAN
-from jaxserve.sched.api.preemption import DEPTH, stopping
+from jaxserve.sched.api.preemption import stopping
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.structured.compiler import Compiler
 
@@ -39,11 +41,18 @@ log = logging.getLogger(__name__)
 LEAST_LEAD, MOST_LEAD = 3e-3, 8e-3  # seconds; an event loop's timer wakes up to 1 ms late
 
 
+class Flying(NamedTuple):
+    """A dispatched segment that is not done."""
+
+    kind: Hashable
+    at: float  # when it was dispatched
+
+
 class StepJob:
     """A submitted step. Writer: its executor; for `started`, the thread that waits for the devices."""
 
     __slots__ = (
-        "ahead", "batch", "committed", "computed", "drawn", "life", "masks", "plan", "started", "step", "stop",
+        "batch", "committed", "computed", "drawn", "flying", "life", "masks", "plan", "started", "step", "stop",
         "submitted", "walk",
     )  # fmt: skip
 
@@ -59,7 +68,7 @@ class StepJob:
         self.walk: Walk | None = None  # its segments; None: dispatched as a whole
         self.started: float | None = None
         self.stop = False  # asked to stop at the next segment boundary
-        self.ahead = 0  # segments dispatched and not done
+        self.flying: deque[Flying] = deque()  # segments dispatched and not done
         self.computed: Computed | None = None  # a constrained step whose sampling waits for its masks
         self.masks: StepMasks | None = None  # of a constrained step, once it is computed
         self.committed: asyncio.Future[None] = step.get_loop().create_future()
@@ -77,7 +86,7 @@ class StepJob:
 class JaxExecutor:
     """The executor of one instance. Only waiting happens outside the event loop's thread.
 
-    A preemptible step is dispatched in segments, at most `depth` ahead of the devices.
+    A preemptible step is dispatched in segments, each when `pace` says so.
 
     fault: called with each plan at the point at which the device could raise; an exception from it
     counts as the device's. For fault injection.
@@ -87,14 +96,13 @@ class JaxExecutor:
         self,
         name: str,
         state: DeviceState,
-        depth: int = DEPTH,
         compiler: Compiler | None = None,
         markers: ThinkingMarkers | None = None,
         ready: Collection[Bucket] | None = None,
     ) -> None:
         """compiler, markers: for structured outputs, see `Masker`. ready: buckets to use until `open`; None: all."""
         self.name = name
-        self.depth = depth
+        self.pace = SegmentPace()
         self.fault: Callable[[StepPlan], None] | None = None
         self.submit_seconds = 0.0  # moving average of the time that `submit` takes
         self.steps = 0
@@ -112,6 +120,7 @@ class JaxExecutor:
         self._suspended: dict[int, StepJob] = {}  # by step
         self._doubts = Doubts(self.page_size)
         self._finished = 0.0
+        self._timer: asyncio.TimerHandle | None = None  # when to dispatch a segment
         self._submitted: queue.SimpleQueue[tuple[StepJob, jax.Array | None] | None] = queue.SimpleQueue()
         self._waiter: threading.Thread | None = None  # created with the first step
         self._movers = ThreadPoolExecutor(4, thread_name_prefix=f"jaxserve-{name}-kv")
@@ -155,7 +164,7 @@ class JaxExecutor:
     @property
     def stopping(self) -> float:
         """The largest share of a step that still runs after `preempt`; 0 if no step can be preempted."""
-        return stopping(self.pieces, self.depth) if self.preemptible else 0.0
+        return stopping(self.pieces) if self.preemptible else 0.0
 
     @property
     def lead(self) -> float:
@@ -222,13 +231,10 @@ class JaxExecutor:
     def _go(self, job: StepJob) -> bool:
         """Dispatch a step, or some of its segments; return whether it leaves the queue."""
         if job.walk is not None:
-            while job.walk.left and job.ahead < self.depth and not job.stop:
-                mark = self._state.segment(job.walk)
-                job.ahead += 1
-                if job.walk.left:  # the last one is awaited together with the outputs
-                    self._submitted.put((job, mark))
+            while job.walk.left and not job.stop and self._due(job):
+                self._segment(job, job.walk)
             if job.walk.left:
-                return job.stop and not job.ahead and self._suspend(job)
+                return job.stop and not job.flying and self._suspend(job)
         if job.batch.constrained:
             computed, masks = self._compute(job)
             if masks is None:
@@ -244,6 +250,34 @@ class JaxExecutor:
         job.commit()
         self._submitted.put((job, None))
         return True
+
+    def _due(self, job: StepJob) -> bool:
+        """Return whether to dispatch the next segment of a step now; otherwise set a timer for it if needed."""
+        began, now = max(job.flying[0].at, self._finished) if job.flying else 0.0, self.now()
+        left = self.pace.wait([one.kind for one in job.flying], began, now)
+        if 0.0 < left < inf:
+            self._wake(now + left)
+        return left == 0.0
+
+    def _wake(self, at: float) -> None:
+        """Dispatch again at a time."""
+
+        def due() -> None:
+            self.pace.woke(self.now() - at)
+            self._go_on()
+
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(at - self.now(), due)
+
+    def _segment(self, job: StepJob, walk: Walk) -> None:
+        """Dispatch the next segment of a step."""
+        at, kind = self.now(), (walk.batch.bucket, walk.link.kind)
+        mark = self._state.segment(walk)
+        self.pace.dispatched(self.now() - at)
+        job.flying.append(Flying(kind, at))
+        if walk.left:  # the last one is awaited together with the outputs
+            self._submitted.put((job, mark))
 
     def _compute(self, job: StepJob) -> tuple[Computed, Masks | None]:
         """Dispatch a constrained step up to its sampling, and make its masks once the tokens before are known."""
@@ -268,11 +302,15 @@ class JaxExecutor:
             return
         self._go_on()
 
-    def _passed(self, job: StepJob) -> None:
-        """Handle a finished segment: the next one may be dispatched."""
+    def _passed(self, job: StepJob, before: float, ended: float) -> None:
+        """Handle a finished segment: the next one may be dispatched.
+
+        before, ended: when the work before it ended, and when it did itself.
+        """
         if job.life != self._life:
             return
-        job.ahead -= 1
+        kind, at = job.flying.popleft()
+        self.pace.ended(kind, ended - max(at, before))
         self._go_on()
 
     def _go_on(self) -> None:
@@ -345,9 +383,10 @@ class JaxExecutor:
                     self.fault(job.plan)
                 job.started = max(job.submitted, self._finished)
             if mark is not None:
+                before = self._finished
                 mark.block_until_ready()
                 self._finished = self.now()
-                news = partial(self._passed, job)
+                news = partial(self._passed, job, before, self._finished)
             else:
                 job.drawn.wait()
                 self._finished = self.now()

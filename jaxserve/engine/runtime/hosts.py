@@ -59,7 +59,7 @@ class _Numbered(Walk):
     __slots__ = ("number",)
 
     def __init__(self, walk: Walk, number: int) -> None:
-        super().__init__(walk.batch, walk.total)
+        super().__init__(walk.batch, walk.links)
         self.number = number
 
 
@@ -249,7 +249,9 @@ class Follower:
     def _finished(self, number: int) -> Walk:
         walk = self._walk(number, "the end")
         if walk.left:
-            raise OutOfStep(f"received the end of walk {number}, but segment {walk.at} of {walk.total} is next here")
+            raise OutOfStep(
+                f"received the end of walk {number}, but segment {walk.at} of {len(walk.links)} is next here"
+            )
         return self._walks.pop(number)
 
     def _walk(self, number: int, what: str) -> Walk:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,6 @@ from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.log import Log, no_log
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.policy import Limits, Role
-from jaxserve.sched.api.preemption import DEPTH
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.sched.cluster.cluster import Cluster, Instance
@@ -197,7 +197,6 @@ class Machine:
             "admission": self.config.admission,
             "boundary": self.config.preempt_boundary if self.limits.preemptible else "chunk",
             "segments": self.executors[0].pieces,
-            "depth": DEPTH,
             "cascade": self.limits.cascade,
         }
 
@@ -370,6 +369,7 @@ def build(
         page_size,
         preemptible=executors[0].preemptible,
         stopping=executors[0].stopping,
+        stop_within=inf if config.preempt_within is None else config.preempt_within / 1e3,
         draft=drafted,
         history=drafted > 0,
         stairs=profile.buckets_of(executors[0]).mixed,

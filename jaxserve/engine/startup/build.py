@@ -24,6 +24,7 @@ from jaxserve.engine.programs.segments import Segments, outside
 from jaxserve.engine.programs.step import Carry, EmptyPools, Programs, Tree, extras
 from jaxserve.engine.runtime.device_state import DeviceState
 from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.runtime.segment_pace import UNKNOWN
 from jaxserve.engine.speculation.draft_model import DraftModel, DraftPrograms
 from jaxserve.engine.speculation.drafters import Drafter, NGram
 from jaxserve.engine.startup.calls import idle_batch
@@ -34,7 +35,7 @@ from jaxserve.engine.startup.warmup import Ladder, Progress
 from jaxserve.models import converted, dummy, manifest, weights
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
-from jaxserve.sched.api.preemption import DEPTH, SHORT, SHORT_ON_CPU, Boundary
+from jaxserve.sched.api.preemption import SHORT, SHORT_ON_CPU, Boundary
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.settings.speculative import Speculative
 from jaxserve.structured.compiler import Compiler
@@ -69,7 +70,6 @@ class ExecutorConfig:
     mlp_backend: str = "auto"  # the same for the first product of dense feed-forwards
     cascade_attention: str = "off"  # see `Backends.cascade`
     preempt_boundary: str = "chunk"  # see `Boundary`
-    preempt_depth: int = DEPTH  # segments dispatched ahead of the devices
     suspended: int = 4  # largest number of suspended steps: memory is reserved for them
     ladder: tuple[int, ...] = LADDER  # see `Limits`; other ones are for benchmarks
     interpret: bool = False  # tests only: run an accelerator's kernels in jax's interpreters on a CPU
@@ -86,8 +86,6 @@ class ExecutorConfig:
     processors: Mapping[str, Processor] = field(default_factory=dict)  # logits processors by name, in order
 
     def __post_init__(self) -> None:
-        if self.preempt_depth < 1:
-            raise InvalidValue(f"preempt_depth={self.preempt_depth} must be at least 1", "preempt_depth")
         Boundary.parse(self.preempt_boundary)
         if self.draft is not None:
             check_draft(self.draft, self.spec, self.max_model_len)
@@ -190,7 +188,7 @@ def build_early(
         for state in made:
             state.rebuild()
     executors = [
-        JaxExecutor(f"{role.value}-{i}", state, config.preempt_depth, config.compiler, config.markers, ready)
+        JaxExecutor(f"{role.value}-{i}", state, config.compiler, config.markers, ready)
         for i, (role, state) in enumerate(zip(config.mesh.roles, made, strict=True))
     ]
     return executors, ladder
@@ -264,7 +262,7 @@ def held_ahead(config: ExecutorConfig, segments: Segments | None, tree: Tree) ->
     """Return the bytes per device that preemption needs: activations of suspended steps and segments."""
     if segments is None:
         return 0
-    return (config.suspended + config.preempt_depth + 1) * segments.held_bytes(outside(tree))
+    return (config.suspended + UNKNOWN + 1) * segments.held_bytes(outside(tree))
 
 
 def _drafters(config: ExecutorConfig, dtype: Any, meshes: Sequence[Mesh], limits: Limits) -> list[Drafter | None]:

@@ -71,7 +71,7 @@ def facts(config: ExecutorConfig, executor: JaxExecutor, model: str) -> dict[str
         "attention": state.programs.attention,
         "backends": [config.experts_backend, config.products_backend, config.sampling_backend, config.mlp_backend],
         "limits": asdict(limits),
-        "preempt": [config.preempt_boundary, config.preempt_depth],
+        "preempt": config.preempt_boundary,
         "draft": repr(config.speculative),
         "flags": os.environ.get("XLA_FLAGS", ""),
         "versions": [__version__, jax.__version__],

@@ -61,7 +61,7 @@ def lead(config: ServeConfig, span: Span, listener: Listener) -> tuple[Machine, 
         (plain,) = built.executors
         leading.append(Leading(plain.state, [listener.accept() for _ in range(span.processes - 1)]))
         listener.close()
-        return built._replace(executors=[JaxExecutor(plain.name, leading[0], plain.depth)])
+        return built._replace(executors=[JaxExecutor(plain.name, leading[0])])
 
     return assemble(config, through=mirrored), leading[0]
 

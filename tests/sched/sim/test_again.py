@@ -76,7 +76,7 @@ def test_thinking_is_reproduced() -> None:
 
 
 def test_steps_are_preempted_again_at_the_journaled_segments() -> None:
-    """Short prompts preempt long ones in eight segments, with one or all of them dispatched at a time."""
+    """Short prompts preempt long ones in eight segments, each dispatched before it begins, or all at once."""
     coefficients = replace(COEFFICIENTS, prefill=5e-5)
     latency = Latency("test", kv_bytes_per_token=1, kv_tokens=65536, coefficients=coefficients, layers=8)
     recipe = Recipe("exact", coefficients=coefficients)
@@ -84,17 +84,17 @@ def test_steps_are_preempted_again_at_the_journaled_segments() -> None:
     pairs = [(Arrival(0.5 * i, 6000, 2, long), Arrival(0.5 * i + 0.1, 600, 2, short)) for i in range(8)]
     arrivals = [one for pair in pairs for one in pair]
     stops = {}
-    for depth in (1, 8):
-        file, options = io.StringIO(), Options(perf="exact", depth=depth)
-        logs = journaled(file, recipe, {"segments": 8, "depth": depth})
+    for lead in (0.0, 8.0):
+        file, options = io.StringIO(), Options(perf="exact", lead=lead)
+        logs = journaled(file, recipe, {"segments": 8, "lead": lead})
         first = simulate(arrivals, "flowprefill", "1x1", latency, options=options, logs=logs)
         found = replay(file.getvalue().splitlines(), lambda record: Recipe.of(record).make())
         second = again(found).simulated
         assert found.differences == [] and second.counters.suspended == first.counters.suspended
         assert second.summary.ttft.p50 == pytest.approx(first.summary.ttft.p50, rel=0.02)
-        stops[depth] = second.counters.suspended
-    assert stops[1] > 0, "the journal's segments are those simulated"
-    assert stops[8] != stops[1]
+        stops[lead] = second.counters.suspended
+    assert stops[0.0] > 0, "the journal's segments are those simulated"
+    assert stops[8.0] != stops[0.0]
 
 
 def test_warm_up_steps_do_not_count_as_busy_time() -> None:

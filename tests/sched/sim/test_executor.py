@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult, Suspended
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.sim import clock
@@ -132,17 +133,21 @@ def test_transfers_wait_for_the_link_and_optionally_for_submitted_steps(behind: 
 
 
 @pytest.mark.parametrize(
-    ("preemptible", "ahead", "pieces"), [(False, 0, 10), (True, 0, 4), (True, 1, 5), (True, 9, 10)]
+    ("preemptible", "lead", "pieces"),
+    [(False, 0.0, 10), (True, 0.0, 4), (True, 0.02, 4), (True, 0.04, 5), (True, 1.0, 10)],
 )
 def test_a_transfer_waits_for_the_dispatched_segments_of_the_running_step(
-    preemptible: bool, ahead: int, pieces: int
+    preemptible: bool, lead: float, pieces: int
 ) -> None:
-    """Requested in the fourth of ten segments, it waits for that one and those dispatched, or for the whole step."""
+    """Requested at 0.37 of the step, it waits for the fourth of ten segments and those dispatched, or for all.
+
+    lead: as a share of the step.
+    """
 
     async def scenario() -> None:
-        executor = make({1: 1}, Device(10, 4, segments=10, ahead=ahead, behind=True, latency=0.0))
         plan = StepPlan(1, (prefill(1, 0, 0, 80, 100, False),), preemptible=preemptible)
-        whole = MODEL.step_time(executor._look(plan)[0])
+        whole = MODEL.step_time(Load(80, 0, 80 * 80 / 2))
+        executor = make({1: 1}, Device(10, 4, segments=10, lead=lead * whole, behind=True, latency=0.0))
         executor.submit(plan)
         await asyncio.sleep(0.37 * whole)
         await executor.import_kv(executor.export_kv([1]), [2])

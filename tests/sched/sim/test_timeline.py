@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Decision, Grant, View
-from jaxserve.sched.api.preemption import DEPTH
+from jaxserve.sched.api.preemption import LEAD
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import Arrival, Options, Report, simulate
 from jaxserve.sched.sim.explain import explain
@@ -130,7 +130,7 @@ def test_a_life_that_is_preempted() -> None:
     report = simulate(arrivals, Stops, "1x1", device, recorder=recorder)
     assert report.policy == "Stops" and report.summary.reasons == {"stop": 2}
     stopped = [one for one in recorder.stretches if one.stopped]
-    assert len(stopped) == 1 and 0.1 <= stopped[0].end <= 0.1 + DEPTH * 0.35 / 20
+    assert len(stopped) == 1 and 0.1 <= stopped[0].end <= 0.1 + LEAD + 0.35 / 20
     told = life(recorder, 0)
     assert "computed part of tokens 0 to 3,000" in told and "stopped at a segment boundary, waited" in told
     names = [one["name"] for one in of(trace(recorder)["traceEvents"], "X")]

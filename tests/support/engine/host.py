@@ -27,6 +27,7 @@ from jaxserve.sched.api.pooling import POOLINGS
 from jaxserve.settings.speculative import Speculative
 from jaxserve.wire.blocking import BlockingConnection, Listener, connect
 from tests.support.engine.mixed import Action, Mixed, jobs_of
+from tests.support.engine.pace import Depth
 from tests.support.engine.steps import GREEDY, PAGE, Job, executors, run
 
 SAMPLED = SamplingParams(temperature=1.0, logprobs=3, prompt_logprobs=2, max_tokens=None)
@@ -108,7 +109,7 @@ async def failing(executor: JaxExecutor) -> None:
         if plan.step == 2:
             raise RuntimeError("on purpose")
 
-    executor.depth, executor.fault = 1, fault
+    executor.pace, executor.fault = Depth(1), fault
     step = executor.submit(StepPlan(1, (Job(PROMPTS[3]).span(20),), preemptible=True))
     executor.preempt(step)
     await step
@@ -123,7 +124,7 @@ def mislead(executor: JaxExecutor, follower: BlockingConnection) -> dict[str, An
     """Tell a follower to dispatch a segment that is not the next."""
 
     async def scenario() -> str:
-        executor.depth = 1
+        executor.pace = Depth(1)
         step = executor.submit(StepPlan(1, (Job(PROMPTS[3]).span(20),), preemptible=True))
         executor.preempt(step)
         await step
@@ -174,7 +175,7 @@ def main(case: Case) -> None:
     plain = built(case)
     followers = [listener.accept() for _ in range(case.processes - 1)]
     leading = Leading(plain.state, followers)
-    executor = JaxExecutor("leader", leading, plain.depth)
+    executor = JaxExecutor("leader", leading)
     if case.what == WRONG:
         print(json.dumps(mislead(executor, followers[0])), flush=True)
         os._exit(0)  # the other process is gone, and jax would wait for it

@@ -121,7 +121,7 @@ class SimSetup:
     def limits(self) -> Limits:
         return Limits(
             self.tokens, self.rows, self.pages, self.page_size, self.prompts, preemptible=self.preemptible,
-            suspended=self.suspended, stopping=stopping(self.segments, 1), draft=self.draft, cascade=self.cascade,
+            suspended=self.suspended, stopping=stopping(self.segments), draft=self.draft, cascade=self.cascade,
         )  # fmt: skip
 
 
