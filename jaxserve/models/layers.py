@@ -234,13 +234,13 @@ class Attention(nnx.Module):
         """Describe the weights of a norm over each head, [D], or over all heads of a token, [H, D]."""
         d, order = self.spec.head_dim, self.spec.rope.order(self.spec.head_dim)
         if self.spec.qk_norm == "head":
-            return nnx.Param(Info((d,), ("pack",), (Source(name, (d,)),), lambda x: x[order], 0.0, 1.0))
+            return nnx.Param(Info((d,), ("pack",), (Source(name, (d,)),), lambda x: x[order], 0.0, self.spec.unit_norm))
 
         def build(x: Array) -> Array:
             return np.repeat(x.reshape(heads, d)[:, order], copies, axis=0)
 
         source = Source(name, (heads * d,))
-        return nnx.Param(Info((heads * copies, d), ("heads", "pack"), (source,), build, 0.0, 1.0))
+        return nnx.Param(Info((heads * copies, d), ("heads", "pack"), (source,), build, 0.0, self.spec.unit_norm))
 
     def _pack(self, q: Array, k: Array, v: Array) -> Array:
         """Pack [H * D, ...] and twice [K * D, ...] into [..., K, (G + 2) * D]."""
@@ -328,7 +328,7 @@ class Block(nnx.Module):
         self.spec = spec
         self.rope = spec.rope_of(index)
         before, mixed, between, fed = (
-            vector(f"{prefix}{name}.weight", spec.dim) if name else None for name in spec.norms
+            vector(f"{prefix}{name}.weight", spec.dim, fill=spec.unit_norm) if name else None for name in spec.norms
         )
         self.attention_norm: Any = before
         self.attention = self.attend(prefix + "self_attn.", index)
@@ -381,7 +381,7 @@ class Decoder(nnx.Module):
         self.spec = spec
         self.embed = self.table(prefix + "embed_tokens.weight")
         self.layers = nnx.List([block(spec, f"{prefix}layers.{i}.", i) for i in range(spec.layers)])
-        self.norm: nnx.Module | nnx.Param[Info] = vector(prefix + "norm.weight", spec.dim)
+        self.norm: nnx.Module | nnx.Param[Info] = vector(prefix + "norm.weight", spec.dim, fill=spec.unit_norm)
         self.head = None if spec.tied else self.table("lm_head.weight")
 
     def table(self, name: str) -> nnx.Param[Info]:

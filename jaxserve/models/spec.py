@@ -243,6 +243,11 @@ class ModelSpec:
         """The factor of attention scores."""
         return self.query_scale or self.head_dim**-0.5
 
+    @property
+    def unit_norm(self) -> float:
+        """The weight with which a norm does not scale: dummy weights have it."""
+        return 1.0 - self.norm_offset
+
     def window_of(self, layer: int) -> int | None:
         """Return the number of keys that a query of a layer sees, including its own; None: all before it."""
         return self.window if self.sliding and self.sliding[layer] else None
