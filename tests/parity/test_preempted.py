@@ -16,7 +16,7 @@ from jaxserve.cli.replay import perf_of
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.sched import policies
 from jaxserve.sched.api.policy import Decision, Policy, View
-from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.request import Request, State
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.instance.loop import Core
@@ -51,10 +51,11 @@ class RandomPreemption:
         decoding = {request.id for request in view.decode}
         prompts = tuple(grant for grant in decision.grants if grant.request not in decoding)
         held = len(decoding) + int(view.prefill.running.sum()) + sum(len(task.requests) for task in view.suspended)
-        room = (
-            held < view.limits.rows and view.free_pages > LENGTH // PAGE
-        )  # or nothing would run, and no decision would follow
-        alone = prompts and (room or view.prefill.running.any()) and self._dice.random() < 0.7
+        room = held < view.limits.rows and view.free_pages > LENGTH // PAGE + len(decoding)
+        granted = {grant.request for grant in prompts}
+        begun = any(one.id in granted and one.state is State.RUNNING for one in view.prefill)
+        # without room for one of them nothing would run, and no decision would follow
+        alone = prompts and (room or begun) and self._dice.random() < 0.7
         return replace(decision, grants=prompts) if alone else decision  # alone: a step that can be stopped
 
 
