@@ -30,7 +30,6 @@ VARIANTS = [
     "kairos:literal",
     "prefill=sedf,decode=kairos",
     "slos_serve:no_admit",
-    "unified:protect=0.1",
 ]
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush, heappushpop
-from itertools import count, repeat
+from heapq import heapify, heappop, heappush
+from itertools import count
 from math import inf, isfinite
 from typing import Any, cast
 
@@ -53,12 +53,14 @@ def left_behind(request: RequestView) -> int:
     return 0 if request.generated and request.remaining == 1 else request.remaining
 
 
-def on_time_set(start: float, deadline: Array, work: Array, kept: Mask | None = None) -> Mask:
+def on_time_set(start: float, deadline: Array, work: Array, weight: Array | None = None) -> Mask:
     """Return the largest set of jobs that one server, free at `start`, can finish by their deadlines.
 
     This is the Moore-Hodgson algorithm: take jobs by deadline, and whenever the set is late, remove
-    the job with the most work. Jobs in `kept` are removed only if the set would be late without any
-    other job. Ties are broken by row, so that equal inputs give equal sets.
+    the job with the most work. Ties are broken by row, so that equal inputs give equal sets.
+
+    weight: what each job counts. The job with the most work per weight is removed then, which is a heuristic:
+    the set of the largest weight is that of a knapsack.
     """
     chosen: Mask = np.zeros(len(deadline), dtype=bool)
     alone = np.flatnonzero(start + work <= deadline)
@@ -72,31 +74,24 @@ def on_time_set(start: float, deadline: Array, work: Array, kept: Mask | None = 
     first = int(late.argmax())
     if not late[first]:
         return chosen
-    if kept is None and len(order) >= MANY:
+    if weight is None and len(order) >= MANY:
         chosen[order] = _largest_of_many(start, due, seconds, order)
         return chosen
     latest = alone[::-1]
-    most = latest[np.argsort(-work[latest], kind="stable")]  # most work first, ties by later row
+    cost = work if weight is None else work / weight
+    most = latest[np.argsort(-cost[latest], kind="stable")]  # those removed first, ties by later row
     rank = np.empty(len(deadline), dtype=np.intp)
     rank[most] = np.arange(len(most))
-    ranks, weights, stays = rank[order].tolist(), work[most].tolist(), [] if kept is None else kept[order].tolist()
-    heap = [one for one, stay in zip(ranks[:first], stays, strict=False) if not stay] if stays else ranks[:first]
+    ranks, seconds_of = rank[order].tolist(), work[most].tolist()
+    heap = ranks[:first]
     heapify(heap)
     at, dropped = float(ends[first]), []
-    limits = due[first:].tolist()
-    for one, limit, stay in zip(ranks[first:], limits, stays[first:] or repeat(False), strict=False):
-        at += weights[one]
-        if at <= limit:
-            if not stay:
-                heappush(heap, one)
-            continue
-        leaves = heappop(heap) if stay and heap else heappushpop(heap, one)
-        at -= weights[leaves]
-        dropped.append(leaves)
-        while at > limit:
-            leaves = heappop(heap) if heap else one
-            at -= weights[leaves]
-            dropped.append(leaves)
+    for one, limit in zip(ranks[first:], due[first:].tolist(), strict=True):
+        heappush(heap, one)
+        at += seconds_of[one]
+        while heap and at > limit:
+            dropped.append(heappop(heap))
+            at -= seconds_of[dropped[-1]]
     chosen[most[dropped]] = False
     return chosen
 

@@ -10,8 +10,8 @@ from typing import Annotated, Literal, NamedTuple
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.request import BEST_EFFORT
-from jaxserve.sched.api.slo import ANSWER, NO_SLO, SLO, THINKING
-from jaxserve.yamlio import Positive, check_fields, load_yaml, seconds
+from jaxserve.sched.api.slo import ANSWER, HEAVIEST, NO_SLO, SLO, THINKING
+from jaxserve.yamlio import Positive, Range, check_fields, load_yaml, seconds
 
 AUTO: Literal["auto"] = "auto"
 
@@ -66,6 +66,7 @@ class Tier:
     stages: StageGoals = StageGoals()
     priority: int = 0
     best_effort: bool = False  # no deadlines; may lose its KV, but no tokens
+    weight: Annotated[float, Range(1 / HEAVIEST, HEAVIEST)] = 1.0  # see SLO
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -81,6 +82,7 @@ class Tier:
             default.tpot if self.tpot is None else self.tpot,
             default.tbt if self.tbt is None else self.tbt,
             stages_over(default.stages, self.tpot, self.stages.pairs),
+            self.weight,
         )
 
 

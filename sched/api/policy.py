@@ -113,6 +113,10 @@ class QueueView(Protocol):
     def best_effort(self) -> Array:
         """0 if the objectives of the request count, 1 after a demotion, 2 if it asked for best effort."""
 
+    @property
+    def weight(self) -> Array:
+        """What it counts where not all can be on time (`SLO.weight`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

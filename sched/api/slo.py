@@ -10,6 +10,7 @@ from .errors import InvalidValue, short
 ANSWER = "answer"
 THINKING = "thinking"
 SHORTEST, LONGEST = 1e-9, 1e9  # seconds: keeps sums, differences and quotients of objectives finite
+HEAVIEST = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +20,15 @@ class SLO:
     `ttft`: arrival to first token. `tpot`: mean per token after it. `tbt`: largest gap between two
     tokens, if set. `stages`: (stage, tpot) pairs that override `tpot` for the tokens of that stage
     (`thinking`, `answer`). Each value is between SHORTEST and LONGEST, or infinite for no
-    objective. Raises InvalidValue otherwise.
+    objective. `weight`: of such requests where not all can be on time, from 1 / HEAVIEST to HEAVIEST;
+    a prompt of weight 2 counts like two of weight 1. Raises InvalidValue otherwise.
     """
 
     ttft: float = 8.0
     tpot: float = 0.050
     tbt: float | None = None
     stages: tuple[tuple[str, float], ...] = ()
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         named = [("ttft", self.ttft), ("tpot", self.tpot), ("tbt", self.tbt)]
@@ -34,6 +37,10 @@ class SLO:
             if value is not None and not (SHORTEST <= value <= LONGEST or value == inf):  # also rejects NaN
                 allowed = f"a positive number of seconds, from {SHORTEST:g} to {LONGEST:g}, or infinite"
                 raise InvalidValue(f"SLO {name}={short(value)} must be {allowed}", name)
+        if not 1 / HEAVIEST <= self.weight <= HEAVIEST:
+            raise InvalidValue(
+                f"SLO weight={short(self.weight)} must be from {1 / HEAVIEST:g} to {HEAVIEST:g}", "weight"
+            )
         for stage, _ in self.stages:
             if stage not in (THINKING, ANSWER):
                 raise InvalidValue(f"SLO stage {short(stage)} must be one of {THINKING!r}, {ANSWER!r}", "stages")

@@ -14,7 +14,8 @@ from ..api.request import BEST_EFFORT, Request, State, tightest
 from .prefix_hits import PrefixHits
 
 Key = tuple[int, int, float, int]
-ARRIVAL, TTFT, TBT, TPOT, TIGHTEST, DEADLINE, REMAINING, CONTEXT, LENGTH, RUNNING, HIT, BEST, COLUMNS = range(13)
+ARRIVAL, TTFT, TBT, TPOT, TIGHTEST, DEADLINE, REMAINING, CONTEXT, LENGTH, RUNNING, HIT = range(11)
+BEST, WEIGHT, COLUMNS = range(11, 14)
 
 
 def key(request: Request) -> Key:
@@ -99,6 +100,10 @@ class RequestQueue:
         return self._column(BEST)
 
     @property
+    def weight(self) -> Array:
+        return self._column(WEIGHT)
+
+    @property
     def backlog(self) -> int:
         """Tokens to compute, without expected prefix-cache hits.
 
@@ -128,7 +133,8 @@ class RequestQueue:
         self._keys.insert(row, place)
         slo = request.slo
         tbt = inf if slo.tbt is None else slo.tbt
-        self._data[:, row] = request.arrival, slo.ttft, tbt, *_changing(request), request.best_effort
+        values = request.arrival, slo.ttft, tbt, *_changing(request), request.best_effort, slo.weight
+        self._data[:, row] = values
 
     def remove(self, request: Request) -> None:
         row = self._row(request)

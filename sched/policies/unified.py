@@ -57,15 +57,12 @@ GAP = 0.45  # of the TBT: a request that joins waits for the running step and fo
 SLOWEST = 0.05  # of an instance's speed: least speed assumed for piggybacked prompts, so that they can be ordered
 SOON = 0.5  # seconds
 PACK_SOON = 0.7  # of the time left
-LONG = 65536  # tokens: prompts that an on-time set, which maximizes the count, drops first
 
 
 class Unified:
     """On-time sets for prompts, shedding for decodes, piggybacked prefill on shared instances.
 
     share, stretch, cushion: see `feasibility.mixed_bound`.
-    protect: share (0 to 1) of the prompts of 64K tokens and more that never lose their place in the on-time
-        set to shorter ones.
     ageing: share of the time in which prompts that cannot be on time go first, oldest first, so that they
         do not starve.
     decode_share: share of the TPOT that a joint decode step may take.
@@ -79,7 +76,6 @@ class Unified:
         share: float = SHARE,
         stretch: float = STRETCH,
         cushion: float = 0.75,
-        protect: float = 0.0,
         ageing: float = 0.02,
         decode_share: float = 0.97,
         patience: float = 4.0,
@@ -89,7 +85,6 @@ class Unified:
         self._share = share
         self._stretch = stretch
         self._cushion = cushion
-        self._protect = protect
         self._ageing = ageing
         self._decode_share = decode_share
         self._patience = patience
@@ -190,8 +185,7 @@ class Unified:
             brief = longest.brief < longest.mixed  # decodes that can wait then skip the steps of a prompt
             work = np.where(work <= longest.mixed, work, slow) if brief else slow
         jobs = [_job(view, task) for task in view.suspended]
-        kept = np.concatenate([self._kept(rows), np.zeros(len(jobs), bool)]) if self._protect else None
-        every = on_time_set(view.start, *_with(deadline, work, jobs), kept)
+        every = on_time_set(view.start, *_with(deadline, work, rows.weight, jobs))
         chosen, picked = every[: len(rows)], every[len(rows) :].tolist()
         on_time = np.flatnonzero(chosen)
         on_time = on_time[np.argsort(deadline[on_time], kind="stable")]
@@ -221,12 +215,6 @@ class Unified:
         waits = not len(due) and first.seconds <= slack
         return first.step if waits or view.now % CYCLE < self._ageing * CYCLE else None
 
-    def _kept(self, rows: QueueView) -> Mask:
-        kept: Mask = rows.length >= LONG
-        for row in np.flatnonzero(kept).tolist():
-            kept[row] = _draw(rows[row].id) < self._protect
-        return kept
-
     def _stops(self, view: View, running: Task) -> bool:
         """Return whether the running step should stop.
 
@@ -242,9 +230,10 @@ class Unified:
         if not len(rows):
             return False
         jobs = [_job(view, task) for task in view.suspended]
-        queue = _with(deadlines(rows), remaining_work(view, rows), jobs)
-        stopped = on_time_set(view.now, *_with(*queue, [job]))
-        return bool(stopped[-1]) and int(stopped.sum()) > int(on_time_set(view.now + job.seconds, *queue).sum()) + 1
+        queue = _with(deadlines(rows), remaining_work(view, rows), rows.weight, jobs)
+        now, later = _with(*queue, [job]), queue
+        stopped, whole = on_time_set(view.now, *now), on_time_set(view.now + job.seconds, *later)
+        return bool(stopped[-1]) and _value(stopped, now[2]) > _value(whole, later[2]) + job.weight
 
     # decoding
 
@@ -379,6 +368,7 @@ class _PromptWork(NamedTuple):
     due: float  # earliest TTFT deadline of its requests; -inf if all are best effort
     seconds: float
     step: int
+    weight: float  # of the heaviest of its requests
 
 
 class _Queue(NamedTuple):
@@ -400,20 +390,29 @@ def _job(view: View, task: Task) -> _PromptWork:
     due = min(
         (request.arrival + request.slo.ttft for request in task.requests if request.tier != BEST_EFFORT), default=-inf
     )
+    weight = max((request.slo.weight for request in task.requests), default=1.0)
     left = [(float(left_behind(request)), float(request.context)) for request in task.requests if left_behind(request)]
     if not left:
-        return _PromptWork(due, task.seconds, task.step)
+        return _PromptWork(due, task.seconds, task.step, weight)
     tokens, context = np.array(left).T
     rest = float(view.perf.prefill_times(tokens, context, view.limits.tokens).sum())
-    return _PromptWork(due, task.seconds + rest, task.step)
+    return _PromptWork(due, task.seconds + rest, task.step, weight)
 
 
-def _with(deadline: Array, work: Array, jobs: Sequence[_PromptWork]) -> tuple[Array, Array]:
-    """Append the deadlines and seconds of started steps to those of prompts."""
-    if not jobs:
-        return deadline, work
-    due, seconds, _ = zip(*jobs, strict=True)
-    return np.concatenate([deadline, due]), np.concatenate([work, seconds])
+def _with(
+    deadline: Array, work: Array, weight: Array | None, jobs: Sequence[_PromptWork]
+) -> tuple[Array, Array, Array | None]:
+    """Append the deadlines, seconds and weights of started steps to those of prompts. None: all weigh the same."""
+    if jobs:
+        due, seconds, _, weights = zip(*jobs, strict=True)
+        weight = np.concatenate([np.ones(len(work)) if weight is None else weight, weights])
+        deadline, work = np.concatenate([deadline, due]), np.concatenate([work, seconds])
+    return deadline, work, None if weight is None or (weight == 1.0).all() else weight
+
+
+def _value(chosen: Mask, weight: Array | None) -> float:
+    """Return what a set of prompts counts."""
+    return float(chosen.sum() if weight is None else weight[chosen].sum())
 
 
 def _finite_tpot(rows: QueueView) -> Array:
@@ -426,8 +425,3 @@ def _waited(view: View, which: Order, most: Array, seconds: float) -> Mask:
     last = view.decode.last(which)
     waited: Mask = ~(view.start - last < most) | (view.start + 2.0 * seconds - last > view.decode.tbt[which])
     return waited
-
-
-def _draw(id: int) -> float:
-    """Map a request id to a number in [0, 1)."""
-    return (id * 0x9E3779B97F4A7C15 % (1 << 64)) / (1 << 64)

@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Copied columns of a queue. A `QueueView` without times of arrivals and last tokens, which no router reads."""
+    """Copied columns of a queue. A `QueueView` without what no router reads: weights, arrivals, last tokens."""
 
     ttft: Array
     tbt: Array
@@ -129,6 +129,10 @@ class Rows:
 
     @property
     def arrival(self) -> Array:
+        return np.full(len(self), nan)
+
+    @property
+    def weight(self) -> Array:
         return np.full(len(self), nan)
 
     def last(self, order: Order) -> Array:

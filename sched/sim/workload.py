@@ -106,7 +106,7 @@ class Workload:
     tail, output_tail: replace a share of the prompts or outputs.
     ttft, tpot, tbt: in seconds. A TTFT may be a slowdown.
     thinking: lengths of a stage before the answer, which is `output`. thinking_tpot: TPOT of that stage.
-    request_class: name of these requests in reports. tier: as for Request.
+    request_class: name of these requests in reports. tier: as for Request. weight: see SLO.
     """
 
     name: str
@@ -123,6 +123,7 @@ class Workload:
     thinking_tpot: float | None = None
     rounds: Rounds | None = None
     tier: str = STANDARD
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         if self.tier not in (STANDARD, BEST_EFFORT):
@@ -188,7 +189,7 @@ class Workload:
         ttft = self.ttft.ttft(prompt) if isinstance(self.ttft, Slowdown) else self.ttft
         early = None if self.rounds is None or last else self.rounds.tpot
         stages = () if self.thinking_tpot is None else ((THINKING, self.thinking_tpot),)
-        return SLO(ttft, self.tpot if early is None else early, self.tbt, stages)
+        return SLO(ttft, self.tpot if early is None else early, self.tbt, stages, self.weight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def view(prefill: list[Request], decode: list[Request], **more: Any) -> View:
     return view_of(prefill, decode, **{"perf": PERF, "role": Role.DECODE, **more})
 
 
-JOBS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20), st.booleans()), max_size=8)  # work, deadline, kept
+JOBS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20), st.booleans()), max_size=8)  # work, deadline, heavy
 
 
 def on_time(start: float, jobs: list[tuple[int, int, bool]], chosen: tuple[int, ...]) -> bool:
@@ -48,10 +48,10 @@ def on_time(start: float, jobs: list[tuple[int, int, bool]], chosen: tuple[int, 
     return True
 
 
-def solve(start: float, jobs: list[tuple[int, int, bool]], *, kept: bool = False) -> tuple[int, ...]:
-    work, due, stays = (np.array(column) for column in zip(*jobs, strict=True)) if jobs else (np.zeros(0),) * 3
-    mask = on_time_set(start, due.astype(float), work.astype(float), stays.astype(bool) if kept else None)
-    return tuple(np.flatnonzero(mask).tolist())
+def solve(start: float, jobs: list[tuple[int, int, bool]], light: float = 1.0, heavy: float = 1.0) -> tuple[int, ...]:
+    work, due, is_heavy = (np.array(column) for column in zip(*jobs, strict=True)) if jobs else (np.zeros(0),) * 3
+    weight = None if light == heavy == 1.0 else np.where(is_heavy.astype(bool), heavy, light)
+    return tuple(np.flatnonzero(on_time_set(start, due.astype(float), work.astype(float), weight)).tolist())
 
 
 @given(jobs=JOBS, start=st.integers(0, 5))
@@ -65,15 +65,21 @@ def test_no_larger_set_is_on_time(jobs: list[tuple[int, int, bool]], start: int)
 
 @given(jobs=JOBS, start=st.integers(0, 5))
 @settings(max_examples=examples(200))
-def test_kept_jobs_stay_while_they_alone_are_on_time(jobs: list[tuple[int, int, bool]], start: int) -> None:
-    chosen = solve(start, jobs, kept=True)
+def test_heavy_jobs_stay_while_they_alone_are_on_time(jobs: list[tuple[int, int, bool]], start: int) -> None:
+    chosen = solve(start, jobs, 1.0, 1000.0)
     assert on_time(start, jobs, chosen)
-    stay = tuple(index for index, (work, due, kept) in enumerate(jobs) if kept and start + work <= due)
+    stay = tuple(index for index, (work, due, heavy) in enumerate(jobs) if heavy and start + work <= due)
     if on_time(start, jobs, stay):
         assert set(stay) <= set(chosen)
         rest = [index for index in range(len(jobs)) if index not in stay]
         more = combinations(rest, len(chosen) - len(stay) + 1)
         assert not any(on_time(start, jobs, (*stay, *each)) for each in more)
+
+
+@given(jobs=JOBS, start=st.integers(0, 5), weight=st.sampled_from([0.25, 2.0, 1000.0]))
+@settings(max_examples=examples(100))
+def test_equal_weights_change_nothing(jobs: list[tuple[int, int, bool]], start: int, weight: float) -> None:
+    assert solve(start, jobs, weight, weight) == solve(start, jobs)
 
 
 def row(id: int, due: float, tpot: float, tier: str = "standard") -> Request:

@@ -30,7 +30,6 @@ VARIANTS = [
     "fairbatching:on_time_set",
     "prefill=sedf,decode=kairos",
     "slos_serve:no_admit",
-    "unified:protect=0.1",
 ]
 POLICIES = [*policies.names(), *VARIANTS]
 PRESETS = [CPU.name, *sorted(file.stem for file in preset("latency", "llama3-8b-a800").parent.glob("*.yaml"))]

@@ -48,18 +48,18 @@ MODELS: dict[str, PerfModel] = {
 MODEL = st.sampled_from(sorted(MODELS))
 
 
-def plain_set(start: float, deadline: Array, work: Array, kept: Array | None) -> Array:
+def plain_set(start: float, deadline: Array, work: Array, weight: Array | None = None) -> Array:
     """Compute the on-time set by the Moore-Hodgson algorithm, a job at a time."""
     chosen, heap, at = np.zeros(len(deadline), dtype=bool), [], start
+    cost = work if weight is None else work / weight
     alone = [row for row in range(len(work)) if start + work[row] <= deadline[row]]
     for row in sorted(alone, key=lambda row: (deadline[row], row)):
         at += work[row]
         chosen[row] = True
-        if kept is None or not kept[row]:
-            heappush(heap, (-work[row], -row))
-        while at > deadline[row]:
-            most, dropped = heappop(heap) if heap else (-work[row], -row)
-            at += most
+        heappush(heap, (-cost[row], -row))
+        while heap and at > deadline[row]:
+            _, dropped = heappop(heap)
+            at -= work[-dropped]
             chosen[-dropped] = False
     return chosen
 
@@ -68,11 +68,16 @@ WORK = st.one_of(st.integers(0, 4).map(float), st.floats(0.0, 4.0))
 DUE = st.one_of(st.integers(0, 12).map(float), st.floats(-1.0, 12.0), st.sampled_from([inf, -inf]))
 
 
-@given(st.lists(st.tuples(WORK, DUE, st.booleans()), min_size=1, max_size=30), st.booleans(), st.floats(0.0, 1.0))
-def test_the_on_time_set_equals_that_of_a_loop(jobs: list[tuple[float, float, bool]], keep: bool, start: float) -> None:
-    work, due, kept = (np.array(column) for column in zip(*jobs, strict=True))
-    stays = kept if keep else None
-    assert on_time_set(start, due, work, stays).tolist() == plain_set(start, due, work, stays).tolist()
+WEIGHT = st.sampled_from([0.25, 1.0, 3.0])
+
+
+@given(st.lists(st.tuples(WORK, DUE, WEIGHT), min_size=1, max_size=30), st.booleans(), st.floats(0.0, 1.0))
+def test_the_on_time_set_equals_that_of_a_loop(
+    jobs: list[tuple[float, float, float]], weigh: bool, start: float
+) -> None:
+    work, due, weights = (np.array(column) for column in zip(*jobs, strict=True))
+    weight = weights if weigh else None
+    assert on_time_set(start, due, work, weight).tolist() == plain_set(start, due, work, weight).tolist()
 
 
 EIGHTHS = st.integers(0, 96).map(lambda count: count / 8)  # sums are exact in any order
@@ -85,7 +90,7 @@ def test_the_on_time_set_of_many_jobs_equals_that_of_a_loop(jobs: list[tuple[flo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feasibility, "MANY", 1)
         found = on_time_set(start, due, work).tolist()
-    assert found == plain_set(start, due, work, None).tolist()
+    assert found == plain_set(start, due, work).tolist()
 
 
 @pytest.mark.parametrize("count", [feasibility.MANY, 3000])
@@ -101,7 +106,7 @@ def test_the_on_time_set_of_a_long_queue_equals_that_of_a_loop(count: int, load:
     work = random.choice([0.5, 1.0, 1.0, 4.0, 20.0], count) * random.choice([1.0, random.uniform()], count)
     work *= load * float(due[-1]) / work.sum()
     found = on_time_set(0.0, due, work)
-    assert found.tolist() == plain_set(0.0, due, work, None).tolist()
+    assert found.tolist() == plain_set(0.0, due, work).tolist()
     assert found.any() and not found.all()
 
 

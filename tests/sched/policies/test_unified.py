@@ -51,12 +51,15 @@ def test_an_otherwise_late_prompt_joins_a_short_step() -> None:
     assert step(prompt(1, 10, tier=BEST_EFFORT)) == [0]
 
 
-def test_a_prompt_that_must_not_be_demoted_stays_in_the_set() -> None:
-    long = prompt(0, 70_000, slo=SLO(ttft=75.0))
-    short = [prompt(one, 4000, slo=SLO(ttft=75.0)) for one in range(1, 4)]
-    at = view([long, *short], [], limits=replace(LIMITS, tokens=100_000))
-    assert granted(Unified(protect=0.0, ageing=0.0).decide(at)) == [1, 2, 3]
-    kept = granted(Unified(protect=1.0, ageing=0.0, pack=1.0).decide(at))
+def test_a_heavy_prompt_stays_in_the_set_instead_of_lighter_ones() -> None:
+    def chosen(weight: float) -> list[int]:
+        long = prompt(0, 70_000, slo=SLO(ttft=75.0, weight=weight))
+        short = [prompt(one, 4000, slo=SLO(ttft=75.0)) for one in range(1, 4)]
+        at = view([long, *short], [], limits=replace(LIMITS, tokens=100_000))
+        return granted(Unified(ageing=0.0, pack=1.0).decide(at))
+
+    assert chosen(1.0) == chosen(17.0) == [1, 2, 3]
+    kept = chosen(18.0)  # 70,000 tokens of weight 18 are less than 4,000 of weight 1
     assert 0 in kept and len(kept) == 2
 
 

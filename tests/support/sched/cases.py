@@ -34,7 +34,7 @@ VARIANTS = [
     "sarathi:tokens=8",
     "slos_serve:no-admit",
     "slos_serve:no-dynamic+no-spec",
-    "unified:protect=0.5+ageing=0.5",
+    "unified:ageing=0.5",
     "unified:no-preempt",
     "vllm:tokens=16",
 ]
