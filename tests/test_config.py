@@ -224,9 +224,9 @@ def test_tiers(tmp_path):
     with pytest.raises(InvalidValue, match="service_tier='gold'"):
         config.tier("gold")
     own = tmp_path / "tiers.yaml"
-    own.write_text("tiers: {gold: {ttft: 100ms, priority: -7}}")
+    own.write_text("tiers: {gold: {ttft: 100ms, priority: -7, weight: 4}}")
     tier, slo, _ = ServeConfig(slo_tiers=str(own), tpot_slo=0.05).tier("gold")
-    assert (tier.priority, slo) == (-7, SLO(0.1))
+    assert (tier.priority, slo) == (-7, SLO(0.1, weight=4.0))
 
 
 def test_stages_in_flags_and_tiers(tmp_path):
@@ -253,6 +253,7 @@ def test_stages_in_flags_and_tiers(tmp_path):
         ("quick: {stages: {thinking: {}}}", "tiers.yaml:2: missing 'tpot'"),
         ("quick: {stages: {thinking: {tpot: 0}}}", "tiers.yaml:2: tpot=0.0 must be a positive time"),
         ("quick: {stages: {thinking: 20ms}}", "tiers.yaml:2: tiers.quick.stages.thinking must be a mapping"),
+        ("quick: {weight: 2000}", "tiers.yaml:2: weight=2000.0 must be .*1000"),
         ("quick: {ttft: -1s}", "tiers.yaml:2: ttft=-1.0 must be a positive time"),
         ("quick: {tbt: 0}", "tiers.yaml:2: tbt=0.0 must be a positive time"),
         ("night: {best_effort: true, tpot: 1s}", "tiers.yaml:2: a tier with best_effort: true has no objectives"),

@@ -130,7 +130,7 @@ class Limits:
     preemptible: bool = False  # prefill-only steps can be stopped at a segment boundary
     suspended: int = 4  # suspended steps at a time: each keeps its activations
     stopping: float = 0.0  # share of a preemptible step that may still run after a request to stop (preemption.py)
-    stop_within: float = inf  # seconds: chunks are cut so that a request to stop waits no longer
+    stop_within: float | None = None  # seconds: chunks are cut so that a request to stop waits no longer
     draft: int = 0  # tokens that a request may draft and verify per step
     history: bool = False  # the executor needs the tokens of every request, because it drafts from them
     stairs: tuple[int, ...] = ()  # sizes in tokens, ascending, that steps with prompt tokens are padded to; (): none

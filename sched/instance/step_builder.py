@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import isfinite
 from typing import NamedTuple
 
 from ..api.errors import PolicyError
@@ -124,7 +123,7 @@ class StepBuilder:
         The first chunk has a few at least. A step with decodes is never stopped.
         """
         limits, before = self._limits, self._prompts
-        if decode or not limits.preemptible or self._seconds is None or not isfinite(limits.stop_within):
+        if decode or not limits.preemptible or self._seconds is None or limits.stop_within is None:
             return length
         longest = (limits.stop_within - LEAD) / limits.stopping
         fits = largest_chunk(self._seconds, before, start, length, longest)

@@ -115,7 +115,7 @@ class Options:
     lead: float = LEAD
     behind: bool = False
     segments: int | None = None
-    stop_within: float = inf
+    stop_within: float | None = None
     suspended: int = 4
     draft: int = 0
     cascade: bool = False
@@ -144,7 +144,7 @@ class Options:
             ("suspended", self.suspended >= 0, "0 or more"),
             ("lead", 0 <= self.lead < inf, "0 s or more"),
             ("segments", self.segments is None or self.segments >= 1, "at least 1"),
-            ("stop_within", self.stop_within > LEAD, f"more than {LEAD} s"),
+            ("stop_within", self.stop_within is None or self.stop_within > LEAD, f"more than {LEAD} s"),
             ("draft", self.draft >= 0, "0 or more"),
             ("acceptance", 0 <= self.acceptance <= 1, "between 0 and 1"),
             ("routing_delay", 0 <= self.routing_delay < inf, "0 s or more"),

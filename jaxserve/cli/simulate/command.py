@@ -189,7 +189,7 @@ def _study(args: argparse.Namespace) -> Study:
         first_token=args.first_token,
         boundary=args.preempt_boundary,
         lead=args.preempt_lead / 1e3,
-        stop_within=args.preempt_within / 1e3,
+        stop_within=None if args.preempt_within is None else args.preempt_within / 1e3,
         behind=args.kv_behind_steps,
         suspended=args.max_suspended,
         draft=args.draft,

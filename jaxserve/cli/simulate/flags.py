@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +151,6 @@ def _cluster(group: Any) -> None:
     group.add_argument(
         "--preempt-within",
         type=float,
-        default=inf,
         metavar="MS",
         help="cut chunks of prompts so that a step that is asked to stop does so in this time [no bound]",
     )

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -369,7 +368,7 @@ def build(
         page_size,
         preemptible=executors[0].preemptible,
         stopping=executors[0].stopping,
-        stop_within=inf if config.preempt_within is None else config.preempt_within / 1e3,
+        stop_within=None if config.preempt_within is None else config.preempt_within / 1e3,
         draft=drafted,
         history=drafted > 0,
         stairs=profile.buckets_of(executors[0]).mixed,
