@@ -102,6 +102,18 @@ def test_layers_of_a_kind_are_compiled_once() -> None:
     assert compiled(1) == compiled(4) == 3  # two kinds of layers, and what is outside
 
 
+@pytest.mark.parametrize("case", ["gemma3", "qwen3-next", "olmo3"])
+def test_norms_do_not_scale(case: str) -> None:
+    spec = spec_of(case)
+    (tree,) = random_weights(spec, "float32", [mesh(1)])
+    norms = {name: leaf for layer in tree["layers"] for name, leaf in layer.items() if name.endswith("_norm")}
+    norms |= {name: layer["attention"][name] for layer in tree["layers"] for name in ("q_norm", "k_norm")
+              if name in layer["attention"]}  # fmt: skip
+    assert {"mixed_norm", "q_norm", "k_norm"} <= norms.keys() or case == "qwen3-next"
+    for weight in (*norms.values(), tree["norm"]):
+        np.testing.assert_array_equal(weight + spec.norm_offset, 1.0)
+
+
 @pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b"])
 def test_devices_exchange_nothing_and_hold_no_second_copy(name: str) -> None:
     spec = published_spec(name).for_tp(2)
