@@ -2,22 +2,25 @@
 
 The draft length follows from measured acceptance and predicted step time: of the available lengths,
 the one with the most tokens per second (Acc(sl) / T(sl) of SLOs-Serve, arXiv 2504.08784, appendix D,
-generalized to any number of rows with an acceptance each), or no drafting if that is fastest. Steps
-with prompt chunks do not draft, because the policy has sized them for one token per decode.
+generalized to any number of rows with an acceptance each), or no drafting if that is fastest.
+
+The policy's steps follow the drafts, as in that paper: a row that drafts and is ahead may wait as long
+as the tokens of its step allow, so that prompts get longer chunks (`Paced`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from math import inf
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from ..api.acceptance import draft_lengths
 from ..api.perf import Array, Load, PerfModel
-from ..api.policy import Decision, Grant, Policy, Role, View
+from ..api.policy import Decision, Grant, Policy, QueueView, Role, View
 from ..api.request import RequestView
 from ..feasibility import Mask
 
@@ -25,6 +28,31 @@ WORTH = 1.05  # required speedup over no drafting: a smaller one is within measu
 SHARE = 0.01  # share of the time that may go into exploring another length
 LEAST, MOST = 16, 512  # steps between two explorations
 AGAIN = 8  # steps with equal grants that reuse the choice not to draft: choosing takes 0.1 ms
+
+
+class Paced:
+    """A `QueueView` whose rows gain several tokens a step: it may take the time of all of them.
+
+    Only if the row is so far ahead: the first of them has a deadline too.
+    """
+
+    def __init__(self, rows: QueueView, start: float, gains: Array) -> None:
+        """gains [rows]: expected tokens of a step besides the first. start: when the step begins, in seconds."""
+        self._rows = rows
+        ahead = rows.deadline - start
+        self.tpot: Array = np.clip(ahead, rows.tpot, (1.0 + gains) * rows.tpot)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[RequestView]:
+        return iter(self._rows)
+
+    def __getitem__(self, row: int) -> RequestView:
+        return self._rows[row]
 
 
 class _Best(NamedTuple):
@@ -52,8 +80,10 @@ class Drafting:
         self._left = 0  # steps for which `_lengths` remains valid
 
     def decide(self, view: View) -> Decision:
-        decision = self._policy.decide(view)
-        if view.role is Role.PREFILL or not view.limits.draft or not len(view.decode) or not decision.grants:
+        if view.role is Role.PREFILL or not view.limits.draft or not len(view.decode):
+            return self._policy.decide(view)
+        decision = self._policy.decide(self._paced(view))
+        if not decision.grants:
             return decision
         self._since += 1
         self._left -= 1
@@ -62,6 +92,16 @@ class Drafting:
             tried = self._since == 0
             self._asked, self._left = decision.grants, 0 if self._lengths or tried else AGAIN - 1
         return _with(decision, self._lengths)
+
+    def _paced(self, view: View) -> View:
+        """Return the view with a longer TPOT for rows that draft and are ahead: their step yields several tokens."""
+        if not self._lengths:
+            return view
+        gains = [
+            sum(request.acceptance**n for n in range(1, self._lengths.get(request.id, 0) + 1))
+            for request in view.decode
+        ]
+        return replace(view, decode=cast(QueueView, Paced(view.decode, view.start, np.array(gains))))
 
     def _chosen(self, view: View, decision: Decision) -> dict[int, int]:
         """Choose the number of tokens to draft, by request."""
@@ -72,13 +112,15 @@ class Drafting:
             prompts = sum(grant.tokens for grant in decision.grants if grant.request not in decoding)
             room = (view.limits.tokens - prompts) // len(mine) - 1
             return dict.fromkeys((request.id for request in mine), min(view.limits.draft, max(0, room)))
-        if len(mine) < len(decision.grants) or not any(request.drafts for request in mine):
+        if not any(request.drafts for request in mine):
             return {}
-        batch = _Batch.of(view, mine, rows)
+        batch = _Batch.of(view, mine, rows, _beside(view, decision, decoding))
         idle = _Best(batch.count / batch.alone, 0, batch.able)
         found = [batch.best(draft, idle.rate) for draft in draft_lengths(view.limits.draft)]
         best = max((one for one in found if one is not None), key=lambda one: one.rate, default=idle)
-        best = self._tried(batch, best if best.rate > WORTH * idle.rate else idle, idle)
+        best = best if best.rate > WORTH * idle.rate else idle
+        if not batch.beside.prefill:  # step times are learned from steps of decodes only
+            best = self._tried(batch, best, idle)
         drafting = zip(mine, best.rows.tolist(), strict=True)
         return {one.id: best.draft for one, drafts in drafting if drafts} if best.draft else {}
 
@@ -110,6 +152,8 @@ class _Batch:
     """The decodes of one step.
 
     able [rows]: whether the row may draft. chance [rows]: probability that a drafted token is accepted.
+    beside: the prompt chunks of the step. limit: seconds that a step with drafts may take, for the gaps of all rows and
+    the TPOT of those that do not draft.
     """
 
     perf: PerfModel
@@ -118,14 +162,20 @@ class _Batch:
     context: int
     able: Mask
     chance: Array
+    beside: Load
+    limit: float
 
     @classmethod
-    def of(cls, view: View, mine: Sequence[RequestView], rows: Sequence[int]) -> _Batch:
+    def of(cls, view: View, mine: Sequence[RequestView], rows: Sequence[int], beside: Load) -> _Batch:
         """Build a batch from the requests `mine`, which are at `rows` of `view.decode`."""
         able = np.array([request.drafts for request in mine])
         chance = np.array([request.acceptance if request.drafts else 0.0 for request in mine])
-        context = view.decode.context[np.array(rows)]
-        return cls(view.perf, view.limits.tokens, int(context.max()), int(context.sum()), able, chance)
+        which = np.array(rows)
+        context, tbt, tpot = view.decode.context[which], view.decode.tbt[which], view.decode.tpot[which]
+        limit = min(tbt.min(), tpot.min(initial=inf, where=~able)) if beside.prefill else inf
+        return cls(
+            view.perf, view.limits.tokens, int(context.max()), int(context.sum()), able, chance, beside, float(limit)
+        )
 
     @property
     def count(self) -> int:
@@ -139,7 +189,7 @@ class _Batch:
     def seconds(self, drafting: int, draft: int) -> float:
         """Predict the seconds of a step in which all rows decode and `drafting` rows draft."""
         drafts = draft if drafting else 0
-        load = Load(0, self.count + drafting * draft, 0.0, self.longest, self.context, 0, drafts)
+        load = self.beside.add_rows(self.count + drafting * draft, self.longest, self.context)._replace(drafts=drafts)
         return max(self.perf.step_time(load), 1e-9)
 
     def best(self, draft: int, plain: float) -> _Best | None:
@@ -153,9 +203,22 @@ class _Batch:
         each = (self.seconds(self.count, draft) - self.alone) / self.count
         worth = gains > max(0.0, each) * plain  # compared with the tokens that the added time costs
         drafting = int(np.count_nonzero(worth))
-        if not drafting or self.count + drafting * draft > self.tokens:
+        if not drafting or self.beside.prefill + self.count + drafting * draft > self.tokens:
             return None
-        return _Best((self.count + float(gains[worth].sum())) / self.seconds(drafting, draft), draft, worth)
+        seconds = self.seconds(drafting, draft)
+        if seconds > max(self.limit, self.alone):
+            return None
+        return _Best((self.count + float(gains[worth].sum())) / seconds, draft, worth)
+
+
+def _beside(view: View, decision: Decision, decoding: Collection[int]) -> Load:
+    """Return the load of the prompt chunks that a decision grants."""
+    chunks = {grant.request: grant.tokens for grant in decision.grants if grant.request not in decoding}
+    load = Load()
+    for request in view.prefill if chunks else ():
+        if request.id in chunks:
+            load = load.add_chunk(min(chunks[request.id], request.remaining), request.context)
+    return load
 
 
 def _with(decision: Decision, lengths: dict[int, int]) -> Decision:
