@@ -127,7 +127,11 @@ def run(
     chunks = (limit,) if limit else tuple(dict.fromkeys(min(one, setting.max_num_batched_tokens) for one in CHUNKS))
     quiet = bool(args.json)
 
+    where = ""
+
     def candidates_of(devices: int) -> list[Candidate]:
+        nonlocal where
+        where = f"on {devices} of up to {setting.count} devices"
         return list(candidates(devices, fits.of(devices, only), chosen, chunks))
 
     say = _nothing if quiet else print
@@ -147,7 +151,7 @@ def run(
             f"TTFT: a queue that grows slowly is not seen; --num-requests {round(needed * load.rate)} would show it"
         )
     found, began = Answer(load.goal, load.rate, setting.count), time.process_time()
-    with progress.bar("simulating") as draw, processes(args.jobs, lambda done: draw(done, 0)) as pool:
+    with progress.bar("runs simulated") as draw, processes(args.jobs, lambda done: draw(done, 0, where)) as pool:
         run_all: Callable[..., Any] = pool  # whose type is that of `jaxserve simulate`
 
         def simulate(trials: Sequence[Trial]) -> Iterable[Outcome]:
