@@ -174,7 +174,7 @@ def run(
     else:
         for name, source in _grouped(sources):
             print(f"step times, {name}: {source}")
-        if found.closest is None:
+        if found.closest is None and not found.interrupted:
             print(f"memory: {fits.remedy()}")
         print("\n".join(lines(found, command, args.price)))
         if found.interrupted:
@@ -196,8 +196,11 @@ def _question(args: argparse.Namespace, load: Load, setting: Setting) -> str:
     source = list(load.source) if isinstance(load.source, tuple) else load.source
     slo = ", ".join(f"{name.upper()} {value:g} s" for name, value in load.slo.items())
     what = Path(args.workload.removeprefix("trace:")).name
+    rate = f"{load.rate:g}/s of {what}"
+    if isinstance(load.source, Workload) and load.source.rounds is not None:
+        rate = f"{load.rate:g} sessions/s of {what}, about {load.rate * load.source.rounds.mean:.3g} requests/s"
     return (
-        f"{args.model} on up to {setting.count} {setting.name}: {load.rate:g}/s of {what}, {load.goal:.0%} of the "
+        f"{args.model} on up to {setting.count} {setting.name}: {rate}, {load.goal:.0%} of the "
         f"requests within {slo or 'the objectives of the workload'}\n{describe(source)}"
     )
 
