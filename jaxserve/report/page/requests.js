@@ -134,7 +134,7 @@ function timeline(found) {
   const last = Math.max(found.last_token ?? 0, ...found.bars.map((bar) => bar.end)) || 1;
   const end = found.ttft_slo !== null && found.ttft_slo < 2 * last ? Math.max(last, found.ttft_slo) : last;
   const x = (time) => LEFT + (Math.max(0, Math.min(time, end)) / end) * (WIDTH - LEFT - 10);
-  const height = names.length * LANE + 40;
+  const height = names.length * LANE + 52;
   const shapes = [];
   names.forEach((name, at) => {
     shapes.push(shape("text", { x: LEFT - 8, y: at * LANE + 22, "text-anchor": "end" }, name));
@@ -149,10 +149,10 @@ function timeline(found) {
   const marks = [[found.ttft_slo, "TTFT due", "goal"], [found.first_token, "first token", "axis"]];
   marks.forEach(([time, name, className], at) => {
     if (time === null || time > end) return;
-    const bottom = height - 26;
+    const bottom = height - 38;
     shapes.push(shape("path", { class: className, d: `M${x(time)} 4V${bottom}` }));
     const anchor = x(time) > WIDTH / 2 ? "end" : "start";
-    shapes.push(shape("text", { x: x(time), y: bottom + 10 + 12 * at, "text-anchor": anchor }, `${name}, ${seconds(time)}`));
+    shapes.push(shape("text", { x: x(time), y: bottom + 14 + 18 * at, "text-anchor": anchor }, `${name}, ${seconds(time)}`));
   });
   const kinds = [["prefill", "prefill"], ["decode", "decode"], ["KV transfer", "transfer"], ["other requests", "other"]];
   const seen = kinds.filter(([, kind]) => found.bars.some((bar) => bar.kind === kind));
