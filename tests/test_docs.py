@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from jaxserve.sched import admission, policies, routing
+from jaxserve.sched.api.policy import QueueView
 
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
 
@@ -100,6 +101,13 @@ def test_links_outside_the_site_are_rewritten(load_file: Callable[[str], ModuleT
 def test_the_page_of_policies_has_every_name(repo: Path, names: list[str]) -> None:
     page = (repo / "docs" / "reference" / "policies.md").read_text(encoding="utf-8")
     assert [name for name in names if not re.search(rf"`{name}[`:]", page)] == []
+
+
+def test_the_guide_to_policies_has_every_column(repo: Path) -> None:
+    text = (repo / "docs/guide/own-policy.md").read_text(encoding="utf-8").split("## Columns")[1]
+    named = {name for row in re.findall(r"(?m)^\| (`.*?) \|", text) for name in re.findall(r"`(\w+)`", row)}
+    columns = {name for name, value in vars(QueueView).items() if isinstance(value, property)}
+    assert named == columns - {"version", "members", "standard"}, "these describe the queue"
 
 
 def test_the_status_names_every_jax_that_is_installed(repo: Path) -> None:

@@ -103,7 +103,7 @@ class Session:
             name = await choose_backend(self.target, chat=plan.dataset_name == "multi-turn")
             self.plan = plan = replace(plan, backend=name)
             self.writer = plan.writer()
-            print(f"{self.target.base_url}: backend {name} ({_sends(name)})")
+            print(f"{self.target.base_url}: backend {name} ({_sends(name, bool(self.goals.limits))})")
         plan.check_backend()
         backend = BACKENDS[plan.backend]
         ignore = backend.ignore_eos if self._ignore_eos is None else self._ignore_eos
@@ -239,11 +239,12 @@ class Session:
         print(f"wrote {path} and {path.with_suffix('.png').name}")
 
 
-def _sends(name: str) -> str:
-    """Return what a backend sends, in words."""
+def _sends(name: str, goodput: bool) -> str:
+    """Return what a backend sends, in words. `goodput`: whether there are objectives of `--goodput`."""
     backend = BACKENDS[name]
     if backend.objectives:
-        return "objectives are sent with requests"
+        judged = ", but those of --goodput are judged here only: to send them, use --ttft-slo and --tpot-slo"
+        return "objectives are sent with requests" + judged * goodput
     if backend.ignore_eos:
         return "text and ignore_eos" if backend.text else "token ids and ignore_eos"
     return "standard fields and text"

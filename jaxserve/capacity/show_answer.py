@@ -136,7 +136,9 @@ def _left_out(step: Step) -> str:
 
 def _without(found: Answer) -> list[str]:
     closest, said = found.closest, list[str]()
-    if closest is None:
+    if closest is None and found.interrupted:
+        said.append("no answer: stopped before the first number of devices was through")
+    elif closest is None:
         said.append(f"no answer: the model does not fit {_number(found.count)}")
     elif closest.best is None:
         said.append(

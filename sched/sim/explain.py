@@ -175,7 +175,7 @@ def _verdict(
         if late > 0:
             yield (
                 f"Missed TTFT by {_time(late)}: of {_time(measured.ttft)} it was computed for {_time(computing)} and "
-                f"waited for {_time(measured.ttft - computing)}; "
+                f"waited for {_time(measured.ttft - computing)}; in these {_time(measured.ttft)} "
                 + _blame(recorder, request.id, before[-1].instance, request.arrival, first)
                 + "."
             )
@@ -184,9 +184,9 @@ def _verdict(
         total = request.token_times[-1] - request.token_times[0]
         worst = max(rows, key=lambda piece: piece.stretch.end - piece.stretch.start).stretch
         yield (
-            f"Missed TPOT: {_time(measured.tpot)} of {_time(request.slo.tpot)} a token. Of {_time(total)} after the "
-            f"first token {_time(inside)} were decode steps with it ({_time(inside / len(rows))} each; the longest, "
-            f"{_time(worst.end - worst.start)}, had {len(worst.plan.spans)} requests and a context of "
+            f"Missed TPOT: {_time(measured.tpot)} a token, promised {_time(request.slo.tpot)}. Of {_time(total)} after "
+            f"the first token {_time(inside)} were decode steps with it ({_time(inside / len(rows))} each; the "
+            f"longest, {_time(worst.end - worst.start)}, had {len(worst.plan.spans)} requests and a context of "
             f"{max(span.start for span in worst.plan.spans):,}), {_time(max(0.0, total - inside))} it waited."
         )
 

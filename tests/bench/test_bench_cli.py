@@ -150,6 +150,17 @@ def test_other_servers_get_their_own_fields(backend: str) -> None:
         assert ("tpot_slo_ms" in body) is (backend == "jaxserve")
 
 
+@pytest.mark.parametrize(("flag", "sent"), [("--goodput", False), ("--ttft-slo", True)])
+def test_the_first_line_says_that_goodput_is_not_sent(
+    flag: str, sent: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Endpoint(ttft=0.0, gap=0.0).running() as endpoint:
+        assert bench(endpoint, "--num-prompts", "1", flag, "5s" if sent else "ttft:5000") == 0
+    assert ("ttft_slo_ms" in endpoint.bodies[0]) is sent
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "objectives are sent with requests" in first and ("use --ttft-slo" in first) is not sent
+
+
 def test_without_tokenize_token_ids_are_guessed_or_given() -> None:
     with Endpoint(ttft=0.0, gap=0.0, tokenize=False).running() as endpoint:
         assert bench(endpoint, "--num-prompts", "2") == 0

@@ -80,7 +80,7 @@ def test_an_answer_says_what_was_promised_and_kept(page: Page, serve: Serve) -> 
     slo = server.engine.submitted[-1].slo
     assert slo.ttft == 0.02 and slo.tpot == 2.0
     kept = page.text("#chat-log .kept")
-    assert kept.startswith(("on time", "late")) and "of 20 ms" in kept and "here after" in kept
+    assert kept.startswith(("on time", "late")) and "objective 20 ms" in kept and "here after" in kept
     page.say("And this?")
     assert "Hello there." in server.sent(), "the answer before is part of the next prompt"
     page.get("#chat-clear").click()
@@ -133,6 +133,9 @@ def test_a_late_request_is_explained_in_three_clicks(page: Page, busy: Live) -> 
     page.get("#ended-requests button[data-request='7']").click()
     until(lambda: page.all("#words-of li"))
     assert page.text("#words-of li").startswith("Missed TTFT by 400 ms: of 900 ms it was computed for 300 ms")
+    assert "Predicted when it was routed: first token after 600 ms." in page.text("#words-of")
+    late = "#ended-requests tr.chosen td.bad"
+    assert [cell.text for cell in page.all(late)] == ["late", "900 ms"], "no TPOT: it has no objective"
     assert len(page.all("#timeline > svg rect.prefill")) == 1 and page.all("#timeline > svg rect.other")
 
 

@@ -67,6 +67,28 @@ def test_an_answer_in_words_and_the_command_that_serves_it(folder: Path, capsys:
     assert (config.mesh, config.max_model_len, config.policy) == ("1x1", 64, "unified")
 
 
+def test_a_search_that_is_stopped_early_blames_no_memory(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxserve.cli.plan.load.complete", stopped)
+    assert plan(folder) == 130
+    out = capsys.readouterr().out
+    assert "no answer: stopped before" in out and "interrupted: " in out
+    assert "memory: " not in out and "does not fit" not in out
+
+
+def test_sessions_are_told_from_requests(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rounds = "rounds: {mean: 2.0, std: 0.1, delay: 10ms, opening: {kind: fixed, value: 9}}\n"
+    (folder / "tiny.yaml").write_text(WORKLOAD.replace("high: 50", "high: 15") + rounds)
+    plan(folder, qps="20")
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert "20 sessions/s of tiny.yaml, about 40 requests/s" in first
+    assert "2 ± 0.1 rounds a session, 9 tokens before the first prompt" in second
+
+
 def test_what_is_short_if_nothing_keeps_the_objectives(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(folder, "--tpot-slo", "100us", "--json") == 1
     found = json.loads(capsys.readouterr().out)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import queue
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +132,27 @@ def test_a_program_that_cannot_be_made_ends_no_request(tiny: Path, monkeypatch: 
     until(lambda: len(opened) == 2)
     ladder.close()
     assert not any(rung.last for rung in opened) and same(answered(executor), before)
+
+
+def test_a_process_that_ends_during_the_climb_says_nothing(tiny: Path, repo: Path) -> None:
+    code = """if True:
+        import sys, threading, time
+        from concurrent.futures import thread
+        from pathlib import Path
+        from tests.support.engine.steps import early_executors
+
+        def opened(rung):
+            begun.set()
+            while not thread._shutdown:  # set when the main thread is at its end
+                time.sleep(0.01)
+
+        begun = threading.Event()
+        _, ladder = early_executors(Path(sys.argv[1]), max_num_batched_tokens=100)
+        ladder.climb(opened)
+        assert begun.wait(300)
+    """
+    ended = subprocess.run([sys.executable, "-c", code, str(tiny)], cwd=repo, capture_output=True, text=True)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
 
 
 @pytest.mark.parametrize("busy", [True, False])

@@ -127,7 +127,11 @@ def run(
     chunks = (limit,) if limit else tuple(dict.fromkeys(min(one, setting.max_num_batched_tokens) for one in CHUNKS))
     quiet = bool(args.json)
 
+    where = ""
+
     def candidates_of(devices: int) -> list[Candidate]:
+        nonlocal where
+        where = f"on {devices} of up to {setting.count} devices"
         return list(candidates(devices, fits.of(devices, only), chosen, chunks))
 
     say = _nothing if quiet else print
@@ -147,7 +151,7 @@ def run(
             f"TTFT: a queue that grows slowly is not seen; --num-requests {round(needed * load.rate)} would show it"
         )
     found, began = Answer(load.goal, load.rate, setting.count), time.process_time()
-    with progress.bar("simulating") as draw, processes(args.jobs, lambda done: draw(done, 0)) as pool:
+    with progress.bar("runs simulated") as draw, processes(args.jobs, lambda done: draw(done, 0, where)) as pool:
         run_all: Callable[..., Any] = pool  # whose type is that of `jaxserve simulate`
 
         def simulate(trials: Sequence[Trial]) -> Iterable[Outcome]:
@@ -170,7 +174,7 @@ def run(
     else:
         for name, source in _grouped(sources):
             print(f"step times, {name}: {source}")
-        if found.closest is None:
+        if found.closest is None and not found.interrupted:
             print(f"memory: {fits.remedy()}")
         print("\n".join(lines(found, command, args.price)))
         if found.interrupted:
@@ -192,8 +196,11 @@ def _question(args: argparse.Namespace, load: Load, setting: Setting) -> str:
     source = list(load.source) if isinstance(load.source, tuple) else load.source
     slo = ", ".join(f"{name.upper()} {value:g} s" for name, value in load.slo.items())
     what = Path(args.workload.removeprefix("trace:")).name
+    rate = f"{load.rate:g}/s of {what}"
+    if isinstance(load.source, Workload) and load.source.rounds is not None:
+        rate = f"{load.rate:g} sessions/s of {what}, about {load.rate * load.source.rounds.mean:.3g} requests/s"
     return (
-        f"{args.model} on up to {setting.count} {setting.name}: {load.rate:g}/s of {what}, {load.goal:.0%} of the "
+        f"{args.model} on up to {setting.count} {setting.name}: {rate}, {load.goal:.0%} of the "
         f"requests within {slo or 'the objectives of the workload'}\n{describe(source)}"
     )
 

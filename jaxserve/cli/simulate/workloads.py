@@ -59,7 +59,8 @@ def _kind(one: Workload) -> str:
     if one.thinking is not None:
         parts.append(f"thinking of {_lengths(one.thinking)}")
     if one.rounds is not None:
-        parts.append(f"{one.rounds.mean:g} ± {one.rounds.std:g} rounds")
+        opening = "" if one.rounds.opening is None else f", {_lengths(one.rounds.opening)} before the first prompt"
+        parts.append(f"{one.rounds.mean:g} ± {one.rounds.std:g} rounds a session{opening}")
     parts.append(f"{one.arrivals.kind} arrivals")
     ttft = f"{one.ttft.times:g} × alone" if isinstance(one.ttft, Slowdown) else _time(one.ttft)
     return f"{one.name}: {', '.join(parts)}; TTFT {ttft}, TPOT {_time(one.tpot)}"

@@ -39,6 +39,7 @@ NICE = 19  # of the compiler's threads while the engine serves
 COMPILER = "llvm-w"  # how the names of the threads begin in which XLA compiles for a CPU
 LOADING = 2  # threads that load programs while the engine serves, if all are kept; a compilation has its own
 REST = 1.0  # times as long as a program took, its thread leaves the core to requests, if there are any
+ENDING = 2.0  # seconds for the main thread to end, once pools refuse work
 SWITCH = 5e-4  # seconds after which a thread that traces lets others run; Python's default is 5 ms
 
 
@@ -193,7 +194,11 @@ class Ladder:
                     if self._stopped.is_set():
                         return
                     opened(rung)
-        except Exception:
+        except Exception as error:
+            if (
+                isinstance(error, RuntimeError) and _exiting()
+            ):  # of an `LLM` that was not closed; the pool takes no more
+                return
             log.exception("%d of %d programs are ready; the others cannot be made: serving goes on without them",
                           self.done, self._total)  # fmt: skip
             return
@@ -229,6 +234,13 @@ class Ladder:
                 call.program.lower(*call.args).compile(options) if kept is None else kept.compile(call, options)
             )
         call.program.install(call.args, executable)
+
+
+def _exiting() -> bool:
+    """Return whether the process is ending. Its pools refuse work a moment before the main thread has ended."""
+    main = threading.main_thread()
+    main.join(ENDING)
+    return not main.is_alive()
 
 
 def _give_way() -> None:

@@ -144,7 +144,10 @@ export class Chat {
         reason = choice?.finish_reason ?? reason;
         const [said, thinking] = [choice?.delta?.content, choice?.delta?.reasoning_content ?? choice?.delta?.reasoning];
         if (said || thinking) {
-          first ??= performance.now() - began;
+          if (first === null) {
+            first = performance.now() - began;
+            kept.textContent = "answering …";
+          }
           if (said) text.append(said);
           if (thinking) thought.append(thinking);
           if (log.scrollHeight - log.scrollTop - log.clientHeight < 80) log.scrollTop = log.scrollHeight;
@@ -172,10 +175,11 @@ export class Chat {
     why.addEventListener("click", () => this.explain(id));
     if (!slo) return [`${["no objectives", ...here, reason].join(", ")} `, why];
     const verdict = element("strong", { className: slo.attained ? "good" : "bad" }, slo.attained ? "on time" : "late");
-    const ttft = `: first token ${milliseconds(slo.ttft_ms)} of ${milliseconds(slo.ttft_slo_ms)}`;
+    const limit = (value) => (value === undefined ? "no objective" : `objective ${milliseconds(value)}`);
+    const ttft = `: first token after ${milliseconds(slo.ttft_ms)}`;
     const guessed = slo.predicted_ttft_ms === undefined ? [] : [`predicted ${milliseconds(slo.predicted_ttft_ms)}`];
-    const beside = [...guessed, ...here].join("; ");
-    const tpot = slo.tpot_ms === undefined ? "" : `, then ${milliseconds(slo.tpot_ms)} of ${milliseconds(slo.tpot_slo_ms)} a token`;
-    return [verdict, `${ttft}${beside && ` (${beside})`}${tpot} `, why];
+    const beside = [limit(slo.ttft_slo_ms), ...guessed, ...here].join("; ");
+    const tpot = slo.tpot_ms === undefined ? "" : `, then ${milliseconds(slo.tpot_ms)} a token (${limit(slo.tpot_slo_ms)})`;
+    return [verdict, `${ttft} (${beside})${tpot} `, why];
   }
 }

@@ -47,8 +47,8 @@ export class Requests {
 
   show() {
     const late = get("late-only").checked;
-    const rows = [...this.rows.values()].reverse().filter((one) => !late || !one.attained);
-    const none = element("tr", {}, element("td", { colSpan: 7 }, "No request yet."));
+    const rows = [...this.rows.values()].reverse().filter((one) => !late || verdict(one) === "late");
+    const none = element("tr", {}, element("td", { colSpan: 7 }, this.rows.size ? "No late request." : "No request yet."));
     arrange(get("ended-requests").tBodies[0], rows.length ? rows.map((one) => this.shown(one)) : [none]);
   }
 
@@ -65,25 +65,28 @@ export class Requests {
     open.dataset.request = one.id;
     open.setAttribute("aria-label", `Show request ${one.id}`);
     open.addEventListener("click", () => this.choose(one.id));
-    const words = one.attained ? "yes" : one.finish_reason === "abort" ? "left" : "late";
-    const on = element("td", { className: words === "yes" ? "good" : "bad" }, words);
-    const cells = [one.class, String(one.prompt_tokens), String(one.output_tokens), seconds(one.ttft), seconds(one.tpot)];
-    return element("tr", {}, element("td", {}, open), ...cells.map((value) => element("td", {}, value)), on);
+    const words = verdict(one);
+    const on = element("td", { className: words === "late" ? "bad" : words === "yes" ? "good" : "" }, words);
+    const times = [time(one.ttft, one.ttft_slo), time(one.tpot, one.tpot_slo)];
+    const cells = [one.class, String(one.prompt_tokens), String(one.output_tokens)];
+    return element("tr", {}, element("td", {}, open), on, ...times, ...cells.map((value) => element("td", {}, value)));
   }
 
   async choose(id) {
     this.chosen = id;
     this.show();
+    get("detail-title").textContent = `Request ${id}: reading …`;
+    replace(get("timeline"));
+    replace(get("words-of"));
     let found;
     try {
       found = await read(`v1/requests/${encodeURIComponent(id)}`);
     } catch (error) {
       if (!(error instanceof Failed) || error.status !== 404) this.failed(error);
-      get("detail-title").textContent = `Request ${id}: ${error.message}`;
-      replace(get("timeline"));
-      replace(get("words-of"));
+      if (this.chosen === id) get("detail-title").textContent = `Request ${id}: ${error.message}`;
       return;
     }
+    if (this.chosen !== id) return; // another was chosen meanwhile
     get("detail-title").textContent = `Request ${id}`;
     replace(get("timeline"), ...timeline(found));
     replace(get("words-of"), ...words(found));
@@ -100,15 +103,30 @@ function arrange(parent, children) {
   });
 }
 
+// Returns whether a request was on time; "left" if its client did not wait for it.
+function verdict(one) {
+  return one.attained ? "yes" : one.finish_reason === "abort" ? "left" : "late";
+}
+
+// Returns a cell with a time, red if it is over its objective, which the title names.
+function time(value, objective) {
+  const missed = value !== null && objective !== null && value > objective;
+  const title = objective === null ? "no objective" : `objective: ${seconds(objective)}`;
+  return element("td", { className: missed ? "bad" : "", title }, seconds(value));
+}
+
 function words(found) {
   // Times begin a line that says what happened; the others are the head and the verdict.
-  const verdict = found.lines.findLastIndex((line) => /^ *-?[\d.]+ s {2}/.test(line)) + 1;
-  const order = [...found.lines.slice(verdict), ...found.lines.slice(0, verdict)];
-  const ends = found.lines.length - verdict;
-  return order.map((line, at) => {
-    const className = at < ends ? `verdict ${found.attained ? "good" : "bad"}` : "";
-    return element("li", { className }, line.trim());
-  });
+  const events = found.lines.findLastIndex((line) => /^ *-?[\d.]+ s {2}/.test(line)) + 1;
+  const verdicts = found.lines.slice(events);
+  const className = `verdict ${found.attained ? "good" : "bad"}`;
+  const known = found.predicted_ttft !== null && found.predicted_ttft !== undefined;
+  const predicted = known ? [`Predicted when it was routed: first token after ${seconds(found.predicted_ttft)}.`] : [];
+  const others = [...predicted, ...found.lines.slice(0, events)];
+  return [
+    ...verdicts.map((line) => element("li", { className }, line.trim())),
+    ...others.map((line) => element("li", {}, line.trim())),
+  ];
 }
 
 function timeline(found) {
@@ -116,7 +134,7 @@ function timeline(found) {
   const last = Math.max(found.last_token ?? 0, ...found.bars.map((bar) => bar.end)) || 1;
   const end = found.ttft_slo !== null && found.ttft_slo < 2 * last ? Math.max(last, found.ttft_slo) : last;
   const x = (time) => LEFT + (Math.max(0, Math.min(time, end)) / end) * (WIDTH - LEFT - 10);
-  const height = names.length * LANE + 40;
+  const height = names.length * LANE + 52;
   const shapes = [];
   names.forEach((name, at) => {
     shapes.push(shape("text", { x: LEFT - 8, y: at * LANE + 22, "text-anchor": "end" }, name));
@@ -131,11 +149,12 @@ function timeline(found) {
   const marks = [[found.ttft_slo, "TTFT due", "goal"], [found.first_token, "first token", "axis"]];
   marks.forEach(([time, name, className], at) => {
     if (time === null || time > end) return;
-    const bottom = height - 26;
+    const bottom = height - 38;
     shapes.push(shape("path", { class: className, d: `M${x(time)} 4V${bottom}` }));
     const anchor = x(time) > WIDTH / 2 ? "end" : "start";
-    shapes.push(shape("text", { x: x(time), y: bottom + 10 + 12 * at, "text-anchor": anchor }, `${name}, ${seconds(time)}`));
+    shapes.push(shape("text", { x: x(time), y: bottom + 14 + 18 * at, "text-anchor": anchor }, `${name}, ${seconds(time)}`));
   });
   const kinds = [["prefill", "prefill"], ["decode", "decode"], ["KV transfer", "transfer"], ["other requests", "other"]];
-  return [picture(`Timeline of request ${found.id}`, WIDTH, height, ...shapes), legend(kinds)];
+  const seen = kinds.filter(([, kind]) => found.bars.some((bar) => bar.kind === kind));
+  return [picture(`Timeline of request ${found.id}`, WIDTH, height, ...shapes), legend(seen)];
 }

@@ -107,7 +107,7 @@ def test_a_life_with_slow_tokens() -> None:
     recorder = Recorder()
     report = simulate(arrivals, "distserve", "2x1", QUIET, recorder=recorder)
     told = life(recorder, 0)
-    assert f"Missed TPOT: {1e3 * report.measured[0].tpot:.3g} ms of 0.1 ms a token" in told
+    assert f"Missed TPOT: {1e3 * report.measured[0].tpot:.3g} ms a token, promised 0.1 ms" in told
     assert "had 2 requests" in told and "Missed TTFT" not in told
 
 
