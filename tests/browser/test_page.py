@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife, Step
+from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife
+from jaxserve.engine.runtime.step_record import Step
 from jaxserve.report.recorded_server import RecordedServer
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import simulate

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife, Step
+from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife
+from jaxserve.engine.runtime.step_record import Step
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim.record import Placed
 from jaxserve.server import live as feed
