@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any, NamedTuple, Protocol
 
 from . import policies
-from .api.errors import InvalidValue
+from .api.errors import InvalidValue, short
 from .api.log import Log, no_log
 from .api.new_request import NewRequest
 from .api.params import SamplingParams
@@ -30,6 +30,7 @@ from .api.thinking import ThinkingEnd
 from .instance.scheduler import Scheduler
 
 VERSION = 8  # of the records; a journal of another version is refused
+LONGEST = 1e12  # seconds on any clock; more, or NaN, is no time
 REHEARSAL = "rehearsal"  # key of the requests that an engine runs before it is ready
 
 
@@ -397,13 +398,30 @@ def _times(records: Sequence[tuple[int, dict[str, Any]]]) -> Iterator[float]:
     """
     following: list[float | None] = []
     later: float | None = None
-    for _, record in reversed(records):
-        later = later if (at := _time_of(record)) is None else at
+    for number, record in reversed(records):
+        with _named(number, record):
+            at = _time_of(record)
+            if at is not None and not abs(at) < LONGEST:
+                raise ValueError(f"{at:g} is no time")
+        later = later if at is None else at
         following.append(later if at is not None or record["kind"] == "accept" else None)
     now = 0.0
     for at in reversed(following):
         now = max(now, at or 0.0)  # a step's end is written after what happened while it was read
         yield now
+
+
+@contextmanager
+def _named(number: int, record: Mapping[str, Any]) -> Iterator[None]:
+    """Raise InvalidValue with the line number if a record cannot be read, or does not fit those before it."""
+    try:
+        yield
+    except InvalidValue:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        kind, what = short(str(record["kind"])), short(str(error))
+        message = f"journal line {number}: the record {kind} cannot be replayed ({type(error).__name__}: {what})"
+        raise InvalidValue(message, "journal") from error
 
 
 def replay(
@@ -438,10 +456,12 @@ def replay(
     if cut is not None and not records:
         raise cut
     digests: dict[int, list[bytes]] = {}
-    for _, record in records:
+    for number, record in records:
         if record["kind"] == "digest":
-            digests.setdefault(record["id"], []).append(bytes.fromhex(record["digest"]))
+            with _named(number, record):
+                digests.setdefault(record["id"], []).append(bytes.fromhex(record["digest"]))
     replayer = _Replayer(perf, digests, watcher, policy)
     for (number, record), now in zip(records, _times(records), strict=True):
-        replayer.feed(number, record, now)
+        with _named(number, record):
+            replayer.feed(number, record, now)
     return replayer.ended()

@@ -16,6 +16,7 @@ from jaxserve.bench.load import Call
 from jaxserve.errors import InvalidValue
 
 SHOWN = 300  # characters of an error response
+ANSWER = 16 << 20  # bytes of an answer that is read whole, and of a line of a stream: more is no answer
 TIMEOUT = 6 * 3600.0  # seconds; a benchmark waits for the slowest request
 
 
@@ -203,7 +204,7 @@ class HttpSender:
         try:
             async with self._client.post(target.base_url + target.path, json=body) as response:
                 if response.status != 200:
-                    outcome.error = refusal(response.status, await response.text(errors="replace"))
+                    outcome.error = refusal(response.status, await beginning(response.content))
                 else:
                     outcome.error = await _read_stream(response.content.iter_any(), clock)
         except Exception as error:  # whatever the server sends fails its request alone
@@ -212,8 +213,26 @@ class HttpSender:
         return outcome
 
 
+async def beginning(body: aiohttp.StreamReader, most: int = ANSWER) -> str:
+    """Return the text of a body, of an endless one the first `most` bytes."""
+    read = bytearray()
+    async for data in body.iter_any():
+        read += data
+        if len(read) >= most:
+            break
+    return bytes(read[:most]).decode(errors="replace")
+
+
+async def json_of(answer: aiohttp.ClientResponse) -> Any:
+    """Return the JSON value of an answer. Raises ValueError if it is none."""
+    try:
+        return json.loads(await beginning(answer.content))
+    except RecursionError:
+        raise ValueError("the answer is nested too deeply") from None
+
+
 class BrokeOff(Exception):
-    """A stream ended before [DONE]."""
+    """A stream ended before [DONE], or goes on with what is no event."""
 
 
 async def events(received: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]]:
@@ -221,14 +240,23 @@ async def events(received: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]
     rest = b""  # a line of which the end has not arrived
     async for data in received:
         *lines, rest = (rest + data).split(b"\n")
+        if len(rest) > ANSWER:
+            raise BrokeOff(f"an event is longer than {ANSWER >> 20} MiB")
         for line in lines:
             if line.startswith(b"data:"):
                 said = line[5:].strip()
                 if said == b"[DONE]":
                     return
                 if said:
-                    yield msgspec.json.decode(said)
+                    yield _decoded(said)
     raise BrokeOff("the stream broke off before [DONE]")
+
+
+def _decoded(said: bytes) -> Any:
+    try:
+        return msgspec.json.decode(said)
+    except RecursionError:
+        raise BrokeOff("an event is nested too deeply") from None
 
 
 async def _read_stream(received: AsyncIterable[bytes], clock: Clock) -> str:

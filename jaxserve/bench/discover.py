@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from jaxserve.bench import backends, texts
-from jaxserve.bench.client import Target
+from jaxserve.bench.client import Target, json_of
 from jaxserve.errors import InvalidValue
 
 FALLBACK = range(32, 256)  # token ids if the server has no /tokenize
@@ -46,7 +46,7 @@ async def _starting(http: aiohttp.ClientSession, target: Target) -> str | None:
     with suppress(aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError):
         async with http.get(target.base_url + "/health") as answer:
             if answer.status == 503:
-                error = (await answer.json())["error"]
+                error = (await json_of(answer))["error"]
                 return str(error["message"]) if error["code"] == STARTING else None
     return None
 
@@ -83,7 +83,7 @@ async def discover(target: Target, vocabulary: Sequence[int]) -> tuple[Target, S
             if not vocabulary:
                 body = {"model": target.model, "prompt": texts.SAMPLE, "add_special_tokens": False}
                 async with http.post(target.base_url + "/tokenize", json=body) as answer:
-                    said = await answer.json() if answer.status == 200 else None
+                    said = await json_of(answer) if answer.status == 200 else None
                 tokens = said.get("tokens") if isinstance(said, dict) else None
                 usable = isinstance(tokens, list) and all(type(token) is int for token in tokens)
                 vocabulary = sorted(set(tokens)) if tokens and usable else FALLBACK
@@ -105,7 +105,7 @@ async def models(http: aiohttp.ClientSession, target: Target) -> list[dict[str, 
         if answer.status in ABSENT and target.model:
             return []
         answer.raise_for_status()
-        found = await answer.json()
+        found = await json_of(answer)
     listed = found.get("data") if isinstance(found, dict) else found  # some servers answer the bare list
     return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
 

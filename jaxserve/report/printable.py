@@ -27,3 +27,8 @@ _TABLE = dict(_shown())
 def printable(text: str) -> str:
     """Return the text with control characters replaced by visible ones; line ends and tabs stay."""
     return text.replace("\r\n", "\n").translate(_TABLE)
+
+
+def printable_line(text: str) -> str:
+    """Return the text as one line, also without tabs."""
+    return printable(text).replace("\n", "\u240a").replace("\t", "\u2409")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -41,6 +42,11 @@ class RecordedServer(ThreadingHTTPServer):
             )
             raise InvalidValue(text, "dashboard") from error
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that has left: the terminal shows the run."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
     @property
     def url(self) -> str:
         """Where the page is."""
@@ -66,6 +72,18 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: the terminal shows the run."""
 
+    def version_string(self) -> str:
+        """Name the server, without its version of Python."""
+        return "jaxserve"
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse a request that is not understood, in the form and with the policy of all answers."""
+        self.close_connection = True
+        self._send(int(code), _error(message or "this request is not understood"))
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         if self.headers.get("Host", "").rpartition(":")[0] not in NAMES:
             self._send(403, _error("this page is at localhost and 127.0.0.1 only"))
@@ -78,7 +96,8 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {**HEADERS, "Content-Type": file.type, "Content-Length": str(len(file.body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(file.body)
+        if self.command != "HEAD":
+            self.wfile.write(file.body)
 
 
 def _json(value: Any) -> File:

@@ -34,5 +34,5 @@ class Corked:
 
     def _send(self) -> None:
         parts, self._parts = self._parts, []
-        if parts:
+        if parts and not self._transport.is_closing():  # the client may have reset the connection meanwhile
             self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.report.dashboard_page import PREFIX
 from jaxserve.report.request_timeline import request_timeline
+from jaxserve.report.snapshot_form import number
 from jaxserve.server.failures import Refused
 from jaxserve.server.live import Encoded, life_of, present_requests
 from jaxserve.server.page import page_response
@@ -17,6 +16,7 @@ from jaxserve.server.service import Service
 from jaxserve.server.sse import EventStream, while_connected
 
 MOST = 500  # requests of a list
+FRESH = {"Cache-Control": "no-store"}  # what a key has shown stays neither in a browser nor in a proxy
 
 
 def add_dashboard(app: FastAPI, service: Service) -> None:
@@ -40,11 +40,12 @@ def add_dashboard(app: FastAPI, service: Service) -> None:
         return await EventStream.start(feed.stream(viewer), request.receive, viewer.ended, Encoded())
 
     @app.get("/v1/requests")
-    async def requests(request: Request, limit: str = "100") -> dict[str, Any]:
+    async def requests(request: Request, limit: str = "100") -> Response:
         """List the latest ended requests of this client, newest first."""
         if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= MOST):
             raise InvalidValue(f"limit={short(limit)} must be 1 to {MOST}", "limit")
-        return await present_requests(service.engine, feed.client(request.state.client), int(limit))
+        listed = await present_requests(service.engine, feed.client(request.state.client), int(limit))
+        return JSONResponse(listed, headers=FRESH)
 
     @app.get("/v1/requests/{id}")
     async def timeline(id: str, request: Request) -> Response:
@@ -52,6 +53,6 @@ def add_dashboard(app: FastAPI, service: Service) -> None:
         finding = life_of(service.engine, id, feed.client(request.state.client))
         life = await while_connected(request.receive, finding, service.ending)
         work = service.prompts.texts.run(lambda: request_timeline(life.recorder(), life.id), 100 * len(life.steps))
-        return JSONResponse(
-            {**await while_connected(request.receive, work), "id": id, "predicted_ttft": life.predicted}
-        )
+        told = await while_connected(request.receive, work)
+        predicted = None if life.predicted is None else number(life.predicted)
+        return JSONResponse({**told, "id": id, "predicted_ttft": predicted}, headers=FRESH)

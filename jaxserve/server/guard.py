@@ -65,6 +65,7 @@ class Guard:
                 begun = True
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = name
+                headers["X-Content-Type-Options"] = "nosniff"  # an error may quote markup that it refuses
                 if anthropic:
                     headers["request-id"] = name
             await send(message)

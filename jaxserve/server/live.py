@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
@@ -26,6 +27,7 @@ VIEWERS = 100  # at a time
 KEPT = 2000  # ended requests in `lately`, at most
 EVENTS = 100  # latest events in a snapshot, at most
 ALONE = -1  # number of the replica of a server with one engine
+_ID = re.compile(r"(?:([0-9]{1,18})-)?([0-9]{1,18})")  # of a request, after that of its replica: see `public_id`
 
 
 class Served(Protocol):
@@ -170,14 +172,13 @@ async def present_requests(engine: Any, client: str | None, limit: int) -> dict[
 
 async def life_of(engine: Any, id: str, client: str | None) -> RequestLife:
     """Return what is known of a request. Raises Refused (404) for one that is unknown, or not the client's."""
-    replica, dash, number = id.rpartition("-")
-    at = int(replica) if replica.isdigit() else ALONE
     found: RequestLife | None = None
-    if number.isdigit() and len(number) < 19 and bool(dash) == (at != ALONE):
+    if named := _ID.fullmatch(id):
+        at, number = ALONE if named[1] is None else int(named[1]), int(named[2])
         if not isinstance(engine, Replicas):
-            found = await engine.life(int(number), client) if at == ALONE else None
+            found = await engine.life(number, client) if at == ALONE else None
         elif (one := engine.engines.get(0 if at == ALONE else at)) is not None:
-            found = await one.life(int(number), client)
+            found = await one.life(number, client)
     if found is None:
         text = f"no request {id!r:.40} is recorded: see GET /v1/requests for those that are"
         raise Refused(404, text, code="request_not_found")

@@ -241,7 +241,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
             app = partial(_until_closed, app, cycle)
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, partial(_or_cut, app, cycle))
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -263,6 +263,17 @@ class _Parser(httptools.HttpRequestParser):
             except httptools.HttpParserUpgrade as upgrade:
                 rest = rest[upgrade.args[0] :]
                 super().feed_data(self._protocol.head)
+
+
+async def _or_cut(app: Any, cycle: RequestResponseCycle, scope: Any, receive: Any, send: Any) -> None:
+    """Run `app`, and cut the connection of a response that it has given up because its client does not read.
+
+    Closing it would wait for that client, with all that it has not read.
+    """
+    await app(scope, receive, send)
+    if cycle.response_started and not (cycle.response_complete or cycle.disconnected):
+        cycle.transport.abort()
+        await asyncio.sleep(0)  # the cycle learns of it
 
 
 async def _until_closed(app: Any, cycle: RequestResponseCycle, scope: Any, receive: Any, send: Any) -> None:

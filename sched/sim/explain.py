@@ -172,7 +172,9 @@ def _verdict(
         before = [piece.stretch for piece in prompt if piece.stretch.end <= first]
         computing = sum(one.end - one.start for one in before)
         late = measured.ttft - request.slo.ttft
-        if late > 0:
+        if late > 0 and not before:
+            yield f"Missed TTFT by {_time(late)}: the steps that computed it are no longer recorded."
+        elif late > 0:
             yield (
                 f"Missed TTFT by {_time(late)}: of {_time(measured.ttft)} it was computed for {_time(computing)} and "
                 f"waited for {_time(measured.ttft - computing)}; in these {_time(measured.ttft)} "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -181,6 +183,25 @@ def test_odd_answers_about_models_give_a_name_or_one_line(answer: Any, capsys: p
         else:
             assert bench(server.url) == 2
             assert "lists no model: set --model" in capsys.readouterr().err
+
+
+def test_a_list_of_models_that_is_no_json_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    class Nested(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[" * 100_000)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nested) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        assert jaxserve(["chat", "--url", f"http://127.0.0.1:{server.server_address[1]}"]) == 2
+        server.shutdown()
+        thread.join()
+    assert "nested too deeply" in capsys.readouterr().err
 
 
 def test_a_server_without_models_needs_the_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
+from jaxserve.bench import client
 from jaxserve.bench.client import Target
 from jaxserve.cli.chat.command import Chat, measured
 from jaxserve.cli.chat.conversation import Conversation, Reply
@@ -84,12 +85,21 @@ def test_a_refusal_or_a_cut_leaves_the_conversation_usable() -> None:
     "odd",
     [b"data: {\n\n", b'data: {"choices": [3]}\n\n', b'data: {"choices": 3}\n\n', b'data: {"usage": {"slo": 3}}\n\n',
      b'data: {"usage": {"completion_tokens": "many"}}\n\n', b'data: {"error": {"message": "gone"}}\n\n',
-     b"data: 3\n\n"],
+     b"data: 3\n\n", b"data: " + b"[" * 100_000 + b"\n\n", 
+     b'data: {"usage": {"slo": {"ttft_slo_ms": %b}}}\n\n' % (b"9" * 400),
+     b'data: {"usage": {"completion_tokens": %b}}\n\n' % (b"9" * 400)],
 )  # fmt: skip
 def test_a_stream_that_is_none_ends_its_answer_alone(odd: bytes) -> None:
     with Endpoint(odd=odd).running() as endpoint:
         out, notes = talk(endpoint, "one", "two")
     assert out == "xxxxx\n" and notes.count("TTFT") == 1 and notes.splitlines()[1] == ""
+
+
+def test_an_event_without_an_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "ANSWER", 1000)
+    with Endpoint(odd=b'data: {"choices": "' + b"x" * 10_000).running() as endpoint:
+        out, notes = talk(endpoint, "one", "two")
+    assert "longer than" in notes and out == "xxxxx\n"
 
 
 def test_what_a_model_writes_is_text() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,6 +125,27 @@ def test_pages_elsewhere_cannot_read_it() -> None:
     with served(recorder) as http:
         assert http.get("/", headers={"Host": "evil.example:80"}).status_code == 403
         assert "access-control-allow-origin" not in http.get("/dashboard/run.json").headers
+
+
+def test_every_answer_has_the_policy() -> None:
+    recorder, _ = recorded(requests=5)
+    with served(recorder) as http:
+        for method, path, status in (("HEAD", "/", 200), ("POST", "/", 501), ("GET", "/" + "x" * 60_000, 404)):
+            answer = http.request(method, path)
+            assert answer.status_code == status and answer.headers["x-content-type-options"] == "nosniff"
+            assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert http.head("/").text == "" and "error" in http.post("/").json()
+
+
+def test_a_browser_that_leaves_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    recorder, _ = recorded(requests=60)
+    with served(recorder) as http:
+        with socket.create_connection((http.base_url.host, http.base_url.port or 0)) as left:
+            left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
+            left.sendall(b"GET /dashboard/run.json HTTP/1.1\r\nHost: localhost:1\r\n\r\n")
+            assert left.recv(1)
+        assert http.get("/").status_code == 200
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_named() -> None:

@@ -14,11 +14,12 @@ import pytest
 from rich.console import Console
 
 from jaxserve.cli.main import main
-from jaxserve.cli.top.command import Away, Reader, Screen
+from jaxserve.cli.top.command import Away, Reader, Screen, _title
 from jaxserve.cli.top.sample import Histogram, Interval, Sample
 from jaxserve.cli.top.view import view
 from jaxserve.errors import InvalidValue
 from tests.support.pty import terminal
+from tests.support.timing import PATIENCE
 
 
 def histogram(name: str, counts: dict[str, int], total: float, labels: str = "") -> str:
@@ -181,6 +182,36 @@ def test_once_prints_one_table_or_an_error(capsys: pytest.CaptureFixture[str]) -
     assert "/metrics answers HTTP 401: set --api-key" in capsys.readouterr().err
     assert main([*asked, pages.url]) == 1 and pages.url in capsys.readouterr().err
     assert main(["top", "--once", "--interval", "0"]) == 2 and "must be above 0" in capsys.readouterr().err
+
+
+def test_names_are_lines_and_tables_end() -> None:
+    many = "".join(f'vllm:num_requests_running{{engine="e{n}",model_name="m{n}"}} 1\n' for n in range(2000))
+    text = shown(many)
+    assert cells(text, "e0") == ["e0", "1", "–", "–"] and len(text.splitlines()) < 300
+    forged = shown('vllm:num_requests_running{engine="a\\nb"} 1\nvllm:num_requests_running{engine="c"} 1\n')
+    assert cells(forged, "a␊b") and cells(forged, "c")
+    title = _title("x", Interval(Sample(many + 'vllm:num_requests_running{model_name="a\\nb"} 1\n', 0.0)), False).plain
+    assert title == "m0, m1, m2, m3 and 1997 more at x, since start"
+
+
+def test_an_error_repeats_the_beginning_of_what_is_wrong() -> None:
+    with pytest.raises(InvalidValue) as error:
+        Sample("x" * 100_000, 0.0)
+    assert len(str(error.value)) < 300
+
+
+def test_a_key_leaves_a_server_that_does_not_answer() -> None:
+    class Silent(Reader):
+        async def read(self) -> Sample:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def leave() -> None:
+        screen = Screen(Silent("x", "none"), 2.0, Console(file=io.StringIO()))
+        asyncio.get_running_loop().call_soon(screen.press, "q")
+        await asyncio.wait_for(screen.look_or_leave(), PATIENCE)
+
+    asyncio.run(leave())
 
 
 def test_a_server_that_is_away_is_shown_as_such_and_comes_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxserve.engine.runtime import flight_recorder
+from jaxserve.engine.runtime import condensed_steps, flight_recorder
 from jaxserve.engine.runtime.flight_recorder import FlightRecorder, RequestLife
 from jaxserve.report.request_timeline import request_timeline
 from jaxserve.sched.api.log import Log
@@ -139,6 +140,52 @@ def test_what_is_recorded_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explain(life.recorder(), ended)[0] == explain(both, ended)[0]
     both.flight.clear()
     assert both.flight.recent(0) == (0, (), ()) and both.flight.life(last) is None
+
+
+def test_a_late_request_is_explained_without_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder, "STEPS", 0)
+    both, report = flown("1x1")
+    late = max(report.measured, key=lambda one: one.ttft)
+    both.flight.finished(both.requests[late.id], None)
+    life = both.flight.life(late.id)
+    assert life is not None
+    ended = replace(life, slo=SLO(late.ttft / 2, 0.05))
+    assert "no longer recorded" in request_timeline(ended.recorder(), late.id)["lines"][-1]
+
+
+def shortly(lines: list[str]) -> list[str]:
+    """Return lines without the number of steps of others, and how their time is split."""
+    return [re.sub(r"worked .*|\d+ steps ran", "", line) for line in lines]
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "4x1"])
+def test_spans_of_other_requests_are_bounded(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, _ = flown(mesh)
+    lives = [life for id in both.requests if (life := both.flight.life(id)) is not None]
+
+    def spans() -> int:
+        return sum(len(one.plan.spans) for life in lives for one in life.recorder().stretches)
+
+    full = spans()
+    assert full < sum(one.spans for life in lives for one in life.steps), "what says nothing is left out"
+    monkeypatch.setattr(condensed_steps, "SPANS", 0)
+    assert spans() < full, "neighboring steps are joined"
+    for life in lives:
+        assert shortly(explain(life.recorder(), life.id)) == shortly(explain(both, life.id))
+
+
+def test_a_request_without_a_token_ends_when_it_is_given_up() -> None:
+    both = Both()
+    simulate(CHAT, "kairos", "1x1", TINY, qps=60, num_requests=20, recorder=both)
+    given_up = both.requests[3]
+    given_up.token_times.clear()
+    given_up.finish_reason = "abort"
+    end = both.flight._now()
+    both.flight.finished(given_up, None)
+    life = both.flight.life(3)
+    assert life is not None and life.ended == end > life.arrival
+    [line] = both.flight.recent(0).requests
+    assert line.ago == 0
 
 
 def test_a_client_sees_its_own_requests_only() -> None:

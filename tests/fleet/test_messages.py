@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.engine.runtime.activity import Activity, RunningStep
-from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife, Step
+from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife
 from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Promise, Stats
+from jaxserve.engine.runtime.step_record import Step
 from jaxserve.fleet.messages import (
     Answer,
     Cancel,

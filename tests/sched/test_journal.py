@@ -139,6 +139,23 @@ def test_a_malformed_line_is_named() -> None:
         replay(["{"], perf)
 
 
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [("plan", "now", float("nan")), ("plan", "now", 1e308), ("plan", "now", None), ("plan", "at", "\x1b[31mnone"),
+     ("settle", "result", []), ("add", "request", {}), ("instance", "role", "<b>"), ("digest", "digest", "zz"),
+     ("release", "id", 10**30)],
+)  # fmt: skip
+def test_a_record_that_does_not_fit_is_named(kind: str, field: str, value: Any) -> None:
+    lines = recorded(
+        [Job(range(1000 * i, 1000 * i + 20), 6, 0.01 * i) for i in range(4)], "2x1", "distserve"
+    ).splitlines()
+    at = next(at for at, line in enumerate(lines) if json.loads(line)["kind"] == kind)
+    lines[at] = json.dumps({**json.loads(lines[at]), field: value})
+    with pytest.raises(InvalidValue, match=r"journal line \d+: the record '\w+' cannot be replayed") as error:
+        replay(lines, perf)
+    assert str(error.value).isprintable()
+
+
 @pytest.mark.parametrize("version", [1, None, 99])
 def test_a_journal_of_another_version_is_refused(version: int | None) -> None:
     first, *others = recorded([Job(range(9), 4)], "1x1", "kairos").splitlines()

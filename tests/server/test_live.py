@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife, Step
+from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife
+from jaxserve.engine.runtime.step_record import Step
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim.record import Placed
 from jaxserve.server import live as feed
@@ -124,7 +126,9 @@ def test_a_late_request_is_explained(server: Live) -> None:
     assert [bar["kind"] for bar in found["bars"]] == ["other", "prefill"]
 
 
-@pytest.mark.parametrize("id", ["8", "0-7", "x", "7x", "-7", "9" * 30, "٣", "1-", "%20"])
+@pytest.mark.parametrize(
+    "id", ["8", "0-7", "x", "7x", "-7", "9" * 30, "٣", "1-", "%20", "²", "²-7", "7-²", "9" * 5000 + "-7"]
+)
 def test_an_unknown_request_is_not_found(server: Live, id: str) -> None:
     found = server.http.get(f"/v1/requests/{id}")
     assert found.status_code == 404 and found.json()["error"]["code"] == "request_not_found"
@@ -212,7 +216,11 @@ def test_a_viewer_that_never_reads_is_dropped(server: Live, monkeypatch: pytest.
             next(found)
             until(lambda: next(found) and viewers(server) == 1)
             assert server.http.get("/health").status_code == 200
-    until(lambda: not viewers(server))
+        until(lambda: not viewers(server))
+        server.http.close()
+        open_ones = server.ending._server.server_state.connections
+        until(lambda: not open_ones)  # nor does its connection stay, with all that it has not read
+    server.http = httpx.Client(base_url=server.url)
 
 
 def test_the_end_of_the_server_ends_the_streams(server: Live) -> None:
@@ -220,6 +228,18 @@ def test_the_end_of_the_server_ends_the_streams(server: Live) -> None:
         next(found)
         server.call(server.ending.drain)
         assert list(found) is not None, "it ends"
+
+
+def test_data_stays_in_no_cache_and_is_what_it_says(server: Live) -> None:
+    for path in ("/v1/requests", "/v1/requests/7"):
+        assert server.http.get(path).headers["cache-control"] == "no-store"
+    for path in ("/v1/requests", "/v1/requests/<b>", "/dashboard/<b>.js", "/<b>"):
+        assert server.http.get(path).headers["x-content-type-options"] == "nosniff"
+
+
+def test_a_prediction_without_a_bound_is_null(server: Live) -> None:
+    server.engine.lives[7] = replace(LIFE, predicted=inf)
+    assert server.http.get("/v1/requests/7").json()["predicted_ttft"] is None
 
 
 def test_it_can_be_turned_off(fake: Callable[..., Live]) -> None:

@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from jaxserve.bench.backends import OWNERS
-from jaxserve.bench.client import BrokeOff, Target, events, refusal
+from jaxserve.bench.client import BrokeOff, Target, beginning, events, refusal
 from jaxserve.bench.discover import models, unreachable
 from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.report.printable import printable
@@ -92,7 +92,7 @@ class Conversation:
             await self._read(reply, on_text)
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, BrokeOff) as error:
             raise NoAnswer(f"{self.target.base_url}: {error or type(error).__name__}") from error
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             raise NoAnswer(f"{self.target.base_url} sent what is no event of OpenAI's API: {error}") from error
         finally:
             if reply.text:
@@ -108,7 +108,7 @@ class Conversation:
             sent = perf_counter()
             async with http.post(self.target.base_url + self.target.path, json=body | self.objectives) as answer:
                 if answer.status != 200:
-                    raise NoAnswer(refusal(answer.status, await answer.text(errors="replace")))
+                    raise NoAnswer(refusal(answer.status, await beginning(answer.content)))
                 task = asyncio.current_task()
                 async for event in events(answer.content.iter_any()):
                     if task is not None and task.cancelling():  # a library on the way has caught the cancellation
@@ -132,8 +132,9 @@ class Conversation:
                     reply.text += "" if thinking else piece
                     on_text(piece, thinking)
         if usage := event.get("usage"):
-            reply.tokens = int(usage.get("completion_tokens") or 0)
-            reply.promised = dict(usage.get("slo") or {})
+            promised = dict(usage.get("slo") or {})
+            reply.promised = {name: float(value) for name, value in promised.items() if isinstance(value, int | float)}
+            reply.tokens = max(0, int(float(usage.get("completion_tokens") or 0)))
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[aiohttp.ClientSession]:

@@ -19,7 +19,7 @@ from jaxserve.cli.server_flags import add_server, api_key, base_url
 from jaxserve.cli.top.sample import Interval, Sample
 from jaxserve.cli.top.view import view
 from jaxserve.errors import InvalidValue
-from jaxserve.report.printable import printable
+from jaxserve.report.printable import printable_line
 from jaxserve.yamlio import seconds
 
 DESCRIPTION = "Watch a jaxserve server, or any other with vLLM's metrics, in a live table."
@@ -31,8 +31,9 @@ EPILOG = """examples:
 Keys: q leaves, space pauses, s switches between the last interval and all since the server started, + and - change the
 interval. Rates, latencies and attainment are those of the last interval; p50 and p95 are estimated from histograms.
 """
-LARGEST = 64 << 20  # bytes of metrics
+LARGEST = 16 << 20  # bytes of metrics
 SHORTEST, LONGEST = 0.5, 60.0  # seconds of an interval, by keys
+NAMED = 4  # models in the title
 KEYS = "q leave   space pause   s since start   + - interval"
 
 
@@ -79,7 +80,7 @@ class Reader:
                 if answer.status != 200:
                     hint = ": set --api-key" if answer.status in (401, 403) else ""
                     raise Away(f"/metrics answers HTTP {answer.status}{hint}")
-                data = b""
+                data = bytearray()
                 async for part in answer.content.iter_any():
                     data += part
                     if len(data) > LARGEST:
@@ -87,7 +88,7 @@ class Reader:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Away(str(error) or "no answer in time") from error
         try:
-            return Sample(data.decode(errors="replace"), time.monotonic())
+            return await asyncio.to_thread(Sample, data.decode(errors="replace"), time.monotonic())
         except InvalidValue as error:
             raise Away(str(error)) from error
 
@@ -99,17 +100,18 @@ async def once(reader: Reader, interval: float, console: Console) -> int:
         await asyncio.sleep(interval)
         found = Interval(await reader.read(), before)
     except Away as error:
-        print(f"jaxserve top: error: {reader.url}: {printable(str(error))}", file=sys.stderr)
+        print(f"jaxserve top: error: {reader.url}: {printable_line(str(error))}", file=sys.stderr)
         return 1
     console.print(_title(reader.url, found, since_start=False), view(found, console))
     return 0
 
 
 def _title(url: str, interval: Interval, since_start: bool) -> Text:
-    model = ", ".join(interval.now.values("num_requests_running", "model_name"))
+    models = interval.now.values("num_requests_running", "model_name")
+    model = ", ".join(models[:NAMED]) + (f" and {len(models) - NAMED} more" if len(models) > NAMED else "")
     over = "since start" if since_start or interval.seconds != interval.seconds else f"last {interval.seconds:.1f} s"
-    title = Text(printable(model or "a model"), "bold")
-    title.append(f" at {printable(url)}, {over}", "none")
+    title = Text(printable_line(model or "a model"), "bold")
+    title.append(f" at {printable_line(url)}, {over}", "none")
     if interval.now.has("ready") and not interval.now.total("ready"):
         title.append("  not ready", "yellow")
     return title
@@ -157,12 +159,12 @@ class Screen:
         parts: list[RenderableType] = []
         if self._away:
             text = f"{self._reader.url} is away: {self._away}; next try in {self._interval:g} s"
-            parts.append(Text(printable(text), "red"))
+            parts.append(Text(printable_line(text), "red"))
         if self._found is not None:
             shown = Interval(self._found.now) if self._since_start else self._found
             parts += [_title(self._reader.url, shown, self._since_start), view(shown, self._console)]
         elif not self._away:
-            parts.append(Text(f"reading {printable(self._reader.url)}/metrics"))
+            parts.append(Text(f"reading {printable_line(self._reader.url)}/metrics"))
         state = f"every {self._interval:g} s" + (", paused" if self._paused else "")
         parts.append(Text(f"{state}   {KEYS}", "dim", overflow="ellipsis", no_wrap=True))
         return Group(*parts)
@@ -172,10 +174,22 @@ class Screen:
         with _keys(self.press), Live(console=self._console, screen=True, auto_refresh=False) as live:
             while not self._left:
                 if not self._paused:
-                    await self.look()
+                    await self.look_or_leave()
                 live.update(self.draw(), refresh=True)
                 await self._wait(live)
         return 0
+
+    async def look_or_leave(self) -> None:
+        """Read once; a key that leaves does not wait for a server that does not answer."""
+        looking = asyncio.ensure_future(self.look())
+        while not (looking.done() or self._left):
+            self._pressed.clear()
+            pressed = asyncio.ensure_future(self._pressed.wait())
+            await asyncio.wait((looking, pressed), return_when=asyncio.FIRST_COMPLETED)
+            pressed.cancel()
+        if self._left:
+            looking.cancel()
+        await asyncio.wait((looking,))
 
     async def _wait(self, live: Live) -> None:
         """Wait for an interval; a key is shown at once."""

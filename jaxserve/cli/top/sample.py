@@ -62,7 +62,7 @@ class Sample:
         try:
             found = [one for family in text_string_to_metric_families(text) for one in family.samples]
         except ValueError as error:
-            raise InvalidValue(f"the metrics are not in Prometheus' text format: {error}", "url") from error
+            raise InvalidValue(f"the metrics are not in Prometheus' text format: {error!s:.200}", "url") from error
         name = next((one.name for one in found if one.name.endswith(RUNNING)), None)
         if name is None and any(one.name.endswith(":ready") and not one.value for one in found):
             raise InvalidValue("the model is not ready yet", "url")
@@ -86,6 +86,14 @@ class Sample:
         """Return the sum over series; NaN if there is none."""
         values = [value for _, value in self.series(name, **wanted)]
         return sum(values) if values else nan
+
+    def by(self, name: str, label: str) -> dict[str, list[float]]:
+        """Return the values of a metric by the value of a label."""
+        found: dict[str, list[float]] = {}
+        for labels, value in self.series(name):
+            if label in labels:
+                found.setdefault(labels[label], []).append(value)
+        return found
 
     def values(self, name: str, label: str) -> list[str]:
         """List the values of a label of a metric, in the server's order."""

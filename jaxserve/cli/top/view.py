@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import inf, isfinite
+from collections.abc import Callable, Sequence
+from math import inf, isfinite, nan
 from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxserve.cli.top.sample import KV, RUNNING, TPOT, Interval
-from jaxserve.report.printable import printable
+from jaxserve.report.printable import printable_line
 
 GOOD, POOR = 0.9, 0.5  # attainment from which it is green, and below which it is red
 NOTHING = "–"
+ROWS = 256  # of a table, at most
 
 
 class Column(NamedTuple):
@@ -43,7 +44,7 @@ def fitted(columns: Sequence[Column], console: Console) -> Table:
         for number, column in enumerate(left):
             table.add_column(column.name, justify="left" if number == 0 else "right", no_wrap=True, overflow="ellipsis")
         for row in zip(*(column.cells for column in left), strict=True):
-            table.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
+            table.add_row(*(cell if isinstance(cell, Text) else Text(printable_line(cell)) for cell in row))
         most = max(left, key=lambda column: column.leaves)
         if not most.leaves or Measurement.get(console, unlimited, table).maximum <= console.width:
             return table
@@ -55,7 +56,7 @@ def _load(interval: Interval) -> list[Column]:
     return [
         Column("running", [_count(now.total(RUNNING))]),
         Column("waiting", [_count(now.total("num_requests_waiting"))]),
-        Column("KV use", [share(_kv(interval))]),
+        Column("KV use", [share(_mean([value for _, value in now.series(now.first(KV))]))]),
         Column("ended/s", [_rate(interval.rate("request_success_total"))], 3),
         Column("prompt tok/s", [_rate(interval.rate("prompt_tokens_total"))], 2),
         Column("output tok/s", [_rate(interval.rate("generation_tokens_total"))], 1),
@@ -64,10 +65,8 @@ def _load(interval: Interval) -> list[Column]:
     ]
 
 
-def _kv(interval: Interval, **wanted: str) -> float:
-    """Return the mean KV use over engines."""
-    values = [value for _, value in interval.now.series(interval.now.first(KV), **wanted)]
-    return sum(values) / len(values) if values else float("nan")
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else nan
 
 
 def _latency(interval: Interval) -> list[Column]:
@@ -96,11 +95,18 @@ def _instances(interval: Interval) -> list[Column] | None:
     names = now.values(RUNNING, "engine")
     if len(names) < 2:
         return None
+    names = names[:ROWS]
+    usage = now.by(now.first(KV), "engine")
+
+    def summed(metric: str, shown: Callable[[float], str]) -> list[str]:
+        found = now.by(metric, "engine")
+        return [shown(sum(found[name]) if name in found else nan) for name in names]
+
     columns = [
         Column("instance", names),
-        Column("running", [_count(now.total(RUNNING, engine=name)) for name in names]),
-        Column("waiting", [_count(now.total("num_requests_waiting", engine=name)) for name in names]),
-        Column("KV use", [share(_kv(interval, engine=name)) for name in names], 1),
+        Column("running", summed(RUNNING, _count)),
+        Column("waiting", summed("num_requests_waiting", _count)),
+        Column("KV use", [share(_mean(usage.get(name, []))) for name in names], 1),
     ]
     more = (
         ("prompt tokens left", "prefill_backlog_tokens", _count, 4),
@@ -109,7 +115,7 @@ def _instances(interval: Interval) -> list[Column] | None:
     )
     for title, metric, shown, leaves in more:
         if now.has(metric):
-            columns.append(Column(title, [shown(now.total(metric, engine=name)) for name in names], leaves))
+            columns.append(Column(title, summed(metric, shown), leaves))
     return columns
 
 
@@ -117,7 +123,7 @@ def _attainment(interval: Interval) -> list[Column] | None:
     """Return the table of attainment by class of requests; None if none ended, or the server has no objectives."""
     now = interval.now
     ended = {name: interval.gained("slo_requests_total", phase="all", slo_class=name)
-             for name in now.values("slo_requests_total", "slo_class")}  # fmt: skip
+             for name in now.values("slo_requests_total", "slo_class")[:ROWS]}  # fmt: skip
     names = [name for name, count in ended.items() if count > 0]
     if not names:
         return None

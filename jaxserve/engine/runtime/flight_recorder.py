@@ -13,6 +13,8 @@ from itertools import islice
 from math import inf, nan
 from typing import Any, NamedTuple
 
+from jaxserve.engine.runtime.condensed_steps import condensed
+from jaxserve.engine.runtime.step_record import Step
 from jaxserve.sched.api.log import Log
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
@@ -80,19 +82,6 @@ class Recent(NamedTuple):
     requests: tuple[EndedRequest, ...] = ()
 
 
-class Step(NamedTuple):
-    """A step, or the part of it until it was stopped."""
-
-    instance: str
-    start: float
-    end: float
-    stopped: bool
-    chunks: tuple[tuple[int, int, int, bool], ...]  # of prompts: request, start, length, samples
-    rows: bytes  # requests of the running decodes, 4 bytes each
-    drafts: bytes  # tokens drafted for each of them, 4 bytes each; b"" if none
-    context: int  # longest of the running decodes
-
-
 @dataclass(frozen=True, slots=True)
 class RequestLife:
     """What is known of one request, and of its instances meanwhile. Times on the engine's clock."""
@@ -116,16 +105,19 @@ class RequestLife:
     steps: tuple[Step, ...] = ()
     placed: tuple[Placed, ...] = ()
     moves: tuple[Moved, ...] = ()
-    lengths: Mapping[int, int] = field(default_factory=dict)  # tokens of the prompts of all requests in the steps
-    others: tuple[int, ...] = ()  # requests in the steps of other clients
+    lengths: Mapping[int, int] = field(default_factory=dict)  # tokens of the prompts of requests in the steps, and more
+    others: tuple[int, ...] = ()  # of these, requests of other clients
+    ended: float | None = None
 
     def recorder(self) -> Recorder:
         """Return the same as a Recorder, for `explain`."""
         made = Recorder()
-        made.requests = {id: _bare(id, length) for id, length in self.lengths.items()}
-        made.requests[self.id] = self._request()
         made.placed, made.moves = list(self.placed), list(self.moves)
-        made.stretches = [_stretch(number, step, self.lengths) for number, step in enumerate(self.steps)]
+        steps = condensed(self.steps, self.id, self.first_token_at)
+        made.stretches = [_stretch(number, step, self.lengths) for number, step in enumerate(steps)]
+        found = {span.request for stretch in made.stretches for span in stretch.plan.spans}
+        made.requests = {id: _bare(id, self.lengths[id]) for id in found}
+        made.requests[self.id] = self._request()
         made.hidden = frozenset(self.others)
         return made
 
@@ -282,7 +274,7 @@ class FlightRecorder:
         if self._running.pop(request.id, None) is None:
             return  # no instance had it
         self._number += 1
-        life = _life(request, predicted)
+        life = replace(_life(request, predicted), ended=self._now())
         self._ended[request.id] = life, _line(self._number, request, life)
         self._tokens += len(life.token_times)
         while len(self._ended) > REQUESTS or (self._tokens > TOKENS and len(self._ended) > 1):
@@ -298,7 +290,7 @@ class FlightRecorder:
         for life, line in reversed(self._ended.values()):
             if line.number <= since:
                 break
-            at = life.token_times[-1] if life.token_times else life.arrival
+            at = _end_of(life)
             lines.append(line._replace(ago=now - at))
         return Recent(self._number, tuple(events), tuple(reversed(lines)))
 
@@ -316,15 +308,13 @@ class FlightRecorder:
 
     def _with_steps(self, life: RequestLife, client: str | None) -> RequestLife:
         """Add the steps of the request's instances while it was there."""
-        end = self._now() if life.finish_reason is None else life.token_times[-1] if life.token_times else inf
+        end = _end_of(life)
         placed, moves = self._places[life.id]
         names = {*(one.instance for one in placed), *(one.target for one in moves)}
         steps = tuple(
             step for step in self._steps if step.instance in names and step.end > life.arrival and step.start < end
         )
-        found = {chunk[0] for step in steps for chunk in step.chunks}
-        found.update(*(array("i", step.rows) for step in steps))
-        lengths = {id: self._lengths[id] for id in found if id in self._lengths}
+        lengths = dict(self._lengths)  # the engine's thread has no time to look which of them are in the steps
         others = () if client is None else tuple(id for id in lengths if self._clients[id] != client)
         return replace(life, steps=steps, placed=tuple(placed), moves=tuple(moves), lengths=lengths, others=others)
 
@@ -348,6 +338,13 @@ def _life(request: Request, predicted: float | None) -> RequestLife:
         stage_allowance(request),
         predicted,
     )
+
+
+def _end_of(life: RequestLife) -> float:
+    """Return when a request ended: with its last token if it has one; inf while it runs."""
+    if life.ended is None:
+        return inf
+    return life.token_times[-1] if life.token_times else life.ended
 
 
 def _after(events: deque[tuple[float, Event]], since: int) -> Iterator[tuple[float, Event]]:

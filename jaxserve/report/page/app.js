@@ -105,7 +105,12 @@ document.querySelector("[role=tablist]").addEventListener("keydown", (event) => 
 });
 get("key").addEventListener("submit", (event) => {
   event.preventDefault();
-  setKey(get("key-value").value);
+  const key = get("key-value").value.trim();
+  if (!/^[\x21-\x7e]+$/.test(key)) { // fetch would refuse it in every request until the tab is closed
+    get("key-error").textContent = "A key has letters, digits and signs of ASCII only.";
+    return;
+  }
+  setKey(key);
   get("key-value").value = "";
   get("key").hidden = true;
   say("");
