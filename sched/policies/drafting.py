@@ -216,8 +216,11 @@ def _beside(view: View, decision: Decision, decoding: Collection[int]) -> Load:
     chunks = {grant.request: grant.tokens for grant in decision.grants if grant.request not in decoding}
     load = Load()
     for request in view.prefill if chunks else ():
-        if request.id in chunks:
-            load = load.add_chunk(min(chunks[request.id], request.remaining), request.context)
+        tokens = chunks.pop(request.id, 0)
+        if tokens:
+            load = load.add_chunk(min(tokens, request.remaining), request.context)
+        if not chunks:
+            break
     return load
 
 
