@@ -221,7 +221,7 @@ def look_often(remote: RemoteEngine, silent: int = RemoteEngine.silent) -> None:
 
 def test_a_front_that_reads_slowly_loses_nothing(beside: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs wait for it: one request with many log-probabilities ends no other stream."""
-    monkeypatch.setattr(connection, "UNREAD", 1 << 18)
+    monkeypatch.setattr(connection, "UNREAD", 1 << 20)  # half of it has room for a step of several prompts, 0.1 MB each
 
     async def work(remote: RemoteEngine) -> None:
         remote.silent = 1 << 30  # a busy machine takes its time
