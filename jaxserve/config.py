@@ -218,9 +218,9 @@ class ServeConfig(OperationSettings):
         "layer", "scheduling", "Points at which a running prefill can be preempted for more urgent work: op (attention "
         "and feed-forward of a layer), layer, layers:K, or chunk (only at its end).", metavar="WHERE",
     )  # fmt: skip
-    preempt_within: Annotated[float, Range(5)] | None = flag(
+    preempt_within: Annotated[float, seconds, Range(0.005)] | None = flag(
         None, "scheduling", "Chunks of prompts are cut so that a running prefill that is asked to stop is predicted to "
-        "do so in this time. Default: no bound.", metavar="MS",
+        "do so in this time, as in 10ms. Default: no bound.",
     )  # fmt: skip
 
     # memory

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from math import inf
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -23,17 +22,6 @@ from jaxserve.sched.perf.profile import Row
 from .steps import Spans, closed, spans_of, submitted
 
 SHORT = 64  # tokens of the short prompt
-
-
-class Depth(SegmentPace):
-    """A fixed number of segments in flight, to compare with."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self._depth = depth
-
-    def wait(self, flying: Sequence[Hashable], began: float, now: float) -> float:
-        return 0.0 if len(flying) < self._depth else inf
 
 
 def room(context: int, chunk: int, page: int) -> int:
@@ -70,7 +58,7 @@ async def measured(
 
     depth: segments in flight; None: as served, by their time.
     """
-    draw, executor.pace = random.Random(1), SegmentPace() if depth is None else Depth(depth)
+    draw, executor.pace = random.Random(1), SegmentPace(depth)
     begun = spans_of(executor, (Row(context, chunk), Row(0, SHORT)), 0)
     long, short = begun[:1], begun[1:]
     for preemptible in (False, True):

@@ -19,6 +19,7 @@ from jaxserve.engine.programs.inputs import Limits
 from jaxserve.engine.programs.mesh import plan_mesh
 from jaxserve.engine.programs.segments import Segments, links, outside
 from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.runtime.segment_pace import SegmentPace
 from jaxserve.engine.startup.build import ExecutorConfig, build_executors, random_init
 from jaxserve.engine.startup.compiled import compile_counter
 from jaxserve.models import registry
@@ -30,7 +31,6 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult, Suspended
 from jaxserve.sched.api.preemption import Boundary
 from tests.support.engine.mixed import Mixed, jobs_of
-from tests.support.engine.pace import Depth
 from tests.support.engine.steps import GREEDY, Job, alone, executors, generate, run
 from tests.support.examples import cases, examples
 from tests.support.loops import in_loop
@@ -54,7 +54,7 @@ async def stepwise(executor: JaxExecutor, spans: Sequence[Span], depths: Sequenc
     """Run a step `depths` segments at a time and then to its end; also return how often it was stopped."""
     number, resume = 1, None
     for depth in depths:
-        executor.pace = Depth(depth)
+        executor.pace = SegmentPace(depth)
         step = executor.submit(StepPlan(number, tuple(spans), preemptible=True, resume=resume))
         executor.preempt(step)
         result = await step
@@ -148,7 +148,7 @@ def test_short_steps_run_as_a_whole_but_the_largest_never() -> None:
 def cut(tiny: Path) -> JaxExecutor:
     """An executor with two layers and four segments."""
     (made,) = executors(tiny, preempt_boundary="op")
-    made.pace = Depth(1)
+    made.pace = SegmentPace(1)
     return made
 
 
@@ -200,7 +200,7 @@ def test_no_more_segments_are_dispatched_than_allowed(cut: JaxExecutor, monkeypa
 
     monkeypatch.setattr(cut.state, "segment", counted)
     for depth in (1, 2, 3, 9):
-        cut.pace, job = Depth(depth), Job(PROMPTS[2])
+        cut.pace, job = SegmentPace(depth), Job(PROMPTS[2])
         most.clear()
         run(stepwise(cut, (job.span(20),), ()) if depth == 2 else _whole(cut, job))
         assert len(most) == 4
@@ -215,7 +215,7 @@ async def _whole(executor: JaxExecutor, job: Job) -> None:
 @in_loop
 async def test_a_fully_dispatched_step_cannot_be_stopped_and_another_may_follow(cut: JaxExecutor) -> None:
     """Stopping a fully dispatched step has no effect, and the next submitted step runs behind it."""
-    cut.pace = Depth(4)
+    cut.pace = SegmentPace(4)
     first, second = Job(PROMPTS[3], slot=0), Job(PROMPTS[2], slot=1)
     step = cut.submit(StepPlan(1, (first.span(20),), preemptible=True))
     assert cut.committed(step).done() and not step.done()
@@ -230,7 +230,7 @@ async def test_a_fully_dispatched_step_cannot_be_stopped_and_another_may_follow(
 
 @in_loop
 async def test_a_step_waits_for_one_that_is_not_fully_dispatched(cut: JaxExecutor) -> None:
-    cut.pace = Depth(1)
+    cut.pace = SegmentPace(1)
     first, second = Job(PROMPTS[3], slot=0), Job(PROMPTS[2], slot=1)
     step = cut.submit(StepPlan(1, (first.span(20),), preemptible=True))
     whole = cut.submit(StepPlan(2, (second.span(20),)))
@@ -268,7 +268,7 @@ def test_a_step_that_raises_discards_suspended_steps(
             if plan.step == fails.step:
                 raise RuntimeError("on purpose")
 
-        cut.fault, cut.pace = fault, Depth(1)
+        cut.fault, cut.pace = fault, SegmentPace(1)
         with pytest.raises(StepFailed, match="on purpose"):
             await cut.submit(fails)
         cut.fault = None
@@ -289,7 +289,7 @@ def test_a_step_that_raises_discards_suspended_steps(
 
 
 async def stepwise_stopped(executor: JaxExecutor, job: Job) -> tuple[Step, int]:
-    executor.pace = Depth(1)
+    executor.pace = SegmentPace(1)
     step = executor.submit(StepPlan(1, (job.span(20),), preemptible=True))
     executor.preempt(step)
     return step, int(isinstance(await step, Suspended))

@@ -14,6 +14,7 @@ import pytest
 
 from jaxserve.cli.replay import perf_of
 from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.runtime.segment_pace import SegmentPace
 from jaxserve.sched import policies
 from jaxserve.sched.api.policy import Decision, Policy, View
 from jaxserve.sched.api.request import Request, State
@@ -21,7 +22,6 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.instance.loop import Core
 from jaxserve.sched.journal import Journal, replay
-from tests.support.engine.pace import Depth
 from tests.support.examples import cases, whole
 from tests.support.parity.asks import ROOMY, TIGHT, Faults, asks, constrained
 from tests.support.parity.families import model
@@ -105,7 +105,7 @@ def setup(mesh: str, boundary: str, pages: int, tokens: int = 32) -> Setup:
 def built(mesh: str, boundary: str, tokens: int, pages: int, of: Model = DEEP) -> Setup:
     made = Setup(mesh, tokens, pages, model=of, preempt_boundary=boundary)
     for executor in made.executors:
-        executor.pace = Depth(1)
+        executor.pace = SegmentPace(1)
     return made
 
 

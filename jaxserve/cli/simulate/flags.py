@@ -150,16 +150,16 @@ def _cluster(group: Any) -> None:
     )
     group.add_argument(
         "--preempt-within",
-        type=float,
-        metavar="MS",
-        help="cut chunks of prompts so that a step that is asked to stop does so in this time [no bound]",
+        type=seconds,
+        metavar="TIME",
+        help="cut chunks of prompts so that a step that is asked to stop does so in this time, as in 10ms [no bound]",
     )
     group.add_argument(
         "--preempt-lead",
-        type=float,
-        default=1e3 * LEAD,
-        metavar="MS",
-        help="time before a segment's end at which the next one is dispatched, and no longer stopped [%(default)g]",
+        type=seconds,
+        default=LEAD,
+        metavar="TIME",
+        help="before a segment's end, when the next one is dispatched and no longer stopped [2ms]",
     )
     group.add_argument(
         "--kv-behind-steps",

@@ -17,9 +17,13 @@ RISE = 1.2  # a segment is predicted to take at most this times as long as the o
 
 
 class SegmentPace:
-    """The pace of one instance. Writer: its executor, in the event loop."""
+    """The pace of one instance. Writer: its executor, in the event loop.
 
-    def __init__(self) -> None:
+    depth: this many segments are in flight, whatever time they take. For tests and comparisons; None: by their time.
+    """
+
+    def __init__(self, depth: int | None = None) -> None:
+        self._depth = depth
         self._seconds: dict[Hashable, float] = {}  # predicted, of a segment by kind
         self._dispatch = 0.0  # moving average of the seconds that a dispatch takes
         self._late = 0.0  # how late the event loop was lately, in seconds
@@ -34,6 +38,8 @@ class SegmentPace:
 
         flying: kinds of the segments in flight, of which the first began at `began`.
         """
+        if self._depth is not None:
+            return 0.0 if len(flying) < self._depth else inf
         if not flying:
             return 0.0
         if len(flying) >= MOST:

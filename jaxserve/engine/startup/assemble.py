@@ -368,7 +368,7 @@ def build(
         page_size,
         preemptible=executors[0].preemptible,
         stopping=executors[0].stopping,
-        stop_within=None if config.preempt_within is None else config.preempt_within / 1e3,
+        stop_within=config.preempt_within,
         draft=drafted,
         history=drafted > 0,
         stairs=profile.buckets_of(executors[0]).mixed,

@@ -19,6 +19,7 @@ import jax
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.runtime.host_messages import Segment, encode
 from jaxserve.engine.runtime.hosts import Leading, follow
+from jaxserve.engine.runtime.segment_pace import SegmentPace
 from jaxserve.generation.vectors import pooling_params
 from jaxserve.sched.api.errors import StepFailed
 from jaxserve.sched.api.params import SamplingParams
@@ -27,7 +28,6 @@ from jaxserve.sched.api.pooling import POOLINGS
 from jaxserve.settings.speculative import Speculative
 from jaxserve.wire.blocking import BlockingConnection, Listener, connect
 from tests.support.engine.mixed import Action, Mixed, jobs_of
-from tests.support.engine.pace import Depth
 from tests.support.engine.steps import GREEDY, PAGE, Job, executors, run
 
 SAMPLED = SamplingParams(temperature=1.0, logprobs=3, prompt_logprobs=2, max_tokens=None)
@@ -109,7 +109,7 @@ async def failing(executor: JaxExecutor) -> None:
         if plan.step == 2:
             raise RuntimeError("on purpose")
 
-    executor.pace, executor.fault = Depth(1), fault
+    executor.pace, executor.fault = SegmentPace(1), fault
     step = executor.submit(StepPlan(1, (Job(PROMPTS[3]).span(20),), preemptible=True))
     executor.preempt(step)
     await step
@@ -124,7 +124,7 @@ def mislead(executor: JaxExecutor, follower: BlockingConnection) -> dict[str, An
     """Tell a follower to dispatch a segment that is not the next."""
 
     async def scenario() -> str:
-        executor.pace = Depth(1)
+        executor.pace = SegmentPace(1)
         step = executor.submit(StepPlan(1, (Job(PROMPTS[3]).span(20),), preemptible=True))
         executor.preempt(step)
         await step

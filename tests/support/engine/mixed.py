@@ -8,7 +8,6 @@ from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.runtime.segment_pace import SegmentPace
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan, StepResult, Suspended
-from tests.support.engine.pace import Depth
 from tests.support.engine.steps import Job
 
 Action = tuple[int, int, int | None, str]  # request, tokens, segments ahead (None: to the end), action
@@ -50,7 +49,7 @@ class Mixed:
     async def _preemptible(self, plan: StepPlan, job: Job, depth: int | None) -> None:
         """Submit a preemptible step for `depth` segments. `depth` None: to the end."""
         self.number += 1
-        self.executor.pace = Depth(depth) if depth else SegmentPace()
+        self.executor.pace = SegmentPace(depth)
         step = self.executor.submit(plan)
         if depth is not None:
             self.executor.preempt(step)
