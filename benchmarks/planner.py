@@ -18,7 +18,7 @@ from typing import Any
 import common
 
 from jaxserve.capacity import fit as fitting
-from jaxserve.capacity.candidates import CHUNKS, POLICIES, candidates
+from jaxserve.capacity.candidates import candidates
 from jaxserve.capacity.devices import devices
 from jaxserve.capacity.search import Searcher
 from jaxserve.capacity.trial import Load, Runner, Trial
@@ -29,11 +29,13 @@ from jaxserve.models.published import published_spec
 from jaxserve.report.table import print_table
 from jaxserve.sched.sim import load_trace
 
+POLICIES = ("unified", "distserve", "kairos", "sarathi", "vllm", "fairbatching")
+CHUNKS = (8192, 4096, 2048, 1024)
 # name: model, device, number, workload (None: --trace), rate, objectives
 QUESTIONS: dict[str, tuple[str, str, int, str | None, float, dict[str, float]]] = {
     "llama3-70b on H100": ("llama3-70b", "h100", 8, None, 20.0, {"ttft": 1.0, "tpot": 0.04}),
     "llama3-70b on H200": ("llama3-70b", "h200", 8, None, 20.0, {"ttft": 1.0, "tpot": 0.04}),
-    "minimax-m2 on H200": ("minimax-m2", "h200", 8, "K128", 4.0, {}),
+    "minimax-m2 on H200": ("minimax-m2", "h200", 8, "K128", 10.0, {}),
     "qwen3-14b on H100": ("qwen3-14b", "h100", 4, "K32", 8.0, {}),
     "mixed classes, 8B": ("llama3-8b", "h100", 4, "flowprefill-llama3-8b", 12.0, {}),
     "mixed classes, 70B": ("llama3-70b", "h200", 8, "flowprefill-llama3-70b", 6.0, {}),

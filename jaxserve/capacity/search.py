@@ -5,10 +5,12 @@ Numbers of devices are tried from the smallest on. On each, candidates are left 
 * by memory (fit.py): an engine would not start;
 * by `Runner.bound`: not even a policy that knows the future attains the goal. Both are safe: neither leaves out a
   candidate that would keep the objectives in the simulation;
-* by successive halving: all others serve the first eighth of the requests, the best four the first third, the best
-  two all of them; with equal attainment, the lower TTFT is better. This may leave out the best candidate, so what it
-  left out is counted. A number of devices is given up if its best candidate is below the goal by more than a margin,
-  15 points on the eighth and 5 on the third: a queue that grows in the first requests is longer after more of them.
+* by successive halving: all others serve the first eighth of the requests, some of these the first third, and some
+  of these all; with equal attainment, the lower TTFT is better. Of those within a margin of the best, the best of
+  each mesh and split goes on first, then the best of another policy on each: where a short run cannot tell, for
+  instance since nothing is late yet, it leaves no mesh out. It may still leave out the best candidate, so what it
+  left out is counted. A number of devices is given up if its best candidate is below the goal by more than the
+  margin: a queue that grows in the first requests is longer after more of them.
 
 Equal arguments give equal results: trials have a fixed seed, and their order does not depend on when they end.
 """
@@ -17,11 +19,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 from jaxserve.capacity.trial import AS_IT_IS, Candidate, Load, Outcome, Scale, Trial, loosest
 
-RUNGS = ((1 / 8, 4, 0.15), (1 / 3, 2, 0.05), (1.0, 1, 0.0))  # share of the requests, how many go on, margin to go on
+
+class Rung(NamedTuple):
+    """A run of successive halving.
+
+    share: of the requests. most, least: how many candidates go on. margin: attainment below the best, or below the
+    goal, with which one goes on only to make up the least.
+    """
+
+    share: float
+    most: int
+    least: int
+    margin: float
+
+
+RUNGS = (Rung(1 / 8, 8, 4, 0.15), Rung(1 / 3, 4, 2, 0.05), Rung(1.0, 1, 1, 0.0))
 
 Simulate = Callable[[Sequence[Trial]], Iterable[Outcome]]  # in the order of the trials
 Bound = Callable[[Trial], float]
@@ -74,15 +91,15 @@ class Searcher:
         bounded = len(several) - len(able)
         if not able:
             return self._told(Step(devices, None, max(bounds, default=0.0), len(several), bounded, 0, whole=False))
-        counts = [min(load.requests, max(1, count)) for count in load.counts([share for share, _, _ in RUNGS])]
+        counts = [min(load.requests, max(1, count)) for count in load.counts([rung.share for rung in RUNGS])]
         ranked: list[Outcome] = []
         going = able
-        for count, (_, keep, margin) in zip(counts, RUNGS[-len(counts) :], strict=True):
+        for count, rung in zip(counts, RUNGS[-len(counts) :], strict=True):
             trials = [Trial(one, count, load.rate, scale) for one in going]
             ranked = self._ranked(trials)
-            if count < load.requests and ranked[0].attained < goal - margin:
+            if count < load.requests and ranked[0].attained < goal - rung.margin:
                 break
-            going = [outcome.candidate for outcome in ranked[:keep]]
+            going = promoted(ranked, rung)
         whole = ranked[0].trial.requests >= load.requests
         return self._told(Step(devices, ranked[0], 1.0, len(several), bounded, len(able) - len(ranked), whole))
 
@@ -108,3 +125,18 @@ class Searcher:
             self.tell(outcome)
             outcomes.append(outcome)
         return sorted(outcomes, key=lambda one: (-one.attained, one.ttft))  # stable: then in the order of candidates
+
+
+def promoted(ranked: Sequence[Outcome], rung: Rung) -> list[Candidate]:
+    """Return the candidates that go on, of outcomes from the best down.
+
+    First the best of each mesh and split, then the best of another policy on each, and so on.
+    """
+    near = [outcome.candidate for outcome in ranked if outcome.attained >= ranked[0].attained - rung.margin]
+    policies: dict[object, dict[str, Candidate]] = {}
+    for one in near:
+        policies.setdefault((one.instances, one.tp, one.prefill), {}).setdefault(one.policy, one)
+    turns = zip_longest(*(each.values() for each in policies.values()))
+    going = [one for turn in turns for one in turn if one is not None][: rung.most]
+    others = (outcome.candidate for outcome in ranked if outcome.candidate not in going)
+    return going + list(islice(others, max(0, rung.least - len(going))))

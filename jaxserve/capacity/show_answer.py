@@ -14,16 +14,26 @@ HEADER = f"{'devices':>7} {'requests':>8} {'attained':>8} {'TTFT p90':>9} {'TPOT
 
 
 class Rows:
-    """Prints whole runs, the best so far of shorter ones, and what was left out. Writer of `_best`."""
+    """Prints whole runs, the best so far of shorter ones, what was left out, and the answer once it is known.
 
-    def __init__(self, load: Load) -> None:
+    Writer of what it has printed.
+    """
+
+    def __init__(self, load: Load, count: int) -> None:
+        """count: the devices that are given."""
         self._load = load
+        self._count = count
         self._best: dict[object, float] = {}
+        self._answered = False
 
     def __call__(self, found: Outcome | Step) -> None:
         if isinstance(found, Step):
             if found.bounded or found.shorter:
                 print(_left_out(found), flush=True)
+            if not self._answered and found.devices <= self._count and found.keeps(self._load.goal):
+                self._answered = True
+                kept = f"{_number(found.devices)}: {'' if found.best is None else found.best.candidate}"
+                print(f"this keeps them: {kept}; headroom, limit and range follow (Ctrl-C ends with what is known)")
             return
         key = found.candidate.devices, found.trial.requests, found.trial.scale
         if found.trial.requests < self._load.requests and found.attained <= self._best.get(key, -1.0):

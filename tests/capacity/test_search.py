@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.capacity.answer import Answer, complete
 from jaxserve.capacity.candidates import candidates
-from jaxserve.capacity.search import Searcher, Step
+from jaxserve.capacity.search import Rung, Searcher, Step, promoted
 from jaxserve.capacity.trial import Candidate, Load, Outcome, Runner, Scale, Trial, loosest
 from jaxserve.sched.sim import Mix, Options, Workload, simulate
 from jaxserve.sched.sim.workload import Lengths, Rounds, Share
@@ -118,6 +118,25 @@ def test_requests_that_the_model_cannot_hold_count_as_missed() -> None:
     assert runner(given)(Trial(Candidate(1, 1, None, "sarathi", 64), 20, 5.0)).attained <= share
     first, _ = given.arrivals(5, 5.0)
     assert first == left[: len(first)] and sum(one.after is None for one in first) <= 5
+
+
+def test_a_short_run_that_cannot_tell_leaves_no_mesh_out() -> None:
+    """Outcomes from the best down; the margin is 0.15, two may go on, or four."""
+    ranked = [
+        Outcome(Trial(Candidate(instances, tp, prefill, policy, chunk), 64, 1.0), attained, {}, 0.1, 0.1, 1.0, 1.0)
+        for instances, tp, prefill, policy, chunk, attained in (
+            (1, 4, None, "unified", 8192, 1.0),
+            (1, 4, None, "unified", 2048, 1.0),
+            (1, 4, None, "sarathi", 8192, 1.0),
+            (2, 2, None, "unified", 8192, 0.99),
+            (2, 2, 1, "unified", 8192, 0.9),
+            (4, 1, 1, "unified", 8192, 0.8),
+        )
+    ]
+    every = [one.candidate for one in ranked]
+    assert promoted(ranked, Rung(1 / 8, 8, 4, 0.15)) == [every[0], every[3], every[4], every[2]]
+    assert promoted(ranked, Rung(1 / 8, 2, 2, 0.15)) == [every[0], every[3]]
+    assert promoted(ranked, Rung(1 / 8, 8, 6, 0.15)) == [every[0], every[3], every[4], every[2], every[1], every[5]]
 
 
 def test_equal_questions_have_equal_answers() -> None:

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from jaxserve.cli.flags import TeachingParser, config_of
 from jaxserve.cli.main import main
@@ -47,10 +48,12 @@ def plan(folder: Path, *words: str, qps: str = "50") -> int:
 
 
 def test_an_answer_in_words_and_the_command_that_serves_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(folder, "--price", "3", "--plot", str(folder / "plan.png")) == 0
+    written = folder / "plan.yaml"
+    assert plan(folder, "--price", "3", "--plot", str(folder / "plan.png"), "--manifest", str(written)) == 0
     out = capsys.readouterr().out
     for part in (
         "devices requests attained",
+        "this keeps them: 1 device: 1x1 one instance",
         "answer: 1 device: 1x1 one instance",
         "by class: small 100.0%",
         "range: 1 device, with step times 1.25 times as short and as long",
@@ -65,6 +68,11 @@ def test_an_answer_in_words_and_the_command_that_serves_it(folder: Path, capsys:
     add_arguments(parser)
     config = config_of(parser.parse_args(shlex.split(command)[4:]))
     assert (config.mesh, config.max_model_len, config.policy) == ("1x1", 64, "unified")
+    deployment, service = yaml.safe_load_all(written.read_text())
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    served = config_of(parser.parse_args(container["args"]))
+    assert (served.mesh, served.max_model_len, served.host) == ("1x1", 64, "0.0.0.0")
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"} and service["kind"] == "Service"
 
 
 def test_a_search_that_is_stopped_early_blames_no_memory(

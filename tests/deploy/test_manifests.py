@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
+from jaxserve.capacity.manifest import manifest
 from jaxserve.config import ServeConfig
 from jaxserve.fleet.nodes import devices_of, lay_out
 from jaxserve.version import __version__
@@ -122,6 +123,21 @@ def test_the_server_takes_these_flags_and_has_time_to_drain(repo: Path) -> None:
     assert pool["targetPorts"] == [{"number": config.port}]
     labels = found(repo, "kubernetes", "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert pool["selector"]["matchLabels"] == labels == found(repo, "kubernetes", "Service")["spec"]["selector"]
+
+
+def test_the_planner_writes_these_resources(repo: Path) -> None:
+    """But for the load: flags, resources, the number of pods and what scrapes them."""
+    deployment, service = manifest(["jaxserve", "serve", "--model", "m"], "gpu", 8)
+    ours, written = found(repo, "kubernetes", "Deployment"), deployment
+    for one in (ours, written):
+        del one["spec"]["replicas"]
+        one["spec"]["template"]["metadata"].pop("annotations", None)
+        (container,) = one["spec"]["template"]["spec"]["containers"]
+        args = container.pop("args")
+        assert {"--host=0.0.0.0", "--port=8000", "--drain-timeout=120s"} <= set(args)
+        del container["resources"]["limits"]
+    assert written == ours
+    assert service == found(repo, "kubernetes", "Service")
 
 
 @pytest.mark.parametrize("name", RAYS)

@@ -14,7 +14,7 @@ from jaxserve.yamlio import seconds
 OBJECTIVES = {"ttft": 300.0, "tpot": 5.0, "tbt": 60.0}  # seconds above which one was meant in milliseconds
 FLAGS = (
     "workload", "ttft_slo", "tpot_slo", "tbt_slo", "attainment", "policies", "latency", "num_requests", "price",
-    "plot", "jobs",
+    "plot", "manifest", "jobs",
 )  # fmt: skip
 
 
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-requests", type=int, metavar="N", help="requests to simulate [30 s of load, 400 to 800]")
     group.add_argument("--price", type=float, metavar="X", help="of a device for an hour: prints the cost of tokens")
     group.add_argument("--plot", type=Path, metavar="FILE", help="draw attainment and goodput by devices (PNG, SVG)")
+    group.add_argument("--manifest", type=Path, metavar="FILE", help="write the answer as a Kubernetes manifest (YAML)")
     group.add_argument("--jobs", type=int, metavar="N", help="processes [all cores]")
 
 
@@ -72,5 +73,6 @@ def check_arguments(args: argparse.Namespace) -> None:
                 f"seconds{meant}",
                 f"{name}_slo",
             )
-    if args.plot is not None:
-        check_output(args.plot, "plot")
+    for name in ("plot", "manifest"):
+        if getattr(args, name) is not None:
+            check_output(getattr(args, name), name)

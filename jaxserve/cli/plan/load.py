@@ -12,10 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from jaxserve.capacity import fit as fitting
 from jaxserve.capacity.answer import Answer, complete
 from jaxserve.capacity.candidates import CHUNKS, POLICIES, candidates
 from jaxserve.capacity.fit import Fit, Setting
+from jaxserve.capacity.manifest import manifest
 from jaxserve.capacity.search import Searcher
 from jaxserve.capacity.show_answer import Rows, as_json, lines, plot
 from jaxserve.capacity.step_times import StepTimes, load_preset, step_times
@@ -160,31 +163,41 @@ def run(
         def bound(trial: Trial) -> float:
             return _runner(load, fits, setting, [trial]).bound(trial)
 
-        searcher = Searcher(load, simulate, bound, _nothing if quiet else Rows(load))
+        searcher = Searcher(load, simulate, bound, _nothing if quiet else Rows(load, setting.count))
         try:
             complete(found, searcher, candidates_of, lambda tp: fits.times[tp].error)
         except KeyboardInterrupt:
             found.interrupted = True
     command = _serve(args, config, setting, found)
+    typed = [shlex.quote(word) for word in command]
     sources = {f"T={tp}": times.source for tp, times in sorted(fits.times.items()) if tp <= setting.count}
     if quiet:
         given = {"model": args.model, "device": setting.name, "count": setting.count, "step_times": sources}
-        json.dump(as_json(found, command, args.price, given), sys.stdout, indent=1)
+        json.dump(as_json(found, typed, args.price, given), sys.stdout, indent=1)
         print()
     else:
         for name, source in _grouped(sources):
             print(f"step times, {name}: {source}")
         if found.closest is None and not found.interrupted:
             print(f"memory: {fits.remedy()}")
-        print("\n".join(lines(found, command, args.price)))
+        print("\n".join(lines(found, typed, args.price)))
         if found.interrupted:
             print("interrupted: what stands above is not the whole search")
         print(
             f"simulated: {load.requests} requests a set-up; this process took {time.process_time() - began:.0f} s CPU"
         )
-    if args.plot is not None:
-        print(f"wrote {plot(args.plot, found, _question(args, load, setting))}", file=sys.stderr)
+    _write(args, found, _question(args, load, setting), command, setting)
     return 130 if found.interrupted else 0 if found.best is not None else 1
+
+
+def _write(args: argparse.Namespace, found: Answer, question: str, command: Sequence[str], setting: Setting) -> None:
+    """Write the files that are asked for."""
+    if args.plot is not None:
+        print(f"wrote {plot(args.plot, found, question)}", file=sys.stderr)
+    if args.manifest is not None and found.best is not None:
+        written = manifest(command, setting.device.platform, found.best.candidate.devices)
+        args.manifest.write_text(yaml.safe_dump_all(written, sort_keys=False))
+        print(f"wrote {args.manifest}", file=sys.stderr)
 
 
 def _runner(load: Load, fits: Fits, setting: Setting, trials: Sequence[Trial]) -> Runner:
@@ -222,7 +235,7 @@ def _serve(args: argparse.Namespace, config: ServeConfig, setting: Setting, foun
         value = getattr(args, name, None)
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
-    return [shlex.quote(word) for word in words]
+    return words
 
 
 def _grouped(sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
