@@ -9,11 +9,11 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from jaxserve.engine.runtime.doubts import Doubts
 from jaxserve.engine.runtime.masks import Masker, Masks, StepMasks
 from jaxserve.engine.runtime.results import read
 from jaxserve.engine.runtime.segment_pace import SegmentPace
+from jaxserve.engine.runtime.step_job import Flying, StepJob
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, StepFailed
 from jaxserve.sched.api.executor import Step
 from jaxserve.sched.api.plan import Span, StepPlan, StepResult, Suspended
@@ -39,48 +40,6 @@ from jaxserve.structured.compiler import Compiler
 log = logging.getLogger(__name__)
 
 LEAST_LEAD, MOST_LEAD = 3e-3, 8e-3  # seconds; an event loop's timer wakes up to 1 ms late
-
-
-class Flying(NamedTuple):
-    """A dispatched segment that is not done."""
-
-    kind: Hashable
-    at: float  # when it was dispatched
-
-
-class StepJob:
-    """A submitted step. Writer: its executor; for `started`, the thread that waits for the devices."""
-
-    __slots__ = (
-        "batch", "committed", "computed", "drawn", "flying", "life", "masks", "plan", "started", "step", "stop",
-        "submitted", "walk",
-    )  # fmt: skip
-
-    batch: Batch  # once prepared
-    drawn: StepOutputs  # once all of it is dispatched
-
-    def __init__(self, plan: StepPlan, step: Step, life: int, submitted: float) -> None:
-        """life: generation of the device state that it runs on."""
-        self.plan = plan
-        self.step = step
-        self.life = life
-        self.submitted = submitted
-        self.walk: Walk | None = None  # its segments; None: dispatched as a whole
-        self.started: float | None = None
-        self.stop = False  # asked to stop at the next segment boundary
-        self.flying: deque[Flying] = deque()  # segments dispatched and not done
-        self.computed: Computed | None = None  # a constrained step whose sampling waits for its masks
-        self.masks: StepMasks | None = None  # of a constrained step, once it is computed
-        self.committed: asyncio.Future[None] = step.get_loop().create_future()
-
-    def go_on(self, suspended: StepJob) -> None:
-        """Continue a suspended step."""
-        self.batch, self.walk = suspended.batch, suspended.walk
-
-    def commit(self) -> None:
-        """Mark the step as no longer preemptible: all of it is dispatched, or no more of it will be."""
-        if not self.committed.done():
-            self.committed.set_result(None)
 
 
 class JaxExecutor:
