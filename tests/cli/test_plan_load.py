@@ -88,6 +88,12 @@ def test_a_search_that_is_stopped_early_blames_no_memory(
     assert "memory: " not in out and "does not fit" not in out
 
 
+def test_without_a_model_it_plans_for_the_demo_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--workload", str(folder / "tiny.yaml"), "--num-requests", "16", "--jobs", "1", "--json"]
+    main(["plan", "--devices", "cpu:1", "--qps", "1", *words])
+    assert "/jaxserve/demo/model --mesh 1x1 " in json.loads(capsys.readouterr().out)["serve"]
+
+
 def test_sessions_are_told_from_requests(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rounds = "rounds: {mean: 2.0, std: 0.1, delay: 10ms, opening: {kind: fixed, value: 9}}\n"
     (folder / "tiny.yaml").write_text(WORKLOAD.replace("high: 50", "high: 15") + rounds)

@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     asked = parser.add_argument_group("model and devices")
     asked.add_argument(
-        "--model", required=True, metavar="NAME|PATH",
-        help="folder with a config.json, a published model by its short name, or a Hugging Face name",
+        "--model", metavar="NAME|PATH",
+        help="folder with a config.json, a published model by its short name, or a Hugging Face name [the demo model]",
     )  # fmt: skip
     asked.add_argument("--devices", required=True, metavar="KIND[:N]", help="N devices of one kind, as in h200:8")
     asked.add_argument(
@@ -99,6 +99,7 @@ def main(args: argparse.Namespace) -> int:
     name, count = parse_devices(args.devices)
     given = {key: value for key, value in settings_of(args).items() if key in SETTINGS}
     config = ServeConfig(**given | {"model": args.model})
+    args.model = config.model_source
     if args.qps is not None:
         return _serve_load(args, config, name, count)
     asked = _asked(config.mesh, count, args.devices)
