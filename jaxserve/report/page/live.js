@@ -9,7 +9,7 @@ const EVENTS = 200;
 
 const WORDS = {
   stop: (one) => `${one.instance}: a prefill step was stopped for more urgent work`,
-  demotion: (one) => `${one.instance}: ${requests(one.count)} became best effort`,
+  demotion: (one) => `${one.instance}: ${named(one)} became best effort`,
   deflection: (one) => `${one.instance}: the prompt of ${named(one)} was given to this decode instance`,
   move: (one) => `${one.instance}: ${named(one)} came with its KV from ${one.text}`,
   reroute: (one) => `${one.instance}: ${named(one)} was sent on from ${one.text}`,
