@@ -44,7 +44,7 @@ function instance(one) {
   const usage = element("meter", { max: 1, high: 0.9, value: one.kv_usage, title: `${one.pages_held} of ${one.pages} pages` });
   usage.setAttribute("aria-label", `KV cache of ${one.name}`);
   const kv = element("td", {}, usage, ` ${percent(one.kv_usage)}`);
-  const name = element("th", { scope: "row" }, one.name, element("small", { className: "narrow" }, ` ${one.role}`));
+  const name = element("th", { scope: "row", className: "name" }, one.name, element("small", { className: "narrow" }, ` ${one.role}`));
   const late = one.slack !== null && one.slack < 0;
   const slack = element("td", { className: late ? "bad" : "" }, seconds(one.slack));
   const [role, running] = cells([one.role, String(one.running)], "less");
@@ -60,7 +60,7 @@ function classRow([name, one]) {
   const counts = [...cells([one.waiting, one.running].map(String), "less"), ...cells([String(one.ended)])];
   const slacks = [one.ttft_slack, one.tpot_slack].map((value) =>
     element("td", { className: value !== null && value < 0 ? "bad" : "" }, seconds(value)));
-  return element("tr", {}, element("th", { scope: "row" }, name), ...counts, on, ...slacks);
+  return element("tr", {}, element("th", { scope: "row", className: "name" }, name), ...counts, on, ...slacks);
 }
 
 function eventLine(one) {

@@ -69,7 +69,7 @@ export class Requests {
     const on = element("td", { className: words === "late" ? "bad" : words === "yes" ? "good" : "" }, words);
     const times = [time(one.ttft, one.ttft_slo), time(one.tpot, one.tpot_slo)];
     const sizes = [one.prompt_tokens, one.output_tokens].map((value) => element("td", { className: "less" }, String(value)));
-    return element("tr", {}, element("td", {}, open), on, ...times, element("td", {}, one.class), ...sizes);
+    return element("tr", {}, element("td", {}, open), on, ...times, element("td", { className: "name" }, one.class), ...sizes);
   }
 
   async choose(id) {
