@@ -1,11 +1,11 @@
 """A log of every input of every scheduling decision, as JSON lines. Replay must give equal plans.
 
 A journal holds lengths, SLOs, sampling parameters, results and digests of pages, but no prompts:
-the digests are all that prefix sharing needs. Record kinds: `instance` (how to create one), `add`,
-`cancel`, `plan` (with the clock that the policy saw), `planned` (the resulting plan), `digest`,
-`settle`, `interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `release`, `accept`,
-`reserve_write_back`, `finish_write_back`, `decode_in_place`, `leave`, `set_role`, `hang`,
-`adopt`, `reset_prefix_cache`, `end_session`.
+the digests are all that prefix sharing needs. Record kinds: `instance` (how to create one), `add`
+(with the predicted TTFT, on which no plan depends), `cancel`, `plan` (with the clock that the
+policy saw), `planned` (the resulting plan), `digest`, `settle`, `interrupts`, `suspend`, `recover`,
+`reserve`, `unreserve`, `release`, `accept`, `reserve_write_back`, `finish_write_back`,
+`decode_in_place`, `leave`, `set_role`, `hang`, `adopt`, `reset_prefix_cache`, `end_session`.
 """
 
 from __future__ import annotations
