@@ -1,11 +1,11 @@
 """A log of every input of every scheduling decision, as JSON lines. Replay must give equal plans.
 
 A journal holds lengths, SLOs, sampling parameters, results and digests of pages, but no prompts:
-the digests are all that prefix sharing needs. Record kinds: `instance` (how to create one), `add`,
-`cancel`, `plan` (with the clock that the policy saw), `planned` (the resulting plan), `digest`,
-`settle`, `interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `release`, `accept`,
-`reserve_write_back`, `finish_write_back`, `decode_in_place`, `leave`, `set_role`, `hang`,
-`adopt`, `reset_prefix_cache`, `end_session`.
+the digests are all that prefix sharing needs. Record kinds: `instance` (how to create one), `add`
+(with the predicted TTFT, on which no plan depends), `cancel`, `plan` (with the clock that the
+policy saw), `planned` (the resulting plan), `digest`, `settle`, `interrupts`, `suspend`, `recover`,
+`reserve`, `unreserve`, `release`, `accept`, `reserve_write_back`, `finish_write_back`,
+`decode_in_place`, `leave`, `set_role`, `hang`, `adopt`, `reset_prefix_cache`, `end_session`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .instance.scheduler import Scheduler
 
 VERSION = 8  # of the records; a journal of another version is refused
 LONGEST = 1e12  # seconds on any clock; more, or NaN, is no time
+FOUND_AGAIN = ("demoted",)  # kinds that a replay logs anew, which a journal leaves out
 REHEARSAL = "rehearsal"  # key of the requests that an engine runs before it is ready
 
 
@@ -72,7 +73,8 @@ class Journal:
         self._write(name, "instance", {**made, "perf": perf, "options": options or {}})
 
         def log(kind: str, **fields: Any) -> None:
-            self._write(name, kind, {key: _plain(value) for key, value in fields.items()})
+            if kind not in FOUND_AGAIN:
+                self._write(name, kind, {key: _plain(value) for key, value in fields.items()})
 
         return log
 
@@ -262,7 +264,9 @@ class _Replayer:
         if kind in _CALLS:
             _CALLS[kind](scheduler, record)
         elif kind == "add":
-            scheduler.add(self._moved_here(record["request"]["id"]) or self._made(record["request"]))
+            predicted = record.get("predicted")  # older journals have none
+            request = self._moved_here(record["request"]["id"]) or self._made(record["request"])
+            scheduler.add(request, None if predicted is None else float(predicted))
         elif kind == "plan":
             if self._last.get(at) is not None:
                 self._compare(line, at, None)  # the replay made a plan, but the journal has none

@@ -17,6 +17,7 @@ from jaxserve.sched.sim.timeline import decodes, prompt_lengths
 from jaxserve.version import __version__
 
 SNAPSHOTS = 240
+COUNTED = ("stop", "deflection", "demotion", "move", "reroute")  # events
 UNNAMED = "all"  # class of requests that have none
 NONE: Mapping[int, str] = {}
 
@@ -152,7 +153,7 @@ class _Run:
 
     def _counts(self, requests: int, events: int) -> dict[str, int]:
         kinds = Counter(event["kind"] for event in self._events[:events])
-        return {"requests": requests, **{f"{kind}s": kinds[kind] for kind in ("stop", "deflection", "move", "reroute")}}
+        return {"requests": requests, **{f"{kind}s": kinds[kind] for kind in COUNTED}}
 
     def _all_events(self) -> Iterator[tuple[float, dict[str, Any]]]:
         recorder = self._recorder
@@ -166,6 +167,8 @@ class _Run:
             elif one.request in last:
                 yield self._event(one.at, "reroute", one.instance, one.request, last[one.request])
             last[one.request] = one.instance
+        for demoted in recorder.demoted.values():
+            yield self._event(demoted.at, "demotion", demoted.instance, demoted.request)
         for move in recorder.moves:
             yield self._event(move.at, "move", move.target, move.request, move.source)
         for turn in recorder.roles:

@@ -6,12 +6,14 @@ import json
 import sys
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import nan
 from typing import Any
 
 from jaxserve.errors import InvalidValue
 from jaxserve.report.dashboard_page import ABOUT, HEADERS, PREFIX, File, about, files
 from jaxserve.report.recorded_run import NONE, present_ended, present_run
 from jaxserve.report.request_timeline import request_timeline
+from jaxserve.report.snapshot_form import number
 from jaxserve.sched.sim.record import Recorder
 
 HOST = "127.0.0.1"
@@ -61,7 +63,7 @@ class RecordedServer(ThreadingHTTPServer):
             return None
         if int(id) not in self._recorder.requests:
             return None
-        predicted = self._recorder.predicted.get(int(id))
+        predicted = number(self._recorder.predicted.get(int(id), nan))
         return _json({**request_timeline(self._recorder, int(id)), "predicted_ttft": predicted})
 
 

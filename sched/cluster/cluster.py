@@ -187,8 +187,7 @@ class Cluster:
 
     def _add(self, request: Request, core: Core, at: float | None) -> None:
         """Give a request to a scheduler. `at`: the router's prediction of its first token, if there is one."""
-        self._predict_ttft(request, core, at)
-        core.scheduler.add(request)
+        core.scheduler.add(request, self._predict_ttft(request, core, at))
         self.deflections += core.scheduler.role is Role.DECODE
 
     def _fetched(self, request: Request, core: Core, belongs: bool) -> None:
@@ -208,17 +207,19 @@ class Cluster:
         request.state, request.finish_reason, request.error = State.FINISHED, reason, error
         self._output(Delta(request.id, finish_reason=reason, error=error))
 
-    def _predict_ttft(self, request: Request, core: Core, at: float | None) -> None:
+    def _predict_ttft(self, request: Request, core: Core, at: float | None) -> float | None:
         """Record the predicted time of the first token, for comparison with the actual one.
 
         `at` is the router's own prediction, if it made one. A request with tokens has its first already.
+        Returns the predicted seconds from arrival, of an earlier placement where this one has no prediction.
         """
         if request.output:
-            return
+            return self.ttft_predictions.predicted(request)
         fleet, role = self.kv_transfers.fleet(), core.scheduler.role
         later = fleet.transfer(request.prompt_length) if self._hold_first and role is not Role.DECODE else 0.0
         found = waits(request, core.scheduler, fleet.now) if at is None else Waits(own=at - fleet.now)
         self.ttft_predictions.note(request, role, fleet.now, found, later)
+        return self.ttft_predictions.predicted(request)
 
     def _refuse(self, request: Request, on_output: OnOutput) -> None:
         request.state, request.finish_reason = State.FINISHED, "refused"
@@ -239,8 +240,7 @@ class Cluster:
     def _move(self, id: int, source: Core, target: Core, ends: float | None = None) -> None:
         request = source.scheduler.release(id)
         request.wait_anew()
-        self._predict_ttft(request, target, ends)
-        target.scheduler.add(request)
+        target.scheduler.add(request, self._predict_ttft(request, target, ends))
         self.deflections += target.scheduler.role is Role.DECODE is not source.scheduler.role
         self.reroutes += 1
         source.wake()  # the next waiting request may fit now

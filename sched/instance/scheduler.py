@@ -11,6 +11,8 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+import numpy as np
+
 from ..api.acceptance import Acceptance
 from ..api.errors import PolicyError
 from ..api.log import Log, no_log
@@ -184,9 +186,12 @@ class Scheduler:
 
     # Inputs: requests.
 
-    def add(self, request: Request) -> None:
-        """Add a new request. The Cluster has checked that the KV pool can hold it."""
-        self._log("add", request=request)
+    def add(self, request: Request, predicted: float | None = None) -> None:
+        """Add a new request. The Cluster has checked that the KV pool can hold it.
+
+        predicted: its TTFT in seconds, for the log.
+        """
+        self._log("add", request=request, predicted=predicted)
         self._queues.requests[request.id] = request
         request.drafted = self._drafts.record(request.tier, request.drafted)
         self._queues.file(request)
@@ -194,6 +199,22 @@ class Scheduler:
     def count_demotion(self) -> None:
         """Count a request that admission made best effort."""
         self.counters.demotions += 1
+
+    def _demote(self, ids: Sequence[int], now: float, start: float) -> None:
+        """Make requests best effort, and log how far each was from its deadline.
+
+        `due`: seconds until the deadline of its next token. `needs`: seconds until this token if nothing else ran.
+        """
+        for id in ids:
+            if not self._queues.demote(id):
+                continue
+            self.counters.demotions += 1
+            one = self._queues.requests[id]
+            hit = min(one.hit, one.remaining - 1) if one.state is State.WAITING else 0
+            tokens, context = np.array([float(one.remaining - hit)]), np.array([float(one.context + hit)])
+            alone = self.perf.prefill_times(tokens, context, self.limits.tokens)
+            needs = start - now + float(alone[0]) * self._drift.ratio
+            self._log("demoted", id=id, due=one.deadline - now, needs=needs)
 
     def cancel(self, id: int, reason: str, error: str | None = None) -> Delta | None:
         """End a request early. Returns None if it is not here or has finished."""
@@ -345,8 +366,7 @@ class Scheduler:
         trial = self._trials.decide(queues, self._kv, self.limits.tokens)
         decision = trial or self.policy.decide(self.view(now, start))
         self._again = decision.again
-        for id in decision.demote:
-            self.counters.demotions += queues.demote(id)
+        self._demote(decision.demote, now, start)
         if decision.resume is not None:
             return self._resume(decision.resume)
         builder = StepBuilder(
@@ -401,8 +421,7 @@ class Scheduler:
         self._log("interrupts", now=now, ends=self.ends, kv_waiting=self.kv_waiting)
         running = task(oldest, max(0.0, self.ends - now), self._queues.requests, self.ends - oldest.left)
         decision: Decision = self.policy.decide(self.view(now, now, running))
-        for id in decision.demote:
-            self.counters.demotions += self._queues.demote(id)
+        self._demote(decision.demote, now, now)
         self._again = decision.again if decision.again > now else inf
         if decision.preempt:
             oldest.asked = now

@@ -6,6 +6,7 @@ The request is one of a simulation or of a served run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import isfinite
 from typing import NamedTuple
 
 from ..api.errors import InvalidValue
@@ -46,7 +47,7 @@ def explain(recorder: Recorder, id: int) -> list[str]:
     moves = [move for move in transfers(recorder) if move.request == id]
     measured = measure(request, allowance=stage_allowance(request))
     chunks = _shortened(list(_computed(recorder, request, prompt)))
-    lines = [*_placed(recorder, request), *chunks, *_moved(request, moves)]
+    lines = [*_placed(recorder, request), *_demoted(recorder, request), *chunks, *_moved(request, moves)]
     lines += [*_first(request), *_decoded(recorder, request, rows), *_ended(request, measured)]
     lines.sort(key=lambda line: line.at)  # stable: keeps the order above for lines of one moment
     told = [f"{line.at - request.arrival:9.3f} s  {line.text}" for line in lines]
@@ -74,6 +75,25 @@ def _placed(recorder: Recorder, request: Request) -> Iterator[Line]:
             placed = True
     if not placed:
         yield Line(request.arrival, "arrived, and no instance took it")
+
+
+def _demoted(recorder: Recorder, request: Request) -> Iterator[Line]:
+    found = recorder.demoted.get(request.id)
+    if found is None:
+        return
+    if found.due is None:
+        why = "admission control did not expect to keep its objectives beside those promised before"
+    else:
+        token = "first" if request.first_token_at is None or request.first_token_at > found.at else "next"
+        needs = f"needs {_time(found.needs)} even if nothing else runs"
+        if found.due <= 0:
+            why = f"its {token} token was due {_time(-found.due)} ago, and {needs}"
+        elif found.needs > found.due:
+            why = f"its {token} token is due in {_time(found.due)}, but {needs}"
+        else:
+            due = f", due in {_time(found.due)}," if isfinite(found.due) else ""
+            why = f"the policy did not expect its {token} token{due} on time beside other requests"
+    yield Line(found.at, f"became best effort on {found.instance}: {why}")
 
 
 def _computed(recorder: Recorder, request: Request, pieces: Sequence[Piece]) -> Iterator[Line]:

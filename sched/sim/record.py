@@ -44,6 +44,21 @@ class Moved(NamedTuple):
     reserved: float  # when the pages were reserved
 
 
+class Demoted(NamedTuple):
+    """When and why a request became best effort. Seconds."""
+
+    at: float
+    instance: str
+    request: int
+    due: float | None = None  # until the deadline of its next token; None: admission control did it, on arrival
+    needs: float = 0.0  # until this token, if nothing else had run
+
+
+def demoted_on_arrival(request: Request, at: float, instance: str) -> Demoted | None:
+    """Return the demotion by admission control of a request that is placed for the first time; None if it had none."""
+    return Demoted(at, instance, request.id) if request.best_effort == 1 else None
+
+
 class Level(NamedTuple):
     """The state of an instance when it planned a step."""
 
@@ -73,10 +88,11 @@ class Recorder:
         self._slack = slack
         self.limits: dict[str, Limits] = {}
         self.requests: dict[int, Request] = {}  # all that arrived, in their current state
-        self.predicted: dict[int, float] = {}  # seconds to the first tokens of those that have ended
+        self.predicted: dict[int, float] = {}  # seconds to the first tokens, at the last placement
         self.stretches: list[Stretch] = []
         self.placed: list[Placed] = []
         self.moves: list[Moved] = []
+        self.demoted: dict[int, Demoted] = {}
         self.levels: list[Level] = []
         self.roles: list[RoleFrom] = []
         self.hidden: Container[int] = ()  # requests that `explain` does not name
@@ -102,7 +118,10 @@ class Recorder:
             elif kind == "set_role":
                 self.roles.append(RoleFrom(now(), name, fields["role"]))
             elif kind == "add":
-                self._place(name, now(), fields["request"])
+                self._place(name, now(), fields["request"], fields["predicted"])
+            elif kind == "demoted":
+                id = fields["id"]
+                self.demoted[id] = Demoted(now(), name, id, fields["due"], fields["needs"])
             elif kind == "reserve":
                 self._reserved[fields["id"]] = now()  # repeated until there is room: the last one counts
             elif kind == "release":
@@ -129,6 +148,10 @@ class Recorder:
         end = result.at if isinstance(result, Suspended) else result.finished
         self.stretches.append(Stretch(name, plans.pop(result.step), result.started, end, stopped))
 
-    def _place(self, name: str, now: float, request: Request) -> None:
+    def _place(self, name: str, now: float, request: Request, predicted: float | None) -> None:
         one = self._schedulers[name]
+        if predicted is not None:
+            self.predicted[request.id] = predicted
+        if request.id not in self.demoted and (demoted := demoted_on_arrival(request, now, name)) is not None:
+            self.demoted[request.id] = demoted
         self.placed.append(Placed(now, name, request.id, one.waiting, one.prefill_backlog))

@@ -395,10 +395,6 @@ class _Simulation:
 
     def _finished(self, request: Request) -> None:
         self._over += 1
-        if self._recorder is not None:
-            predicted = self._cluster.ttft_predictions.predicted(request)
-            if predicted is not None:
-                self._recorder.predicted[request.id] = predicted
         total = len(self._arrivals)
         if self._progress is not None and (self._over % PROGRESS_EVERY == 0 or self._over == total):
             self._progress(self._over, total)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife
 from jaxserve.engine.runtime.step_record import Step
 from jaxserve.report.recorded_server import RecordedServer
+from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import simulate
-from jaxserve.sched.sim.record import Placed, Recorder
+from jaxserve.sched.sim.record import Demoted, Placed, Recorder
 from tests.support.browser import END, ENTER, HOME, LEFT, RIGHT, TABS, Page
 from tests.support.sched.presets import CHAT, TINY
 from tests.support.server.live import Live
@@ -38,6 +40,8 @@ LIFE = RequestLife(
      Step("i0", 10.6, 10.9, False, ((7, 0, 20, True),), b"", b"", 0)),
     (Placed(10.0, "i0", 7, 1, 30),), (), {6: 30, 7: 20}, (),
 )  # fmt: skip
+CUT = """return [...document.querySelectorAll(`#${arguments[0]} .scroll`)]
+  .filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.getAttribute("aria-label"))"""
 Serve = Callable[..., Live]
 
 
@@ -79,13 +83,30 @@ def test_an_answer_says_what_was_promised_and_kept(page: Page, serve: Serve) -> 
     page.say("What is it?")
     assert "Hello there." in page.text("#chat-log")
     slo = server.engine.submitted[-1].slo
-    assert slo.ttft == 0.02 and slo.tpot == 2.0
+    assert slo.ttft == 0.02 and slo.tpot == 60.0
     kept = page.text("#chat-log .kept")
     assert kept.startswith(("on time", "late")) and "objective 20 ms" in kept and "here after" in kept
     page.say("And this?")
     assert "Hello there." in server.sent(), "the answer before is part of the next prompt"
     page.get("#chat-clear").click()
     assert page.text("#chat-log") == ""
+
+
+def test_a_long_objective_or_none_can_be_chosen(page: Page, serve: Serve) -> None:
+    server = serve()
+    page.open(server.url)
+    page.run("ttft.value = 100; ttft.dispatchEvent(new Event('input'))")
+    assert page.text("#ttft-value") == "3600 s"
+    page.say("Take your time.")
+    assert server.engine.submitted[-1].slo.ttft == 3600.0
+    page.get("#no-objectives").click()
+    assert not page.get("#ttft").is_enabled() and not page.get("#tpot").is_enabled()
+    page.say("Whenever.")
+    assert server.engine.submitted[-1].tier == BEST_EFFORT
+    assert page.all("#chat-log .kept")[-1].text.startswith("no objectives, here after")
+    page.get("#no-objectives").click()
+    page.say("And now?")
+    assert server.engine.submitted[-1].slo.ttft == 3600.0 and server.engine.submitted[-1].tier != BEST_EFFORT
 
 
 def test_a_document_goes_beside_the_chat(page: Page, serve: Serve) -> None:
@@ -141,6 +162,20 @@ def test_a_late_request_is_explained_in_three_clicks(page: Page, busy: Live) -> 
     assert len(page.all("#timeline > svg rect.prefill")) == 1 and page.all("#timeline > svg rect.other")
 
 
+def test_a_demotion_is_told_of_its_request(page: Page, busy: Live) -> None:
+    busy.engine.history = HISTORY._replace(number=6, events=(Event(6, 0.1, "demotion", "i0", 7),))
+    busy.engine.lives = {7: replace(LIFE, tier=BEST_EFFORT, demoted=Demoted(10.3, "i0", 7, 0.2, 0.6))}
+    page.open(busy.url)
+    page.choose("live")
+    until(lambda: "i0: request 7 became best effort" in page.text("#events"))
+    page.choose("requests")
+    until(lambda: len(page.all("#ended-requests button")) == 3)
+    page.get("#ended-requests button[data-request='7']").click()
+    until(lambda: page.all("#words-of li"))
+    said = "0.300 s  became best effort on i0: its first token is due in 200 ms, but needs 600 ms"
+    assert said in page.text("#words-of")
+
+
 def test_the_keyboard_is_enough(page: Page, busy: Live) -> None:
     page.open(busy.url)
     page.run("document.querySelector('#tab-chat').focus()")
@@ -164,7 +199,7 @@ def test_the_keyboard_is_enough(page: Page, busy: Live) -> None:
     assert unreachable == 0, "what scrolls can be scrolled by keys"
 
 
-@pytest.mark.parametrize("width", [320, 768])
+@pytest.mark.parametrize("width", [320, 390, 768])
 def test_narrow_screens_do_not_scroll_sideways(page: Page, busy: Live, width: int) -> None:
     page.size(width, 640)
     filled(page, busy)
@@ -172,6 +207,19 @@ def test_narrow_screens_do_not_scroll_sideways(page: Page, busy: Live, width: in
         page.choose(name)
         wide = page.run("return document.documentElement.scrollWidth")
         assert wide <= width, name
+        assert width > 390 or not page.run(CUT, name), "tables fit a phone"
+
+
+def test_a_table_that_is_cut_off_says_so_and_scrolls_by_keys(page: Page, busy: Live) -> None:
+    page.size(700, 640)
+    page.open(busy.url)
+    page.choose("live")
+    until(lambda: page.run(CUT, "live") == ["Classes"], lambda: "the name of a class is long")
+    table = "document.querySelector('[aria-label=Classes]')"
+    assert "gradient" in page.run(f"return getComputedStyle({table}).backgroundImage"), "a shadow at its edge"
+    page.run(f"{table}.focus()")
+    page.press(RIGHT)
+    until(lambda: page.run(f"return {table}.scrollLeft") > 0)
 
 
 def test_dark_and_light_follow_the_system(page: Page, busy: Live) -> None:

@@ -187,6 +187,8 @@ def test_a_journal_is_shown_like_a_simulation(
     assert len(listed) == len(jobs) and all(one["output_tokens"] > 0 for one in listed)
     assert snapshots[0]["time"] == 0 and {one["role"] for one in snapshots[0]["instances"]} == {"prefill", "decode"}
     assert sum(len(shot["requests"]) for shot in snapshots) == len(jobs)
+    assert all(one["predicted_ttft"] is not None for one in listed)
+    assert any(shot["ttft"]["predicted"] is not None for shot in snapshots)
     assert "the dashboard is at" in capsys.readouterr().out
 
 

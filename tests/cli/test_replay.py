@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +14,15 @@ import pytest
 from jaxserve.cli.main import main
 from jaxserve.cli.replay import perf_of
 from jaxserve.sched.journal import Journal, replay
+from jaxserve.sched.perf.recipe import Recipe
+from jaxserve.sched.sim import Options, simulate
+from jaxserve.sched.sim.explain import explain
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.timeline import trace, transfers
 from tests.support.parity.asks import ROOMY, asks, setup
 from tests.support.sched.harness import Job
-from tests.support.sched.recorded import perf, recorded
+from tests.support.sched.presets import CHAT, TINY
+from tests.support.sched.recorded import journaled, perf, recorded
 
 
 def replayed(text: str, make: Any = perf) -> Recorder:
@@ -68,6 +73,27 @@ def test_a_replay_shows_what_the_run_was(roles: str) -> None:
     assert len(recorder.placed) >= len(jobs) and len(recorder.requests) == len(jobs)
     for at, _, id, _, _ in recorder.placed:
         assert at >= recorder.requests[id].arrival
+
+
+@pytest.mark.parametrize(("policy", "admission"), [("unified", "none"), ("distserve", "dp")])
+def test_predictions_and_demotions_are_those_of_the_run(policy: str, admission: str) -> None:
+    file, run, recipe = io.StringIO(), Recorder(), Recipe("general", coefficients=TINY.coefficients)
+    simulate(
+        CHAT, policy, "2x1", TINY, qps=250, num_requests=80, options=Options(admission=admission),
+        logs=journaled(file, recipe), recorder=run,
+    )  # fmt: skip
+    text = file.getvalue()
+    again = replayed(text)
+    assert again.predicted == run.predicted and len(run.predicted) > 40
+    assert again.demoted.keys() == run.demoted.keys() and run.demoted
+    for id, one in run.demoted.items():
+        found = again.demoted[id]
+        assert found._replace(at=one.at) == one and found.at == pytest.approx(one.at), "all but the clock is derived"
+        [line] = [line for line in explain(again, id) if "became best effort" in line]
+        assert ("admission control" in line) == (admission == "dp")
+    older = [json.dumps({key: value for key, value in json.loads(line).items() if key != "predicted"})
+             for line in text.splitlines()]  # fmt: skip
+    assert replayed("\n".join(older)).predicted == {}
 
 
 def test_a_wrong_request_or_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

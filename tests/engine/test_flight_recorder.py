@@ -68,9 +68,15 @@ def over_the_wire(life: RequestLife) -> RequestLife:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(life), type=RequestLife)
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "4x1"])
-def test_it_explains_as_a_record_of_the_whole_run(mesh: str) -> None:
-    both, _ = flown(mesh)
+@pytest.mark.parametrize(
+    ("mesh", "policy", "admission"),
+    [("1x1", "kairos", "none"), ("4x1", "kairos", "none"), ("1x1", "slos_serve", "none"), ("1x1", "distserve", "dp")],
+)
+def test_it_explains_as_a_record_of_the_whole_run(mesh: str, policy: str, admission: str) -> None:
+    both, report = flown(mesh, policy, admission=admission)
+    demotions = [event.request for event in both.flight.recent(0).events if event.kind == "demotion"]
+    assert sorted(map(str, demotions)) == sorted(map(str, both.demoted))
+    assert len(demotions) == report.counters.demotions > 0 or policy == "kairos"
     for id in both.requests:
         life = both.flight.life(id)
         assert life is not None

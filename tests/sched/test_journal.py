@@ -142,7 +142,8 @@ def test_a_malformed_line_is_named() -> None:
 @pytest.mark.parametrize(
     ("kind", "field", "value"),
     [("plan", "now", float("nan")), ("plan", "now", 1e308), ("plan", "now", None), ("plan", "at", "\x1b[31mnone"),
-     ("settle", "result", []), ("add", "request", {}), ("instance", "role", "<b>"), ("digest", "digest", "zz"),
+     ("settle", "result", []), ("add", "request", {}), ("add", "predicted", "soon"),
+     ("instance", "role", "<b>"), ("digest", "digest", "zz"),
      ("release", "id", 10**30)],
 )  # fmt: skip
 def test_a_record_that_does_not_fit_is_named(kind: str, field: str, value: Any) -> None:

@@ -24,7 +24,7 @@ from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.metrics import measure, stage_allowance
-from jaxserve.sched.sim.record import Moved, Placed, Recorder, Stretch
+from jaxserve.sched.sim.record import Demoted, Moved, Placed, Recorder, Stretch, demoted_on_arrival
 
 STEPS = 30_000
 ROWS = 4_000_000  # running decodes in these steps, 4 bytes each
@@ -107,12 +107,15 @@ class RequestLife:
     moves: tuple[Moved, ...] = ()
     lengths: Mapping[int, int] = field(default_factory=dict)  # tokens of the prompts of requests in the steps, and more
     others: tuple[int, ...] = ()  # of these, requests of other clients
+    demoted: Demoted | None = None
     ended: float | None = None
 
     def recorder(self) -> Recorder:
         """Return the same as a Recorder, for `explain`."""
         made = Recorder()
         made.placed, made.moves = list(self.placed), list(self.moves)
+        if self.demoted is not None:
+            made.demoted[self.id] = self.demoted
         steps = condensed(self.steps, self.id, self.first_token_at)
         made.stretches = [_stretch(number, step, self.lengths) for number, step in enumerate(steps)]
         found = {span.request for stretch in made.stretches for span in stretch.plan.spans}
@@ -164,24 +167,31 @@ class FlightRecorder:
         self._lengths: dict[int, int] = {}  # of prompts that may be in `_steps`, oldest first
         self._clients: dict[int, str] = {}  # likewise
         self._places: dict[int, tuple[list[Placed], list[Moved]]] = {}  # of running and ended requests
+        self._demoted: dict[int, Demoted] = {}  # likewise
         self._ended: dict[int, tuple[RequestLife, EndedRequest]] = {}  # oldest first
 
     def instance(self, name: str, then: Log) -> Log:
         """Return the log of one instance. It passes all records on to `then`."""
         plans: dict[int, StepPlan] = {}
         reserved: dict[int, float] = {}
-        counted = [0, 0]  # demotions and preemptions so far
+        preemptions = 0  # so far
 
         def log(kind: str, **fields: Any) -> None:
+            nonlocal preemptions
             then(kind, **fields)
             if kind == "planned":
                 plans[fields["plan"].step] = fields["plan"]
-                self._count(name, counted)
+                before, preemptions = preemptions, self._schedulers[name].counters.preemptions
+                if preemptions > before:  # by the plan before: they have no record of their own
+                    self._event("preemption", name, amount=preemptions - before)
             elif kind in ("settle", "suspend"):
                 result = fields["result"]
                 self._step(name, plans.pop(result.step, None), result)
             elif kind == "add":
                 self._add(name, fields["request"])
+            elif kind == "demoted":
+                id = fields["id"]
+                self._demote(Demoted(self._now(), name, id, fields["due"], fields["needs"]))
             elif kind == "reserve":
                 reserved[fields["id"]] = self._now()  # repeated until there is room: the last one counts
             elif kind == "unreserve":
@@ -208,15 +218,9 @@ class FlightRecorder:
         client = "" if request is None else self._clients.get(request, "")
         self._events.append((self._now(), Event(self._number, 0.0, kind, instance, request, client, text, amount)))
 
-    def _count(self, name: str, counted: list[int]) -> None:
-        """Record demotions and preemptions of the plan before, which have no record of their own."""
-        counters = self._schedulers[name].counters
-        found = [counters.demotions, counters.preemptions]
-        if found != counted:
-            for kind, now, before in zip(("demotion", "preemption"), found, counted, strict=True):
-                if now > before:
-                    self._event(kind, name, amount=now - before)
-            counted[:] = found
+    def _demote(self, demoted: Demoted) -> None:
+        self._demoted[demoted.request] = demoted
+        self._event("demotion", demoted.instance, demoted.request)
 
     def _add(self, name: str, request: Request) -> None:
         one, id = self._schedulers[name], request.id
@@ -229,6 +233,8 @@ class FlightRecorder:
         placed, _ = self._places.setdefault(id, ([], []))
         before = placed[-1].instance if placed else ""
         placed.append(Placed(self._now(), name, id, one.waiting, one.prefill_backlog))
+        if id not in self._demoted and (demoted := demoted_on_arrival(request, self._now(), name)) is not None:
+            self._demote(demoted)
         if one.role is Role.DECODE:
             self._event("deflection", name, id)
         elif again:
@@ -281,6 +287,7 @@ class FlightRecorder:
             oldest = next(iter(self._ended))
             self._tokens -= len(self._ended.pop(oldest)[0].token_times)
             self._places.pop(oldest, None)
+            self._demoted.pop(oldest, None)
 
     def recent(self, since: int) -> Recent:
         """Return what has happened since; everything if `since` is of another start."""
@@ -316,7 +323,10 @@ class FlightRecorder:
         )
         lengths = dict(self._lengths)  # the engine's thread has no time to look which of them are in the steps
         others = () if client is None else tuple(id for id in lengths if self._clients[id] != client)
-        return replace(life, steps=steps, placed=tuple(placed), moves=tuple(moves), lengths=lengths, others=others)
+        demoted = self._demoted.get(life.id)
+        return replace(
+            life, steps=steps, placed=tuple(placed), moves=tuple(moves), lengths=lengths, others=others, demoted=demoted
+        )
 
 
 def _life(request: Request, predicted: float | None) -> RequestLife:

@@ -13,7 +13,7 @@ function logarithmic(low, high) {
   };
 }
 
-const SCALES = { ttft: logarithmic(20, 60000), tpot: logarithmic(5, 2000) };
+const SCALES = { ttft: logarithmic(20, 3600000), tpot: logarithmic(5, 60000) };
 
 function milliseconds(value) {
   return value === undefined ? "–" : seconds(value / 1e3);
@@ -27,6 +27,7 @@ export class Chat {
     this.model = null;
     for (const name of ["ttft", "tpot"]) get(name).addEventListener("input", () => this.label());
     get("words").addEventListener("input", () => this.label());
+    get("no-objectives").addEventListener("change", () => this.label());
     get("chat-form").addEventListener("submit", (event) => this.send(event));
     get("document-form").addEventListener("submit", (event) => this.sendDocument(event));
     get("chat-clear").addEventListener("click", () => this.clear());
@@ -48,7 +49,8 @@ export class Chat {
 
   label() {
     for (const name of ["ttft", "tpot"]) {
-      const said = milliseconds(SCALES[name].value(Number(get(name).value)));
+      get(name).disabled = get("no-objectives").checked;
+      const said = get(name).disabled ? "–" : milliseconds(SCALES[name].value(Number(get(name).value)));
       get(`${name}-value`).textContent = said;
       get(name).setAttribute("aria-valuetext", said);
     }
@@ -87,6 +89,7 @@ export class Chat {
   }
 
   objectives() {
+    if (get("no-objectives").checked) return { service_tier: "best_effort" };
     const goals = ["ttft", "tpot"].map((name) => [`${name}_slo_ms`, SCALES[name].value(Number(get(name).value))]);
     return Object.fromEntries(goals);
   }

@@ -9,7 +9,7 @@ const EVENTS = 200;
 
 const WORDS = {
   stop: (one) => `${one.instance}: a prefill step was stopped for more urgent work`,
-  demotion: (one) => `${one.instance}: ${requests(one.count)} became best effort`,
+  demotion: (one) => `${one.instance}: ${named(one)} became best effort`,
   deflection: (one) => `${one.instance}: the prompt of ${named(one)} was given to this decode instance`,
   move: (one) => `${one.instance}: ${named(one)} came with its KV from ${one.text}`,
   reroute: (one) => `${one.instance}: ${named(one)} was sent on from ${one.text}`,
@@ -27,8 +27,9 @@ function named(event) {
   return event.request === null ? "a request" : `request ${event.request}`;
 }
 
-function cells(...values) {
-  return values.map((value) => element("td", {}, value));
+// Returns cells; those of a `less` column are left out on narrow screens.
+function cells(values, className = "") {
+  return values.map((value) => element("td", { className }, value));
 }
 
 function step(one) {
@@ -43,10 +44,11 @@ function instance(one) {
   const usage = element("meter", { max: 1, high: 0.9, value: one.kv_usage, title: `${one.pages_held} of ${one.pages} pages` });
   usage.setAttribute("aria-label", `KV cache of ${one.name}`);
   const kv = element("td", {}, usage, ` ${percent(one.kv_usage)}`);
-  const name = element("th", { scope: "row" }, one.name);
+  const name = element("th", { scope: "row", className: "name" }, one.name, element("small", { className: "narrow" }, ` ${one.role}`));
   const late = one.slack !== null && one.slack < 0;
   const slack = element("td", { className: late ? "bad" : "" }, seconds(one.slack));
-  return element("tr", {}, name, ...cells(one.role, step(one), String(one.running), String(one.waiting)), kv, slack);
+  const [role, running] = cells([one.role, String(one.running)], "less");
+  return element("tr", {}, name, role, ...cells([step(one)]), running, ...cells([String(one.waiting)]), kv, slack);
 }
 
 function busy(one) {
@@ -55,10 +57,10 @@ function busy(one) {
 
 function classRow([name, one]) {
   const on = element("td", { className: one.attainment !== null && one.attainment < 0.9 ? "bad" : "" }, percent(one.attainment));
-  const counts = [one.waiting, one.running, one.ended].map(String);
+  const counts = [...cells([one.waiting, one.running].map(String), "less"), ...cells([String(one.ended)])];
   const slacks = [one.ttft_slack, one.tpot_slack].map((value) =>
     element("td", { className: value !== null && value < 0 ? "bad" : "" }, seconds(value)));
-  return element("tr", {}, element("th", { scope: "row" }, name), ...cells(...counts), on, ...slacks);
+  return element("tr", {}, element("th", { scope: "row", className: "name" }, name), ...counts, on, ...slacks);
 }
 
 function eventLine(one) {

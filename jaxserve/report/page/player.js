@@ -10,6 +10,7 @@ export class Player {
     this.snapshots = run.snapshots;
     this.timer = null;
     get("player").hidden = false;
+    get("predictions").hidden = !run.snapshots.some((one) => one.requests.some((each) => each.predicted_ttft !== null));
     get("moment").max = this.snapshots.length - 1;
     get("moment").addEventListener("input", () => this.go(Number(get("moment").value)));
     get("play").addEventListener("click", () => this.toggle());

@@ -68,8 +68,8 @@ export class Requests {
     const words = verdict(one);
     const on = element("td", { className: words === "late" ? "bad" : words === "yes" ? "good" : "" }, words);
     const times = [time(one.ttft, one.ttft_slo), time(one.tpot, one.tpot_slo)];
-    const cells = [one.class, String(one.prompt_tokens), String(one.output_tokens)];
-    return element("tr", {}, element("td", {}, open), on, ...times, ...cells.map((value) => element("td", {}, value)));
+    const sizes = [one.prompt_tokens, one.output_tokens].map((value) => element("td", { className: "less" }, String(value)));
+    return element("tr", {}, element("td", {}, open), on, ...times, element("td", { className: "name" }, one.class), ...sizes);
   }
 
   async choose(id) {

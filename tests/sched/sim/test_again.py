@@ -4,45 +4,22 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import IO
 
 import pytest
 
 from jaxserve.cli.replay import show
 from jaxserve.sched.api.errors import InvalidValue
-from jaxserve.sched.api.log import Log
-from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.slo import SLO, THINKING
-from jaxserve.sched.journal import Journal, Replay, replay
+from jaxserve.sched.journal import Replay, replay
 from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.sim import simulate
 from jaxserve.sched.sim.again import again, rows
 from jaxserve.sched.sim.arrival import Arrival
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.sim.options import Options
-from jaxserve.sched.sim.simulate import Logs
 from tests.support.sched.harness import COEFFICIENTS, Job
-from tests.support.sched.recorded import perf, recorded
-
-
-def journaled(file: IO[str], recipe: Recipe, options: Mapping[str, object] | None = None) -> Logs:
-    """Record a simulation in the form of a server's journal."""
-    journal = Journal(file)
-
-    def logs(name: str, policy: str, limits: Limits, role: Role, prefix_caching: bool) -> Log:
-        return journal.instance(
-            name,
-            policy=policy,
-            limits=limits,
-            role=role,
-            prefix_caching=prefix_caching,
-            perf=recipe.record(),
-            options=options,
-        )
-
-    return logs
+from tests.support.sched.recorded import journaled, perf, recorded
 
 
 @pytest.mark.parametrize("roles", ["1x1", "2x1", "4x1"])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 from jaxserve.sched.api.log import Log
 from jaxserve.sched.api.perf import PerfModel
-from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.perf.recipe import Recipe
+from jaxserve.sched.sim.simulate import Logs
 from tests.support.sched.complete import ROLES
 from tests.support.sched.harness import COEFFICIENTS, Job, SimSetup, every, simulate
 
@@ -33,6 +34,24 @@ def recorded(jobs: list[Job], roles: str | Sequence[Role], policy: str, fail: in
 
     simulate(jobs, mesh, log=log, **setup)
     return file.getvalue()
+
+
+def journaled(file: IO[str], recipe: Recipe, options: Mapping[str, object] | None = None) -> Logs:
+    """Record a simulation in the form of a server's journal."""
+    journal = Journal(file)
+
+    def logs(name: str, policy: str, limits: Limits, role: Role, prefix_caching: bool) -> Log:
+        return journal.instance(
+            name,
+            policy=policy,
+            limits=limits,
+            role=role,
+            prefix_caching=prefix_caching,
+            perf=recipe.record(),
+            options=options,
+        )
+
+    return logs
 
 
 def check_replay(text: str) -> None:
