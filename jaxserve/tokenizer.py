@@ -17,6 +17,7 @@ from jaxserve.tools.budget import Budget, metered, within
 from jaxserve.tools.native import form_of, in_form
 from jaxserve.tools.prompt import as_text, demands_short_ids, has_calls, knows_tools, with_objects, with_short_ids
 from jaxserve.tools.roles import Roles, fitted, unusual
+from jaxserve.tools.variables import variables_of
 from jaxserve.yamlio import text_of
 
 _LOCAL = re.compile(r"name_or_path|is_local|local_files_only|backend|.*_file")  # where files are, not what they say
@@ -147,11 +148,11 @@ class Tokenizer:
         """Render a conversation to a prompt text; `arguments` are further variables of the template.
 
         Tools are given to the template if it knows them; otherwise they, calls and results become text.
-        Roles become those that the template takes (`fitted`). Raises InvalidValue if there is no template or
-        the template raises.
+        Roles become those that the template takes (`fitted`). Raises InvalidValue if there is no template, the
+        template raises, or it would leave a variable out (`variables_of`).
         """
         template = template or self._template
-        taken = set(arguments or ()) & set(inspect.signature(self._hf.apply_chat_template).parameters)
+        taken = set(arguments or ()) & set(inspect.signature(self._hf.apply_chat_template).parameters) - {"documents"}
         if taken:
             raise InvalidValue(
                 f"chat_template_kwargs may not set {', '.join(sorted(taken))[:100]}", "chat_template_kwargs"
@@ -168,10 +169,10 @@ class Tokenizer:
             given = fitted(given, self._roles(template))
         if demands_short_ids(text):
             given = with_short_ids(given)
-        arguments = dict(arguments or {})
-        if form := form_of(text):
+        form = form_of(text)
+        arguments = variables_of(text, form, given, tools, arguments or {})
+        if form is not None:
             given = in_form(form, given, tools or ())
-            arguments |= {form.tools: list(tools)} if tools and form.tools else {}
         forms: Iterable[Sequence[Message]] = [given]
         if has_calls(given):  # some templates read arguments as objects only, others join their text with others
             forms = (form(given) for form in (with_objects, partial(with_objects, wrapped=True), list))

@@ -18,7 +18,10 @@ PAIRS = (
     ("<thinking>", "</thinking>"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("[THINK]", "[/THINK]"),
+    ("Here is my thought process:", "Here is my response:"),
 )
+# How the instructions of Granite 3.2 and 3.3 name the tags. Without them in its prompt an output does not think.
+ASKS = (" 'Here is my thought process:' and", " <think></think> and")
 # Harmony (gpt-oss): every message names its channel, and the answer is in the channel `final`.
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 THOUGHT, FINAL = f"{CHANNEL}analysis", f"{CHANNEL}final"
@@ -65,10 +68,11 @@ def thinking_markers(folder: Path, eos: Iterable[int] = (), template: str | None
     if not closes:
         return ThinkingMarkers()
     starts = tuple(sorted(opens - closes))
+    asks = tuple(filter(None, (_words(folder, ask) for ask in ASKS if ask in template)))
     opens.update((id,) for content, id in added.items() if content in TURNS)
     opens.update((id,) for id in eos)
     header_end = added.get(MESSAGE) if CHANNEL in added else None
-    return ThinkingMarkers(tuple(sorted(opens - closes)), tuple(sorted(closes)), starts, header_end)
+    return ThinkingMarkers(tuple(sorted(opens - closes)), tuple(sorted(closes)), starts, header_end, asks)
 
 
 def _spelled(tokens: Any, marker: str) -> set[Marker]:
@@ -80,6 +84,12 @@ def _spelled(tokens: Any, marker: str) -> set[Marker]:
         spans = zip(encoded.ids, encoded.offsets, strict=True)
         markers.add(tuple(id for id, (low, high) in spans if high > start and low < end))
     return markers
+
+
+def _words(folder: Path, words: str) -> Marker:
+    """Return the tokens of words as they stand in a prompt, without the last, which may be longer there."""
+    tokens = _load(folder)
+    return () if tokens is None else tuple(tokens.encode(words, add_special_tokens=False).ids[:-1])
 
 
 def _load(folder: Path) -> Any:

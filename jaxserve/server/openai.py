@@ -145,6 +145,7 @@ class ChatBody(Sampled):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -164,6 +165,7 @@ class ChatBody(Sampled):
             arguments = {"reasoning_effort": effort, **(thinking_arguments(False) if effort == "none" else {})}
         for given in (self.enable_thinking, self.thinking):
             arguments |= {} if given is None else thinking_arguments(given)
+        arguments |= {"documents": self.documents} if self.documents else {}
         return arguments | (self.chat_template_kwargs or {})
 
 
@@ -185,12 +187,13 @@ class TokenizeBody(Body):
     continue_final_message: bool = False
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
     @property
     def template_arguments(self) -> dict[str, Any]:
         """The variables of the chat template that the request sets."""
-        return dict(self.chat_template_kwargs or {})
+        return {**({"documents": self.documents} if self.documents else {}), **(self.chat_template_kwargs or {})}
 
 
 class DetokenizeBody(Body):

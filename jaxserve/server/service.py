@@ -46,6 +46,7 @@ from jaxserve.tokenizer import Tokenizer
 from jaxserve.tools.definitions import Tools, tools_of
 from jaxserve.tools.events import Parser
 from jaxserve.tools.families import Parsers
+from jaxserve.tools.variables import cites
 
 T = TypeVar("T")
 
@@ -131,7 +132,9 @@ class Service:
         self.limits.of(client).check(body)
         params = params_of(body, self.engine.info.vocab_size, self.sampling_defaults)
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls) if isinstance(body, ChatBody) else None
-        if self.parsers.keeps_special(tools) and isinstance(body, ChatBody):
+        if isinstance(body, ChatBody) and (
+            self.parsers.keeps_special(tools) or cites(self.tokenizer.template_text, body.template_arguments)
+        ):
             params = replace(params, skip_special_tokens=False)
         if (wanted := constraint_of(body, tools)) is not None:
             params = replace(params, structured_outputs=await compiled(self.compiler, wanted))

@@ -61,7 +61,7 @@ class Constraint:
         self._starts: tuple[int, ...] = ()  # tokens with which the output may begin to think
         self._header: int | None = None  # the token that ends the header of the answer, while that is written
         self._markers = markers if make is not None and markers is not None and markers.closes else None
-        if self._markers is not None:
+        if self._markers is not None and self._markers.asked(prompt):
             self._begin(self._markers, prompt)
 
     def _begin(self, markers: ThinkingMarkers, prompt: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from jaxserve.tools.listed import FUNCTOOLS, PHI, granite, phi4_mini, phi4_mini_
 from jaxserve.tools.llama import OLMO, TAG, llama3_json, olmo3, pythonic
 from jaxserve.tools.mistral import MARKER, mistral
 from jaxserve.tools.prompt import knows_tools
-from jaxserve.tools.reasoning import MISTRAL, THINK, Chain, Plain, Tags, Thinking
+from jaxserve.tools.reasoning import GRANITE, MISTRAL, RESPONSE, THINK, Chain, Plain, Tags, Thinking
 from jaxserve.tools.tagged import MINIMAX, minimax_m2, qwen3_coder
 
 TOOL_PARSERS: dict[str, Maker] = {
@@ -43,6 +43,8 @@ REASONING_TAGS: dict[str, Tags] = {
     "qwen3": THINK,
     "minimax_m2": THINK,
     "mistral": MISTRAL,
+    "granite": GRANITE,
+    "granite_3_3": THINK,
 }
 REASONING_PARSERS = (*REASONING_TAGS, "gpt_oss")
 # Their markers are special tokens, which the text must keep for them.
@@ -106,7 +108,8 @@ class Parsers(NamedTuple):
             if tools is not None and not tools.parallel:
                 first = FirstCall(first)
         elif self.reasoning is not None:
-            first = Thinking(REASONING_TAGS[self.reasoning], prompt)
+            around = RESPONSE if self.reasoning == "granite_3_3" else None
+            first = Thinking(REASONING_TAGS[self.reasoning], prompt, around)
         if first is not None and second is not None:
             return Chain(first, second)
         return first or second or Plain()
@@ -161,7 +164,9 @@ def _tool_family(template: str) -> str:
 def _reasoning_family(template: str) -> str:
     if CHANNEL in template and "analysis" in template:
         return "gpt_oss"
-    for name, tags in (("mistral", MISTRAL), ("qwen3", THINK)):
+    if ROLE in template and all(tag in template for tag in RESPONSE):
+        return "granite_3_3"
+    for name, tags in (("mistral", MISTRAL), ("granite", GRANITE), ("qwen3", THINK)):
         if any(tag in template for tag in tags):  # some begin the thinking, and never write its end
             return name
     return "none"

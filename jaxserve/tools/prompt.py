@@ -24,7 +24,12 @@ To call a tool, answer with its name and arguments as one JSON object between ta
 
 def knows_tools(template: str) -> bool:
     """Return whether a chat template renders tools."""
-    return re.search(r"\btools\b", template) is not None
+    return knows(template, "tools")
+
+
+def knows(template: str, name: str) -> bool:
+    """Return whether a chat template reads a variable."""
+    return re.search(rf"\b{name}\b", template) is not None
 
 
 def has_calls(messages: Sequence[Message]) -> bool:

@@ -9,6 +9,8 @@ from jaxserve.tools.scan import Finder, Marks, Trim
 Tags = tuple[str, str]  # beginning and end of the thinking
 THINK: Tags = ("<think>", "</think>")
 MISTRAL: Tags = ("[THINK]", "[/THINK]")
+GRANITE: Tags = ("Here is my thought process:", "Here is my response:")  # 3.2
+RESPONSE: Tags = ("<response>", "</response>")  # around the answer of Granite 3.3 after its thinking
 
 
 class Thinking:
@@ -17,7 +19,8 @@ class Thinking:
     Whitespace around the thinking belongs to neither part.
     """
 
-    def __init__(self, tags: Tags, prompt: str) -> None:
+    def __init__(self, tags: Tags, prompt: str, around: Tags | None = None) -> None:
+        """around: tags of the answer after thinking, which are no part of it."""
         opening, closing = tags
         self._state = "thinking" if prompt.rstrip().endswith(opening) else "begin"
         self._begin = Match(Pattern((SPACE, text(opening))))
@@ -25,6 +28,8 @@ class Thinking:
         self._end = Finder(Marks(closing))
         self._part = Trim(True)  # the thinking
         self._trim = False  # drop whitespace at the beginning of the answer
+        self._around = around
+        self._answer: Parser = Plain()
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
@@ -41,18 +46,19 @@ class Thinking:
             events += self._reasoning(before)
             if mark:
                 self._state, self._trim = "answer", True
+                self._answer = Plain() if self._around is None else Inside(self._around)
         if self._state == "answer" and at < len(text):
             text = text[at:].lstrip() if self._trim else text[at:]
             if text:
                 self._trim = False
-                events.append(Event("content", text))
+                events += self._answer.feed(text)
         return events
 
     def finish(self) -> list[Event]:
         if self._state == "thinking":
             return self._reasoning(self._end.rest())
         text, self._held = "".join(self._held) if self._state == "begin" else "", []
-        return [Event("content", text)] if text else []
+        return [*self._answer.feed(text), *self._answer.finish()]
 
     def _reasoning(self, text: str) -> list[Event]:
         kept = self._part.add(text)
@@ -67,6 +73,41 @@ class Plain:
 
     def finish(self) -> list[Event]:
         return []
+
+
+class Inside:
+    """Reads an answer between tags, and drops them with the whitespace inside; without the first it is all content."""
+
+    def __init__(self, tags: Tags) -> None:
+        self._begin = Match(Pattern((SPACE, text(tags[0]))))
+        self._held: list[str] = []  # while it may be the first tag
+        self._end = Finder(Marks(tags[1]))
+        self._part = Trim(True)
+        self._plain = False
+
+    def feed(self, text: str) -> list[Event]:
+        at = 0
+        if not self._begin.decided:
+            at = self._begin.read(text, 0)
+            self._held.append(text[:at])
+            if self._begin.failed:
+                self._plain, text, at = True, "".join(self._held) + text[at:], 0
+        if self._plain or not self._begin.decided:
+            return _content(text[at:])
+        made = ""
+        while at < len(text):
+            before, _, at = self._end.read(text, at)
+            made += self._part.add(before)
+        return _content(made)
+
+    def finish(self) -> list[Event]:
+        if self._plain:
+            return []
+        return _content(self._part.add(self._end.rest()) if self._begin.decided else "".join(self._held))
+
+
+def _content(text: str) -> list[Event]:
+    return [Event("content", text)] if text else []
 
 
 class Chain:

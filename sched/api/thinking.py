@@ -47,15 +47,26 @@ class ThinkingMarkers:
     closes: tuple[Marker, ...] = ()
     starts: tuple[Marker, ...] = ()  # those of `opens` with which thinking itself begins
     header_end: int | None = None  # the token at which the text of an answer begins, if it has a header
+    asks: tuple[
+        Marker, ...
+    ] = ()  # instructions to think, without which in its prompt no output thinks; (): none needed
 
     def after(self, prompt: Sequence[int]) -> ThinkingEnd | None:
         """Return the detector for the output to `prompt`, or None if the output begins with the answer.
 
         The last marker in the prompt decides. Without a marker the output begins with thinking.
         """
-        if not self.closes:
+        if not self.closes or not self.asked(prompt):
             return None
         return None if self.last(prompt) in self.closes else self._following(prompt)
+
+    def asked(self, prompt: Sequence[int]) -> bool:
+        """Return whether an output to `prompt` may think."""
+        return not self.asks or any(
+            tuple(prompt[max(0, end - len(ask)) : end]) == ask
+            for ask in self.asks
+            for end in _ends(prompt, frozenset(ask[-1:]))
+        )
 
     def last(self, prompt: Sequence[int]) -> Marker | None:
         """Return the last marker in a prompt, the longest of those that end there, or None."""

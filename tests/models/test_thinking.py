@@ -128,6 +128,26 @@ def test_the_final_channel_of_gpt_oss(tmp_path: Path) -> None:
     assert read(earlier, thought) is None and read(earlier, thought + final) is not None
 
 
+IN_WORDS = "after 'Here is my thought process:' and write the answer after 'Here is my response:' please"
+IN_TAGS = "between <think></think> and write the answer between <response></response> please"
+
+
+@pytest.mark.parametrize(("words", "thought"), [
+    (IN_WORDS, "Here is my thought process:\n\nSo it is.\n\nHere is my response:"),
+    (IN_TAGS, "<think>So it is.</think>"),
+])  # fmt: skip
+def test_a_model_that_thinks_only_if_its_prompt_says_so(tmp_path: Path, words: str, thought: str) -> None:
+    """Otherwise `Here is` would begin the thinking of an output that a grammar holds, and nothing would end it."""
+    template = f"<|start_of_role|>system<|end_of_role|>{{% if thinking %}}Write thoughts {words}.{{% endif %}}<|end|>"
+    tokens = make(tmp_path, ["<|start_of_role|>", "<|end_of_role|>", "<|end|>"], template)
+    markers = thinking_markers(tmp_path, [tokens.token_to_id("<|end|>")])
+    read, rest = reader(tokens, markers), "<|start_of_role|>user<|end_of_role|>How?<|end|>"
+    on, off = Template(template).render(thinking=True) + rest, Template(template).render() + rest
+    assert read(on, thought + "\n7") is not None and read(on, "7") is None
+    assert read(off, thought + "\n7") == 0, "the whole output is the answer"
+    assert markers.asked(tokens.encode(on).ids) and not markers.asked(tokens.encode(off).ids)
+
+
 @pytest.mark.parametrize("file", [False, True])
 @pytest.mark.parametrize(("template", "thinks"), [(QWEN3, True), ("{{ messages }}", False)])
 def test_parser_and_engine_read_the_same_template(tmp_path: Path, template: str, file: bool, thinks: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,13 @@ def test_the_header_of_an_answer_is_free() -> None:
     assert len(allowed(one)) == 256
     one.tell((60, MESSAGE))
     assert allowed(one) == {97}
+
+
+def test_a_grammar_holds_at_once_where_the_prompt_asks_for_no_thinking() -> None:
+    """As of Granite 3.2, whose thinking begins with words that an answer may have too."""
+    asked = replace(MARKERS, asks=((7, 8),))
+    assert allowed(made(prompt=(7, 8, TURN), markers=asked)) == {97, OPEN}
+    assert allowed(made(prompt=(7, TURN, 8, TURN), markers=asked)) == {97}
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6))

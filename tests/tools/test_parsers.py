@@ -389,6 +389,12 @@ THOUGHTS = [
         "Yes",
     ),
     ("qwen3", "", "  <thin> no", "", "  <thin> no"),
+    ("granite", "", "Here is my thought process: hm\nHere is my response: Yes.", "hm", "Yes."),
+    ("granite", "", "Here is my thought: no", "", "Here is my thought: no"),
+    ("granite_3_3", "", "<think>hm</think>\n\n<response>\nYes, </resp>. </response>\n", "hm", "Yes, </resp>."),
+    ("granite_3_3", "", "<think>hm</think><resp> Yes", "hm", "<resp> Yes"),
+    ("granite_3_3", "", "<think>hm</think><res", "hm", "<res"),
+    ("granite_3_3", "", "<response>Yes</response>", "", "<response>Yes</response>"),  # the model was not told of it
 ]
 
 

@@ -88,6 +88,8 @@ SERVED = (
     Served("gemma2-9b", 1, wanted=("decode",), layers=4),
     Served("gemma3-4b", 1, wanted=("decode",), layers=8),
     Served("glm4-9b", 1, wanted=("decode",), layers=4),
+    Served("glm4-9b-chat", 1, wanted=("decode",), layers=4),
+    Served("deepseek-v3", 8, wanted=("decode",), layers=4),
     Served("granite3.3-8b", 1, wanted=("decode",), layers=4),
     Served("mistral-7b", 1, wanted=("decode",), layers=4),
     Served("mixtral-8x7b", 1, wanted=("decode",), layers=4),
