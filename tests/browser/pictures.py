@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -79,10 +80,10 @@ def answers(url: str) -> bool:
 
 def save(page: Page, name: str, height: int) -> None:
     """Save what the page shows as an image of few colors."""
-    page.size(WIDTH, height)
     page.driver.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
+    page.size(WIDTH, height)
     shot = Image.open(io.BytesIO(page.driver.get_screenshot_as_png())).convert("RGB")
-    ranked = sorted(shot.getcolors(1 << 24) or [], reverse=True)[:COLORS]
+    ranked: list[Any] = sorted(shot.getcolors(1 << 24) or [], reverse=True)[:COLORS]
     palette = Image.new("P", (1, 1))
     palette.putpalette([value for _, color in ranked for value in color])
     shot.quantize(palette=palette, dither=Image.Dither.NONE).save(FOLDER / f"dashboard-{name}.png", optimize=True)
