@@ -1,7 +1,7 @@
 """Digest what the files under some paths do: tracked and new files, without comments, docstrings, docs and results.
 
 `+compiled` among the paths: also what only an accelerator runs or compiles. A path ".": all files, as they are written.
-The gate's bounds, which nothing else reads, count where they are named.
+The gate's bounds and the notebooks, which nothing else reads, count where they are named.
 """
 
 import ast
@@ -11,11 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-SKIPPED = re.compile(r".*\.md|(docs|benchmarks/results|examples)/.*|mkdocs\.yml|\.ci/nightly\.passed")
-BOUNDS = "pallas_kernels/gate/bounds.json"
+SKIPPED = re.compile(r".*\.md|(docs|benchmarks/results)/.*|mkdocs\.yml|\.ci/nightly\.passed")
+BOUNDS, EXAMPLES = "pallas_kernels/gate/bounds.json", "examples"
 COMPILED = re.compile(
     r"pallas_kernels/(gate|mosaic|tuned)/.*|pallas_kernels/ptxas\.py|pallas_kernels/ops/.*(hopper|cases).*"
-    r"|jaxserve/engine/startup/aot\.py|configs/device/.*"
+    r"|jaxserve/engine/startup/aot(_tpu)?\.py|configs/device/.*"
 )
 
 
@@ -44,6 +44,8 @@ def main(paths: list[str]) -> None:
     found = files([*asked, "pyproject.toml"])
     if BOUNDS not in asked:
         found = [name for name in found if name != BOUNDS]
+    if EXAMPLES not in asked:
+        found = [name for name in found if not name.startswith(f"{EXAMPLES}/")]
     if not {"+compiled", "."} & {*paths}:
         found = [name for name in found if not COMPILED.fullmatch(name)]
     read = Path.read_bytes if "." in asked else meaning

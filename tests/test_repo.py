@@ -287,7 +287,10 @@ def test_the_nightly_script_resumes(repo: Path, tmp_path: Path) -> None:
     """A step runs again after it failed, or after a change of what it reads; nothing else makes it run."""
     steps = 'step one "src pallas_kernels" bash -c "echo one >>../log"\n'
     steps += 'step two . bash -c "echo two >>../log; test ! -e broken"\n'
+    steps += 'step three examples bash -c "echo three >>../log"\n'
     tree = nightly_of(repo, tmp_path, steps)
+    (tree / "examples").mkdir()
+    (tree / "examples" / "a.ipynb").write_text("1")
 
     def run(*names: str) -> tuple[int, list[str]]:
         log = tmp_path / "log"
@@ -295,7 +298,7 @@ def test_the_nightly_script_resumes(repo: Path, tmp_path: Path) -> None:
         done = subprocess.run(["bash", ".ci/nightly", *names], cwd=tree, capture_output=True, text=True)
         return done.returncode, log.read_text().split() if log.exists() else []
 
-    assert run("two") == (0, ["two"])
+    assert run("two", "three") == (0, ["two", "three"])
     assert run() == (0, ["one"])
     assert run() == (0, [])
     (tree / "README.md").write_text("docs change no step")
@@ -305,6 +308,8 @@ def test_the_nightly_script_resumes(repo: Path, tmp_path: Path) -> None:
     assert run() == (1, ["two"]), "a step that failed is not recorded"
     (tree / "broken").unlink()
     assert run() == (0, []), "this digest has passed"
+    (tree / "examples" / "a.ipynb").write_text("2")
+    assert run() == (0, ["three"]), "only a step that names the notebooks reads them"
     (tree / "src" / "a.py").write_text("2")
     assert run() == (0, ["one", "two"])
     (tree / "src" / "a.py").write_text('"""What it does."""\n2  # why')
@@ -316,7 +321,7 @@ def test_the_nightly_script_resumes(repo: Path, tmp_path: Path) -> None:
         (tree / path).touch()
         assert run() == (0, ["two"]), "a step that compiles no kernels does not read it"
     (tree / "pyproject.toml").write_text("[project]\nname\n[tool.importlinter]\n1")
-    assert run() == (0, ["one", "two"]), "every step reads the project"
+    assert run() == (0, ["one", "two", "three"]), "every step reads the project"
     (tree / "pyproject.toml").write_text("[project]\nname\n[tool.importlinter]\n2")
     assert run() == (0, ["two"])
 
