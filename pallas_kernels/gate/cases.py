@@ -26,7 +26,11 @@ GPU = (
     "pallas_kernels.ops.kv_pages.cases",
     "jaxserve.engine.startup.aot",
 )
-TPU = ("pallas_kernels.ops.paged_attention.tpu.cases", "pallas_kernels.attention.cases")
+TPU = (
+    "pallas_kernels.ops.paged_attention.tpu.cases",
+    "pallas_kernels.attention.cases",
+    "jaxserve.engine.startup.aot_tpu",
+)
 KERNELS_HOLD, STEPS_HOLD = 1 << 26, 1 << 20
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
+from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +19,7 @@ from typing import Any
 import nbformat
 import pytest
 
+from jaxserve.cli import flags
 from tests.support.examples import cases
 
 # Appended to the notebook's cells: start an engine and read from it on the kernel's loop.
@@ -117,6 +121,23 @@ def test_a_notebook_runs_in_a_kernel(name: str, books: dict[str, Any], repo: Pat
         shares = [tuple(map(float, re.findall(rf"{policy} at \d+/s: ([\d.]+)%", "".join(said)))) for policy in
                   ("OnTime", "kairos")]  # fmt: skip
         assert len(shares[0]) == 3 and all(mine > theirs for mine, theirs in zip(*shares, strict=True))
+
+
+@pytest.mark.parametrize(("machine", "devices"), [("v5e-1", ["/dev/vfio/0"]), ("v5e-8", ["/dev/accel0"] * 8)])
+def test_the_compile_gate_has_the_server_of_a_tpu(
+    machine: str, devices: list[str], books: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its programs are compiled for what the notebook's cell asks on that machine."""
+    from jaxserve.engine.startup.aot_tpu import NOTEBOOK
+
+    (source,) = (cell.source for cell in codes(books["serve"]) if "DEVICE = extra()" in cell.source)
+    monkeypatch.setattr("glob.glob", lambda pattern: [name for name in devices if fnmatch(name, pattern)])
+    names: dict[str, Any] = {"extra": lambda: "[tpu]", "glob": glob}
+    exec(source, names)
+    parser = flags.TeachingParser()
+    flags.add_arguments(parser)
+    asked = flags.config_of(parser.parse_args(names["flags"]))
+    assert replace(asked, port=NOTEBOOK[machine].port) == NOTEBOOK[machine]
 
 
 @pytest.fixture

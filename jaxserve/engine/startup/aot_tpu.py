@@ -1,0 +1,63 @@
+"""Cases of the compile gate for whole steps on TPUs: what `examples/serve.ipynb` runs on a v5e-1 and on a v5e-8.
+
+`python -m pallas_kernels.gate --target tpu:v5e` finds them by the name of this module. A step on a TPU needs none of
+the instructions of a Hopper GPU, and there are no CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from jaxserve.config import ServeConfig, parse_mesh
+from jaxserve.engine.memory import kv
+from jaxserve.engine.programs.mesh import plan_mesh
+from jaxserve.engine.startup.aot import segment, steps
+from jaxserve.engine.startup.build import ExecutorConfig, random_init
+from jaxserve.models.layers import Part
+from jaxserve.models.published import published_spec
+from jaxserve.models.spec import ModelSpec
+from pallas_kernels.gate.cases import Step
+
+MODEL, LENGTH = "qwen3-0.6b", 4096
+# The settings of the notebook's server by machine; tests/notebooks compares them with its cell. Without --mesh, an
+# instance takes all chips, here one.
+NOTEBOOK = {
+    "v5e-1": ServeConfig(model=MODEL, max_model_len=LENGTH, max_num_seqs=16),
+    "v5e-8": ServeConfig(model=MODEL, max_model_len=LENGTH, max_num_seqs=16, mesh="4x2"),
+}
+
+
+def cases() -> list[Step]:
+    """Return the largest decode step, step with prompts, sampling and segment of an instance on each machine."""
+    return [step for settings in NOTEBOOK.values() for step in served(settings)]
+
+
+def served(settings: ServeConfig) -> Iterator[Step]:
+    """Yield the steps of one of a server's instances; without `--all`, the gate compiles the segment of a layer."""
+    spec, mesh = published_spec(MODEL), settings.mesh or "1x1"
+    named, config = f"notebook {MODEL} {mesh}", partial(executor_config, settings, spec)
+    _, tp = parse_mesh(mesh)
+    for step in (*steps(named, config, tp, layers=spec.layers), segment(named, config, tp, Part.WHOLE)):
+        yield replace(step, needs=frozenset(), command_buffers=None, usual="segment" in step.name)
+
+
+def executor_config(settings: ServeConfig, spec: ModelSpec, backend: str) -> ExecutorConfig:
+    """Return the settings of a server's executors on TPUs, as `assemble.build` reads them, with the kernel named."""
+    length = settings.max_model_len or spec.max_positions
+    return ExecutorConfig(
+        spec.for_length(length),
+        random_init(),
+        plan_mesh(settings.mesh or "1x1"),
+        settings.rows("tpu"),
+        settings.step_tokens("tpu"),
+        length,
+        dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        page_size=settings.block_size or kv.default_page_size("tpu"),
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        attention_backend=backend,
+        cascade_attention=settings.cascade_attention,
+        preempt_boundary=settings.preempt_boundary,
+    )
