@@ -114,6 +114,7 @@ def choose(target: Target, modules: Sequence[str], patterns: Sequence[str], ever
     cases = collect(modules or usual)
     jax = tuple(int(part) for part in version("jax").split(".")[:2])
     cases = [case for case in cases if jax >= case.least_jax and target.memory >= case.least_memory]
+    cases = [case for case in cases if case.target in ("", target.name)]
     if patterns:
         cases = [case for case in cases if any(fnmatch.fnmatchcase(case.name, f"*{pattern}*") for pattern in patterns)]
     elif not everything:

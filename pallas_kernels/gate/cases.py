@@ -44,6 +44,7 @@ class Compilable:
     needs: frozenset[str] = frozenset()  # instructions that the machine code must contain: "wgmma", "mma", "tma"
     least_jax: tuple[int, int] = (0, 10)  # the oldest jax version that supports it
     least_memory: int = 0  # bytes of the smallest device that holds the program
+    target: str = ""  # the only target to compile for; "": all of its platform
     usual: bool = True  # whether every run compiles it; other cases need `--all`
     devices: int = 1  # of the mesh
     held: int = 0  # arguments of more bytes than this are pools or weights, which must not be copied

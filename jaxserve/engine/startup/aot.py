@@ -195,23 +195,16 @@ def served_steps(served: Served) -> Iterator[Step]:
         yield replace(step, least_memory=served.memory)
     if served.segments:
         for part in Part:
+            kind = f"segment {part.value}"
             boundary = "layer" if part is Part.WHOLE else "op"
-            yield segment(named, partial(config_of, served, boundary=boundary), served.tp, part, served.usual)
-
-
-def segment(
-    named: str, config: Callable[[str], ExecutorConfig], tp: int, part: Part, usual: tuple[str, ...] = ()
-) -> Step:
-    """Return a segment of the model's first layer, for the engine that `config` returns for an attention backend."""
-    kind = f"segment {part.value}"
-    return Step(
-        f"{named} {kind}",
-        partial(_program, config, partial(_segment, part=part)),
-        devices=tp,
-        needs=frozenset() if part is Part.FEED else frozenset({"tma", "wgmma"}),
-        usual=kind in usual,
-        layers=1,
-    )
+            yield Step(
+                f"{named} {kind}",
+                partial(_program, partial(config_of, served, boundary=boundary), partial(_segment, part=part)),
+                devices=served.tp,
+                needs=frozenset() if part is Part.FEED else frozenset({"tma", "wgmma"}),
+                usual=kind in served.usual,
+                layers=1,
+            )
 
 
 def config_of(served: Served, backend: str, boundary: str = "chunk") -> ExecutorConfig:

@@ -13,14 +13,14 @@ from functools import partial
 from jaxserve.config import ServeConfig, parse_mesh
 from jaxserve.engine.memory import kv
 from jaxserve.engine.programs.mesh import plan_mesh
-from jaxserve.engine.startup.aot import segment, steps
+from jaxserve.engine.startup.aot import steps
 from jaxserve.engine.startup.build import ExecutorConfig, random_init
-from jaxserve.models.layers import Part
 from jaxserve.models.published import published_spec
 from jaxserve.models.spec import ModelSpec
 from pallas_kernels.gate.cases import Step
 
 MODEL, LENGTH = "qwen3-0.6b", 4096
+LAYERS = 4  # of a step with prompts: all 28 take ten minutes on a busy machine
 # The settings of the notebook's server by machine; tests/notebooks compares them with its cell. Without --mesh, an
 # instance takes all chips, here one.
 NOTEBOOK = {
@@ -30,17 +30,20 @@ NOTEBOOK = {
 
 
 def cases() -> list[Step]:
-    """Return the largest decode step, step with prompts, sampling and segment of an instance on each machine."""
+    """Return the largest decode step, and the first layers of the largest step with prompts, on each machine."""
     return [step for settings in NOTEBOOK.values() for step in served(settings)]
 
 
 def served(settings: ServeConfig) -> Iterator[Step]:
-    """Yield the steps of one of a server's instances; without `--all`, the gate compiles the segment of a layer."""
-    spec, mesh = published_spec(MODEL), settings.mesh or "1x1"
-    named, config = f"notebook {MODEL} {mesh}", partial(executor_config, settings, spec)
+    """Yield the steps of one of a server's instances, which the gate compiles with `--all`."""
+    whole, mesh = published_spec(MODEL), settings.mesh or "1x1"
+    few = whole.first_layers(LAYERS)
     _, tp = parse_mesh(mesh)
-    for step in (*steps(named, config, tp, layers=spec.layers), segment(named, config, tp, Part.WHOLE)):
-        yield replace(step, needs=frozenset(), command_buffers=None, usual="segment" in step.name)
+    named = f"notebook {MODEL} {mesh}"
+    for kind, spec, note in (("decode", whole, ""), ("prefill", few, f" {LAYERS} layers")):
+        config = partial(executor_config, settings, spec)
+        for step in steps(named + note, config, tp, wanted=(kind,), layers=spec.layers):
+            yield replace(step, needs=frozenset(), command_buffers=None, target="tpu:v5e")
 
 
 def executor_config(settings: ServeConfig, spec: ModelSpec, backend: str) -> ExecutorConfig:
