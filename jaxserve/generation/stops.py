@@ -89,14 +89,14 @@ class Automaton:
 
 
 class Thinking(NamedTuple):
-    """How the outputs of a request think: the tags of the thinking, and whether their prompt ends with the first."""
+    """How the outputs of a request think: spellings of both tags, and whether their prompt ends with the first tag."""
 
-    opening: str
-    closing: str
+    openings: tuple[str, ...]
+    closings: tuple[str, ...]
     begun: bool
 
 
-def thinking_of(tags: tuple[str, str] | None, prompt: str) -> Thinking | None:
+def thinking_of(tags: tuple[tuple[str, ...], tuple[str, ...]] | None, prompt: str) -> Thinking | None:
     """Return how the outputs after a prompt think; None without tags."""
     return None if tags is None else Thinking(*tags, prompt.rstrip().endswith(tags[0]))
 
@@ -108,8 +108,9 @@ class Thoughts:
     """
 
     def __init__(self, thinking: Thinking) -> None:
-        self._opening, self._closing, begun = thinking
+        self._openings, self._closings, begun = thinking
         self.state: Literal["unknown", "thinking", "answer"] = "thinking" if begun else "unknown"
+        self._longest = max(map(len, self._closings))
         self._before: list[str] = []  # text before the first tag: whitespace, if it is not known yet
         self._tail = ""  # what may be the beginning of a tag; of the last tag it has been emitted
 
@@ -121,19 +122,19 @@ class Thoughts:
             text, self._tail = self._tail + text, ""
             start = text.lstrip()
             self._before.append(text[: len(text) - len(start)])
-            if not start.startswith(self._opening):
-                if self._opening.startswith(start):
+            if not start.startswith(self._openings):
+                if any(opening.startswith(start) for opening in self._openings):
                     self._tail = start
                     return "", ""
                 self.state, self._tail = "answer", start
                 return "", self.flush()
             self.state, text = "thinking", self.flush() + start
         seen = self._tail + text
-        at = seen.find(self._closing)
-        if at < 0:
-            self._tail = seen[max(0, len(seen) - len(self._closing) + 1) :]
+        ends = [at + len(closing) for closing in self._closings if (at := seen.find(closing)) >= 0]
+        if not ends:
+            self._tail = seen[max(0, len(seen) - self._longest + 1) :]
             return text, ""
-        self.state, end = "answer", at + len(self._closing) - len(self._tail)
+        self.state, end = "answer", min(ends) - len(self._tail)
         self._tail = ""
         return text[:end], text[end:]
 

@@ -76,11 +76,14 @@ def thinking_markers(folder: Path, eos: Iterable[int] = (), template: str | None
 
 
 def _spelled(tokens: Any, marker: str) -> set[Marker]:
-    """Return every sequence of tokens that a marker may be encoded as within other text."""
+    """Return every sequence of tokens that a marker may be encoded as within other text.
+
+    Granite 3.2 is told to write "Here is", and may write "Here's".
+    """
     markers = set[Marker]()
-    for before, after in product(BEFORE, AFTER):
-        encoded = tokens.encode(before + marker + after, add_special_tokens=False)
-        start, end = len(before), len(before) + len(marker)
+    for before, text, after in product(BEFORE, {marker, marker.replace("Here is", "Here's")}, AFTER):
+        encoded = tokens.encode(before + text + after, add_special_tokens=False)
+        start, end = len(before), len(before) + len(text)
         spans = zip(encoded.ids, encoded.offsets, strict=True)
         markers.add(tuple(id for id, (low, high) in spans if high > start and low < end))
     return markers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import NamedTuple
 
 from jaxserve.errors import InvalidValue, short
@@ -83,7 +84,7 @@ class Parsers(NamedTuple):
     def tags(self) -> Tags | None:
         """The tags around the thinking; None if it is not told from the answer."""
         if self.reasoning == "gpt_oss":
-            return f"{CHANNEL}analysis", f"{CHANNEL}final"
+            return Tags((f"{CHANNEL}analysis",), (f"{CHANNEL}final",))
         return REASONING_TAGS[self.reasoning] if self.reasoning is not None else None
 
     def start(self, tools: Tools | None, prompt: str) -> Parser:
@@ -164,9 +165,9 @@ def _tool_family(template: str) -> str:
 def _reasoning_family(template: str) -> str:
     if CHANNEL in template and "analysis" in template:
         return "gpt_oss"
-    if ROLE in template and all(tag in template for tag in RESPONSE):
+    if ROLE in template and all(tag in template for tag in chain(*RESPONSE)):
         return "granite_3_3"
     for name, tags in (("mistral", MISTRAL), ("granite", GRANITE), ("qwen3", THINK)):
-        if any(tag in template for tag in tags):  # some begin the thinking, and never write its end
+        if any(tag in template for tag in chain(*tags)):  # some begin the thinking, and never write its end
             return name
     return "none"

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from jaxserve.tools.events import Event, Parser
 from jaxserve.tools.pattern import SPACE, Match, Pattern, text
 from jaxserve.tools.scan import Finder, Marks, Trim
 
-Tags = tuple[str, str]  # beginning and end of the thinking
-THINK: Tags = ("<think>", "</think>")
-MISTRAL: Tags = ("[THINK]", "[/THINK]")
-GRANITE: Tags = ("Here is my thought process:", "Here is my response:")  # 3.2
-RESPONSE: Tags = ("<response>", "</response>")  # around the answer of Granite 3.3 after its thinking
+
+class Tags(NamedTuple):
+    """The texts that begin and end a part of an output, each in every spelling of the family. Immutable."""
+
+    openings: tuple[str, ...]
+    closings: tuple[str, ...]
+
+
+THINK = Tags(("<think>",), ("</think>",))
+MISTRAL = Tags(("[THINK]",), ("[/THINK]",))
+# Granite 3.2 is told to write "Here is", and may write "Here's".
+GRANITE = Tags(
+    ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
+)
+RESPONSE = Tags(("<response>",), ("</response>",))  # around the answer of Granite 3.3 after its thinking
 
 
 class Thinking:
@@ -21,11 +33,10 @@ class Thinking:
 
     def __init__(self, tags: Tags, prompt: str, around: Tags | None = None) -> None:
         """around: tags of the answer after thinking, which are no part of it."""
-        opening, closing = tags
-        self._state = "thinking" if prompt.rstrip().endswith(opening) else "begin"
-        self._begin = Match(Pattern((SPACE, text(opening))))
+        self._state = "thinking" if prompt.rstrip().endswith(tags.openings) else "begin"
+        self._begin = Match(_opened(tags))
         self._held: list[str] = []  # while it may begin with the first tag
-        self._end = Finder(Marks(closing))
+        self._end = Finder(Marks(*tags.closings))
         self._part = Trim(True)  # the thinking
         self._trim = False  # drop whitespace at the beginning of the answer
         self._around = around
@@ -79,9 +90,9 @@ class Inside:
     """Reads an answer between tags, and drops them with the whitespace inside; without the first it is all content."""
 
     def __init__(self, tags: Tags) -> None:
-        self._begin = Match(Pattern((SPACE, text(tags[0]))))
+        self._begin = Match(_opened(tags))
         self._held: list[str] = []  # while it may be the first tag
-        self._end = Finder(Marks(tags[1]))
+        self._end = Finder(Marks(*tags.closings))
         self._part = Trim(True)
         self._plain = False
 
@@ -104,6 +115,11 @@ class Inside:
         if self._plain:
             return []
         return _content(self._part.add(self._end.rest()) if self._begin.decided else "".join(self._held))
+
+
+def _opened(tags: Tags) -> Pattern:
+    """Return the pattern of a text that begins with a tag, after whitespace."""
+    return Pattern(*((SPACE, text(opening)) for opening in tags.openings))
 
 
 def _content(text: str) -> list[Event]:

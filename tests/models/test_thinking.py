@@ -134,6 +134,7 @@ IN_TAGS = "between <think></think> and write the answer between <response></resp
 
 @pytest.mark.parametrize(("words", "thought"), [
     (IN_WORDS, "Here is my thought process:\n\nSo it is.\n\nHere is my response:"),
+    (IN_WORDS, "Here's my thought process:\n\nSo it is.\n\nHere's my response:"),
     (IN_TAGS, "<think>So it is.</think>"),
 ])  # fmt: skip
 def test_a_model_that_thinks_only_if_its_prompt_says_so(tmp_path: Path, words: str, thought: str) -> None:

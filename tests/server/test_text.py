@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
@@ -143,19 +144,23 @@ def test_streamed_stop_strings_match_a_single_search(stops, text, rng):
         assert found in stops and text.startswith(out + found) and len(out + found) == min(ends)
 
 
+PARTS = ["<t>", "<'t>", "</t>", "</'t>", "<", "/t>", "t", "'", " ", "\n"]
+
+
 @pytest.mark.parametrize("begun", [False, True])
-@given(st.lists(st.sampled_from(["<t>", "</t>", "<", "/t>", "t", " ", "\n"]), max_size=8).map("".join), st.randoms())
-def test_thinking_ends_at_its_tag_however_it_is_cut(begun, text, rng):
-    finder, rest, thinking, answer = Thoughts(Thinking("<t>", "</t>", begun)), text, "", ""
+@given(st.lists(st.sampled_from(PARTS), max_size=8).map("".join), st.randoms(), st.sampled_from([4, 40]))
+@example("<t></'t></t>", Random(0), 40)  # both in one piece
+def test_thinking_ends_at_its_tag_however_it_is_cut(begun, text, rng, most):
+    finder, rest, thinking, answer = Thoughts(Thinking(("<t>", "<'t>"), ("</t>", "</'t>"), begun)), text, "", ""
     while rest:
-        cut = rng.randint(1, 4)
+        cut = rng.randint(1, most)
         new = finder.add(rest[:cut])
         assert not (answer and new[0]), "the answer comes last"
         thinking, answer, rest = thinking + new[0], answer + new[1], rest[cut:]
     answer += finder.flush()
     assert thinking + answer == text
-    thinks = begun or text.lstrip().startswith("<t>")
-    end = text.find("</t>") + 4 if "</t>" in text else len(text)
+    thinks = begun or text.lstrip().startswith(("<t>", "<'t>"))
+    end = min((text.find(tag) + len(tag) for tag in ("</t>", "</'t>") if tag in text), default=len(text))
     assert thinking == (text[:end] if thinks else "")
 
 
