@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, inf
+from typing import NamedTuple
 
 import numpy as np
 
-from ..api.instance_view import InstanceView
-from ..api.perf import Load, PerfModel
+from ..api.instance_view import InstanceMemo, InstanceView
+from ..api.perf import Array, Load, PerfModel
 from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request, RequestView, State, tightest
 from ..feasibility import (
@@ -25,41 +26,39 @@ from ..feasibility import (
     tightest_pace,
     with_prompt,
 )
-from ..policies.unified import GAP, SLOWEST, SOON, STRETCH
+from ..policies.unified import GAP, SLOWEST, STRETCH
 from .base import Fleet, Move, Router
 from .role_balancer import FULL, QUIET, RoleBalancer
 
-SURE = 0.9  # share of the time left that a move may take if it ends within SOON
+SURE = 0.9  # share of the time left that a prompt may take elsewhere if it has nothing to lose, or starts at once
 LATELY = 20.0  # seconds over which the offered load is averaged
+NONE: Array = np.zeros(0)
 
 
 class Unified(Router):
-    """A router that places each prompt where it is predicted to finish first, and moves prompts that would be late.
+    """A router that places each prompt where it is predicted to finish first, and moves prompts by their value.
 
-    If an instance cannot finish all its waiting prompts on time, the longest prompt that another
-    instance is predicted to finish in `move_share` of its remaining time moves there, until the others
-    are on time. Distant predictions are uncertain, because more prompts will arrive there; hence
-    `move_share`. A move that takes less than `SOON` may take `SURE` of the remaining time. A prompt
-    that cannot be on time where it waits moves to an instance that can still meet its TTFT.
+    If an instance cannot finish all its waiting prompts on time, the longest one that another instance gains
+    without losing one moves there, until the others are on time. On both, deadlines count as if only 1 - `reserve`
+    of the time to them were left, because more prompts will arrive. A prompt that cannot be on time where it waits
+    moves to an instance that gains it with `SURE` of the time left, and so does one that fits into the next step of
+    a decode instance, before others can arrive.
 
     A decode instance computes prompts in what steps of `share` of the tightest tpot or tbt leave beside
     its decodes, and takes none while prompts wait for its pages or nearly all its slots are taken.
 
-    `early`: move prompts while this share of their remaining time is left, not at the last moment.
     `change_roles`: see role_balancer.py. `decode_in_place`: see the method.
     """
 
     def __init__(
         self,
-        move_share: float = 0.2,
+        reserve: float = 0.7,
         share: float = SHARE,
         stretch: float = STRETCH,
-        early: float = 0.5,
         change_roles: bool = True,
         decode_in_place: bool = True,
     ) -> None:
-        self._move_share = move_share
-        self._early = early
+        self._reserve = reserve
         self._share = share
         self._stretch = stretch
         self._change_roles = change_roles
@@ -67,6 +66,7 @@ class Unified(Router):
         self._seen: dict[int, tuple[int, int]] = {}  # instance -> its state when last examined
         self._offered = _Lately()
         self._role_balancer = RoleBalancer(share)
+        self._servers = InstanceMemo(self._server)
 
     def roles(self, fleet: Fleet) -> Mapping[int, Role]:
         return self._role_balancer.roles(fleet, self._offered.at(fleet.now)) if self._change_roles else {}
@@ -77,8 +77,9 @@ class Unified(Router):
         work = {index: _prompt_time(request, fleet.instances[index], hit) for index, hit in hits.items()}
 
         def done(index: int) -> tuple[float, int, int]:
-            ends = self._server(index, fleet).ends(request, hits[index], work[index])
-            return ends, fleet.instances[index].decode_context, index
+            one = fleet.instances[index]
+            server = self._servers.of(one, fleet.now)
+            return server.start + server.behind + work[index], one.decode_context, index
 
         order = sorted(entries, key=done) if len(entries) > 1 else entries
         self._offered.add(work[order[0]], fleet.now)
@@ -115,75 +116,84 @@ class Unified(Router):
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         moves: list[Move] = []
+        servers: dict[int, _Server] = {}
         for index in fleet.entries:
             one = fleet.instances[index]
             seen = (len(one), one.steps)
             if self._seen.get(index) != seen:  # skip instances without an arrival, an end or a step
                 self._seen[index] = seen
-                moves += self._relieve(index, one, fleet)
+                moves += self._relieve(index, one, fleet, servers)
         return moves
 
-    def _relieve(self, index: int, one: InstanceView, fleet: Fleet) -> list[Move]:
-        """Return moves of waiting prompts that free this instance of late first tokens."""
+    def _relieve(self, index: int, one: InstanceView, fleet: Fleet, servers: dict[int, _Server]) -> list[Move]:
+        """Return moves of waiting prompts that free this instance of late first tokens.
+
+        servers: where prompts may move, by instance, with those that moved there just now; filled if it is empty.
+        """
         view = one.view(fleet.now, max(fleet.now, one.ends))
         rows = view.prefill
         if not len(rows):
             return []
         work, due = remaining_work(view, rows), deadlines(rows)
         able = view.start + work <= due
-        soon = view.start + self._early * (due - view.start)
+        soon = view.start + (1.0 - self._reserve) * (due - view.start)
         soon = np.where(able & (view.start + work > soon), due, soon)
         lost = np.flatnonzero(~able & (due > fleet.now))
-        full = on_time_set(view.start, soon, work).sum() < able.sum()
-        if not full and not len(lost):
+        if not len(lost) and on_time_set(view.start, soon, work).sum() == able.sum():
             return []
-        servers = [
-            self._server(other, fleet)
-            for other, instance in enumerate(fleet.instances)
-            if other != index
-            and instance.accepting
-            and not instance.kv_waiting
-            and instance.running < FULL * instance.limits.rows
-        ]
+        if not servers:
+            servers.update(self._open(fleet))
         moves: list[Move] = []
-
-        def moved(row: int, sure: float) -> bool:
-            request, left = rows[row], float(due[row]) - fleet.now
+        longest = np.flatnonzero(able)
+        longest = longest[np.argsort(-work[longest], kind="stable")]
+        for row in [*lost[np.argsort(work[lost], kind="stable")].tolist(), *longest.tolist()]:
+            if able[row] and on_time_set(view.start, soon, work).sum() == able.sum():
+                break
+            request, hit = rows[row], int(rows.hit[row])
             if request.state is not State.WAITING or request.generated:
-                return False
-            for server in sorted(servers, key=lambda one: (one.free, one.speed)):
-                ends = server.ends(request, int(rows.hit[row]), float(work[row]))
-                if ends - fleet.now <= max(self._move_share * left, min(SOON, sure * left)):
-                    moves.append(Move(request.id, index, server.index, ends))
-                    server.free = max(server.free, ends)
-                    server.join(request, int(rows.hit[row]))
-                    able[row], soon[row] = False, -np.inf
-                    return True
-            return False
-
-        for row in lost[np.argsort(work[lost], kind="stable")].tolist():
-            moved(row, 1.0)
-        if full:
-            for row in np.argsort(-work, kind="stable").tolist():
-                if able[row] and moved(row, SURE) and on_time_set(view.start, soon, work).sum() == able.sum():
-                    break
+                continue
+            prompt = _Prompt(request, hit, float(work[row]), float(due[row]))
+            share = 1.0 - self._reserve if able[row] else SURE
+            ends, target = _first(prompt, share, [other for other in servers if other != index], servers)
+            if target is not None:
+                moves.append(Move(request.id, index, target, ends))
+                servers[target] = servers[target].with_prompt(prompt, share)
+                able[row], soon[row] = False, -np.inf
         return moves
 
-    def _server(self, index: int, fleet: Fleet) -> _Server:
-        one = fleet.instances[index]
-        view = one.view(fleet.now, max(fleet.now, one.ends))
+    def _open(self, fleet: Fleet) -> dict[int, _Server]:
+        """Return the instances that take prompts from others."""
+        return {
+            index: self._servers.of(one, fleet.now)
+            for index, one in enumerate(fleet.instances)
+            if one.accepting and not one.kv_waiting and one.running < FULL * one.limits.rows
+        }
+
+    def _server(self, one: InstanceView, start: float) -> _Server:
+        view = one.view(start, start)
         rows = view.prefill
-        waiting = float(promised(rows, remaining_work(view, rows)).sum())
-        if one.role is not Role.DECODE or not len(view.decode):
-            return _Server(index, view.perf, view.start, view.start + waiting, 1.0)
-        bound = mixed_bound(view, GAP, self._share, self._stretch)
-        speed = piggyback_speed(view, bound)
-        free = view.start + (waiting / speed if speed > SLOWEST else inf)
-        server = _Server(index, view.perf, view.start, free, speed, decode_load(view.decode), bound)
-        for row in range(rows.standard):
-            if not server.join(rows[row], int(rows.hit[row])):
-                break
-        return server
+        work, due = remaining_work(view, rows, rows.standard), promised(rows, rows.deadline)
+        if one.role is Role.DECODE and len(view.decode):
+            bound = mixed_bound(view, GAP, self._share, self._stretch)
+            speed, load = max(SLOWEST, piggyback_speed(view, bound)), decode_load(view.decode)
+            server = _Server(view.perf, start, float(work.sum()) / speed, NONE, NONE, speed, load, bound)
+            for row in range(rows.standard):
+                server.load = server.joined(rows[row], int(rows.hit[row]))
+            return server
+        soon = start + (1.0 - self._reserve) * (due - start)
+        soon = np.where(start + work > soon, due, soon)
+        kept = np.flatnonzero(on_time_set(start, soon, work))
+        kept = kept[np.argsort(soon[kept], kind="stable")]
+        return _Server(view.perf, start, float(work.sum()), soon[kept], work[kept])
+
+
+class _Prompt(NamedTuple):
+    """A prompt that an instance may take."""
+
+    request: RequestView
+    hit: int  # tokens in the prefix cache
+    work: float  # seconds alone
+    due: float
 
 
 @dataclass(slots=True)
@@ -215,27 +225,69 @@ def _prompt_time(request: Request, one: InstanceView, hit: int) -> float:
 
 @dataclass(slots=True)
 class _Server:
-    """What an instance can do for a new prompt. Writer: `_relieve`."""
+    """What an instance can do for further prompts. Writer: the router's call that made it; then it does not change."""
 
-    index: int
     perf: PerfModel
     start: float  # when its next step starts
-    free: float  # when its waiting prompts are done
-    speed: float  # share of full speed for prompts that need several steps
-    load: Load | None = None  # next step with all waiting prompts; None if they do not fit
-    bound: float = 0.0  # longest allowed time of this step, in seconds
+    behind: float  # seconds that all of its waiting prompts take
+    due: Array  # without decodes: rising deadlines of those that are on time, with time left for prompts to come
+    seconds: Array  # that each of these takes
+    speed: float = 1.0  # share of full speed for prompts that need several steps, beside decodes
+    load: Load | None = None  # next step with all waiting prompts; None if they do not fit, or none joins it
+    bound: float = 0.0  # longest allowed time of this step, in seconds; 0 without decodes
 
-    def ends(self, request: RequestView, hit: int, work: float) -> float:
-        """Predict when a prompt ends that takes `work` seconds alone."""
-        if self.load is not None:
-            seconds = self.perf.step_time(with_prompt(self.load, request, hit))
-            if seconds <= self.bound:
-                return self.start + seconds
-        return self.free + work / self.speed if self.speed > SLOWEST else inf
+    def soonest(self, work: float) -> float:
+        """Return a time before which no prompt ends that takes `work` seconds alone."""
+        return self.start + work / (self.speed if self.load is None else 1.0)
 
-    def join(self, request: RequestView, hit: int) -> bool:
-        """Add a waiting prompt to the next step. Returns whether it fits."""
+    def takes(self, prompt: _Prompt, share: float) -> float:
+        """Return when a prompt would end within `share` of the time to its deadline; inf if it or another is late.
+
+        A prompt that fits into the next step may take `SURE` of this time. Beside decodes all other prompts count as
+        before it: more decodes will join, so that the speed is an upper bound.
+        """
         if self.load is not None:
-            load = with_prompt(self.load, request, hit)
-            self.load = load if self.perf.step_time(load) <= self.bound else None
-        return self.load is not None
+            ends = self.start + self.perf.step_time(with_prompt(self.load, prompt.request, prompt.hit))
+            if ends <= self.start + self.bound:
+                return ends if ends <= self._limit(prompt, SURE) else inf
+        limit, ends = self._limit(prompt, share), self.start + prompt.work / self.speed
+        if self.bound:
+            ends += self.behind
+        elif len(self.due) and ends <= limit:
+            at, each = self.due.searchsorted(limit, side="right"), self.start + np.add.accumulate(self.seconds)
+            if (each[at:] + prompt.work > self.due[at:]).any():
+                return inf
+            ends += float(each[at - 1]) - self.start if at else 0.0
+        return ends if ends <= limit else inf
+
+    def with_prompt(self, prompt: _Prompt, share: float) -> _Server:
+        """Return the same with a prompt that moves here."""
+        mine = prompt.work / self.speed
+        if self.bound:
+            return replace(self, behind=self.behind + mine, load=self.joined(prompt.request, prompt.hit))
+        limit = self._limit(prompt, share)
+        at = self.due.searchsorted(limit, side="right")
+        due, seconds = np.insert(self.due, at, limit), np.insert(self.seconds, at, mine)
+        return replace(self, behind=self.behind + mine, due=due, seconds=seconds)
+
+    def joined(self, request: RequestView, hit: int) -> Load | None:
+        """Return the next step with one more prompt, or None if it does not fit."""
+        load = None if self.load is None else with_prompt(self.load, request, hit)
+        return None if load is None or self.perf.step_time(load) > self.bound else load
+
+    def _limit(self, prompt: _Prompt, share: float) -> float:
+        return self.start + share * (prompt.due - self.start)
+
+
+def _first(
+    prompt: _Prompt, share: float, several: Sequence[int], servers: Mapping[int, _Server]
+) -> tuple[float, int | None]:
+    """Return when the instance that gains a prompt and ends it first would end it, and which; else inf and None."""
+    best, target = inf, None
+    for soonest, index in sorted((servers[index].soonest(prompt.work), index) for index in several):
+        if soonest >= best:
+            break
+        ends = servers[index].takes(prompt, share)
+        if ends < best:
+            best, target = ends, index
+    return best, target

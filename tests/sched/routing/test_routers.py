@@ -91,28 +91,36 @@ def test_deflect_dropped_reroutes_a_late_prompt_that_can_be_on_time_elsewhere() 
     assert not routing.make("deflect:slo").redirect(fleet(instances))
 
 
-def test_unified_reroutes_the_longest_prompt_that_another_instance_can_compute_in_time() -> None:
-    """1.2 + 0.9 + 0.6 s of work due in 2 s: one prompt must move, and may use a share of the time elsewhere."""
-    unified = routing.make("unified:move_share=0.7+early=1")
-    instances = [busy(P, 1200, 900, 600, due=2.0), instance(P), instance(D)]
-    [move] = unified.redirect(fleet(instances))
-    assert move[:3] == (50, 0, 1) and move.ends == pytest.approx(1.21)
+@pytest.mark.parametrize(
+    ("reserve", "tokens", "elsewhere", "moved"),
+    [  # 1 ms a token and 10 ms a step; all are due in 2 s; which request moves, and when it ends
+        (0.3, (1200, 900, 600), (), (50, 1.21)),  # 2.7 s of work in 1.4 s: the longest, within 1.4 s
+        (0.5, (1200, 900, 600), (), (51, 0.91)),  # within 1 s elsewhere
+        (0.9, (1200, 900, 600), (), None),  # none ends within 0.2 s
+        (0.0, (800, 700), (), None),  # all are on time
+        (0.5, (800, 700), (), (50, 0.81)),  # not in half of the time, which is left to prompts to come
+        (0.3, (1200, 900, 600), (1000,), (52, 0.61)),  # 1 s of work in 1.75 s: longer ones would make it late
+        (0.3, (1200, 900, 600), (1000, 600), None),  # this one too
+    ],
+)
+def test_unified_moves_the_longest_prompt_that_another_instance_gains(
+    reserve: float, tokens: tuple[int, ...], elsewhere: tuple[int, ...], moved: tuple[int, float] | None
+) -> None:
+    unified = routing.make(f"unified:reserve={reserve}")
+    other = instance(P)
+    for id, length in enumerate(elsewhere, 80):
+        other.add(request(id, length, 2.5))
+    instances = [busy(P, *tokens, due=2.0), other]
+    moves = [(move.request, pytest.approx(move.ends)) for move in unified.redirect(fleet(instances))]
+    assert moves == ([] if moved is None else [moved])
     assert not unified.redirect(fleet(instances))  # nothing has changed since
-    tight = routing.make("unified:move_share=0.5+early=1")
-    [move] = tight.redirect(fleet([busy(P, 1200, 900, 600, due=2.0), instance(P)]))
-    assert move == Move(51, 0, 1, move.ends)
-    assert not routing.make("unified:move_share=0.1").redirect(fleet([busy(P, 1200, 900, 600, due=2.0), instance(P)]))
-    half = [busy(P, 800, 700, due=2.0), instance(P)]
-    assert not routing.make("unified:move_share=1.0+early=1").redirect(fleet(half))
-    [move] = routing.make("unified:move_share=1.0+early=0.5").redirect(fleet(half))
-    assert move == Move(50, 0, 1, move.ends)
 
 
 @given(
     prompts=st.lists(
         st.tuples(st.integers(1, 60), st.floats(0, 0.02), st.sampled_from([0.003, 0.01, 1.0])), max_size=12
     ),
-    name=st.sampled_from(["deflect:dropped", "unified:move_share=1.0", "unified"]),
+    name=st.sampled_from(["deflect:dropped", "unified:reserve=0", "unified"]),
     roles=st.sampled_from([(P, D), (P, P, D, D), (M, M)]),
 )
 @settings(max_examples=examples(30))
