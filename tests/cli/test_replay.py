@@ -79,7 +79,7 @@ def test_a_replay_shows_what_the_run_was(roles: str) -> None:
 def test_predictions_and_demotions_are_those_of_the_run(policy: str, admission: str) -> None:
     file, run, recipe = io.StringIO(), Recorder(), Recipe("general", coefficients=TINY.coefficients)
     simulate(
-        CHAT, policy, "2x1", TINY, qps=250, num_requests=80, options=Options(admission=admission),
+        CHAT, policy, "2x1", TINY, qps=500, num_requests=80, options=Options(admission=admission),
         logs=journaled(file, recipe), recorder=run,
     )  # fmt: skip
     text = file.getvalue()
