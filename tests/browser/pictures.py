@@ -31,8 +31,8 @@ TIERS = "tiers: {interactive: {ttft: 2s, tpot: 300ms}, batch: {ttft: 60s, tpot: 
 CLASSES = (
     "--slo-class chat=0.5,tier:interactive,ttft:2000,tpot:300 --slo-class batch=0.25,tier:batch,ttft:60000,tpot:1000"
 )
-LOAD = f"""bench --num-prompts 80 --request-rate 0.8 --random-input-len 60 --random-output-len 12
-  {CLASSES} --slo-class custom=0.25,ttft:800,tpot:200"""
+LOAD = f"""bench --num-prompts 500 --request-rate 12 --random-input-len 120 --random-output-len 40
+  {CLASSES} --slo-class custom=0.25,ttft:200,tpot:100"""
 SIMULATION = "simulate --policy unified --workload flowprefill-llama3-8b --latency llama3-8b-a800 --mesh 2x1 --qps 7"
 Run = Callable[..., subprocess.Popen[bytes]]
 
@@ -123,7 +123,7 @@ def test_server_and_journal(page: Page, run: Run, tmp_path: Path) -> None:
 
     page.choose("live")
     load = run(LOAD, "--base-url", url)
-    reached(lambda: len(page.all("#plot-ttft circle")) > 50)
+    reached(lambda: len(page.all("#plot-ttft circle")) > 150)
     assert all(page.all(plot) for plot in PLOTS) and load.poll() is None
     save(page, "live", 980)
     assert load.wait(300) == 0
