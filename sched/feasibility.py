@@ -18,7 +18,7 @@ import numpy as np
 
 from .api.perf import Array, Load, PerfModel
 from .api.policy import Order, QueueView, View
-from .api.request import RequestView
+from .api.request import Request, RequestView, State
 
 GRID = 64  # tokens: chunks in mixed steps are multiples of it
 STAIR = 4  # ratio of average to marginal cost per token that indicates a padded step
@@ -46,6 +46,17 @@ def remaining_work(view: View, rows: QueueView, count: int | None = None) -> Arr
     remaining = rows.remaining[:count]
     hit = np.minimum(rows.hit[:count], remaining - 1)  # the last known token is always computed
     return view.perf.prefill_times(remaining - hit, rows.context[:count] + hit, view.limits.tokens)
+
+
+def prompt_time(perf: PerfModel, tokens: float, context: float, chunk: int) -> float:
+    """Return the seconds to prefill `tokens` after `context` alone, in steps of `chunk` tokens."""
+    return float(perf.prefill_times(np.array([float(tokens)]), np.array([float(context)]), chunk)[0])
+
+
+def rest_of_prompt(perf: PerfModel, request: Request, chunk: int) -> float:
+    """Return the seconds to prefill what is left of a prompt alone; its expected prefix hit costs nothing."""
+    hit = min(request.hit, request.remaining - 1) if request.state is State.WAITING else 0
+    return prompt_time(perf, request.remaining - hit, request.context + hit, chunk)
 
 
 def left_behind(request: RequestView) -> int:

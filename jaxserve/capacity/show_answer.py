@@ -30,10 +30,11 @@ class Rows:
         if isinstance(found, Step):
             if found.bounded or found.shorter:
                 print(_left_out(found), flush=True)
-            if not self._answered and found.devices <= self._count and found.keeps(self._load.goal):
+            best, given = found.best, found.devices <= self._count
+            if best is not None and given and not self._answered and found.keeps(self._load.goal):
                 self._answered = True
-                kept = f"{_number(found.devices)}: {'' if found.best is None else found.best.candidate}"
-                print(f"this keeps them: {kept}; headroom, limit and range follow (Ctrl-C ends with what is known)")
+                kept = f"this keeps them: {_number(found.devices)}: {best.candidate}"
+                print(f"{kept}; headroom, limit and range follow (Ctrl-C ends with what is known)", flush=True)
             return
         key = found.candidate.devices, found.trial.requests, found.trial.scale
         if found.trial.requests < self._load.requests and found.attained <= self._best.get(key, -1.0):

@@ -20,6 +20,10 @@ PAIRS = (
     ("[THINK]", "[/THINK]"),
     ("Here is my thought process:", "Here is my response:"),
 )
+OTHERS = {  # spellings that a family writes though it is told the first one
+    "Here is my thought process:": "Here's my thought process:",
+    "Here is my response:": "Here's my response:",
+}
 # How the instructions of Granite 3.2 and 3.3 name the tags. Without them in its prompt an output does not think.
 ASKS = (" 'Here is my thought process:' and", " <think></think> and")
 # Harmony (gpt-oss): every message names its channel, and the answer is in the channel `final`.
@@ -76,12 +80,9 @@ def thinking_markers(folder: Path, eos: Iterable[int] = (), template: str | None
 
 
 def _spelled(tokens: Any, marker: str) -> set[Marker]:
-    """Return every sequence of tokens that a marker may be encoded as within other text.
-
-    Granite 3.2 is told to write "Here is", and may write "Here's".
-    """
+    """Return every sequence of tokens that a marker may be encoded as within other text."""
     markers = set[Marker]()
-    for before, text, after in product(BEFORE, {marker, marker.replace("Here is", "Here's")}, AFTER):
+    for before, text, after in product(BEFORE, (marker, OTHERS.get(marker, marker)), AFTER):
         encoded = tokens.encode(before + text + after, add_special_tokens=False)
         start, end = len(before), len(before) + len(text)
         spans = zip(encoded.ids, encoded.offsets, strict=True)

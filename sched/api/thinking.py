@@ -47,9 +47,7 @@ class ThinkingMarkers:
     closes: tuple[Marker, ...] = ()
     starts: tuple[Marker, ...] = ()  # those of `opens` with which thinking itself begins
     header_end: int | None = None  # the token at which the text of an answer begins, if it has a header
-    asks: tuple[
-        Marker, ...
-    ] = ()  # instructions to think, without which in its prompt no output thinks; (): none needed
+    asks: tuple[Marker, ...] = ()  # instructions without which in its prompt no output thinks; (): none needed
 
     def after(self, prompt: Sequence[int]) -> ThinkingEnd | None:
         """Return the detector for the output to `prompt`, or None if the output begins with the answer.

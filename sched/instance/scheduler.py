@@ -11,8 +11,6 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-import numpy as np
-
 from ..api.acceptance import Acceptance
 from ..api.errors import PolicyError
 from ..api.log import Log, no_log
@@ -20,6 +18,7 @@ from ..api.perf import PerfModel
 from ..api.plan import Delta, StepPlan, StepResult, Suspended
 from ..api.policy import Decision, Limits, Policy, Role, Task, View
 from ..api.request import Request, State
+from ..feasibility import rest_of_prompt
 from .block_pool import BlockPool
 from .in_flight import InFlightSteps, Submitted, task
 from .kv_manager import KVManager, Reservation, WriteBack
@@ -210,10 +209,7 @@ class Scheduler:
                 continue
             self.counters.demotions += 1
             one = self._queues.requests[id]
-            hit = min(one.hit, one.remaining - 1) if one.state is State.WAITING else 0
-            tokens, context = np.array([float(one.remaining - hit)]), np.array([float(one.context + hit)])
-            alone = self.perf.prefill_times(tokens, context, self.limits.tokens)
-            needs = start - now + float(alone[0]) * self._drift.ratio
+            needs = rest_of_prompt(self.perf, one, self.limits.tokens) * self._drift.ratio + start - now
             self._log("demoted", id=id, due=one.deadline - now, needs=needs)
 
     def cancel(self, id: int, reason: str, error: str | None = None) -> Delta | None:

@@ -10,7 +10,7 @@ from ..api.errors import InvalidValue
 from ..api.perf import Array, Load
 from ..api.policy import Decision, Grant, Order, QueueView, Task, View
 from ..api.request import BEST_EFFORT, RequestView
-from ..feasibility import Mask, left_behind, remaining_work
+from ..feasibility import Mask, left_behind, prompt_time, remaining_work
 from .ordered import LONG, aged, checked_share, longs_turn, sort
 
 ORDERS = ("sedf", "deadline_edf", "edf")
@@ -119,7 +119,7 @@ class FlowPrefill:
         if self._literal:
             tokens, context, seconds = request.context + tokens, 0.0, 0.0
         if tokens:
-            seconds += float(view.perf.prefill_times(np.array([tokens]), np.array([context]), view.limits.tokens)[0])
+            seconds += prompt_time(view.perf, tokens, context, view.limits.tokens)
         late = self._order != "edf" and view.start + (seconds if self._order == "sedf" else 0.0) > due
         return (float(request.best_effort), float(late), -due if late and self._literal else due)
 

@@ -22,6 +22,7 @@ from ..feasibility import (
     on_time_set,
     piggyback_speed,
     promised,
+    prompt_time,
     remaining_work,
     tightest_pace,
     with_prompt,
@@ -136,8 +137,7 @@ class Unified(Router):
             return []
         work, due = remaining_work(view, rows), deadlines(rows)
         able = view.start + work <= due
-        soon = view.start + (1.0 - self._reserve) * (due - view.start)
-        soon = np.where(able & (view.start + work > soon), due, soon)
+        soon = self._soon(view.start, work, due)
         lost = np.flatnonzero(~able & (due > fleet.now))
         if not len(lost) and on_time_set(view.start, soon, work).sum() == able.sum():
             return []
@@ -180,11 +180,15 @@ class Unified(Router):
             for row in range(rows.standard):
                 server.load = server.joined(rows[row], int(rows.hit[row]))
             return server
-        soon = start + (1.0 - self._reserve) * (due - start)
-        soon = np.where(start + work > soon, due, soon)
+        soon = self._soon(start, work, due)
         kept = np.flatnonzero(on_time_set(start, soon, work))
         kept = kept[np.argsort(soon[kept], kind="stable")]
         return _Server(view.perf, start, float(work.sum()), soon[kept], work[kept])
+
+    def _soon(self, start: float, work: Array, due: Array) -> Array:
+        """Return deadlines that leave time for prompts to come, where a prompt alone can keep them."""
+        soon = start + (1.0 - self._reserve) * (due - start)
+        return np.where(start + work > soon, due, soon)
 
 
 class _Prompt(NamedTuple):
@@ -219,8 +223,7 @@ def _hit(request: Request, one: InstanceView) -> int:
 
 def _prompt_time(request: Request, one: InstanceView, hit: int) -> float:
     """Return the seconds that an instance takes for a prompt alone, after its prefix hit."""
-    left, before = np.array([float(request.prompt_length - hit)]), np.array([float(hit)])
-    return float(one.perf.prefill_times(left, before, one.limits.tokens)[0])
+    return prompt_time(one.perf, request.prompt_length - hit, hit, one.limits.tokens)
 
 
 @dataclass(slots=True)
