@@ -34,7 +34,7 @@ from jaxserve.generation.generate import (
     gathered,
     named,
     pieces,
-    submit,
+    submit_all,
 )
 from jaxserve.generation.pieces import Pieces
 from jaxserve.generation.prompts import Parsed, Prompt, listed, parse_prompt, parse_prompts
@@ -538,7 +538,7 @@ def run_batch(
     def start(number: int, job: Submission) -> None:
         try:
             deliver = gathered(job.params, lambda choice, delta: news.put((number, choice, delta)))
-            running[number] = submit(engine, tokenizer, job, deliver)
+            running[number] = submit_all(engine, tokenizer, job, deliver)
             metrics.begun(job)
         except QueueFull as error:
             if not running:

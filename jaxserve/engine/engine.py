@@ -30,6 +30,7 @@ from jaxserve.engine.runtime.gc_control import GCControl, Stalls, watched_loop
 from jaxserve.engine.runtime.headroom import Headroom, headroom
 from jaxserve.engine.runtime.heartbeat import Heartbeat
 from jaxserve.engine.runtime.info import EngineInfo, InstanceStats, Stats
+from jaxserve.engine.runtime.intake import Intake
 from jaxserve.engine.runtime.kv_events import PERIOD, KVEventFeed
 from jaxserve.engine.runtime.kv_pages import KVPages
 from jaxserve.engine.runtime.profiler import Profiler
@@ -97,6 +98,7 @@ class Engine:
         self._stalls = Stalls()
         self._gc_control = GCControl(self._slack)
         self._loop = watched_loop(self._stalls)
+        self._intake = Intake(self._loop)
         events = config.kv_events
         self._events = KVEventFeed(events, self.schedulers) if events is not None and events.published else None
         self._profiler = Profiler(config.profile_dir)
@@ -195,7 +197,7 @@ class Engine:
             if new.handed_over:
                 self._handed_over.add(id)
             self._listeners[id] = on_delta  # from now on every end of the engine calls it
-            self._loop.call_soon_threadsafe(self._enter, request)
+            self._intake(self._enter, request)
         return id
 
     def check_outputs(self, prompts: int, n: int) -> None:
@@ -210,7 +212,7 @@ class Engine:
     def cancel(self, request: int, reason: str = "abort") -> None:
         """End a request early; no effect if it has ended."""
         with suppress(RuntimeError):  # the loop is closed: every request has ended
-            self._loop.call_soon_threadsafe(self._cluster.cancel, request, reason)
+            self._intake(self._cluster.cancel, request, reason)  # after it has entered
 
     def record(self, request: int) -> RequestMetrics | None:
         """Return the times of a finished request, once.

@@ -45,7 +45,7 @@ class Dispatcher:
         """Send a request to an engine, and return its id. Raises Unavailable if none can take it."""
         id, params = next(self._ids), asked.params
         if params.seed is None:
-            params = replace(params, seed=zlib.crc32(f"{self._seed} {id}".encode()))
+            params = params.of_output(zlib.crc32(f"{self._seed} {id}".encode()), params.prompt_logprobs)
         request = RoutedRequest(id, replace(asked, params=params), time.monotonic() - asked.waited, on_delta)
         instance = self._instance(request)
         if instance is None:

@@ -56,7 +56,7 @@ class Repeat(Message, frozen=True):
 
     def request(self, last: NewRequest) -> NewRequest:
         """Return the whole request."""
-        params = replace(last.params, seed=self.seed, prompt_logprobs=self.prompt_logprobs)
+        params = last.params.of_output(self.seed, self.prompt_logprobs)
         return replace(last, params=params, key=self.key, **{name: getattr(self, name) for name in _OWN})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -24,6 +24,8 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
 from jaxserve.sched.api.request import check_prompt_length
 from jaxserve.tokenizer import Tokenizer
+
+TOGETHER = 16  # outputs of a job that are submitted before other work of the loop goes on
 
 
 class EngineLike(Protocol):
@@ -179,34 +181,37 @@ def gathered(params: SamplingParams, deliver: Callable[[Choice, Delta], None]) -
 
 def submit(
     engine: EngineLike, tokenizer: Tokenizer, job: Submission, deliver: Callable[[Choice, Delta], None]
-) -> list[Choice]:
-    """Submit the n requests of a job; `deliver` is called in the engine's thread.
+) -> Iterator[Choice]:
+    """Submit the n requests of a job, one at each turn; `deliver` is called in the engine's thread.
 
-    If one is refused, those before it are cancelled. Output i samples with seed + i. Only the first
-    output computes the prompt's log-probabilities.
+    Output i samples with seed + i. Only the first output computes the prompt's log-probabilities.
     """
-    new, params, choices = job.request, job.params, list[Choice]()
+    new, params = job.request, job.params
     if job.stops is None:
         job = replace(job, stops=Automaton(params.stop))  # shared by all outputs
     before = end_of(tokenizer, reversed(job.prompt), params.skip_special_tokens)  # of the whole prompt, once
     for index in range(params.n):
         choice = Choice(engine, tokenizer, job, index, before)
-        own = replace(
-            params,
-            n=1,
-            seed=None if params.seed is None else params.seed + index,
-            prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-        )
+        seed = None if params.seed is None else params.seed + index
+        own = params.of_output(seed, params.prompt_logprobs if index == 0 else None)
         key = new.key if params.n == 1 else f"{new.key}-{index}"
-        try:
-            choice.request = engine.submit(
-                replace(new, params=own, key=key),  # one prompt, however many outputs
-                lambda delta, choice=choice: deliver(choice, delta),  # type: ignore[misc]
-            )
-        except BaseException:
-            cancel(engine, choices)
-            raise
-        choices.append(choice)
+        choice.request = engine.submit(
+            replace(new, params=own, key=key),  # one prompt, however many outputs
+            lambda delta, choice=choice: deliver(choice, delta),  # type: ignore[misc]
+        )
+        yield choice
+
+
+def submit_all(
+    engine: EngineLike, tokenizer: Tokenizer, job: Submission, deliver: Callable[[Choice, Delta], None]
+) -> list[Choice]:
+    """Submit all requests of a job. If one is refused, those before it are cancelled."""
+    choices: list[Choice] = []
+    try:
+        choices.extend(submit(engine, tokenizer, job, deliver))
+    except BaseException:
+        cancel(engine, choices)
+        raise
     return choices
 
 
@@ -294,8 +299,12 @@ async def pieces(
     Raises what the engine answers to a request that it does not accept.
     """
     unread = Unread(mailbox.loop)
-    choices = submit(engine, tokenizer, job, lambda choice, delta: mailbox.post(unread, (choice, delta)))
+    choices: list[Choice] = []
     try:
+        for choice in submit(engine, tokenizer, job, lambda choice, delta: mailbox.post(unread, (choice, delta))):
+            choices.append(choice)
+            if len(choices) % TOGETHER == 0:
+                await asyncio.sleep(0)  # other streams go on
         open_ = len(choices)
         while open_:
             for choice, delta in await unread.take():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -132,6 +133,13 @@ class SamplingParams:
         ):
             if not ok:
                 raise InvalidValue(f"{name}={short(getattr(self, name))} must be {allowed}", name)
+
+    def of_output(self, seed: int | None, prompt_logprobs: int | None) -> SamplingParams:
+        """Return those of one of several outputs, without checking again what is checked."""
+        own = copy(self)
+        for name, value in (("n", 1), ("seed", seed), ("prompt_logprobs", prompt_logprobs)):
+            object.__setattr__(own, name, value)
+        return own
 
     def _to_plain_numbers(self) -> None:
         """Convert numbers of other libraries to Python's, which JSON can hold.

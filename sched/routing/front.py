@@ -62,6 +62,7 @@ class Front:
         self._taken: list[Snapshot | None] = [None] * ends[-1]
         self._sent: list[dict[float, Request]] = [{} for _ in self._group]  # by mark
         self._shown: list[Snapshot | None] = [None] * ends[-1]  # with what was sent since
+        self._since: list[list[Request]] = [[] for _ in self._group]  # sent, not in `_shown` yet
         self._table = np.zeros((COLUMNS, ends[-1]))
 
     def group(self, index: int) -> int:
@@ -74,6 +75,7 @@ class Front:
 
     def instance(self, index: int) -> Snapshot | None:
         """Return an instance as the router sees it; None if nothing is known of it."""
+        self._show_sent()
         return self._shown[index]
 
     # what is known
@@ -101,9 +103,15 @@ class Front:
     def sent(self, index: int, request: Request, mark: float) -> None:
         """Count a request that was sent to an instance, until a snapshot shows it. Marks of a group ascend."""
         self._sent[index][mark] = request
-        shown = self._shown[index]
-        if shown is not None:
-            self._show(index, shown.plus([request]))
+        self._since[index].append(request)
+
+    def _show_sent(self) -> None:
+        """Add to what is shown what was sent since. Done when it is asked for: many requests may be sent before."""
+        for index, since in enumerate(self._since):
+            shown = self._shown[index]
+            if since and shown is not None:
+                self._show(index, shown.plus(since))
+            self._since[index] = []
 
     def forget(self, group: int) -> None:
         """Forget a group that is lost, until there are new snapshots."""
@@ -132,7 +140,7 @@ class Front:
             self._show(index, one.plus(list(self._sent[index].values())))
 
     def _show(self, index: int, one: Snapshot) -> None:
-        self._shown[index] = one
+        self._shown[index], self._since[index] = one, []
         self._table[:, index] = (
             one.role is not Role.DECODE and one.accepting,
             one.ends,
@@ -157,6 +165,9 @@ class Front:
         entries = np.flatnonzero(able)
         if not len(entries):
             return None
+        if len(able) == 1:
+            return 0
+        self._show_sent()
         listed = self._listed(request, now, entries)
         decoders = self._decoders(without) if self._router.deflects else []
         places = sorted({*listed.tolist(), *decoders})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf
+from operator import le
 from typing import NamedTuple
 
 import numpy as np
@@ -117,6 +118,8 @@ class Unified(Router):
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         moves: list[Move] = []
+        if len(fleet.instances) == 1:
+            return moves
         servers: dict[int, _Server] = {}
         for index in fleet.entries:
             one = fleet.instances[index]
@@ -143,22 +146,32 @@ class Unified(Router):
             return []
         if not servers:
             servers.update(self._open(fleet))
+        others = [other for other in servers if other != index]
+        if not others:
+            return []
         moves: list[Move] = []
         longest = np.flatnonzero(able)
         longest = longest[np.argsort(-work[longest], kind="stable")]
+        late, refused = True, {SURE: _Refused(), 1.0 - self._reserve: _Refused()}
         for row in [*lost[np.argsort(work[lost], kind="stable")].tolist(), *longest.tolist()]:
-            if able[row] and on_time_set(view.start, soon, work).sum() == able.sum():
-                break
+            if able[row]:
+                if late and on_time_set(view.start, soon, work).sum() == able.sum():
+                    break
+                late = False  # until a prompt moves
             request, hit = rows[row], int(rows.hit[row])
             if request.state is not State.WAITING or request.generated:
                 continue
             prompt = _Prompt(request, hit, float(work[row]), float(due[row]))
             share = 1.0 - self._reserve if able[row] else SURE
-            ends, target = _first(prompt, share, [other for other in servers if other != index], servers)
-            if target is not None:
-                moves.append(Move(request.id, index, target, ends))
-                servers[target] = servers[target].with_prompt(prompt, share)
-                able[row], soon[row] = False, -np.inf
+            if refused[share].covers(prompt):
+                continue
+            ends, target = _first(prompt, share, others, servers)
+            if target is None:
+                refused[share].add(prompt)
+                continue
+            moves.append(Move(request.id, index, target, ends))
+            servers[target] = servers[target].with_prompt(prompt, share)
+            able[row], soon[row], late = False, -np.inf, True
         return moves
 
     def _open(self, fleet: Fleet) -> dict[int, _Server]:
@@ -198,6 +211,25 @@ class _Prompt(NamedTuple):
     hit: int  # tokens in the prefix cache
     work: float  # seconds alone
     due: float
+
+
+class _Refused:
+    """Prompts that no instance takes. Those that need more in less time are then refused too. Writer: `_relieve`."""
+
+    def __init__(self) -> None:
+        self._least: list[tuple[float, float, int, int]] = []  # what each needs, its deadline negated
+
+    def covers(self, prompt: _Prompt) -> bool:
+        """Return whether a prompt needs no less of anything than one that was refused."""
+        needs = _needs(prompt)
+        return any(all(map(le, least, needs)) for least in self._least)
+
+    def add(self, prompt: _Prompt) -> None:
+        self._least.append(_needs(prompt))
+
+
+def _needs(prompt: _Prompt) -> tuple[float, float, int, int]:
+    return prompt.work, -prompt.due, prompt.request.remaining - prompt.hit, prompt.hit
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.errors import QueueFull
-from jaxserve.generation.generate import Mailbox, Submission, Unread, pieces, submit
+from jaxserve.generation.generate import TOGETHER, Mailbox, Submission, Unread, pieces, submit_all
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta
@@ -27,7 +28,7 @@ JOB = Submission(NewRequest([5, 6, 7], SamplingParams(max_tokens=200, n=3, ignor
 def test_if_one_output_is_refused_the_others_are_cancelled(tokenizer: Tokenizer, bound: int) -> None:
     engine = Double(bound=bound, delay=0.01)
     with pytest.raises(QueueFull):
-        submit(engine, tokenizer, JOB, lambda choice, delta: None)
+        submit_all(engine, tokenizer, JOB, lambda choice, delta: None)
     assert engine.cancelled == dict.fromkeys(range(bound), "abort")
 
 
@@ -53,6 +54,32 @@ def test_closing_or_cancelling_a_stream_cancels_unfinished_outputs(tokenizer: To
 
     asyncio.run(main())
     assert engine.cancelled == dict.fromkeys(range(3), "abort")
+
+
+def test_other_streams_go_on_while_many_outputs_are_submitted(tokenizer: Tokenizer) -> None:
+    count, turns = 5 * TOGETHER, list[int]()
+
+    class Slow(Double):
+        def submit(self, new: NewRequest, on_delta: Callable[[Delta], None]) -> int:
+            turns.append(0)
+            return super().submit(new, on_delta)
+
+    async def other() -> None:
+        while True:
+            turns.append(1)
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        job = replace(JOB, request=replace(JOB.request, params=replace(JOB.params, n=count, max_tokens=1)))
+        task = asyncio.ensure_future(other())
+        async for _ in pieces(Slow(bound=count), tokenizer, job, Mailbox(asyncio.get_running_loop())):
+            pass
+        task.cancel()
+
+    asyncio.run(main())
+    assert turns.count(0) == count
+    together = "".join(map(str, turns)).strip("1").split("1")
+    assert max(map(len, together)) == TOGETHER
 
 
 def test_finished_outputs_are_not_cancelled(tokenizer: Tokenizer) -> None:

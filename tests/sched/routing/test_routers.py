@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import State
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.routing import unified as under_test
 from jaxserve.sched.routing.base import Fleet, Move
 from tests.support.examples import examples
 from tests.support.sched.fleet import decodes, fleet, instance, request
@@ -147,3 +149,20 @@ def test_only_waiting_requests_are_rerouted_and_none_is_lost(prompts, name, role
         patch.setattr(routing, "make", lambda *names: made)
         outcome = serve(jobs, roles, policy="sedf", pages=40)
     assert [len(one.output) for one in outcome.requests] == [5] * len(jobs)
+
+
+def test_unified_asks_for_prompts_that_nothing_takes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many that are late everywhere, those that need more than one that was refused are not asked for."""
+    asked, takes = list[int](), under_test._Server.takes
+
+    def counted(server: Any, *given: Any) -> float:
+        asked.append(0)
+        return takes(server, *given)
+
+    monkeypatch.setattr(under_test._Server, "takes", counted)
+    for instances, least, most in ((1, 0, 0), (3, 1, 3 * 2 * 6)):
+        lengths = [1500 + 100 * (at % 3) for at in range(200)]
+        several = [busy(P, *lengths, due=2.0) for _ in range(instances)]
+        asked.clear()
+        assert not routing.make("unified").redirect(fleet(several))
+        assert least <= len(asked) <= most
