@@ -62,6 +62,8 @@ def divisible(by: int) -> dict[str, Any]:
 def constraints() -> dict[str, list[dict[str, Any]]]:
     """Return the bodies of attacks by constraints of a completion, which are sent at the same time."""
     patterns = [{"type": "string", "pattern": f"a.{{{at}}}b"} for at in range(1, 200)]
+    words = " | ".join(f"/[a-z {letter}]{{1,{at}}}/" for at, letter in enumerate("ABCDEFGHIJKLMNOP", 1))
+    ambiguous = f"start: e\ne: e e | {words}"
     formats = {f"p{at}": {"type": "string", "format": "date-time"} for at in range(25_000)}
     array = chain(lambda to: {"type": "array", "items": to}, 2_000)
     return {
@@ -83,6 +85,7 @@ def constraints() -> dict[str, list[dict[str, Any]]]:
         "patterns": [{"guided_json": {"allOf": patterns}}],
         "80,000 alternatives": [{"guided_grammar": "root ::= " + " | ".join(f'"w{at}"' for at in range(80_000))}],
         "25,000 formats": [{"guided_json": {"type": "object", "properties": formats}}],
+        "16 with slow masks": [{"guided_grammar": ambiguous, "max_tokens": 60}] * 16,
         "whitespace of 420 KB": [{"structured_outputs": {"json": {}, "whitespace_pattern": " ?" * 210_000}}],
     }
 

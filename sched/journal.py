@@ -5,7 +5,7 @@ the digests are all that prefix sharing needs. Record kinds: `instance` (how to 
 (with the predicted TTFT, on which no plan depends), `cancel`, `plan` (with the clock that the
 policy saw), `planned` (the resulting plan), `digest`, `settle`, `interrupts`, `suspend`, `recover`,
 `reserve`, `unreserve`, `release`, `accept`, `reserve_write_back`, `finish_write_back`,
-`decode_in_place`, `leave`, `set_role`, `hang`, `adopt`, `reset_prefix_cache`, `end_session`.
+`decode_in_place`, `leave`, `set_role`, `hang`, `adopt`, `reset_prefix_cache`, `end_session`, `unhold`.
 """
 
 from __future__ import annotations
@@ -108,14 +108,16 @@ def _plain(value: Any) -> Any:
         return _plan(value)
     if isinstance(value, StepResult):
         ends = list(value.failed.items()), list(value.ended.items())
-        return [value.step, value.started, value.finished, value.tokens, *ends]
+        held = [sorted(value.held)] if value.held else []
+        return [value.step, value.started, value.finished, value.tokens, *ends, *held]
     return value.hex() if isinstance(value, bytes) else value
 
 
 def result_of(record: Mapping[str, Any]) -> StepResult:
     """Return the result that a `settle` record holds."""
-    step, started, finished, tokens, failed, ended = record["result"]
-    return StepResult(step, started, finished, tuple(map(tuple, tokens)), dict(failed), ended=dict(ended))
+    step, started, finished, tokens, failed, ended, *held = record["result"]
+    tokens = tuple(map(tuple, tokens))
+    return StepResult(step, started, finished, tokens, dict(failed), ended=dict(ended), held=frozenset(*held))
 
 
 def _request(request: Request) -> dict[str, Any]:
@@ -221,6 +223,7 @@ _CALLS: dict[str, Callable[[Scheduler, dict[str, Any]], object]] = {
     "reserve_write_back": lambda one, record: one.reserve_write_back(
         record["id"], [bytes.fromhex(digest) for digest in record["digests"]]
     ),
+    "unhold": lambda one, record: one.unhold(record["id"], record["slot"]),
     "recover": lambda one, _: one.recover(),
     "end_session": lambda one, record: one.end_session(record["session"]),
     "reset_prefix_cache": lambda one, _: one.reset_prefix_cache(),

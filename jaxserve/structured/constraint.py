@@ -15,7 +15,8 @@ from jaxserve.errors import JaxserveError
 from jaxserve.sched.api.thinking import ThinkingEnd, ThinkingMarkers
 from jaxserve.structured.token_filter import TokenFilter, Words, bit
 
-SLOW = 0.005  # CPU seconds of a mask, on average: all rows of a step wait for its masks
+SLOW = 0.005  # CPU seconds of a mask, on average: a request whose masks take longer ends
+LATE = 0.0005  # likewise: masks that take longer are made between steps, so that no other row waits for them
 REMEMBERED = 16  # masks of which the average is, about
 
 
@@ -49,6 +50,7 @@ class Constraint:
         self.error: str | None = None  # why it cannot go on
         self.seconds = inf if make is not None else 0.0  # that its last mask took; inf if a matcher has made none
         self._average = 0.0  # CPU seconds of its last masks that were made alone
+        self._next: tuple[int, Words] | None = None  # a mask that was made ahead, and the length that it is for
         self._told: deque[int] = deque(output)
         self._make = make
         self._matcher: LLMatcher | None = None
@@ -152,8 +154,27 @@ class Constraint:
                 self._filter.apply(starts, self._tail)
             mask |= starts
 
+    @property
+    def late(self) -> bool:
+        """Whether its masks take so long that they are made between steps, by `prepare`."""
+        return self._average > LATE
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the next mask is made, so that `fill` takes no time."""
+        return self._next is not None and not self._told and self._next[0] == self._length
+
+    def prepare(self, width: int) -> None:
+        """Make the next mask [W] ahead, for the next `fill`."""
+        mask = np.empty(width, np.int32)
+        self.fill(mask)
+        self._next = self._length, mask
+
     def fill(self, mask: Words) -> None:
         """Write the mask [W] of the next token. A constraint whose masks are slow on average is an error."""
+        if self.prepared and self._next is not None:
+            mask[:] = self._next[1]
+            return
         mask[:] = -1
         began, matcher = perf_counter(), self.advance()
         if matcher is not None:

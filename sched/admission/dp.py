@@ -75,7 +75,7 @@ class ByDP:
 
 def _with_drafting(standing: Commitments, instance: InstanceView, view: View) -> Commitments:
     """Add the decodes with unverified drafts, which are in no queue of the view."""
-    drafting = [request for request in instance if request.drafting and request.tier != "best_effort"]
+    drafting = [request for request in instance if (request.drafting or request.held) and request.tier != "best_effort"]
     if not drafting or view.role is Role.PREFILL:
         return standing
     tpot = [tightest(request, request.slo.tpot_of(request.stage)) for request in drafting]

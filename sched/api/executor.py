@@ -57,6 +57,13 @@ class Executor(Protocol):
         then. Do not cancel the future.
         """
 
+    def unheld(self, slot: int) -> asyncio.Future[Any]:
+        """Return a future that completes once the request in a slot need not be held any longer.
+
+        Call it for a request in `StepResult.held` that no submitted step contains. It is cancelled if
+        the slot is released.
+        """
+
     def release(self, slots: Sequence[int]) -> None:
         """Free the device rows of requests that finished, were dropped or left."""
 

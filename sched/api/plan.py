@@ -94,6 +94,8 @@ class StepResult(NamedTuple):
     # span index -> the sum of its hidden states for "mean", the state of its last token for "last"
     pooled: Mapping[int, Sum] = {}
     ended: Mapping[int, str] = {}  # span index -> why this request cannot go on, though its KV is right
+    # indices of spans whose request takes part in no step until what it may sample next is known: `Executor.unheld`
+    held: frozenset[int] = frozenset()
 
 
 class Suspended(NamedTuple):

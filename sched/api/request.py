@@ -69,6 +69,8 @@ class RequestView(Protocol):
     @property
     def drafting(self) -> int: ...
     @property
+    def held(self) -> bool: ...
+    @property
     def drops(self) -> int: ...
 
 
@@ -96,6 +98,7 @@ class Request:
         "failures",
         "finish_reason",
         "first_token_at",
+        "held",
         "hit",
         "id",
         "inflight",
@@ -116,6 +119,7 @@ class Request:
         "sent_pages",
         "slo",
         "slot",
+        "slow",
         "stage",
         "state",
         "stops",
@@ -176,6 +180,8 @@ class Request:
         self.inflight = 0  # submitted spans without a result yet
         self.decodes_in_place = False  # decodes on a prefill instance until a decode instance has room
         self.suspended = False  # its step is suspended at a segment boundary
+        self.slow = False  # what it may sample takes long to find out, so it is in one step at a time
+        self.held = False  # it is slow, and in a step or not ready for the next one
         self.drafted = Drafts()  # acceptance of its drafts so far
         self.drafting = 0  # tokens drafted by the span in flight, not verified yet
         self.slot: int | None = None
@@ -331,12 +337,13 @@ class Request:
         """Reset to waiting, for a move to another instance without the KV. Tokens are kept."""
         self.state, self.decodes_in_place = State.WAITING, False
         self.computed = self.drops = 0
+        self.slow = self.held = False
 
     def forget_cache(self) -> None:
         """Reset after the loss of the KV pool and the submitted steps. Tokens are kept."""
         self.pages, self.slot = [], None
         self.inflight = self.computed = self.sent_pages = self.drafting = 0
-        self.suspended = False
+        self.suspended = self.slow = self.held = False
         self.on_device = False
         self.take_back(self.pending)
 

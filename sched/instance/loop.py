@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ..api.errors import StepFailed
 from ..api.executor import Executor, Step
-from ..api.plan import Delta, Suspended
+from ..api.plan import Delta, Span, Suspended
 from .scheduler import Scheduler
 from .step_settler import Settled
 from .watchdog import PATIENT, Patience, Watchdog
@@ -129,8 +129,25 @@ class Core:
         behind = self.scheduler.predicted if self.scheduler.in_flight > 1 else 0.0
         self.scheduler.set_ends(result.finished + behind)
         self.failed.clear()
+        oldest = self.scheduler.oldest
         self._listener.settled(self, self.scheduler.settle(result))
+        for index in sorted(result.held):
+            if oldest is not None:
+                self._await_ready(oldest.plan.spans[index])
         return True
+
+    def _await_ready(self, span: Span) -> None:
+        """Let a held request take part in steps again once the executor is ready for it."""
+        if not self.scheduler.holds(span.request, span.slot):
+            return  # it has ended, left, or is in the next step, whose result may hold it
+
+        def ready(future: asyncio.Future[Any]) -> None:
+            if not future.cancelled():
+                future.exception()  # its next step will meet the same error
+                self.scheduler.unhold(span.request, span.slot)
+                self.wake()
+
+        self.executor.unheld(span.slot).add_done_callback(ready)
 
     async def _recover(self, ahead: Step | None) -> None:
         if ahead is not None:

@@ -428,8 +428,8 @@ class RequestQueues:
             return self.prefill
         if request.state is not State.RUNNING or request.generated >= request.limit:
             return None
-        if request.suspended or request.drafting:
-            return None  # what to compute next is unknown until its step ends
+        if request.suspended or request.drafting or request.held:
+            return None  # what to compute next, or what to sample, is not known yet
         if request.pending and self.role is Role.PREFILL and not request.decodes_in_place:
             return None  # its prompt is computed, so it will be transferred
         return self.decode if request.remaining == 1 and request.generated else self.prefill

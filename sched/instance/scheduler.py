@@ -270,6 +270,7 @@ class Scheduler:
         self._kv.occupy(request, self._reservations.pop(request.id))
         self._queues.refresh_hits()
         request.state = State.RUNNING
+        request.slow = request.held = False
         request.drafted = self._drafts.record(request.tier, request.drafted)
         self._queues.requests[request.id] = request
         self._queues.file(request)
@@ -460,6 +461,21 @@ class Scheduler:
         if not self.hung:
             self.perf.observe(submitted.load, seconds + gap)
         return settled
+
+    def holds(self, id: int, slot: int) -> bool:
+        """Return whether a request is in a slot, in no step, and waits for `unhold`."""
+        request = self._queues.requests.get(id)
+        if request is None or request.state is State.FINISHED:
+            return False
+        return request.held and not request.inflight and request.slot == slot
+
+    def unhold(self, id: int, slot: int) -> None:
+        """Record that it is known what a held request in a slot may sample next."""
+        self._log("unhold", id=id, slot=slot)
+        if self.holds(id, slot):
+            request = self._queues.requests[id]
+            request.held = False
+            self._queues.file(request)
 
     def _gap(self, result: StepResult) -> float:
         """Return the seconds that the device waited for the host before this step, if requests may draft.

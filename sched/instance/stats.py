@@ -36,6 +36,9 @@ class Counters:
     left_out: int = counter(
         "decodes_left_out", "Running decodes without a token in a step of their instance, over all steps."
     )
+    held: int = counter(
+        "slow_masks", "Tokens whose mask of structured outputs took long, so that it was made between two steps."
+    )
     surplus_tokens: int = counter("surplus_tokens", "Tokens computed for requests that had already ended.")
     preemptions: int = counter("num_preemptions", "Preemptions, each of which dropped the KV of a request.")
     demotions: int = counter("demotions", "Requests demoted to best effort, on arrival or later.")

@@ -186,7 +186,7 @@ class StepBuilder:
         A draft is a guess: it takes no page that a running decode may need, and leaves budget for
         the token of the request itself.
         """
-        if not request.drafts:
+        if not request.drafts or request.slow:
             return 0
         draft = min(wanted, self._limits.draft, request.limit - request.generated - 1, budget - 1)
         blocks = self._kv.blocks
@@ -262,9 +262,10 @@ class StepBuilder:
         request.inflight += 1
         request.pending += 1
         request.budget += request.tpot
-        if len(request.output) + request.pending < request.limit:
+        if len(request.output) + request.pending < request.limit and not request.slow:
             self._stepped.append(request)
         else:
+            request.held = request.slow
             self._queues.unfile(request)
         slot = request.slot
         assert slot is not None
@@ -272,7 +273,7 @@ class StepBuilder:
 
     def _step(self, request: Request) -> None:
         """Update the queues for a request that decodes on, or has all its tokens planned."""
-        if len(request.output) + request.pending < request.limit:
+        if len(request.output) + request.pending < request.limit and not request.held:
             self._stepped.append(request)
         else:
             self._queues.unfile(request)
@@ -299,6 +300,7 @@ class StepBuilder:
         if samples:
             request.pending += 1 + draft
             request.drafting = draft
+            request.held = request.slow
             request.budget += (1 + draft) * request.tpot
             if request.on_device and not draft:  # it decodes, as in the step before
                 self._step(request)

@@ -71,6 +71,8 @@ class StepSettler:
                 if not finished:
                     self._kv.register(request, span.start, end)
                     self._queues.file(request)
+            if (request.slow or index in result.held) and request.state is not State.FINISHED:
+                self._hold(request, index in result.held)
             if prefills and request.state is not State.FINISHED:
                 advanced.append((request, end))
         return Settled(tuple(deltas), tuple(advanced))
@@ -115,6 +117,12 @@ class StepSettler:
             return token_delta(request.id, tokens)
         pooled = b"" if request.pooled is None else request.pooled.vector()
         return Delta(request.id, tokens, logprobs, prompt_logprobs, reason, None, stop_token, pooled)
+
+    def _hold(self, request: Request, held: bool) -> None:
+        """Keep a request out of steps until `Scheduler.unhold`, or let it take part in them as others do."""
+        self._counters.held += held
+        request.slow = request.held = held
+        self._queues.file(request)
 
     def _condemn(self, request: Request, why: str) -> list[Delta]:
         """End a request whose row failed, and all requests that share pages it computed."""

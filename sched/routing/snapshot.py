@@ -46,6 +46,7 @@ class Row:
     drafts: bool = False
     stage: str = ANSWER
     drops: int = 0
+    held: bool = False
 
     @property
     def best_effort(self) -> int:
@@ -66,7 +67,7 @@ class Row:
         tpot, tbt = tightest(request, slo.tpot_of(request.stage)), inf if slo.tbt is None else slo.tbt
         return cls(
             request.id, slo.ttft, tpot, tbt, request.tier, request.state, request.prompt_length, request.computed,
-            request.remaining, request.generated, request.deadline, request.drafting,
+            request.remaining, request.generated, request.deadline, request.drafting, held=request.held,
         )  # fmt: skip
 
 

@@ -194,6 +194,12 @@ class SimExecutor:
     def committed(self, step: Step) -> Step:
         return step
 
+    def unheld(self, slot: int) -> asyncio.Future[None]:
+        raise AssertionError("its steps hold no request")
+
+    def _result(self, job: _Running) -> StepResult:
+        return StepResult(job.plan.step, job.began, self._loop.now, job.tokens)
+
     def _begin(self, job: _Running) -> None:
         self._running = job
         job.began = now = self._loop.now
@@ -203,7 +209,7 @@ class SimExecutor:
             job.timer = self._loop.at(now + job.seconds - job.done, EVENT, self._end, job)
 
     def _end(self, job: _Running) -> None:
-        result = StepResult(job.plan.step, job.began, self._loop.now, job.tokens)
+        result = self._result(job)
         failed = self._fails is not None and self._fails(job.plan)
         if self._watch is not None and not failed:
             self._watch(job.plan, result)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
+from jaxserve.structured.constraint import Constraint
 from tests.support.examples import cases
 from tests.support.parity.asks import ROOMY, TIGHT, Faults, begun, constrained, guessing, setup
 from tests.support.parity.law import SPEC, Ask, assert_allowed, compare
@@ -77,6 +81,45 @@ def test_constraints_survive_failed_steps() -> None:
     served, cluster = setup("1x1", 64, ROOMY).run(constrained(1), "unified", watch=Faults(9))
     assert cluster.cores[0].scheduler.counters.rebuilds > 0
     assert compare(constrained(1), served, alone(1)) <= 1
+
+
+@pytest.mark.parametrize(("mesh", "policy"), [("1x1", "unified"), ("2x1", "distserve"), ("1x1", "draft")])
+def test_masks_made_between_steps_change_no_token(monkeypatch: pytest.MonkeyPatch, mesh: str, policy: str) -> None:
+    monkeypatch.setattr(Constraint, "late", True)
+    executors, chosen = (guessing(), Longest) if policy == "draft" else (setup(mesh, 64, ROOMY), policy)
+    served, cluster = executors.run(constrained(1), chosen)
+    assert [request.error for request in served] == [None] * len(served)
+    assert compare(constrained(1), served, alone(1)) <= 1
+    allowed(constrained(1), served)
+    rows = (request.output for ask, request in zip(constrained(1), served, strict=True) if ask.params.constrained)
+    held = sum(core.scheduler.counters.held for core in cluster.cores)
+    assert held >= sum(len(output) - 1 for output in rows)  # all but the last token
+
+
+def test_other_rows_do_not_wait_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask that takes as long as another request needs for all of its tokens delays none of them."""
+    over, waited, prepare = threading.Event(), [], Constraint.prepare
+
+    def slow(constraint: Constraint, width: int) -> None:
+        waited.append(over.wait(60))
+        prepare(constraint, width)
+
+    monkeypatch.setattr(Constraint, "late", True)
+    monkeypatch.setattr(Constraint, "prepare", slow)
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=1)
+    wanted = replace(params, structured_outputs=StructuredOutputs(regex="[a-z]{20}"))
+    requests = [Ask((20, 30, 40), wanted), Ask((50, 60), replace(params, max_tokens=30))]
+    steps = []
+
+    def watch(plan: StepPlan) -> None:
+        steps.append({span.request for span in plan.spans})
+        if sum(1 in each for each in steps) >= 30:
+            over.set()
+
+    served, _ = setup("1x1", 64, ROOMY).run(requests, "unified", watch=watch)
+    assert all(waited) and len(waited) >= 18  # two steps were planned before the first was known to be slow
+    assert sum(each == {1} for each in steps) > 20  # in the meantime
+    assert [len(request.output) for request in served] == [20, 30]
 
 
 def test_drafts_are_checked() -> None:

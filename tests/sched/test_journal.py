@@ -42,6 +42,7 @@ FEATURES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "KV write-back": st.fixed_dictionaries({"routing": st.just("least_work:write_back"), "roles": st.just("4x1")}),
     "KV tiers": st.fixed_dictionaries({"tiers": TIERS}),
     "KV sources": st.lists(st.sampled_from(BEHAVIORS), min_size=1).map(lambda does: {"sources": [Source(does)]}),
+    "held requests": st.fixed_dictionaries({"held": st.sampled_from([0.0005, 0.01])}),
     "preemption": st.fixed_dictionaries(
         {
             "policy": st.just("flowprefill"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -122,38 +122,76 @@ def test_masks_ahead_are_those_of_one_token_at_a_time(seed: int, depth: int) -> 
     assert allowed(one) == masks[0] and one.error is None
 
 
+class Timed:
+    """A matcher whose masks take as much CPU time as a test says."""
+
+    def __init__(self, inner: LLMatcher, clock: Clock) -> None:
+        self._inner = inner
+        self._clock = clock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def deep_copy(self) -> Timed:
+        return Timed(self._inner.deep_copy(), self._clock)
+
+    def unsafe_compute_mask_ptr(self, *given: int) -> None:
+        self._clock.now += self._clock.takes
+        self._inner.unsafe_compute_mask_ptr(*given)
+
+
+@dataclass
+class Clock:
+    """The CPU time of a thread."""
+
+    takes: float  # seconds of a mask
+    now: float = 0.0
+
+    def constraint(self) -> Constraint:
+        wanted = StructuredOutputs(regex="a{200}")
+        return Constraint(lambda: Timed(COMPILER.matcher(wanted), self), prompt=(9,), output=())  # type: ignore[arg-type,return-value]
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_slow_masks_end_the_request_that_needs_them(monkeypatch: pytest.MonkeyPatch, drafts: int) -> None:
     """Its CPU time counts, on average: neither one slow mask nor a busy machine ends a request."""
-    now = [0.0]
-    monkeypatch.setattr(under_test, "thread_time", lambda: now[0])
-
-    class Matcher:
-        def __init__(self, inner: LLMatcher) -> None:
-            self._inner = inner
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._inner, name)
-
-        def deep_copy(self) -> Matcher:
-            return Matcher(self._inner.deep_copy())
-
-        def unsafe_compute_mask_ptr(self, *given: int) -> None:
-            now[0] += took[0]
-            self._inner.unsafe_compute_mask_ptr(*given)
-
-    wanted = StructuredOutputs(regex="a{200}")
-    slow = Constraint(lambda: Matcher(COMPILER.matcher(wanted)), prompt=(9,), output=())  # type: ignore[arg-type,return-value]
-    took = [0.07 / (1 + drafts)]  # once
+    clock = Clock(0.07 / (1 + drafts))  # once
+    monkeypatch.setattr(under_test, "thread_time", lambda: clock.now)
+    slow = clock.constraint()
     masks = np.zeros((1 + drafts, words(256)), np.int32)
     for _ in range(40):
         slow.fill_ahead(masks, b"a" * drafts) if drafts else slow.fill(masks[0])
         assert slow.error is None and bits(masks[-1]) == {97}
         slow.tell(b"a" * (1 + drafts))
-        took[0] = 0.004
-    took[0], made_since = 0.012, 0
+        clock.takes = 0.004
+    clock.takes, made_since = 0.012, 0
     while slow.error is None:
         slow.fill_ahead(masks, b"a" * drafts) if drafts else slow.fill(masks[0])
         slow.tell((97,))
         made_since += 1 + drafts
     assert "ms for each token" in slow.error and made_since <= under_test.REMEMBERED
+
+
+def test_masks_are_made_between_steps_while_they_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(1e-4)
+    monkeypatch.setattr(under_test, "thread_time", lambda: clock.now)
+    one = clock.constraint()
+    late = []
+    for takes in (1e-4, 0.003, 1e-4):
+        clock.takes = takes
+        for _ in range(50):
+            allowed(one)
+            one.tell((97,))
+            late.append(one.late)
+    assert not any(late[:50]) and all(late[60:100]) and not any(late[140:])
+
+
+def test_a_mask_that_was_made_ahead_is_used_once() -> None:
+    one, same = made(StructuredOutputs(regex="abc")), made(StructuredOutputs(regex="abc"))
+    for token in b"abc":
+        one.prepare(words(256))
+        assert one.prepared and allowed(one) == allowed(same) == {token}
+        one.tell((token,))
+        same.tell((token,))
+        assert not one.prepared
+    assert allowed(one) == allowed(same) == {END}

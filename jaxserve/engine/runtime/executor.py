@@ -361,7 +361,7 @@ class JaxExecutor:
             return  # the future already holds the error that ended this life
         del self._flying[job.step]
         if job.masks is not None and job.masks.made is not None:
-            self._masker.tell(job.batch, job.plan.spans, result)
+            result = result._replace(held=self._masker.tell(job.batch, job.plan.spans, result))
             if job.masks.made.ended:
                 result = result._replace(ended={**result.ended, **job.masks.made.ended})
         self._doubts.settle(job.plan.spans, result, self._slots)
@@ -420,6 +420,9 @@ class JaxExecutor:
     def committed(self, step: Step) -> asyncio.Future[Any]:
         job = self._flying.get(step)
         return step if job is None else job.committed
+
+    def unheld(self, slot: int) -> asyncio.Future[None]:
+        return self._masker.prepare(slot)
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:

@@ -2,13 +2,15 @@
 
 A step is planned before the tokens of the step ahead are known, and a mask depends on them. So the
 model's part of a step is dispatched at once, and its sampling when the masks are made, in a thread,
-while the devices still compute.
+while the devices still compute. A row whose masks take long is held: it is in no step until its next
+mask is made, in another thread, so that the other rows of a step never wait for it.
 
 Letters: G sampling rows, D tokens of a row that are verified, W words of a mask.
 """
 
 from __future__ import annotations
 
+import asyncio
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,11 +28,11 @@ from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.plan import Begin, Span, StepResult
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.structured.compiler import Compiler
-from jaxserve.structured.constraint import Constraint
+from jaxserve.structured.constraint import LATE, Constraint
 from jaxserve.structured.token_filter import TokenFilter, Words, words
 
 SHORT = 2e-4  # seconds
-SUSPECT = 2e-3  # seconds of a mask; the next one is made alone, so that its cost is known
+SUSPECT = LATE  # seconds of a mask; the next one is made alone, so that its cost is known
 
 
 class Masks(NamedTuple):
@@ -54,6 +56,8 @@ class Masker:
         self._slots: dict[int, tuple[Constraint, int]] = {}  # with the length of the prompt
         self._failed: set[int] = set()  # slots whose request got no token; steps ahead may sample any token for it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"jaxserve-{name}-masks")  # one: matchers have no locks
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix=f"jaxserve-{name}-slow-masks")  # of rows in no step
+        self._preparing: dict[int, asyncio.Future[None]] = {}  # by slot
         self._parallel: LLExecutor | None = None
 
     def begin(self, slot: int, begin: Begin) -> None:
@@ -78,15 +82,18 @@ class Masker:
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._slots.pop(slot, None)
+            if (preparing := self._preparing.pop(slot, None)) is not None:
+                preparing.cancel()
         self._failed.difference_update(slots)
 
     def clear(self) -> None:
         """Forget all requests."""
-        self._slots.clear()
+        self.release(tuple(self._slots))
         self._failed.clear()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
+        self._ahead.shutdown(wait=False)
 
     def constrained(self, spans: Sequence[Span]) -> tuple[int, ...]:
         """Return the indices of the spans that sample and have a constraint."""
@@ -101,15 +108,30 @@ class Masker:
                 return False
         return True
 
-    def tell(self, batch: Batch, spans: Sequence[Span], result: StepResult) -> None:
-        """Record the tokens that a step has sampled, and which rows got none: no other will follow."""
+    def tell(self, batch: Batch, spans: Sequence[Span], result: StepResult) -> frozenset[int]:
+        """Record the tokens that a step has sampled, and which rows got none: no other will follow.
+
+        Returns the indices of the rows that are held until their next mask is made.
+        """
+        held = []
         for at in batch.constrained:
             slot = spans[at].slot
             if slot not in self._slots:
                 continue
             if at in result.failed or at in result.ended:
                 self._failed.add(slot)
-            self._slots[slot][0].tell(result.tokens[at])
+            constraint = self._slots[slot][0]
+            constraint.tell(result.tokens[at])
+            if constraint.late:
+                held.append(at)
+        return frozenset(held)
+
+    def prepare(self, slot: int) -> asyncio.Future[None]:
+        """Make the next mask of a held row in a thread of its own. Returns when it is made; see `Executor.unheld`."""
+        constraint = self._slots[slot][0]
+        made = asyncio.wrap_future(self._ahead.submit(constraint.prepare, self._words))
+        self._preparing[slot] = made
+        return made
 
     def forced(self, batch: Batch, spans: Sequence[Span]) -> Words | None:
         """Return tokens [G, K] that replace drafted ones, because constraints allow no others; -1: none.
@@ -128,7 +150,8 @@ class Masker:
     def at_once(self, batch: Batch, spans: Sequence[Span]) -> Masks | None:
         """Return the masks of a step if they take less time than to hand them to another thread, else None."""
         mine = self._mine(batch, spans)
-        if batch.drafts is not None or sum(constraint.seconds for _, _, constraint in mine) > SHORT:
+        seconds = sum(0.0 if constraint.prepared else constraint.seconds for _, _, constraint in mine)
+        if batch.drafts is not None or seconds > SHORT:
             return None
         rows = np.full((batch.bucket.width, self._words), -1, np.int32)
         for at, _, constraint in mine:
@@ -147,14 +170,14 @@ class Masker:
     def _make(self, batch: Batch, mine: list[tuple[int, Span, Constraint]], drafted: object | None) -> Masks:
         if self._parallel is None:
             self._parallel = LLExecutor()
-        ahead = self._ahead(batch, mine, drafted)
+        ahead = self._verifying(batch, mine, drafted)
         several = set() if ahead is None else {at for at, span, _ in mine if verified(batch, at, span)}
         rows, waiting = None, []
         single = [(at, constraint) for at, _, constraint in mine if at not in several]
         if single:
             rows = np.full((batch.bucket.width, self._words), -1, np.int32)
             for at, constraint in single:
-                if SUSPECT < constraint.seconds < inf:
+                if constraint.prepared or SUSPECT < constraint.seconds < inf:
                     constraint.fill(rows[at])
                 elif (matcher := constraint.advance()) is not None:
                     waiting.append((at, constraint, matcher))
@@ -170,7 +193,9 @@ class Masker:
                 constraint.seconds = each
         return Masks(rows, ahead, _ended(mine))
 
-    def _ahead(self, batch: Batch, mine: list[tuple[int, Span, Constraint]], drafted: object | None) -> Words | None:
+    def _verifying(
+        self, batch: Batch, mine: list[tuple[int, Span, Constraint]], drafted: object | None
+    ) -> Words | None:
         """Return the masks of the rows that may draft."""
         if batch.drafts is None or not any(verified(batch, at, span) for at, span, _ in mine):
             return None

@@ -78,6 +78,7 @@ FIELDS: dict[str, list[Any]] = {
     "lead": [0.0, 0.0, 0.0005],
     "draft": [0, 0, 3],
     "acceptance": [0.6],
+    "held": [0.0, 0.0, 0.0015],
     "first_token": ["prefill", "decode"],
     "prefix_caching": [True, False],
 }

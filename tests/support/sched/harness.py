@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.errors import InvalidValue, Unavailable
+from jaxserve.sched.api.executor import Step
 from jaxserve.sched.api.kv_source import KVSource
 from jaxserve.sched.api.log import Log, no_log
 from jaxserve.sched.api.new_request import STANDARD, NewRequest
@@ -24,6 +25,7 @@ from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.sim import clock
+from jaxserve.sched.sim.clock import EVENT
 from jaxserve.sched.sim.executor import EOS, Device, SimExecutor
 from jaxserve.sched.sim.tiers import Tiers
 
@@ -56,13 +58,14 @@ class Outcome:
 
 
 class Flaky(SimExecutor):
-    """A simulated executor with failing transfers and delayed steps and transfers, as the test says."""
+    """A simulated executor with failing transfers, delayed steps and transfers, and held requests, as the test says."""
 
     def __init__(
         self,
         loses: Callable[[], bool],
         late: Callable[[StepPlan], float],
         slow: Callable[[], float],
+        held: float,
         *args: Any,
         **more: Any,
     ) -> None:
@@ -70,6 +73,49 @@ class Flaky(SimExecutor):
         self._loses = loses
         self._late = late
         self._slow = slow
+        self._held = held
+        self._barred: dict[int, asyncio.Future[None]] = {}  # by slot: held requests
+
+    def submit(self, plan: StepPlan) -> Step:
+        self._drop([span.slot for span in plan.spans if span.begin is not None])
+        barred = [span for span in plan.spans if span.slot in self._barred]
+        assert not barred, f"step {plan.step} contains {barred}, which are held"
+        return super().submit(plan)
+
+    def _result(self, job: Any) -> StepResult:
+        result = super()._result(job)
+        if not self._held:
+            return result
+        spans = enumerate(job.plan.spans)
+        held = (at for at, span in spans if result.tokens[at] and (span.request + span.start // 2) % 3 == 0)
+        return result._replace(held=frozenset(held))
+
+    def unheld(self, slot: int) -> asyncio.Future[None]:
+        submitted = [self._running, *self._queue]
+        assert not any(span.slot == slot for job in submitted if job is not None for span in job.plan.spans)
+        unheld: asyncio.Future[None] = self._loop.create_future()
+
+        def unhold() -> None:
+            if self._barred.get(slot) is unheld:
+                del self._barred[slot]
+                unheld.set_result(None)
+
+        self._barred[slot] = unheld
+        self._loop.at(self._loop.now + self._held, EVENT, unhold)
+        return unheld
+
+    def _drop(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if (unheld := self._barred.pop(slot, None)) is not None:
+                unheld.cancel()
+
+    def release(self, slots: Sequence[int]) -> None:
+        self._drop(slots)
+        super().release(slots)
+
+    def rebuild(self) -> None:
+        self._drop(list(self._barred))
+        super().rebuild()
 
     def _begin(self, job: Any) -> None:
         job.seconds += self._late(job.plan)
@@ -110,6 +156,7 @@ class SimSetup:
     loses: Callable[[], bool] = lambda: False  # whether the next transfer raises
     late: Callable[[str, StepPlan], float] = lambda name, plan: 0.0  # seconds added to a step
     slow: Callable[[], float] = lambda: 0.0  # seconds added to the next transfer
+    held: float = 0.0  # seconds for which some requests are held after some of their tokens; 0: none is
     rest: float = 60.0  # virtual seconds after the last request for surplus steps and transfers to end
     watch: Callable[[Cluster], None] = lambda cluster: None  # called with the cluster before it runs
     role_changes: Sequence[tuple[float, Mapping[int, Role]]] = ()  # times and roles of the instances to change
@@ -225,6 +272,7 @@ def _instances(
             shape.loses,
             partial(shape.late, name),
             shape.slow,
+            shape.held,
             GeneralModel(shape.coefficients, correct=False),
             Device(
                 shape.pages,

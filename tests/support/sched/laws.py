@@ -156,7 +156,8 @@ def idle(one: Scheduler, now: float) -> None:
     """
     view = one.view(now, now)
     assert not view.suspended, f"idle at {now} with suspended steps"
-    holders = [each for each in one if each.state is State.RUNNING and each.generated < each.limit]
+    running = (each for each in one if each.state is State.RUNNING and each.generated < each.limit)
+    holders = [each for each in running if not each.held]
     stuck = [each for each in holders if len(each.pages) * one.limits.page_size <= each.computed]
     assert not holders or (len(stuck) == len(holders) == 1 and not one.blocks.available), f"idle at {now}: {holders}"
     waiting = {each.id: each for each in one if each.state is State.WAITING}
