@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.capacity.answer import FARTHER, Answer
+from jaxserve.capacity.answer import FARTHER, RATES, Answer
 from jaxserve.capacity.search import Step
 from jaxserve.capacity.trial import AS_IT_IS, Candidate, Load, Outcome
 
-HEADER = f"{'devices':>7} {'requests':>8} {'attained':>8} {'TTFT p90':>9} {'TPOT p90':>9} {'goodput':>8}  set-up"
+WIDTH = 100  # characters of a line above the plot
 
 
 class Rows:
@@ -40,7 +41,7 @@ class Rows:
         if found.trial.requests < self._load.requests and found.attained <= self._best.get(key, -1.0):
             return
         if not self._best:
-            print(HEADER)
+            print(f"devices {self._load.unit:>8} attained  TTFT p90  TPOT p90  goodput  set-up")
         self._best[key] = max(found.attained, self._best.get(key, -1.0))
         print(row(found), flush=True)
 
@@ -55,11 +56,11 @@ def row(outcome: Outcome) -> str:
     )
 
 
-def lines(found: Answer, command: Sequence[str], price: float | None) -> list[str]:
-    """Return the answer in sentences. price: of a device for an hour."""
+def lines(found: Answer, command: Sequence[str], price: float | None, unit: str) -> list[str]:
+    """Return the answer in sentences. price: of a device for an hour. unit: what rates count (`Load.unit`)."""
     said = ["", *_pareto(found), ""]
     if found.best is None:
-        return said + _without(found)
+        return said + _without(found, unit)
     best, one = found.best, found.best.candidate
     said.append(f"answer: {_number(one.devices)}: {one}: {best.attained:.1%} of the requests keep their objectives")
     if best.by_class:
@@ -71,7 +72,7 @@ def lines(found: Answer, command: Sequence[str], price: float | None) -> list[st
         said.append(
             f"range: {text} device{'s' * (text != '1')}, with step times {1 + found.error:g} times as short and as long"
         )
-    said += [*_limit(found), *_headroom(found), *_fewer(found)]
+    said += [*_limit(found), *_headroom(found, unit), *_fewer(found)]
     if price is not None:
         said.append(
             f"cost: {one.devices * price:.4g} an hour, {million(best, price):.3g} for a million tokens of output"
@@ -107,8 +108,8 @@ def as_json(found: Answer, command: Sequence[str], price: float | None, given: M
     }
 
 
-def plot(path: Path, found: Answer, title: str) -> Path:
-    """Draw attainment and goodput against devices."""
+def plot(path: Path, found: Answer, title: str, asked: float) -> Path:
+    """Draw attainment and goodput against devices. asked: requests per second, the mark of the goodput."""
     from jaxserve.report import plot
 
     steps = sorted((step for step in found.steps if step.best is not None), key=lambda step: step.devices)
@@ -118,9 +119,9 @@ def plot(path: Path, found: Answer, title: str) -> Path:
     series = {"best set-up": plot.Series(x, shares)}, {"best set-up": plot.Series(x, rates)}
     panels = [
         plot.Panel("Attainment", "devices", "% of requests", series[0], (0.0, 103.0), 100 * found.goal, ticks=x),
-        plot.Panel("Goodput", "devices", "requests/s that keep", series[1], level=found.rate, ticks=x),
+        plot.Panel("Goodput", "devices", "requests/s that keep", series[1], level=asked, ticks=x),
     ]
-    return plot.lines(path, panels, title=title)
+    return plot.lines(path, panels, title="\n".join(textwrap.fill(line, WIDTH) for line in title.splitlines()))
 
 
 def _pareto(found: Answer) -> list[str]:
@@ -145,7 +146,7 @@ def _left_out(step: Step) -> str:
     return f"{step.devices:>7} of {step.tried} set-ups {' and '.join(parts)}"
 
 
-def _without(found: Answer) -> list[str]:
+def _without(found: Answer, unit: str) -> list[str]:
     closest, said = found.closest, list[str]()
     if closest is None and found.interrupted:
         said.append("no answer: stopped before the first number of devices was through")
@@ -163,7 +164,7 @@ def _without(found: Answer) -> list[str]:
             f"{best.candidate}"
         )
         said += _limit(found)
-        kept = "no rate that was tried" if found.sustained is None else f"{found.sustained:.4g} requests/s"
+        kept = "no rate that was tried" if found.sustained is None else f"{found.sustained:.4g} {unit}/s"
         said.append(f"it keeps them at {kept}, of the asked {found.rate:.4g}")
     if found.nearest is not None and found.nearest.best is not None:
         best = found.nearest.best
@@ -181,11 +182,13 @@ def _limit(found: Answer) -> list[str]:
     return [f"limited by: {found.limit or 'none of these'} (at {found.limits_at:.4g}/s: {gains})"]
 
 
-def _headroom(found: Answer) -> list[str]:
+def _headroom(found: Answer, unit: str) -> list[str]:
     if found.sustained is None:
         return []
     end = "and more" if found.missed is None else f"but not {found.missed:.4g}"
-    return [f"headroom: it keeps them at {found.sustained:.4g} requests/s, {end}"]
+    if found.missed is None and found.sustained < found.rate * RATES[-1]:
+        end = "higher rates were not tried"  # interrupted
+    return [f"headroom: it keeps them at {found.sustained:.4g} {unit}/s, {end}"]
 
 
 def _fewer(found: Answer) -> list[str]:

@@ -129,6 +129,16 @@ class Load:
             kept.append(replace(one, after=after, slo=slo))
         return kept, len(kept) / len(drawn)
 
+    @property
+    def rounds(self) -> float:
+        """Mean requests of a session, whose number and rate then count; 1 if requests count."""
+        return self.source.rounds.mean if isinstance(self.source, Workload) and self.source.rounds else 1.0
+
+    @property
+    def unit(self) -> str:
+        """What `requests` and `rate` count: sessions of a workload in rounds, or requests."""
+        return "sessions" if isinstance(self.source, Workload) and self.source.rounds else "requests"
+
     def longest_ttft(self) -> float:
         """Return the longest finite TTFT of the requests, 0 if none has any."""
         arrivals, _ = self.arrivals(self.requests, self.rate)

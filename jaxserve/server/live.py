@@ -14,11 +14,12 @@ import msgspec
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife
 from jaxserve.engine.runtime.info import Stats
+from jaxserve.errors import short
 from jaxserve.fleet.replicas import Replicas
 from jaxserve.report.snapshot_form import LATELY
 from jaxserve.server.failures import Refused
 from jaxserve.server.keys import Keys
-from jaxserve.server.snapshot import Reading, present_request, snapshot
+from jaxserve.server.snapshot import Reading, present_request, public_id, snapshot
 from jaxserve.server.sse import Dialect
 
 PERIOD = 1.0  # seconds between two snapshots
@@ -171,15 +172,31 @@ async def present_requests(engine: Any, client: str | None, limit: int) -> dict[
 
 
 async def life_of(engine: Any, id: str, client: str | None) -> RequestLife:
-    """Return what is known of a request. Raises Refused (404) for one that is unknown, or not the client's."""
+    """Return what is known of a request, by its id or, once it has ended, by the id of its answer.
+
+    Raises Refused (404) for one that is unknown, or not the client's.
+    """
     found: RequestLife | None = None
-    if named := _ID.fullmatch(id):
+    name = id if _ID.fullmatch(id) else await _answered(engine, id, client)
+    if named := _ID.fullmatch(name):
         at, number = ALONE if named[1] is None else int(named[1]), int(named[2])
         if not isinstance(engine, Replicas):
             found = await engine.life(number, client) if at == ALONE else None
         elif (one := engine.engines.get(0 if at == ALONE else at)) is not None:
             found = await one.life(number, client)
     if found is None:
-        text = f"no request {id!r:.40} is recorded: see GET /v1/requests for those that are"
+        text = f"no request {short(id)} is recorded: see GET /v1/requests for those that are"
         raise Refused(404, text, code="request_not_found")
     return found
+
+
+async def _answered(engine: Any, answer: str, client: str | None) -> str:
+    """Return the id of the latest ended request of a client whose answer had this id; "" if none is recorded."""
+    found = await recent(engine, {})
+    ids = {
+        one.ago: public_id(replica, one.id)
+        for replica, part in found.items()
+        for one in part.requests
+        if one.key == answer and (client is None or one.client == client)
+    }
+    return ids[min(ids)] if ids else ""

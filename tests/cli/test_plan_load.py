@@ -68,6 +68,7 @@ def test_an_answer_in_words_and_the_command_that_serves_it(folder: Path, capsys:
     add_arguments(parser)
     config = config_of(parser.parse_args(shlex.split(command)[4:]))
     assert (config.mesh, config.max_model_len, config.policy) == ("1x1", 64, "unified")
+    assert "&" not in written.read_text(), "no anchors"
     deployment, service = yaml.safe_load_all(written.read_text())
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     served = config_of(parser.parse_args(container["args"]))
@@ -98,7 +99,10 @@ def test_sessions_are_told_from_requests(folder: Path, capsys: pytest.CaptureFix
     rounds = "rounds: {mean: 2.0, std: 0.1, delay: 10ms, opening: {kind: fixed, value: 9}}\n"
     (folder / "tiny.yaml").write_text(WORKLOAD.replace("high: 50", "high: 15") + rounds)
     plan(folder, qps="20")
-    first, second = capsys.readouterr().out.splitlines()[:2]
+    out = capsys.readouterr().out
+    first, second = out.splitlines()[:2]
+    assert "devices sessions attained" in out and "simulated: 64 sessions a set-up" in out
+    assert re.search(r"headroom: it keeps them at \d+ sessions/s", out)
     assert "20 sessions/s of tiny.yaml, about 40 requests/s" in first
     assert "2 ± 0.1 rounds a session, 9 tokens before the first prompt" in second
 
@@ -133,7 +137,7 @@ def test_a_model_that_does_not_fit_says_what_it_needs(folder: Path, capsys: pyte
         (["--attainment", "90"], "attainment=90 must be a share"),
         (["--policies", "fastest"], "unknown policy 'fastest'"),
         (["--latency", "none"], "no latency preset 'none'"),
-        (["--max-model-len", "20"], "exceed the model's 20 positions: no set-up keeps 90%"),
+        (["--max-model-len", "20"], "exceed the model's 20 positions: no set-up keeps 90%; raise --max-model-len"),
         (["--compile"], "--compile is for a plan without --qps"),
     ],
 )

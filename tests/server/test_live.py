@@ -126,6 +126,20 @@ def test_a_late_request_is_explained(server: Live) -> None:
     assert [bar["kind"] for bar in found["bars"]] == ["other", "prefill"]
 
 
+def test_a_request_is_named_by_the_id_of_its_answer(server: Live, shared: Live) -> None:
+    by_answer, by_number = (server.http.get(f"/v1/requests/{id}").json()["lines"] for id in ("cmpl-7", "7"))
+    assert by_answer == by_number
+    mine, theirs = (shared.http.get("/v1/requests/cmpl-7", headers=key(one)).status_code for one in ("apple", "banana"))
+    assert (mine, theirs) == (200, 404)
+
+
+def test_a_long_unknown_id_is_cut_with_a_mark(server: Live) -> None:
+    said = server.http.get("/v1/requests/cmpl-" + "a" * 500).json()["error"]["message"]
+    assert "…" in said and len(said) < 300
+    answer = "chatcmpl-" + "a" * 32
+    assert repr(answer) in server.http.get(f"/v1/requests/{answer}").json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "id", ["8", "0-7", "x", "7x", "-7", "9" * 30, "٣", "1-", "%20", "²", "²-7", "7-²", "9" * 5000 + "-7"]
 )

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import floor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxserve.capacity.manifest import manifest
 from jaxserve.capacity.search import Searcher
 from jaxserve.capacity.show_answer import Rows, as_json, lines, plot
 from jaxserve.capacity.step_times import StepTimes, load_preset, step_times
-from jaxserve.capacity.trial import Candidate, Load, Outcome, Runner, Trial
+from jaxserve.capacity.trial import AS_IT_IS, Candidate, Load, Outcome, Runner, Trial
 from jaxserve.cli.plan.flags import OBJECTIVES
 from jaxserve.cli.simulate.command import parse_policies
 from jaxserve.cli.simulate.pool import processes
@@ -133,8 +134,6 @@ def run(
     where = ""
 
     def candidates_of(devices: int) -> list[Candidate]:
-        nonlocal where
-        where = f"on {devices} of up to {setting.count} devices"
         return list(candidates(devices, fits.of(devices, only), chosen, chunks))
 
     say = _nothing if quiet else print
@@ -142,15 +141,18 @@ def run(
     if kept < 1:
         say(f"note: {1 - kept:.1%} of the requests exceed the model's {load.longest} positions and count as missed")
     if kept < load.goal:
+        share = floor(100 * kept) / 100
+        longer = "choose a model with a longer context" if config.max_model_len is None else "raise --max-model-len"
         raise InvalidValue(
             f"{1 - kept:.1%} of the requests exceed the model's {load.longest} positions: no set-up keeps "
-            f"{load.goal:.0%}",
+            f"{load.goal:.0%}; {longer}, or give a workload of shorter requests"
+            + (f", or --attainment {share:g}" if share else ""),
             "workload",
         )
     lasting, needed = load.requests / load.rate, QUEUE / 2 * load.longest_ttft()
     if lasting < needed:
         say(
-            f"note: {load.requests} requests come within {lasting:.3g} s, less than {QUEUE / 2:g} times the longest "
+            f"note: {load.requests} {load.unit} come within {lasting:.3g} s, less than {QUEUE / 2:g} times the longest "
             f"TTFT: a queue that grows slowly is not seen; --num-requests {round(needed * load.rate)} would show it"
         )
     found, began = Answer(load.goal, load.rate, setting.count), time.process_time()
@@ -158,6 +160,8 @@ def run(
         run_all: Callable[..., Any] = pool  # whose type is that of `jaxserve simulate`
 
         def simulate(trials: Sequence[Trial]) -> Iterable[Outcome]:
+            nonlocal where
+            where = _where(trials[0], load, setting.count)
             yield from run_all(_runner(load, fits, setting, trials), trials)
 
         def bound(trial: Trial) -> float:
@@ -180,23 +184,32 @@ def run(
             print(f"step times, {name}: {source}")
         if found.closest is None and not found.interrupted:
             print(f"memory: {fits.remedy()}")
-        print("\n".join(lines(found, typed, args.price)))
+        print("\n".join(lines(found, typed, args.price, load.unit)))
         if found.interrupted:
             print("interrupted: what stands above is not the whole search")
-        print(
-            f"simulated: {load.requests} requests a set-up; this process took {time.process_time() - began:.0f} s CPU"
-        )
-    _write(args, found, _question(args, load, setting), command, setting)
+        took = time.process_time() - began
+        print(f"simulated: {load.requests} {load.unit} a set-up; this process took {took:.0f} s CPU")
+    _write(args, found, load, command, setting)
     return 130 if found.interrupted else 0 if found.best is not None else 1
 
 
-def _write(args: argparse.Namespace, found: Answer, question: str, command: Sequence[str], setting: Setting) -> None:
+def _where(trial: Trial, load: Load, most: int) -> str:
+    """Say what a run is about: its devices, and what differs from the question."""
+    told = f"on {trial.candidate.devices} of up to {most} devices"
+    if trial.rate != load.rate:
+        told += f", at {trial.rate:.3g}/s"
+    return told if trial.scale == AS_IT_IS else f"{told}, with other step times or KV"
+
+
+def _write(args: argparse.Namespace, found: Answer, load: Load, command: Sequence[str], setting: Setting) -> None:
     """Write the files that are asked for."""
     if args.plot is not None:
-        print(f"wrote {plot(args.plot, found, question)}", file=sys.stderr)
+        drawn = plot(args.plot, found, _question(args, load, setting), load.rate * load.rounds)
+        print(f"wrote {drawn}", file=sys.stderr)
     if args.manifest is not None and found.best is not None:
         written = manifest(command, setting.device.platform, found.best.candidate.devices)
-        args.manifest.write_text(yaml.safe_dump_all(written, sort_keys=False))
+        # by way of JSON: yaml would write equal parts as anchors and aliases
+        args.manifest.write_text(yaml.safe_dump_all(json.loads(json.dumps(written)), sort_keys=False))
         print(f"wrote {args.manifest}", file=sys.stderr)
 
 
@@ -210,8 +223,8 @@ def _question(args: argparse.Namespace, load: Load, setting: Setting) -> str:
     slo = ", ".join(f"{name.upper()} {value:g} s" for name, value in load.slo.items())
     what = Path(args.workload.removeprefix("trace:")).name
     rate = f"{load.rate:g}/s of {what}"
-    if isinstance(load.source, Workload) and load.source.rounds is not None:
-        rate = f"{load.rate:g} sessions/s of {what}, about {load.rate * load.source.rounds.mean:.3g} requests/s"
+    if load.unit == "sessions":
+        rate = f"{load.rate:g} sessions/s of {what}, about {load.rate * load.rounds:.3g} requests/s"
     return (
         f"{args.model} on up to {setting.count} {setting.name}: {rate}, {load.goal:.0%} of the "
         f"requests within {slo or 'the objectives of the workload'}\n{describe(source)}"

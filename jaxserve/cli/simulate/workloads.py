@@ -28,7 +28,7 @@ def find_workload(name: str) -> Workload | Mix:
         try:
             path = preset("workload", name)
         except InvalidValue as error:
-            hint = nearest(name, NAMED)
+            hint = nearest(name, NAMED).removeprefix("allowed: ")
             raise InvalidValue(f"{error}; built in: {hint}; or FILE.yaml, or trace:FILE", "workload") from error
     try:
         mixture = re.search(r"(?m)^parts\s*:", text_of(path))
