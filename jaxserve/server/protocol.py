@@ -27,6 +27,7 @@ FRAMING = 16  # bytes of chunk framing allowed per byte of the body, in addition
 HEADER_SIZE = 64 << 10  # bytes of request line, headers and trailers
 HEADER_TIMEOUT = 10.0  # seconds to receive the headers of a request
 BODY_TIMEOUT = 60.0  # seconds to receive its body
+IN_A_ROW = 2e-3  # seconds between an answer and the next request that was sent before it: thousands take no core
 
 
 def most_connections(settings: HttpSettings) -> int:
@@ -232,7 +233,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def on_response_complete(self) -> None:
-        if not self.pipeline and not self.transport.is_closing():
+        if self.pipeline:
+            self.loop.call_later(IN_A_ROW, super().on_response_complete)
+            return
+        if not self.transport.is_closing():
             self._room.kept[self] = None
         super().on_response_complete()
 

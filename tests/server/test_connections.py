@@ -258,6 +258,16 @@ def test_pipelined_upgrades_are_answered_in_order(plain):
     assert told.count(b"HTTP/1.1 200 ") == 5 and told.count(b'"list"') == 4, told
 
 
+def test_requests_in_a_row_leave_time_for_others(fake, monkeypatch):
+    """Many that were sent at once are answered one after the other, each some time after the one before."""
+    monkeypatch.setattr(protocol, "IN_A_ROW", 0.05)
+    request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+    began = time.monotonic()
+    _, rest, _ = sent(fake(), [(request + b"\r\n") * 9 + request + b"Connection: close\r\n\r\n"])
+    assert rest.count(b"HTTP/1.1 200") == 9
+    assert time.monotonic() - began >= 9 * 0.05
+
+
 def test_connect_is_refused_and_ends_the_connection(plain):
     with connect(plain.url) as connection:
         connection.sendall(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN)
