@@ -343,7 +343,8 @@ class Request:
         """Reset after the loss of the KV pool and the submitted steps. Tokens are kept."""
         self.pages, self.slot = [], None
         self.inflight = self.computed = self.sent_pages = self.drafting = 0
-        self.suspended = self.slow = self.held = False
+        self.slow = self.held = False
+        self.suspended = False
         self.on_device = False
         self.take_back(self.pending)
 

@@ -75,24 +75,34 @@ class Flaky(SimExecutor):
         self._slow = slow
         self._held = held
         self._barred: dict[int, asyncio.Future[None]] = {}  # by slot: held requests
+        self._one_step = set[int]()  # slots of requests that may be in one submitted step at a time
 
     def submit(self, plan: StepPlan) -> Step:
         self._drop([span.slot for span in plan.spans if span.begin is not None])
         barred = [span for span in plan.spans if span.slot in self._barred]
         assert not barred, f"step {plan.step} contains {barred}, which are held"
+        twice = [span for span in plan.spans if span.slot in self._one_step and self._has(span.slot)]
+        assert not twice, f"step {plan.step} contains {twice}, which the step before holds"
         return super().submit(plan)
 
     def _result(self, job: Any) -> StepResult:
         result = super()._result(job)
         if not self._held:
             return result
-        spans = enumerate(job.plan.spans)
-        held = (at for at, span in spans if result.tokens[at] and (span.request + span.start // 2) % 3 == 0)
+        held = []
+        for at, span in enumerate(job.plan.spans):
+            self._one_step.discard(span.slot)
+            if result.tokens[at] and (span.request + span.start // 2) % 3 == 0:
+                held.append(at)
+                self._one_step.add(span.slot)
         return result._replace(held=frozenset(held))
 
-    def unheld(self, slot: int) -> asyncio.Future[None]:
+    def _has(self, slot: int) -> bool:
         submitted = [self._running, *self._queue]
-        assert not any(span.slot == slot for job in submitted if job is not None for span in job.plan.spans)
+        return any(span.slot == slot for job in submitted if job is not None for span in job.plan.spans)
+
+    def unheld(self, slot: int) -> asyncio.Future[None]:
+        assert not self._has(slot)
         unheld: asyncio.Future[None] = self._loop.create_future()
 
         def unhold() -> None:
@@ -108,13 +118,14 @@ class Flaky(SimExecutor):
         for slot in slots:
             if (unheld := self._barred.pop(slot, None)) is not None:
                 unheld.cancel()
+        self._one_step.difference_update(slots)
 
     def release(self, slots: Sequence[int]) -> None:
         self._drop(slots)
         super().release(slots)
 
     def rebuild(self) -> None:
-        self._drop(list(self._barred))
+        self._drop([*self._barred, *self._one_step])
         super().rebuild()
 
     def _begin(self, job: Any) -> None:
