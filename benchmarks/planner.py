@@ -30,7 +30,8 @@ from jaxserve.report.table import print_table
 from jaxserve.sched.sim import load_trace
 
 POLICIES = ("unified", "distserve", "kairos", "sarathi", "vllm", "fairbatching")
-CHUNKS = (8192, 4096, 2048, 1024)
+CHUNKS = (8192, 2048, 4096, 1024)
+LEAST = 60  # set-ups to compare; with fewer of two sizes of steps, four are tried
 # name: model, device, number, workload (None: --trace), rate, objectives
 QUESTIONS: dict[str, tuple[str, str, int, str | None, float, dict[str, float]]] = {
     "llama3-70b on H100": ("llama3-70b", "h100", 8, None, 20.0, {"ttft": 1.0, "tpot": 0.04}),
@@ -62,9 +63,12 @@ class Question:
         for number in range(1, self.count + 1):
             self._fits.of(number, None)
         self.runner = Runner(self.load, {tp: times.latency for tp, times in self._fits.times.items()}, 256)
+        self._chunks = CHUNKS[:2]
+        few = sum(len(self.of(number)) for number in range(1, self.count + 1)) < LEAST
+        self._chunks = CHUNKS if few else CHUNKS[:2]
 
     def of(self, number: int) -> list[Any]:
-        return list(candidates(number, self._fits.of(number, None), POLICIES, CHUNKS))
+        return list(candidates(number, self._fits.of(number, None), POLICIES, self._chunks))
 
     def searched(self) -> dict[str, Any]:
         """Search, and return the answer and its cost."""
