@@ -146,7 +146,12 @@ def install_cell(notebook: Any, repo: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (source,) = (cell.source for cell in notebook.cells if cell.get("id") == "install")
 
     def run(
-        *, smi: str | None = None, tpu: bool = False, environ: dict[str, str] | None = None, given: str = str(repo)
+        *,
+        smi: str | None = None,
+        tpu: bool = False,
+        environ: dict[str, str] | None = None,
+        given: str = str(repo),
+        found: bool = False,
     ) -> list[str]:
         called: list[str] = []
 
@@ -158,7 +163,7 @@ def install_cell(notebook: Any, repo: Path, monkeypatch: pytest.MonkeyPatch) -> 
             return SimpleNamespace(stdout="")
 
         with monkeypatch.context() as patch:
-            patch.setattr("importlib.util.find_spec", lambda name: None)
+            patch.setattr("importlib.util.find_spec", lambda name: found or None)
             patch.setattr("shutil.which", lambda name: None if smi is None else f"/usr/bin/{name}")
             patch.setattr("glob.glob", lambda pattern: ["/dev/accel0"] if tpu and "accel" in pattern else [])
             patch.setattr(subprocess, "run", ran)
@@ -194,17 +199,21 @@ def test_the_install_cell_takes_a_wheel_or_a_git_url(install_cell: Callable[...,
         install_cell(given="/nowhere")
 
 
-def test_the_install_cell_asks_for_a_restart_if_needed(
-    install_cell: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("found", [False, True], ids=["installs", "finds jaxserve"])
+def test_the_install_cell_stops_where_an_older_jax_is_loaded(
+    found: bool, install_cell: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Cells after it would fail deep in jax, and a second run without a restart would not install again."""
     monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(__version__="0.1"))
-    install_cell()
-    assert "jax was imported before it was updated: restart the runtime" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"^Restart the runtime, .*: an older jax is still loaded\.$"):
+        install_cell(found=found)
 
 
-def test_the_install_cell_says_that_no_restart_is_needed(
+def test_the_install_cell_says_what_it_does(
     install_cell: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert not install_cell(found=True)
+    assert not capsys.readouterr().out
     install_cell()
     told = capsys.readouterr().out
-    assert told.startswith("Installing jaxserve") and f"with jax {version('jax')}. No restart is needed." in told
+    assert told.startswith("Installing jaxserve") and f"Installed, with jax {version('jax')}." in told
