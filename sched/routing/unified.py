@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import exp, inf
-from operator import le
+from dataclasses import dataclass, field, replace
+from math import exp, inf, isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +12,9 @@ import numpy as np
 from ..api.instance_view import InstanceMemo, InstanceView
 from ..api.perf import Array, Load, PerfModel
 from ..api.policy import Role
-from ..api.request import BEST_EFFORT, Request, RequestView, State, tightest
+from ..api.request import BEST_EFFORT, Request, RequestView, tightest
 from ..feasibility import (
+    NO_ROWS,
     SHARE,
     deadlines,
     decode_load,
@@ -142,36 +142,38 @@ class Unified(Router):
         able = view.start + work <= due
         soon = self._soon(view.start, work, due)
         lost = np.flatnonzero(~able & (due > fleet.now))
-        if not len(lost) and on_time_set(view.start, soon, work).sum() == able.sum():
+        late = on_time_set(view.start, soon, work).sum() < able.sum()  # not all that are able to be on time are
+        if not len(lost) and not late:
             return []
         if not servers:
             servers.update(self._open(fleet))
         others = [other for other in servers if other != index]
-        if not others:
+        longest = np.flatnonzero(able) if late else NO_ROWS
+        order = [lost[np.argsort(work[lost], kind="stable")], longest[np.argsort(-work[longest], kind="stable")]]
+        first = np.concatenate(order)
+        earliest = min((servers[other].start for other in others), default=inf)
+        first = first[(rows.running[first] == 0) & (work[first] <= SURE * (due[first] - earliest))]
+        if not len(first):
             return []
+        share = np.where(able[first], 1.0 - self._reserve, SURE)
+        ends = np.array([servers[other].ends(work[first], due[first], share) for other in others])
         moves: list[Move] = []
-        longest = np.flatnonzero(able)
-        longest = longest[np.argsort(-work[longest], kind="stable")]
-        late, refused = True, {SURE: _Refused(), 1.0 - self._reserve: _Refused()}
-        for row in [*lost[np.argsort(work[lost], kind="stable")].tolist(), *longest.tolist()]:
-            if able[row]:
-                if late and on_time_set(view.start, soon, work).sum() == able.sum():
-                    break
-                late = False  # until a prompt moves
-            request, hit = rows[row], int(rows.hit[row])
-            if request.state is not State.WAITING or request.generated:
+        for at in np.flatnonzero(np.isfinite(ends).any(axis=0)).tolist():
+            row = int(first[at])
+            if able[row] and not late:
+                break
+            if rows[row].generated:
                 continue
-            prompt = _Prompt(request, hit, float(work[row]), float(due[row]))
-            share = 1.0 - self._reserve if able[row] else SURE
-            if refused[share].covers(prompt):
-                continue
-            ends, target = _first(prompt, share, others, servers)
-            if target is None:
-                refused[share].add(prompt)
-                continue
-            moves.append(Move(request.id, index, target, ends))
-            servers[target] = servers[target].with_prompt(prompt, share)
-            able[row], soon[row], late = False, -np.inf, True
+            prompt = _Prompt(rows[row], int(rows.hit[row]), float(work[row]), float(due[row]), float(share[at]))
+            place = _first(prompt, ends[:, at], [servers[other] for other in others])
+            if place is not None:
+                target = others[place]
+                moves.append(Move(prompt.request.id, index, target, float(ends[place, at])))
+                servers[target] = servers[target].with_prompt(prompt)
+                ends[place] = servers[target].ends(work[first], due[first], share)
+                if able[row]:
+                    able[row], soon[row] = False, -np.inf
+                    late = on_time_set(view.start, soon, work).sum() < able.sum()
         return moves
 
     def _open(self, fleet: Fleet) -> dict[int, _Server]:
@@ -211,25 +213,7 @@ class _Prompt(NamedTuple):
     hit: int  # tokens in the prefix cache
     work: float  # seconds alone
     due: float
-
-
-class _Refused:
-    """Prompts that no instance takes. Those that need more in less time are then refused too. Writer: `_relieve`."""
-
-    def __init__(self) -> None:
-        self._least: list[tuple[float, float, int, int]] = []  # what each needs, its deadline negated
-
-    def covers(self, prompt: _Prompt) -> bool:
-        """Return whether a prompt needs no less of anything than one that was refused."""
-        needs = _needs(prompt)
-        return any(all(map(le, least, needs)) for least in self._least)
-
-    def add(self, prompt: _Prompt) -> None:
-        self._least.append(_needs(prompt))
-
-
-def _needs(prompt: _Prompt) -> tuple[float, float, int, int]:
-    return prompt.work, -prompt.due, prompt.request.remaining - prompt.hit, prompt.hit
+    share: float  # of the time to it that it may take
 
 
 @dataclass(slots=True)
@@ -270,37 +254,48 @@ class _Server:
     speed: float = 1.0  # share of full speed for prompts that need several steps, beside decodes
     load: Load | None = None  # next step with all waiting prompts; None if they do not fit, or none joins it
     bound: float = 0.0  # longest allowed time of this step, in seconds; 0 without decodes
+    before: Array = field(init=False)  # seconds of those that are due first, by their number
+    room: Array = field(init=False)  # seconds by which all others can be later, by this number
 
-    def soonest(self, work: float) -> float:
-        """Return a time before which no prompt ends that takes `work` seconds alone."""
-        return self.start + work / (self.speed if self.load is None else 1.0)
+    def __post_init__(self) -> None:
+        self.before = np.concatenate([[0.0], np.add.accumulate(self.seconds)])
+        left = self.due - self.start - self.before[1:]
+        self.room = np.concatenate([np.minimum.accumulate(left[::-1])[::-1], [inf]])
 
-    def takes(self, prompt: _Prompt, share: float) -> float:
-        """Return when a prompt would end within `share` of the time to its deadline; inf if it or another is late.
+    def ends(self, work: Array, due: Array, share: Array) -> Array:
+        """Return when prompts would end, each alone, within `share` of the time to their deadlines; inf: one is late.
 
-        A prompt that fits into the next step may take `SURE` of this time. Beside decodes all other prompts count as
-        before it: more decodes will join, so that the speed is an upper bound.
+        work: seconds that each takes alone. Beside decodes all other prompts count as before it: more decodes will
+        join, so that the speed is an upper bound. A prompt that may fit into the next step may take `SURE` of the
+        time; it does not end before the time that is returned, see `joins`.
         """
+        start, limit = self.start, self.start + share * (due - self.start)
+        if not self.bound:
+            at = self.due.searchsorted(limit, side="right")
+            ends = start + self.before[at] + work
+            return np.where((ends <= limit) & (work <= self.room[at]), ends, inf)
+        ends = start + work / self.speed + self.behind
+        ends[ends > limit] = inf
         if self.load is not None:
-            ends = self.start + self.perf.step_time(with_prompt(self.load, prompt.request, prompt.hit))
-            if ends <= self.start + self.bound:
-                return ends if ends <= self._limit(prompt, SURE) else inf
-        limit, ends = self._limit(prompt, share), self.start + prompt.work / self.speed
-        if self.bound:
-            ends += self.behind
-        elif len(self.due) and ends <= limit:
-            at, each = self.due.searchsorted(limit, side="right"), self.start + np.add.accumulate(self.seconds)
-            if (each[at:] + prompt.work > self.due[at:]).any():
-                return inf
-            ends += float(each[at - 1]) - self.start if at else 0.0
-        return ends if ends <= limit else inf
+            may = (work <= self.bound) & (start + work <= start + SURE * (due - start))
+            ends[may] = start + work[may]
+        return ends
 
-    def with_prompt(self, prompt: _Prompt, share: float) -> _Server:
+    def joins(self, prompt: _Prompt) -> float:
+        """Return when a prompt for which there is a step to join would end; inf if it or another is late."""
+        assert self.load is not None
+        ends = self.start + self.perf.step_time(with_prompt(self.load, prompt.request, prompt.hit))
+        if ends <= self.start + self.bound:
+            return ends if ends <= self.start + SURE * (prompt.due - self.start) else inf
+        ends = self.start + prompt.work / self.speed + self.behind
+        return ends if ends <= self.start + prompt.share * (prompt.due - self.start) else inf
+
+    def with_prompt(self, prompt: _Prompt) -> _Server:
         """Return the same with a prompt that moves here."""
         mine = prompt.work / self.speed
         if self.bound:
             return replace(self, behind=self.behind + mine, load=self.joined(prompt.request, prompt.hit))
-        limit = self._limit(prompt, share)
+        limit = self.start + prompt.share * (prompt.due - self.start)
         at = self.due.searchsorted(limit, side="right")
         due, seconds = np.insert(self.due, at, limit), np.insert(self.seconds, at, mine)
         return replace(self, behind=self.behind + mine, due=due, seconds=seconds)
@@ -310,19 +305,14 @@ class _Server:
         load = None if self.load is None else with_prompt(self.load, request, hit)
         return None if load is None or self.perf.step_time(load) > self.bound else load
 
-    def _limit(self, prompt: _Prompt, share: float) -> float:
-        return self.start + share * (prompt.due - self.start)
 
+def _first(prompt: _Prompt, ends: Array, servers: Sequence[_Server]) -> int | None:
+    """Return the server on which a prompt ends first; None if none takes it.
 
-def _first(
-    prompt: _Prompt, share: float, several: Sequence[int], servers: Mapping[int, _Server]
-) -> tuple[float, int | None]:
-    """Return when the instance that gains a prompt and ends it first would end it, and which; else inf and None."""
-    best, target = inf, None
-    for soonest, index in sorted((servers[index].soonest(prompt.work), index) for index in several):
-        if soonest >= best:
-            break
-        ends = servers[index].takes(prompt, share)
-        if ends < best:
-            best, target = ends, index
-    return best, target
+    ends: times from `_Server.ends`, by server; made exact where they matter.
+    """
+    while isfinite(ends[place := int(ends.argmin())]):
+        if servers[place].load is None or (exact := servers[place].joins(prompt)) == ends[place]:
+            return place
+        ends[place] = exact
+    return None

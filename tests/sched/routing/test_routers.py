@@ -151,18 +151,18 @@ def test_only_waiting_requests_are_rerouted_and_none_is_lost(prompts, name, role
     assert [len(one.output) for one in outcome.requests] == [5] * len(jobs)
 
 
-def test_unified_asks_for_prompts_that_nothing_takes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many that are late everywhere, those that need more than one that was refused are not asked for."""
-    asked, takes = list[int](), under_test._Server.takes
+def test_unified_looks_at_prompts_that_nothing_takes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait, sets of prompts that are on time are only built for instances, and anew after a move."""
+    sets, build = list[int](), under_test.on_time_set
 
-    def counted(server: Any, *given: Any) -> float:
-        asked.append(0)
-        return takes(server, *given)
+    def counted(*given: Any) -> Any:
+        sets.append(0)
+        return build(*given)
 
-    monkeypatch.setattr(under_test._Server, "takes", counted)
-    for instances, least, most in ((1, 0, 0), (3, 1, 3 * 2 * 6)):
+    monkeypatch.setattr(under_test, "on_time_set", counted)
+    for instances, most in ((1, 0), (3, 6)):
         lengths = [1500 + 100 * (at % 3) for at in range(200)]
         several = [busy(P, *lengths, due=2.0) for _ in range(instances)]
-        asked.clear()
+        sets.clear()
         assert not routing.make("unified").redirect(fleet(several))
-        assert least <= len(asked) <= most
+        assert len(sets) == most
