@@ -296,6 +296,11 @@ class Request:
             return "stop"
         return "length" if len(output) >= self.limit else None
 
+    def count_first_token(self, at: float | None) -> None:
+        """Let the first token count from another time, if it is the only one yet; None: leave it."""
+        if at is not None and len(self.output) == 1:
+            self.first_token_at = self.token_times[0] = at
+
     def resume(self, progress: Progress, now: float) -> None:
         """Continue after what another engine has done; call it before the request is submitted.
 

@@ -25,12 +25,10 @@ from .kv_manager import KVManager, Reservation, WriteBack
 from .prefix_groups import PrefixGroups
 from .prefix_hits import PrefixHits
 from .request_queues import RequestQueues, shown
-from .stats import Counters, Drift
+from .stats import Counters, Drift, HostGap
 from .step_builder import StepBuilder, reserve
 from .step_settler import Settled, StepSettler, finish
 from .trials import Trials
-
-WAITED = 0.25  # most seconds of a wait for the host that are counted
 
 
 class Scheduler:
@@ -61,8 +59,7 @@ class Scheduler:
         self._queues = RequestQueues(role, PrefixHits(self._kv), shown(limits.rows))
         self._in_flight = InFlightSteps()
         self._drafts = Acceptance()
-        self._ended = 0.0  # end of the last step, executor's clock
-        self._waits = False  # there were running decodes at that time
+        self._host_gap = HostGap(bool(limits.draft))
         self._drift = Drift()
         self._adopted = 0  # step-time models after the first
         self._step = 0
@@ -265,8 +262,7 @@ class Scheduler:
         `first_token_at` is set if its first token counts from now (`--first-token decode`).
         """
         self._log("accept", id=request.id, first_token_at=first_token_at)
-        if first_token_at is not None and len(request.output) == 1:
-            request.first_token_at = request.token_times[0] = first_token_at
+        request.count_first_token(first_token_at)
         self._kv.occupy(request, self._reservations.pop(request.id))
         self._queues.refresh_hits()
         request.state = State.RUNNING
@@ -317,8 +313,7 @@ class Scheduler:
         """
         self._log("set_role", role=role.value, first_token_at=first_token_at)
         for request in self._queues.set_role(role):
-            if first_token_at is not None and len(request.output) == 1:
-                request.first_token_at = request.token_times[0] = first_token_at
+            request.count_first_token(first_token_at)
 
     def decode_in_place(self, id: int, first_token_at: float | None = None) -> None:
         """Decode a computed prompt here until there is room elsewhere (`leave`).
@@ -327,8 +322,7 @@ class Scheduler:
         """
         self._log("decode_in_place", id=id, first_token_at=first_token_at)
         request = self._queues.requests[id]
-        if first_token_at is not None and len(request.output) == 1:
-            request.first_token_at = request.token_times[0] = first_token_at
+        request.count_first_token(first_token_at)
         request.state, request.decodes_in_place = State.RUNNING, True
         self._queues.file(request)
 
@@ -457,7 +451,9 @@ class Scheduler:
         settler = StepSettler(self._queues, self._kv, self.counters, self._drafts, self._trials)
         settled = settler.settle(submitted.plan, result)
         self._queues.refresh_hits()
-        gap = self._gap(result)
+        gap = self._host_gap.before(
+            result.started, result.finished, len(self._queues.decode) > 0 or bool(self._in_flight)
+        )
         if not self.hung:
             self.perf.observe(submitted.load, seconds + gap)
         return settled
@@ -476,16 +472,6 @@ class Scheduler:
             request = self._queues.requests[id]
             request.held = False
             self._queues.file(request)
-
-    def _gap(self, result: StepResult) -> float:
-        """Return the seconds that the device waited for the host before this step, if requests may draft.
-
-        A step after a draft cannot be planned ahead, so this wait is part of the cost of the step.
-        """
-        gap = result.started - self._ended
-        counts = self.limits.draft and self._waits
-        self._ended, self._waits = result.finished, len(self._queues.decode) > 0 or bool(self._in_flight)
-        return min(max(gap, 0.0), WAITED) if counts else 0.0
 
     def recover(self) -> list[Delta]:
         """Reset after a step that raised, with a new KV pool. Requests lose their KV and keep their tokens.

@@ -131,6 +131,26 @@ class Counters:
         return result
 
 
+class HostGap:
+    """The seconds that the device waits for the host before a step, if requests may draft. Writer: the Scheduler.
+
+    A step after a draft cannot be planned ahead, so this wait is part of the cost of the step.
+    """
+
+    MOST = 0.25  # seconds that are counted
+
+    def __init__(self, drafts: bool) -> None:
+        self._drafts = drafts
+        self._ended = 0.0  # the last step, executor's clock
+        self._waits = False  # there was work at that time
+
+    def before(self, started: float, finished: float, waits: bool) -> float:
+        """Return the wait before a step that has finished. waits: whether there is work behind it."""
+        gap, counts = started - self._ended, self._drafts and self._waits
+        self._ended, self._waits = finished, waits
+        return min(max(gap, 0.0), self.MOST) if counts else 0.0
+
+
 class Drift:
     """The recent ratio of measured to predicted step time. Writer: the Scheduler.
 
