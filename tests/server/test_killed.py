@@ -103,7 +103,7 @@ def record(record_property: Callable[[str, object], None]) -> Callable[[str, dic
 
 
 def test_sigterm_lets_requests_finish(tmp_path: Path, threads: ThreadPoolExecutor, record: Any) -> None:
-    with served(tmp_path, "--drain-timeout", "50s") as server:
+    with served(tmp_path, "--drain-timeout", "10min") as server:
         clients = Clients(server, threads)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: ask(server, False) == REFUSED)
