@@ -27,7 +27,8 @@ FRAMING = 16  # bytes of chunk framing allowed per byte of the body, in addition
 HEADER_SIZE = 64 << 10  # bytes of request line, headers and trailers
 HEADER_TIMEOUT = 10.0  # seconds to receive the headers of a request
 BODY_TIMEOUT = 60.0  # seconds to receive its body
-IN_A_ROW = 2e-3  # seconds between an answer and the next request that was sent before it: thousands take no core
+MOST_IN_A_ROW = 64  # requests that a client may send before it has the answer to the first
+IN_A_ROW = 2e-3  # seconds between an answer and the next of these: they take no whole core
 
 
 def most_connections(settings: HttpSettings) -> int:
@@ -142,6 +143,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        if len(self.pipeline) >= MOST_IN_A_ROW:
+            text = f"more than {MOST_IN_A_ROW} requests wait for their answers on this connection: open further ones"
+            self._refusal = Refused(429, text, code="too_many_in_a_row", retry_after=1.0)
+            raise ValueError
         self._begun, self._messages = True, self._messages + 1
         self._bytes = self._fields = self._body = 0
 

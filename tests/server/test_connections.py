@@ -268,6 +268,12 @@ def test_requests_in_a_row_leave_time_for_others(fake, monkeypatch):
     assert time.monotonic() - began >= 9 * 0.05
 
 
+def test_too_many_requests_in_a_row_are_refused(fake):
+    request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    status, body, _ = sent(fake(), [request * 5_000])
+    assert status == 429 and f"more than {protocol.MOST_IN_A_ROW} requests wait" in body.decode()
+
+
 def test_connect_is_refused_and_ends_the_connection(plain):
     with connect(plain.url) as connection:
         connection.sendall(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN)
