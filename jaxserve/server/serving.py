@@ -22,6 +22,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.info import Promise
 from jaxserve.errors import InvalidValue
 from jaxserve.report.table import print_table
+from jaxserve.server.accepting import Acceptor
 from jaxserve.server.app import create_app
 from jaxserve.server.door import Door
 from jaxserve.server.protocol import most_connections, protocol_of
@@ -40,7 +41,22 @@ PATIENCE = 0.6  # seconds in which requests that a shutdown aborts may still sen
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server without signal handlers: `Signals` drains running requests first."""
+    """A uvicorn server without signal handlers: `Signals` drains running requests first.
+
+    It accepts connections one at a time.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        config = self.config
+        protocol = partial(
+            cast(Callable[..., asyncio.Protocol], config.http_protocol_class),
+            config=config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        acceptors = [Acceptor(sock, protocol, config.ssl, config.backlog) for sock in sockets or ()]
+        self.servers = cast(list[asyncio.base_events.Server], acceptors)
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
