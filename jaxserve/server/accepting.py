@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import ssl
@@ -11,8 +10,7 @@ from collections.abc import Callable
 
 logger = logging.getLogger("jaxserve.server")
 
-SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-PAUSE = 1.0  # seconds until the next try of a process that may open no more files
+PAUSE = 1.0  # seconds until the next try after an error
 
 
 class Acceptor:
@@ -39,9 +37,7 @@ class Acceptor:
                 connection, _ = await self._loop.sock_accept(self._sock)
             except ConnectionAbortedError:
                 continue
-            except OSError as error:
-                if error.errno not in SHORT:
-                    raise
+            except OSError as error:  # no more files or memory, as a rule
                 logger.error("no connection can be accepted: %s", error.strerror)
                 await asyncio.sleep(PAUSE)
                 continue
