@@ -16,11 +16,10 @@ import argparse
 import asyncio
 import json
 import re
-import resource
-import socket
+import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -213,18 +212,22 @@ async def attacked(
     client: httpx.AsyncClient, streams: list[Stream], name: str, bodies: list[tuple[str, bytes]], seen: Seen
 ) -> None:
     """Send one attack and an innocent request beside it, and add what is seen."""
+    holder = Holder(str(client.base_url), *HELD[name]) if name in HELD else None
     for stream in streams:
         stream.heard()
         stream.gaps.clear()
     began = time.perf_counter()
-    with await asyncio.to_thread(held, str(client.base_url), *HELD.get(name, (0, b""))):
-        attacking = asyncio.gather(*(sent(client, *body) for body in bodies))
-        await asyncio.sleep(0.2)
-        asked = time.perf_counter()
-        seen.innocent.add(await constrained(client, f"[a-z]{{{asked % 1e3:.0f}}}[{name[:1]}]"))
-        seen.waited = max(seen.waited, time.perf_counter() - asked)
-        seen.statuses.update(await attacking)
-        await asyncio.sleep(0.5)  # what the attack leaves behind, the server tidies up now
+    if holder is not None:
+        await asyncio.to_thread(holder.open)
+    attacking = asyncio.gather(*(sent(client, *body) for body in bodies))
+    await asyncio.sleep(0.2)
+    asked = time.perf_counter()
+    seen.innocent.add(await constrained(client, f"[a-z]{{{asked % 1e3:.0f}}}[{name[:1]}]"))
+    seen.waited = max(seen.waited, time.perf_counter() - asked)
+    seen.statuses.update(await attacking)
+    if holder is not None:
+        await asyncio.to_thread(holder.close)
+    await asyncio.sleep(0.5)  # what the attack leaves behind, the server tidies up now
     seen.seconds = max(seen.seconds, time.perf_counter() - began)
     for stream in streams:
         stream.heard()
@@ -262,24 +265,45 @@ async def measure(url: str, pid: int, rounds: int, only: str) -> tuple[list[dict
         return rows, allowed and not ended
 
 
-def held(url: str, count: int, said: bytes) -> ExitStack:
-    """Return open connections that have sent some bytes, as a context."""
-    host, port = url.rstrip("/").rpartition("/")[2].split(":")
-    connections = ExitStack()
-    for _ in range(count):
-        connection = connections.enter_context(socket.create_connection((host, int(port))))
-        connection.setblocking(False)
-        with suppress(BlockingIOError, ConnectionError):
-            connection.send(said)
-    return connections
+HOLD = """
+import resource, socket, sys
+host, port, count, said = *sys.argv[1:3], int(sys.argv[3]), bytes.fromhex(sys.argv[4])
+resource.setrlimit(resource.RLIMIT_NOFILE, (count + 64, max(count + 64, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
+print(flush=True)
+sys.stdin.readline()
+held = []
+for _ in range(count):
+    held.append(socket.create_connection((host, int(port))))
+    held[-1].setblocking(False)
+    try:
+        held[-1].send(said)
+    except OSError:
+        pass
+print(flush=True)
+sys.stdin.readline()
+"""
 
 
-def allow_files(count: int) -> None:
-    """Let this process open so many files, as far as the system does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+class Holder:
+    """Holds connections open in a process that measures nothing. Writer: `attacked`."""
+
+    def __init__(self, url: str, count: int, said: bytes) -> None:
+        """said: what each connection sends first."""
+        host, port = url.rstrip("/").rpartition("/")[2].split(":")
+        arguments = [sys.executable, "-S", "-c", HOLD, host, port, str(count), said.hex()]
+        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._heard()
+
+    def _heard(self) -> None:
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
+
+    def open(self) -> None:
+        print(file=self._process.stdin, flush=True)
+        self._heard()
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 def main() -> None:
@@ -291,7 +315,6 @@ def main() -> None:
         "--server-flags", default="--api-server-count 2", metavar="FLAGS", help="flags of the server [%(default)s]"
     )
     args = parser.parse_args()
-    allow_files(max(count for count, _ in HELD.values()) + 1_000)
     with common.server([*args.server_flags.split(), "--warmup", "full"]) as server:
         rows, good = asyncio.run(measure(server.url, server.pid, args.rounds, args.only))
     print_table("", list(rows[0]), [[str(value) for value in row.values()] for row in rows])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.config import ServeConfig
-from jaxserve.generation.generate import Choice, Piece, Submission, submit
+from jaxserve.generation.generate import Choice, Piece, Submission, submit_all
 from jaxserve.llm import Names, add_piece, blank_output
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
@@ -261,7 +261,7 @@ def test_the_end_of_a_prompt_is_sought_once_for_all_outputs() -> None:
     tokenizer = Counting(tokenizer_of("byte_level").hf)
     params = SamplingParams(logprobs=1, n=50)
     job = Submission(NewRequest((min(tokenizer.special),) * 1000, params, SLO()), None)
-    submit(Double(), tokenizer, job, lambda choice, delta: None)
+    submit_all(Double(), tokenizer, job, lambda choice, delta: None)
     assert 1000 <= tokenizer.asked < 2000
     Answer("r", "m", True, [job], tokenizer, 1, False)
     assert tokenizer.asked < 3000
