@@ -35,11 +35,11 @@ REST = 60.0  # seconds after the last attack until memory is looked at again
 ALLOWED = (200, 400, 404, 413, 431, 503)
 PROMPT = {"prompt": "x", "max_tokens": 2}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-HELD = {  # connections that stay open for as long as the attack: how many, and what each has sent
-    "5,000 idle connections": (5_000, b""),
-    "1,000 half-sent headers": (1_000, HEAD),
-    "1,000 half-sent bodies": (1_000, HEAD + b"Content-Length: 999\r\n\r\nx"),
-    "5,000 requests in a row, unread": (1, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 5_000),
+HELD = {  # connections that stay open for as long as the attack: how many, what each has sent, and how often
+    "5,000 idle connections": (5_000, b"", 0),
+    "1,000 half-sent headers": (1_000, HEAD, 1),
+    "1,000 half-sent bodies": (1_000, HEAD + b"Content-Length: 999\r\n\r\nx", 1),
+    "5,000 requests in a row, unread": (1, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 5_000),
 }
 
 
@@ -267,7 +267,7 @@ async def measure(url: str, pid: int, rounds: int, only: str) -> tuple[list[dict
 
 HOLD = """
 import resource, socket, sys
-host, port, count, said = *sys.argv[1:3], int(sys.argv[3]), bytes.fromhex(sys.argv[4])
+host, port, count, said = *sys.argv[1:3], int(sys.argv[3]), bytes.fromhex(sys.argv[4]) * int(sys.argv[5])
 resource.setrlimit(resource.RLIMIT_NOFILE, (count + 64, max(count + 64, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
 print(flush=True)
 sys.stdin.readline()
@@ -287,10 +287,10 @@ sys.stdin.readline()
 class Holder:
     """Holds connections open in a process that measures nothing. Writer: `attacked`."""
 
-    def __init__(self, url: str, count: int, said: bytes) -> None:
-        """said: what each connection sends first."""
+    def __init__(self, url: str, count: int, said: bytes, times: int) -> None:
+        """said: what each connection sends, so many times."""
         host, port = url.rstrip("/").rpartition("/")[2].split(":")
-        arguments = [sys.executable, "-S", "-c", HOLD, host, port, str(count), said.hex()]
+        arguments = [sys.executable, "-S", "-c", HOLD, host, port, str(count), said.hex(), str(times)]
         self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._heard()
 
