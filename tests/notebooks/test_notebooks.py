@@ -43,7 +43,7 @@ SAID = {  # what the cells print, whatever the speed of the machine
     "write_a_policy": ("file:./on_time.py:OnTime at 12/s: ", "kairos at 12/s: "),
     "slack_decoding": ("kairos: long ", "Attained both objectives."),
     "serve": ("ready after ", "http://127.0.0.1:", "first token after ", "ended with status 0"),
-    "plan_a_cluster": ("recommended mesh ", "v5e:8: mesh ", "4 instances, 32/s: "),
+    "plan_a_cluster": ("recommended mesh ", "v5e:8: mesh ", "instances: 4, 32/s: "),
 }
 
 
