@@ -212,7 +212,8 @@ class ServeConfig(OperationSettings):
         "Retry-After. Default: 16 x --max-num-seqs.",
     )  # fmt: skip
     queue_timeout: Seconds = flag(
-        600.0, "scheduling", "Longest wait of a request before it starts; then 503. 0: no limit, as in LLM(...)."
+        600.0, "scheduling", "Longest wait of a request for its first token; then 503, unless its prompt is in a step"
+        " just then. 0: no limit, as in LLM(...)."
     )  # fmt: skip
     preempt_boundary: str = flag(
         "layer", "scheduling", "Points at which a running prefill can be preempted for more urgent work: op (attention "

@@ -78,7 +78,7 @@ class Engine:
         self._machine = machine
         self.recorder = FlightRecorder(machine.now) if config.dashboard else None  # read on the engine's thread
         self._cluster = machine.cluster(self._finished, self.recorder)
-        self._queue = Queue(None, 0.0, machine.now, self._expire)  # unbounded until warm-up requests are done
+        self._queue = Queue(None, machine.now)  # unbounded until warm-up requests are done
         self._seed = request_seed(config.seed)
         self._ids = itertools.count()
         self._entering = 0  # submitted, not yet routed; guarded by _lock
@@ -126,7 +126,8 @@ class Engine:
         engine._gc_control.begin()
         engine._loop.call_soon_threadsafe(engine._stalls.clear)  # stalls during warm-up do not count
         bound = machine.config.max_num_queued_reqs or ROWS * machine.limits.rows
-        engine._queue = Queue(bound, machine.config.queue_timeout, machine.now, engine._expire)
+        engine._queue = Queue(bound, machine.now)
+        engine._cluster.queue_timeout.seconds = machine.config.queue_timeout
         if machine.ladder is not None:
             machine.ladder.climb(engine._opened, lambda: bool(engine._listeners))
         return engine
@@ -245,11 +246,6 @@ class Engine:
             raise Unavailable(self._cluster.ailment or "no instance responds")
         waiting = self._entering + len(self._cluster.prefix_fetch) + sum(scheduler.waiting for scheduler in schedulers)
         self._queue.check(waiting, entries)
-
-    def _expire(self, id: int, seconds: float) -> None:
-        if self._cluster.queued(id):
-            why = f"not started within {seconds:g} s (--queue-timeout): try again later"
-            self._cluster.cancel(id, "expired", why)
 
     @property
     def schedulers(self) -> tuple[Scheduler, ...]:
@@ -422,7 +418,6 @@ class Engine:
 
         try:
             self._cluster.submit(request, tell)
-            self._queue.entered(request.id)
         except Unavailable as error:
             tell(Delta(request.id, finish_reason=UNAVAILABLE, error=str(error)))
         except InvalidValue as error:

@@ -333,7 +333,7 @@ class RemoteEngine:
             self._connection.close(f"it is jaxserve {message.version}, this is {__version__}: install one version")
             return
         self.info, self.kv = message.info, message.kv
-        self._queue = Queue(message.queue, 0.0, time.monotonic, lambda request, seconds: None)
+        self._queue = Queue(message.queue, time.monotonic)
         self._see(message.state)
         self._listen()
         if not self._greeted.done():

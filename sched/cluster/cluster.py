@@ -25,6 +25,7 @@ from .copy_out import CopyOut
 from .first_tokens import Waits, waits
 from .kv_transfer import KVTransferManager
 from .prefix_fetch import PrefixFetch
+from .queue_timeout import QueueTimeout
 from .ttft_predictions import TTFTPredictions
 
 FAILED_STEPS = 3  # in a row and within a minute: the cluster then reports that it is unhealthy
@@ -68,10 +69,12 @@ class Cluster:
         patience: Patience = PATIENT,
         sources: Sequence[KVSource] = (),
         store: KVStore | None = None,
+        queue_timeout: float = 0.0,
     ) -> None:
         """Set up the instances.
 
-        `sources`: where to fetch KV pages that an instance lacks. `store`: gets copies of the pages of
+        `queue_timeout`: seconds in which a request that gets no first token, and is in no step then, is ended;
+        0: no limit. `sources`: where to fetch KV pages that an instance lacks. `store`: gets copies of the pages of
         requests that end.
         """
         if first_token not in ("prefill", "decode"):
@@ -87,6 +90,7 @@ class Cluster:
         self._hold_first = first_token == "decode"
         self._finished = finished
         self._residents: dict[int, Resident] = {}
+        self.queue_timeout = QueueTimeout(queue_timeout, self._late)
         self.hung_steps = 0
         self._held: dict[int, list[Delta]] = {}  # outputs held until the KV has arrived
         self._tasks: asyncio.TaskGroup | None = None
@@ -122,11 +126,6 @@ class Cluster:
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None
         return self._tasks.create_task(coroutine)
-
-    def queued(self, id: int) -> bool:
-        """Return whether a request has not been scheduled yet."""
-        resident = self._residents.get(id)
-        return resident is not None and resident.request.scheduled_at is None
 
     async def drained(self) -> None:
         """Wait until no request is left."""
@@ -180,6 +179,7 @@ class Cluster:
         if not held:
             self._add(request, core, self._router.predicted_first_token(request))
         self._residents[request.id] = Resident(request, on_output)
+        self.queue_timeout.entered(request.id)
         self._empty.clear()
         if not held:
             core.wake()
@@ -295,6 +295,17 @@ class Cluster:
         request = self.prefix_fetch.cancel(id)
         if request is not None:
             self._end(request, reason, error)
+
+    def _late(self, id: int) -> bool:
+        """End a request that has waited too long, unless it is in a step; return whether it is."""
+        resident = self._residents.get(id)
+        if resident is None or resident.request.output:
+            return False
+        if resident.request.inflight and not resident.request.suspended:
+            return True
+        why = f"no first token within {self.queue_timeout.seconds:g} s (--queue-timeout): try again later"
+        self.cancel(id, "expired", why)
+        return False
 
     def settled(self, core: Core, settled: Settled) -> None:
         """Deliver the outputs of a finished step, and continue the transfers of its requests."""

@@ -87,6 +87,7 @@ class Options:
     boundary: where prefill steps can be preempted; with `chunk` they cannot. lead: see Device.
     segments: equal parts of a step, overrides `boundary`. stop_within: see policy.Limits.
     behind: see Device. The engine copies KV in the stream of the steps, other systems beside it.
+    queue_timeout: time without a first token after which a waiting request is ended; 0: no limit.
     acceptance: probability that a drafted token is accepted.
     routing_delay: time from arrival until the instance has the request.
     stale: age of what the router knows of the instances.
@@ -107,6 +108,7 @@ class Options:
     noise: float | None = None
     routing: str = "auto"
     admission: str = "none"
+    queue_timeout: float = 0.0
     tokens: int = 8192
     rows: int = 256
     prompts: int | None = None
@@ -151,6 +153,7 @@ class Options:
             ("stale", 0 <= self.stale < inf, "0 s or more"),
             ("fronts", self.fronts >= 0, "0 or more"),
             ("kv_scale", 0 < self.kv_scale < inf, "more than 0"),
+            ("queue_timeout", 0 <= self.queue_timeout < inf, "0 s or more"),
             ("skip", self.skip >= 0, "0 or more"),
             ("horizon", self.horizon is None or self.horizon > 0, "more than 0 s"),
         ):

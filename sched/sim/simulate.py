@@ -40,6 +40,7 @@ from .workload import Arrival, validate
 Progress = Callable[[int, int], None]  # done, total
 
 PROGRESS_EVERY = 10  # requests
+LAST = 60  # most simulated seconds after the last request until every page is released
 
 
 class Drawn(Protocol):
@@ -265,6 +266,7 @@ class _Simulation:
             finished=self._finished,
             sources=self.tiers,
             store=self.tiers[0] if self.tiers else None,
+            queue_timeout=self._options.queue_timeout,
         )
         if self._options.scaling is not None:
             self._scaled = ScaledReplicas(cluster, self._options.scaling, loop)
@@ -278,7 +280,10 @@ class _Simulation:
             _raise(machine)
         ended = loop.now
         if self._done.done():
-            await asyncio.sleep(1.0)  # let KV transfers complete
+            for _ in range(LAST):  # let KV transfers complete, and suspended steps whose requests were ended
+                await asyncio.sleep(1.0)
+                if not any(core.scheduler.blocks.held for core in cluster.cores):
+                    break
             self._check(cluster)
         machine.cancel()
         await asyncio.wait([machine])

@@ -180,7 +180,7 @@ def test_a_request_that_waits_too_long_fails(machine: Machine, start: Starter) -
     assert stuck.reached.wait(20)
     waiting = [Submitted(engine) for _ in range(20)]
     ends = [one.end() for one in waiting[8:]]  # the first may be in the step that is planned ahead
-    assert {one.finish_reason for one in ends} == {"expired"} and "not started within 1.5 s" in str(ends[0].error)
+    assert {one.finish_reason for one in ends} == {"expired"} and "no first token within 1.5 s" in str(ends[0].error)
     stuck.free.set()
     assert begun.end().finish_reason == "length"
     for one in waiting[:8]:  # those of the step that was planned ahead are served whole, the others not at all

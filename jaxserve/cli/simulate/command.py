@@ -183,6 +183,7 @@ def _study(args: argparse.Namespace) -> Study:
         noise=args.noise,
         routing=args.routing,
         admission=args.admission,
+        queue_timeout=args.queue_timeout,
         tokens=args.max_num_batched_tokens,
         rows=args.max_num_seqs,
         prompts=args.max_prompts,

@@ -186,6 +186,13 @@ def _scheduling(group: Any) -> None:
         help=f"admission control: {', '.join(sorted(ADMISSIONS))}; requests that are not admitted become best "
         "effort, or with :refuse are refused [none]",
     )
+    group.add_argument(
+        "--queue-timeout",
+        type=seconds,
+        default=0.0,
+        metavar="TIME",
+        help="waiting requests are refused after this time without a first token; 0: never [0]",
+    )
     group.add_argument("--first-token", choices=("prefill", "decode"), default="prefill", help="sent by [prefill]")
     group.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N", help="tokens in a step [8192]")
     group.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="running per instance [256]")

@@ -1,8 +1,7 @@
-"""The bound and the timeout of an engine's request queue."""
+"""The bound of an engine's request queue."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 
@@ -15,26 +14,16 @@ SOONEST, LATEST = 1.0, 60.0  # seconds; bounds of Retry-After
 
 
 class Queue:
-    """The bound of an engine's queue and its timeout.
+    """The bound of an engine's queue, and the rate at which requests leave it.
 
     Writer: the engine's thread; `check` may be called from any thread.
     """
 
-    def __init__(
-        self, bound: int | None, timeout: float, clock: Callable[[], float], expire: Callable[[int, float], None]
-    ) -> None:
-        """Create a queue with its bound and timeout.
-
-        bound: waiting requests per instance that takes prompts; None: unbounded. timeout: seconds after
-        which a request that has not started is ended with `expire(id, seconds)`; 0: never.
-        """
+    def __init__(self, bound: int | None, clock: Callable[[], float]) -> None:
+        """bound: waiting requests per instance that takes prompts; None: unbounded."""
         self.bound = bound
-        self._timeout = timeout
         self._clock = clock
-        self._expire = expire
         self._ends: deque[float] = deque(maxlen=RECENT)
-        self._waiting: deque[tuple[float, int]] = deque()  # (time to expire, request), in order of time
-        self._timer: asyncio.TimerHandle | None = None
 
     def check(self, waiting: int, instances: int) -> None:
         """Raise QueueFull if `waiting` requests reach the bound of `instances` instances."""
@@ -67,20 +56,3 @@ class Queue:
     def ended(self) -> None:
         """Record that a request ended."""
         self._ends.append(self._clock())
-
-    def entered(self, request: int) -> None:
-        """Record that a request starts to wait. Called in the engine's thread."""
-        if self._timeout > 0:
-            self._waiting.append((self._clock() + self._timeout, request))
-            if self._timer is None:
-                self._look()
-
-    def _look(self) -> None:
-        """Expire requests that have waited too long; requests that have started or ended are ignored."""
-        self._timer, now = None, self._clock()
-        while self._waiting and self._waiting[0][0] <= now:
-            _, request = self._waiting.popleft()
-            self._expire(request, self._timeout)
-        if self._waiting:
-            left = self._waiting[0][0] - now
-            self._timer = asyncio.get_running_loop().call_later(max(left, 1e-3), self._look)
