@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from jaxserve.errors import InvalidValue
+from jaxserve.errors import InvalidValue, short
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
 
 MAX_RULES = 1_000  # definitions of a schema, rules of a grammar
@@ -18,14 +18,25 @@ RULE = re.compile(r"^[ \t]*[?!]?\w[^:\n\"/]*:", re.MULTILINE)
 
 
 def check_bounds(wanted: StructuredOutputs) -> None:
-    """Raise InvalidValue, naming what is too much of it, if a constraint exceeds a bound. Does not recurse."""
+    """Raise InvalidValue, naming what is wrong or too much, if JSON is none or a constraint exceeds a bound."""
     kind = wanted.kind
     if kind == "grammar":
         assert wanted.grammar is not None
         _check(kind, "rules", len(RULE.findall(wanted.grammar)), MAX_RULES)
         _check(kind, "alternatives", wanted.grammar.count("|"), MAX_ALTERNATIVES)
     elif kind in ("json", "structural_tag"):
-        check_schema(kind, json.loads(getattr(wanted, kind)))
+        check_schema(kind, _object(kind, getattr(wanted, kind)))
+
+
+def _object(kind: str, text: str) -> dict[str, Any]:
+    """Return the object that a JSON text holds. Raises InvalidValue if it holds none."""
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidValue(f"{kind}={short(text)} is not valid JSON: {str(error)[:200]}", kind) from error
+    if not isinstance(read, dict):
+        raise InvalidValue(f"{kind}={short(text)} must be a JSON object, not {type(read).__name__}", kind)
+    return read
 
 
 def check_schema(kind: str, given: Any) -> None:

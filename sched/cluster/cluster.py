@@ -90,7 +90,7 @@ class Cluster:
         self._hold_first = first_token == "decode"
         self._finished = finished
         self._residents: dict[int, Resident] = {}
-        self.queue_timeout = QueueTimeout(queue_timeout, self._late)
+        self.queue_timeout = QueueTimeout(queue_timeout, self.cores[0].executor.now, self._late)
         self.hung_steps = 0
         self._held: dict[int, list[Delta]] = {}  # outputs held until the KV has arrived
         self._tasks: asyncio.TaskGroup | None = None

@@ -77,9 +77,8 @@ def test_kinds(compiler: Compiler, given: dict[str, Any], right: list[str], wron
     [
         ({}, "structured_outputs", "exactly one of"),
         ({"json": {}, "regex": "a"}, "structured_outputs", "json and regex are given"),
-        ({"json": "{"}, "json", "not valid JSON"),
         ({"json": [1]}, "json", "must be an object"),
-        ({"json": "[1]"}, "json", "must be a JSON object, not list"),
+        ({"json": True}, "json", "must be an object"),
         ({"regex": 5}, "regex", "must be a text"),
         ({"regex": "a" * (MAX_SIZE + 1)}, "regex", f"at most {MAX_SIZE}"),
         ({"choice": "yes"}, "choice", "must be a list"),
@@ -116,6 +115,9 @@ def test_an_unknown_field_is_named() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
+        ({"json": "{"}, "not valid JSON"),
+        ({"json": "[1]"}, "must be a JSON object, not list"),
+        ({"json": "true"}, "must be a JSON object, not bool"),
         ({"json": {"type": "frob"}}, "Invalid type: frob"),
         ({"json": {"unevaluatedProperties": False, "type": "object"}}, "unevaluatedProperties"),
         ({"json": '{"properties":{"a":' * 2000 + "{}" + "}}" * 2000}, "recursion|JSON"),
