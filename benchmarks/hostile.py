@@ -251,8 +251,8 @@ async def measure(url: str, pid: int, rounds: int, only: str) -> tuple[list[dict
             for name, bodies in every.items():
                 await attacked(client, streams, name, bodies, seen[name])
                 seen[name].memory = memory(pid)
-                print(f"round {at + 1}: {seen[name].row(name, 1.0)}", file=sys.stderr, flush=True)
-        calm = float(np.quantile(seen["none"].gaps, 0.99))
+                calm = float(np.quantile(seen["none"].gaps, 0.99))
+                print(f"round {at + 1}: {seen[name].row(name, calm)}", file=sys.stderr, flush=True)
         rows = [one.row(name, calm) for name, one in seen.items()]
         await asyncio.sleep(REST)
         rows.append({**dict.fromkeys(rows[0], ""), "attack": f"{REST:g} s later", "memory_mib": f"{memory(pid):.0f}"})
