@@ -37,9 +37,9 @@ QUESTIONS: dict[str, tuple[str, str, int, str | None, float, dict[str, float]]] 
     "llama3-70b on H100": ("llama3-70b", "h100", 8, None, 20.0, {"ttft": 1.0, "tpot": 0.04}),
     "llama3-70b on H200": ("llama3-70b", "h200", 8, None, 20.0, {"ttft": 1.0, "tpot": 0.04}),
     "minimax-m2 on H200": ("minimax-m2", "h200", 8, "K128", 10.0, {}),
-    "qwen3-14b on H100": ("qwen3-14b", "h100", 4, "K32", 8.0, {}),
-    "mixed classes, 8B": ("llama3-8b", "h100", 4, "flowprefill-llama3-8b", 12.0, {}),
-    "mixed classes, 70B": ("llama3-70b", "h200", 8, "flowprefill-llama3-70b", 6.0, {}),
+    "qwen3-14b on H100": ("qwen3-14b", "h100", 4, "K32", 18.0, {}),
+    "mixed classes, 8B": ("llama3-8b", "h100", 4, "flowprefill-llama3-8b", 72.0, {}),
+    "mixed classes, 70B": ("llama3-70b", "h200", 8, "flowprefill-llama3-70b", 20.0, {}),
 }
 
 
