@@ -22,7 +22,7 @@ from .api.request import Request, RequestView, State
 
 GRID = 64  # tokens: chunks in mixed steps are multiples of it
 STAIR = 4  # ratio of average to marginal cost per token that indicates a padded step
-JOIN = 0.97  # share of the time to a deadline that steps may use while a late joiner catches up
+MARGIN = 0.97  # share of the time to a deadline that a step may be predicted to take
 BEHIND = 8.0  # tpot: a row later than this no longer shortens the steps of the others
 NO_ROWS: Order = np.arange(0)
 CATCH_UP = 100.0  # tokens: a row that needs more to catch up is assumed to end first
@@ -332,50 +332,24 @@ def mixed_bound(view: View, gap: float, share: float = 0.75, stretch: float = 1.
     return min(longest, max(share * tpot, min(slack - cushion * tpot, stretch * tpot)))
 
 
-def joiners_bound(view: View, alone: float, young: int = 3, ahead: int = 3) -> float:
+def joiners_bound(view: View, alone: float, few: int = 3) -> float:
     """Return the longest step time, in seconds, with which rows that joined late catch up.
 
     A row that waited for a long step when it joined has no slack, and may have few tokens left.
-    Each row that decoded at most `young` tokens must be on time again with one of its next `ahead`
+    Each row that decoded at most `few` tokens must be on time again with one of its next `few`
     tokens: the first that allows for steps of all rows, which take `alone` seconds. All steps until
     then take equally long. Returns inf if no row needs the bound or none can be helped.
     """
     rows = view.decode
-    joined_lately = promised(rows, rows.context - rows.length) <= young
+    joined_lately = promised(rows, rows.context - rows.length) <= few
     fresh = np.flatnonzero(joined_lately & np.isfinite(promised(rows, rows.tpot)))
     if not len(fresh):
         return inf
-    slack, tpot, more = rows.deadline[fresh] - view.start, rows.tpot[fresh], np.arange(ahead)[:, None]
-    each = JOIN * (slack + more * tpot) / (more + 1)  # [ahead, fresh]: time per step if `more` tokens come before it
+    slack, tpot, more = rows.deadline[fresh] - view.start, rows.tpot[fresh], np.arange(few)[:, None]
+    each = MARGIN * (slack + more * tpot) / (more + 1)  # [few, fresh]: time per step if `more` tokens come before it
     able = each >= alone
     first = each[able.argmax(axis=0), np.arange(len(fresh))]
     return float(np.minimum.reduce(first, initial=inf, where=np.logical_or.reduce(able, axis=0)))
-
-
-def late_joiners(view: View, share: float = 0.1, lately: int = 20) -> Order:
-    """Return rows with one token whose next token would be late in a step of all rows, but not in one of theirs.
-
-    Most of them arrived during a long step, and a short answer has no later tokens to catch up
-    with. Returns no rows if another row would become late, or if such steps would take more than
-    `share` of the time, estimated from the rows that joined within the last `lately` tokens.
-    """
-    rows = view.decode
-    decoded = promised(rows, rows.context - rows.length)
-    fresh = np.flatnonzero(decoded <= 1)
-    if not len(fresh) or len(fresh) == len(rows):
-        return NO_ROWS
-    slack = promised(rows, rows.deadline) - view.start
-    every = view.perf.step_time(decode_load(rows))
-    late = fresh[JOIN * slack[fresh] < every]
-    if not len(late):
-        return NO_ROWS
-    alone = view.perf.step_time(load_of(rows.context[late]))
-    if np.count_nonzero(decoded <= lately) * alone > share * lately * tightest_pace(rows) * len(late):
-        return NO_ROWS
-    late = late[slack[late] + rows.tpot[late] >= alone + every]  # on time with this token or the next one
-    on_time = (slack >= every) & (slack < alone + every)
-    on_time[late] = False
-    return NO_ROWS if on_time.any() else late
 
 
 def keeps_objectives(rows: QueueView, start: float, seconds: float) -> bool:
@@ -457,7 +431,8 @@ def spare_time(view: View) -> float:
     if not count:
         return inf
     own = view.perf.prefill_times(rows.length[:count], np.zeros(count), view.limits.tokens)
-    return float(np.partition(rows.ttft[:count] - own, count // 10)[count // 10])
+    least = count // 10
+    return float(np.partition(rows.ttft[:count] - own, least)[least])
 
 
 def piggyback_speed(view: View, bound: float) -> float:

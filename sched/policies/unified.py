@@ -26,7 +26,7 @@ from ..api.policy import Decision, Grant, Order, QueueView, Role, Task, View, on
 from ..api.request import BEST_EFFORT, State
 from ..feasibility import (
     BEHIND,
-    NO_ROWS,
+    MARGIN,
     PRESSED,
     SHARE,
     Mask,
@@ -36,7 +36,6 @@ from ..feasibility import (
     joiners_bound,
     keeps_objectives,
     largest_chunk,
-    late_joiners,
     left_behind,
     load_of,
     mixed_bound,
@@ -52,11 +51,8 @@ from ..perf.scaled import Scaled
 
 CYCLE = 20.0  # seconds; `ageing` is a share of each cycle
 STRETCH = 1.2  # of the TPOT: see feasibility.mixed_bound
-WAIT = 0.95  # of the time that a new prompt can wait for a step
 GAP = 0.45  # of the TBT: a request that joins waits for the running step and for its own
 SLOWEST = 0.05  # of an instance's speed: least speed assumed for piggybacked prompts, so that they can be ordered
-SOON = 0.5  # seconds
-PACK_SOON = 0.7  # of the time left
 
 
 class Unified:
@@ -65,7 +61,6 @@ class Unified:
     share, stretch, cushion: see `feasibility.mixed_bound`.
     ageing: share of the time in which prompts that cannot be on time go first, oldest first, so that they
         do not starve.
-    decode_share: share of the TPOT that a joint decode step may take.
     patience: a row left out decodes again after this many TPOT.
     preempt: whether running prefill steps may be preempted.
     pack: see `_together`.
@@ -77,16 +72,14 @@ class Unified:
         stretch: float = STRETCH,
         cushion: float = 0.75,
         ageing: float = 0.02,
-        decode_share: float = 0.97,
         patience: float = 4.0,
         preempt: bool = True,
-        pack: float = 0.6,
+        pack: float = 0.8,
     ) -> None:
         self._share = share
         self._stretch = stretch
         self._cushion = cushion
         self._ageing = ageing
-        self._decode_share = decode_share
         self._patience = patience
         self._preempt = preempt
         self._pack = pack
@@ -97,9 +90,6 @@ class Unified:
         if view.running is not None:
             return Decision(preempt=self._preempt and self._stops(view, view.running))
         hope = self._hope(view)
-        late = late_joiners(view) if hope and view.role is Role.DECODE else NO_ROWS
-        if len(late):
-            return Decision(one_each(view.decode[row] for row in late.tolist()))
         longest = self._longest(view, hope)
         queue = self._queue(view, longest)
         if view.role is Role.PREFILL or not len(view.decode):
@@ -143,12 +133,10 @@ class Unified:
         """Return how many prompts, from the first by deadline on, share a step.
 
         All complete when the step does, which may take `pack` of the time left to the first
-        deadline. Thus a step is shared if that saves time, not if it costs a deadline. A step that ends
-        soon may take PACK_SOON of that time, since few prompts can arrive before its end.
+        deadline. Thus a step is shared if that saves time, not if it costs a deadline.
         """
         rows, load, most = view.prefill, Load(), min(len(order), view.limits.rows)
-        left = float(rows.deadline[order[0]]) - view.start
-        end = view.start + max(self._pack * left, min(SOON, PACK_SOON * left))
+        end = view.start + self._pack * (float(rows.deadline[order[0]]) - view.start)
         for count, row in enumerate(order[:most].tolist()):
             load = with_prompt(load, rows[row], int(rows.hit[row]))
             if count and view.start + view.perf.step_time(load) > end:
@@ -163,7 +151,7 @@ class Unified:
         rows, load, riders = view.prefill, Load(), []
         for row in on_time.tolist():
             load = with_prompt(load, rows[row], int(rows.hit[row]))
-        left = min(SOON, float(rows.deadline[on_time[0]]) - view.start)
+        left = float(rows.deadline[on_time[0]]) - view.start
         for row in others[: view.limits.rows - len(on_time)].tolist():
             longer, due = with_prompt(load, rows[row], int(rows.hit[row])), float(rows.deadline[row]) - view.start
             seconds = view.perf.step_time(longer)
@@ -249,7 +237,7 @@ class Unified:
         if not isfinite(pace):
             return True
         every = view.perf.step_time(decode_load(rows))
-        if every <= self._decode_share * pace:
+        if every <= MARGIN * pace:
             return view.role is Role.DECODE or keeps_objectives(rows, view.start, every)
         alone = view.perf.step_time(load_of(rows.context[[rows.context.argmin()]]))
         among = self._patience * pace / alone
@@ -262,7 +250,7 @@ class Unified:
         if few is not None:
             return one_each(rows[row] for row in few.tolist())
         count, context = len(rows), rows.context
-        limit = self._decode_share * tightest_pace(rows)
+        limit = MARGIN * tightest_pace(rows)
         if view.kv_waiting or view.perf.step_time(decode_load(rows)) <= limit:
             return one_each(rows)
         order = np.argsort(context, kind="stable")
@@ -321,7 +309,7 @@ class Unified:
         """
         if not hope:
             return _Longest(inf if len(view.decode) and len(view.prefill) else 0.0, inf)
-        spare = WAIT * spare_time(view) if view.role is Role.MIXED else inf
+        spare = MARGIN * spare_time(view) if view.role is Role.MIXED else inf
         return _Longest(self._bound(view), spare if spare > 0.0 else inf)
 
     def _bound(self, view: View) -> float:
@@ -416,8 +404,8 @@ def _value(chosen: Mask, weight: Array | None) -> float:
 
 
 def _finite_tpot(rows: QueueView) -> Array:
-    """Return the TPOT of each row in seconds, 50 ms for rows without one."""
-    return np.where(np.isfinite(rows.tpot), rows.tpot, 0.05)
+    """Return the TPOT of each row in seconds, the tightest one for rows without."""
+    return np.minimum(rows.tpot, np.where(np.isfinite(rows.tpot), inf, tightest_pace(rows)))
 
 
 def _waited(view: View, which: Order, most: Array, seconds: float) -> Mask:

@@ -12,7 +12,6 @@ from .base import Fleet
 FULL = 0.95  # share of the decode slots in use: (nearly) all are taken
 CALM = 0.6  # share of the decode slots in use: there is room for all decodes
 QUIET = 0.25  # share of the prefill instances' time in use: they have little to do
-BUSY = 0.5  # share of the prefill instances' time in use: they have much to do
 
 
 class RoleBalancer:
@@ -69,7 +68,7 @@ class RoleBalancer:
         back = min(self._lent, key=lambda index: instances[index].running)
         room = sum(instances[index].limits.rows for index in decoders if index != back)
         calm = sum(instances[index].running for index in decoders) <= CALM * room
-        if not calm and offered <= BUSY * len(fleet.entries):
+        if not calm and offered <= 2 * QUIET * len(fleet.entries):
             return {}
         self._lent.remove(back)
         return {back: Role.PREFILL}

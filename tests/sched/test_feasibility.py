@@ -111,14 +111,14 @@ def test_the_step_bound_lets_rows_that_joined_late_catch_up() -> None:
 
     assert bound(row(0, 0.030, 0.05)) == pytest.approx(0.97 * 0.030)
     assert bound(row(0, 0.005, 0.05)) == pytest.approx(0.97 * 0.055 / 2)
-    assert bound(row(0, -0.080, 0.05), ahead=4) == pytest.approx(0.97 * 0.070 / 4)
+    assert bound(row(0, -0.080, 0.05), few=4) == pytest.approx(0.97 * 0.070 / 4)
     assert bound(row(0, -0.080, 0.05)) == inf  # too late to catch up, so other rows need not wait for it
     assert bound(row(0, 0.030, 0.05), row(1, -0.080, 0.05)) == pytest.approx(0.97 * 0.030)
     assert bound(row(0, 0.030, 0.05, BEST_EFFORT)) == bound(row(0, 0.0, inf)) == bound() == inf
     old = row(0, 0.030, 0.05)
     old.output, old.computed = [1] * 5, old.computed + 4
     assert bound(old) == inf
-    assert bound(old, young=4) == pytest.approx(0.97 * 0.030)
+    assert bound(old, few=4) == pytest.approx(0.97 * 0.030)
 
 
 def test_piggybacked_prefill_gets_the_time_left_by_decodes() -> None:

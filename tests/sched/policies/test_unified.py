@@ -104,23 +104,6 @@ def test_a_piggybacked_prompt_gets_the_time_that_rows_leave() -> None:
     assert granted(big) == [0]
 
 
-def test_rows_that_joined_behind_a_long_step_decode_alone_if_no_other_row_is_late_for_it() -> None:
-    """A joint step takes 70 ms for the row of 60,000 tokens; the new row is due in 40 ms and takes 11 ms alone."""
-    joined, policy = decoding(0, 1000, due=0.04), Unified(decode_share=2.0)  # which leaves no row out
-
-    def steps(*rows: Request, role: Role = Role.DECODE) -> list[int]:
-        return granted(policy.decide(view([], list(rows), role=role, limits=LIMITS)))
-
-    long = settled(decoding(1, 60_000, due=9.0))
-    assert steps(joined, long) == [0]
-    assert steps(joined, long, role=Role.MIXED) == [0, 1]
-    assert steps(joined, settled(decoding(1, 60_000, due=0.075))) == [0, 1]  # it would be late behind such a step
-    assert steps(decoding(0, 1000, due=-0.1), long) == [0, 1]  # neither this token nor the next would be on time
-    others = [settled(decoding(2 + one, 1000, due=9.0)) for one in range(9)]
-    assert steps(joined, long, *others[:6]) == [0]
-    assert len(steps(joined, long, *others)) == 11  # 10 came in a second, and would take 110 ms of it
-
-
 def test_instances_that_receive_prompts_keep_steps_within_prompt_slack() -> None:
     """Bound steps by the TTFT of arriving prompts and leave out rows that can skip the step.
 
