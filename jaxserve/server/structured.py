@@ -104,9 +104,8 @@ def _of_schema(schema: Any, field: str, strict: bool) -> Wanted:
 
 
 def _of_fields(body: Sampled) -> Wanted | None:
-    outputs = StructuredOutputs.of(
-        {name: _text(value) for name, value in (body.structured_outputs or {}).items()} or None
-    )
+    given = body.structured_outputs
+    outputs = StructuredOutputs.of(given and {name: _text(value) for name, value in given.items()})
     return None if outputs is None else Wanted(outputs, "structured_outputs")
 
 
