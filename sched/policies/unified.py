@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..api.perf import Array, Load
-from ..api.policy import Decision, Grant, Order, QueueView, Role, Task, View, one_each, whole
+from ..api.policy import Decision, Grant, Order, Role, Task, View, one_each, whole
 from ..api.request import BEST_EFFORT, State
 from ..feasibility import (
     BEHIND,
@@ -269,7 +269,7 @@ class Unified:
         rows = view.decode
         if not isfinite(brief) or view.perf.step_time(decode_load(rows)) <= brief:
             return None
-        tpot = _finite_tpot(rows)
+        tpot = _finite_tpot(view)
         due = np.where(_waited(view, np.arange(len(rows)), self._patience * tpot, brief), -inf, rows.deadline)
         order = np.argsort(due, kind="stable")
         count = fitting(view.perf.step_time, Load(), rows.context[order], brief)
@@ -283,7 +283,7 @@ class Unified:
         rows, bound = view.decode, longest.mixed
         if not isfinite(bound):
             return one_each(rows) + self._piggyback(view, decode_load(rows), order, bound).grants
-        tpot = _finite_tpot(rows)
+        tpot = _finite_tpot(view)
         slack = rows.deadline - view.start
         urgent = (slack < bound + (1.0 + self._cushion) * tpot) & (slack > -BEHIND * tpot)
         urgent[rows.standard :] = False
@@ -403,9 +403,11 @@ def _value(chosen: Mask, weight: Array | None) -> float:
     return float(chosen.sum() if weight is None else weight[chosen].sum())
 
 
-def _finite_tpot(rows: QueueView) -> Array:
-    """Return the TPOT of each row in seconds, the tightest one for rows without."""
-    return np.minimum(rows.tpot, np.where(np.isfinite(rows.tpot), inf, tightest_pace(rows)))
+def _finite_tpot(view: View) -> Array:
+    """Return the TPOT of each row in seconds; of a row without one the time of a step of all rows."""
+    tpot: Array = view.decode.tpot
+    without = np.isinf(tpot)
+    return np.where(without, view.perf.step_time(decode_load(view.decode)), tpot) if without.any() else tpot
 
 
 def _waited(view: View, which: Order, most: Array, seconds: float) -> Mask:

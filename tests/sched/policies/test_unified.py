@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -119,6 +120,19 @@ def test_instances_that_receive_prompts_keep_steps_within_prompt_slack() -> None
     assert granted(Unified().decide(replace(at, role=Role.DECODE))) == [0, 1, 2]
     rows[1].budget = rows[2].budget = 0.1
     assert granted(Unified().decide(view([], rows, role=Role.MIXED, limits=LIMITS))) == [0, 1, 2]
+
+
+def test_rows_without_a_tpot_wait_for_four_steps_of_all_rows_at_most() -> None:
+    """A step of all takes 25 ms, and a new prompt with a TTFT of 30 ms can wait for 18."""
+
+    def steps(last: float) -> list[int]:
+        rows = [settled(decoding(0, 1000, inf)), settled(decoding(1, 15_000, inf, last))]
+        for row in rows:
+            row.slo, row.prompt_length = SLO(ttft=0.03, tpot=inf), 1
+        return granted(Unified().decide(view([], rows, role=Role.MIXED, limits=LIMITS)))
+
+    assert steps(last=-0.09) == [0]
+    assert steps(last=-0.12) == [0, 1]
 
 
 def test_a_suspended_step_resumes_beside_rows_with_enough_slack() -> None:
