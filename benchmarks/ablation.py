@@ -30,7 +30,7 @@ import common
 import numpy as np
 
 POLICY, ROUTER = "policies.unified", "routing.unified"
-BALANCER, FEASIBILITY = "routing.role_balancer", "feasibility"
+BALANCER = "routing.role_balancer"
 NONE = np.arange(0)
 PLAIN = (0, 1, -1, 2)  # literals that are no choice
 
@@ -65,7 +65,7 @@ MECHANISMS: dict[str, list[Without]] = {
     "few decodes for new prompts": [Without(POLICY, "Unified._few", nothing(None))],
     "longer steps under pressure": [Without(POLICY, "PRESSED", 0.0)],
     "decodes that skip prompts' steps": [
-        Without(POLICY, "_finite_tpot", lambda rows: np.full(len(rows), inf)),
+        Without(POLICY, "_finite_tpot", lambda view: np.full(len(view.decode), inf)),
     ],
     "hope": [Without(POLICY, "Unified._hope", nothing(True))],
     "shedding": [
@@ -222,12 +222,9 @@ def main() -> None:
     variants: dict[str, Any] = {"": None}
     if args.numbers:
         variants |= {
-            f"{one.where} = {one.value:g} (line {one.line}:{one.column}): {changed(one, doubled):g}": (
-                one,
-                changed(one, doubled),
-            )
+            f"{one.where} = {one.value:g} (line {one.line}:{one.column}): {value:g}": (one, value)
             for one in every
-            for doubled in (False, True)
+            for value in (changed(one, False), changed(one, True))
         }
     else:
         variants |= dict.fromkeys([*MECHANISMS, *OPTIONS])

@@ -104,8 +104,7 @@ def _of_schema(schema: Any, field: str, strict: bool) -> Wanted:
 
 
 def _of_fields(body: Sampled) -> Wanted | None:
-    given = body.structured_outputs
-    outputs = StructuredOutputs.of(given and {name: _text(value) for name, value in given.items()})
+    outputs = StructuredOutputs.of(body.structured_outputs and _written(body.structured_outputs))
     return None if outputs is None else Wanted(outputs, "structured_outputs")
 
 
@@ -115,14 +114,15 @@ def _of_guided(name: str, value: Any) -> Wanted:
 
 def _made(field: str, **given: Any) -> Wanted:
     try:
-        return Wanted(StructuredOutputs(**{name: _text(value) for name, value in given.items()}), field)
+        return Wanted(StructuredOutputs(**_written(given)), field)
     except InvalidValue as error:
         raise InvalidValue(f"{field}: {error}", field) from error
 
 
-def _text(value: Any) -> Any:
-    """Return objects as JSON text. msgspec holds other threads up a tenth as long as `json`."""
-    return msgspec.json.encode(value).decode() if isinstance(value, dict) else value
+def _written(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with objects as JSON text. msgspec holds other threads up a tenth as long as `json`."""
+    objects = {name: given[name] for name in ("json", "structural_tag") if isinstance(given.get(name), dict)}
+    return {**given, **{name: msgspec.json.encode(value).decode() for name, value in objects.items()}}
 
 
 async def compiled(compiler: Compiler, wanted: Wanted) -> StructuredOutputs:

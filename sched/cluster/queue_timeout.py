@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-SOONEST = 1e-3  # seconds; less may not move a virtual clock on
+from ..instance.watchdog import SOONEST
 
 
 class QueueTimeout:

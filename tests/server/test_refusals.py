@@ -39,7 +39,7 @@ FIELDS = (
     ("response_format", {"type": "json_schema", "json_schema": FROB}, ".json_schema.schema"),
     ("guided_json", {"unevaluatedItems": False, "type": "array"}, ""), ("guided_regex", "a(", ""),
     ("guided_choice", [], ""), ("guided_grammar", "start: nope", ""), ("structured_outputs", {}, ""),
-    ("structured_outputs", {"regexp": "a"}, ".regexp"),
+    ("structured_outputs", {"regexp": "a"}, ".regexp"), ("structured_outputs", {"regex": {"a": 1}}, ".regex"),
 )  # fmt: skip
 
 
