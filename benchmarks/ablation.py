@@ -62,14 +62,13 @@ MECHANISMS: dict[str, list[Without]] = {
     "stops": [Without(POLICY, "Unified._stops", nothing(False))],
     "short steps after late joins": [Without(POLICY, "joiners_bound", nothing(inf))],
     "short steps for new prompts": [Without(POLICY, "spare_time", nothing(inf))],
-    "few decodes for new prompts": [Without(POLICY, "Unified._few", nothing(None))],
     "longer steps under pressure": [Without(POLICY, "PRESSED", 0.0)],
     "decodes that skip prompts' steps": [
         Without(POLICY, "_finite_tpot", lambda view: np.full(len(view.decode), inf)),
     ],
     "hope": [Without(POLICY, "Unified._hope", nothing(True))],
     "shedding": [
-        Without(POLICY, "Unified._shed", lambda self, view, brief: importlib.import_module(
+        Without(POLICY, "Unified._shed", lambda self, view: importlib.import_module(
             f"jaxserve.sched.{POLICY}").one_each(view.decode)),
     ],
     "drift": [Without(POLICY, "Scaled", lambda perf, drift: perf)],
@@ -206,7 +205,9 @@ def main() -> None:
     parser.add_argument("--numbers", action="store_true", help="numbers instead of mechanisms")
     parser.add_argument("--count", action="store_true", help="only list the numbers")
     parser.add_argument("--only", default="", metavar="TEXT", help="variants whose name contains this")
-    parser.add_argument("--cells", default="", metavar="TEXT", help="cells whose name contains this")
+    parser.add_argument(
+        "--cells", default="", metavar="TEXT", help="cells, NAME@RATE, that contain one of these, with commas"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="[%(default)s]")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes [cores]")
     common.add_output(parser, "ablation")
@@ -237,9 +238,10 @@ def main() -> None:
             pool.submit(runs, variant, name, rate, range(args.seeds), args.traces, number): variant
             for variant, number in variants.items()
             for name, cell in cells.CELLS.items()
-            if args.cells in name and (args.traces is not None or name not in cells.TRACES)
+            if args.traces is not None or name not in cells.TRACES
             for rate in cell.rates
-            if f"{name}@{rate:g} seed {args.seeds - 1}" not in found.get(variant, {})
+            if any(text in f"{name}@{rate:g}" for text in args.cells.split(","))
+            and f"{name}@{rate:g} seed {args.seeds - 1}" not in found.get(variant, {})
         }
         for count, done in enumerate(as_completed(waiting), 1):
             found.setdefault(waiting[done], {}).update(done.result())

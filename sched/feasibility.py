@@ -332,7 +332,7 @@ def mixed_bound(view: View, gap: float, share: float = 0.75, stretch: float = 1.
     return min(longest, max(share * tpot, min(slack - cushion * tpot, stretch * tpot)))
 
 
-def joiners_bound(view: View, alone: float, few: int = 3) -> float:
+def joiners_bound(view: View, alone: float, few: int) -> float:
     """Return the longest step time, in seconds, with which rows that joined late catch up.
 
     A row that waited for a long step when it joined has no slack, and may have few tokens left.
@@ -422,7 +422,7 @@ def starved(view: View, left: Order) -> Order:
 
 
 def spare_time(view: View) -> float:
-    """Return how many seconds nine in ten rows could have waited for a step on arrival.
+    """Return how many seconds every row could have waited for a step on arrival.
 
     That is their ttft minus the time of their own prompt. Returns inf without rows.
     """
@@ -431,8 +431,7 @@ def spare_time(view: View) -> float:
     if not count:
         return inf
     own = view.perf.prefill_times(rows.length[:count], np.zeros(count), view.limits.tokens)
-    least = count // 10
-    return float(np.partition(rows.ttft[:count] - own, least)[least])
+    return float(np.minimum.reduce(rows.ttft[:count] - own))
 
 
 def piggyback_speed(view: View, bound: float) -> float:

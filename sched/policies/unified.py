@@ -49,7 +49,6 @@ from ..feasibility import (
 )
 from ..perf.scaled import Scaled
 
-CYCLE = 20.0  # seconds; `ageing` is a share of each cycle
 STRETCH = 1.2  # of the TPOT: see feasibility.mixed_bound
 GAP = 0.45  # of the TBT: a request that joins waits for the running step and for its own
 SLOWEST = 0.05  # of an instance's speed: least speed assumed for piggybacked prompts, so that they can be ordered
@@ -59,8 +58,8 @@ class Unified:
     """On-time sets for prompts, shedding for decodes, piggybacked prefill on shared instances.
 
     share, stretch, cushion: see `feasibility.mixed_bound`.
-    ageing: share of the time in which prompts that cannot be on time go first, oldest first, so that they
-        do not starve.
+    ageing: share of the time that the oldest prompt that cannot be on time gets before all others: its own
+        time in each 1 / `ageing` times as long, so that it does not starve.
     patience: a row left out decodes again after this many TPOT.
     preempt: whether running prefill steps may be preempted.
     pack: see `_together`.
@@ -99,7 +98,7 @@ class Unified:
         elif len(queue.on_time):
             decision = Decision(self._mixed(view, queue.on_time, longest))
         else:
-            decode = self._shed(view, longest.brief) if hope else one_each(view.decode)
+            decode = self._shed(view) if hope else one_each(view.decode)
             riders = self._piggyback(view, decode_load(view.decode), queue.others(), longest.mixed)
             decision = Decision(decode + riders.grants)
         return replace(decision, demote=queue.hopeless) if queue.hopeless else decision
@@ -108,7 +107,8 @@ class Unified:
 
     def _prompts(self, view: View, queue: _Queue) -> Decision:
         rows, on_time = view.prefill, queue.on_time
-        aged = view.now % CYCLE < self._ageing * CYCLE
+        oldest = view.suspended[0].seconds if view.suspended else queue.oldest
+        aged = self._turn(view.now, oldest)
         if queue.stopped is not None and (not len(on_time) or queue.stopped.due <= rows.deadline[on_time[0]]):
             return Decision(resume=queue.stopped.step)
         if view.suspended and (aged or not len(on_time)):
@@ -165,7 +165,7 @@ class Unified:
     def _queue(self, view: View, longest: _Longest) -> _Queue:
         rows = view.prefill
         if not len(rows) and not view.suspended:
-            return _Queue(np.arange(0), (), lambda: np.arange(0))
+            return _Queue(np.arange(0), (), lambda: np.arange(0), 0.0)
         work, deadline = remaining_work(view, rows), deadlines(rows)
         hopeless = view.start + work > deadline  # late even if nothing else runs
         if longest.mixed:
@@ -186,7 +186,10 @@ class Unified:
 
         lost = np.flatnonzero(hopeless[: rows.standard]).tolist()
         stopped = min((job for job, able in zip(jobs, picked, strict=True) if able), default=None)
-        return _Queue(on_time, tuple(rows[row].id for row in lost if not rows[row].generated), others, stopped)
+        late = np.flatnonzero(~chosen)
+        oldest = float(work[late[rows.arrival[late].argmin()]]) if len(late) else 0.0
+        hopeless_ids = tuple(rows[row].id for row in lost if not rows[row].generated)
+        return _Queue(on_time, hopeless_ids, others, oldest, stopped)
 
     def _goes_on(self, view: View, queue: _Queue) -> int | None:
         """Return the suspended step that resumes although decodes wait for it, if any.
@@ -201,7 +204,11 @@ class Unified:
         if stopped is not None and stopped.seconds <= slack and not (due < stopped.due).any():
             return stopped.step
         waits = not len(due) and first.seconds <= slack
-        return first.step if waits or view.now % CYCLE < self._ageing * CYCLE else None
+        return first.step if waits or self._turn(view.now, first.seconds) else None
+
+    def _turn(self, now: float, seconds: float) -> bool:
+        """Return whether it is the turn of a late prompt that takes `seconds`: for so long in each cycle."""
+        return self._ageing > 0.0 and seconds > 0.0 and now % (seconds / self._ageing) < seconds
 
     def _stops(self, view: View, running: Task) -> bool:
         """Return whether the running step should stop.
@@ -243,12 +250,9 @@ class Unified:
         among = self._patience * pace / alone
         return keeps_objectives(rows, view.start, (among * alone + every) / (among + 1.0))
 
-    def _shed(self, view: View, brief: float) -> tuple[Grant, ...]:
+    def _shed(self, view: View) -> tuple[Grant, ...]:
         """Decode all rows, or all but the longest if the joint step would not keep the tightest TPOT."""
         rows = view.decode
-        few = self._few(view, brief)
-        if few is not None:
-            return one_each(rows[row] for row in few.tolist())
         count, context = len(rows), rows.context
         limit = MARGIN * tightest_pace(rows)
         if view.kv_waiting or view.perf.step_time(decode_load(rows)) <= limit:
@@ -260,23 +264,6 @@ class Unified:
         if _waited(view, order[fits:], self._patience * rows.tpot[order[fits:]], limit).any():
             return one_each(rows)
         return one_each(rows[row] for row in np.sort(order[:fits]).tolist())
-
-    def _few(self, view: View, brief: float) -> Order | None:
-        """Return the rows due first, as many as fit into a step that a new prompt can wait for.
-
-        Returns None if that is all rows, or if one of the others cannot skip the step.
-        """
-        rows = view.decode
-        if not isfinite(brief) or view.perf.step_time(decode_load(rows)) <= brief:
-            return None
-        tpot = _finite_tpot(view)
-        due = np.where(_waited(view, np.arange(len(rows)), self._patience * tpot, brief), -inf, rows.deadline)
-        order = np.argsort(due, kind="stable")
-        count = fitting(view.perf.step_time, Load(), rows.context[order], brief)
-        others = order[count:]
-        if not count or (due[others] - view.start < brief + (1.0 + self._cushion) * tpot[others]).any():
-            return None
-        return np.sort(order[:count])
 
     def _mixed(self, view: View, order: Order, longest: _Longest) -> tuple[Grant, ...]:
         """Make a step for prompts that can be on time: of the decodes, only those that cannot skip it are certain."""
@@ -316,7 +303,10 @@ class Unified:
         if view.role is Role.PREFILL or not len(view.decode) or not len(view.prefill):
             return 0.0
         alone = view.perf.step_time(decode_load(view.decode))
-        bound = min(mixed_bound(view, GAP, self._share, self._stretch, self._cushion), joiners_bound(view, alone))
+        bound = min(
+            mixed_bound(view, GAP, self._share, self._stretch, self._cushion),
+            joiners_bound(view, alone, int(self._patience)),
+        )
         return max(bound, PRESSED * alone) if view.role is Role.MIXED else bound
 
     def _piggyback(self, view: View, load: Load, order: Order, bound: float) -> _Piggyback:
@@ -365,6 +355,7 @@ class _Queue(NamedTuple):
     on_time: Order  # rows that can be on time together, by deadline
     hopeless: tuple[int, ...]  # requests that can no longer be on time and have no first token
     others: Callable[[], Order]  # the remaining rows: displaced, hopeless, best effort; each by work
+    oldest: float  # seconds that the oldest of these takes; 0 without any
     stopped: _PromptWork | None = None  # the suspended step with the earliest deadline that can be on time with them
 
 

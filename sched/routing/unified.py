@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import exp, inf, isfinite
+from math import inf, isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,6 @@ from .base import Fleet, Move, Router
 from .role_balancer import FULL, QUIET, RoleBalancer
 
 SURE = 0.9  # share of the time left that a prompt may take elsewhere if it has nothing to lose, or starts at once
-LATELY = 20.0  # seconds over which the offered load is averaged
 NONE: Array = np.zeros(0)
 
 
@@ -84,7 +84,7 @@ class Unified(Router):
             return server.start + server.behind + work[index], one.decode_context, index
 
         order = sorted(entries, key=done) if len(entries) > 1 else entries
-        self._offered.add(work[order[0]], fleet.now)
+        self._offered.add(work[order[0]], fleet.now, fleet.instances[order[0]].limits.rows)
         return order
 
     def decode_in_place(self, request: Request, index: int, fleet: Fleet) -> bool:
@@ -216,20 +216,26 @@ class _Prompt(NamedTuple):
     share: float  # of the time to it that it may take
 
 
-@dataclass(slots=True)
 class _Lately:
-    """Seconds of prefill offered per second, averaged over LATELY. Writer: `Unified.prefill`."""
+    """Seconds of prefill offered per second, by the latest prompts. Writer: `Unified.prefill`."""
 
-    share: float = 0.0
-    since: float = 0.0
+    def __init__(self) -> None:
+        self._prompts: deque[tuple[float, float]] = deque()  # when each arrived, and the seconds of all up to it
+        self._seconds = 0.0
 
     def at(self, now: float) -> float:
-        """Return the average at time `now`."""
-        return self.share * exp((self.since - now) / LATELY)
+        """Return the average since the first of these prompts, which itself does not count; 0 without others."""
+        if len(self._prompts) < 2:
+            return 0.0
+        arrival, before = self._prompts[0]
+        return (self._seconds - before) / (now - arrival) if now > arrival else inf
 
-    def add(self, seconds: float, now: float) -> None:
-        """Add a prompt that takes `seconds` alone."""
-        self.share, self.since = self.at(now) + seconds / LATELY, now
+    def add(self, seconds: float, now: float, most: int) -> None:
+        """Add a prompt that takes `seconds` alone. most: how many prompts count, as many as decode at a time."""
+        self._seconds += seconds
+        self._prompts.append((now, self._seconds))
+        while len(self._prompts) > max(2, most):
+            self._prompts.popleft()
 
 
 def _hit(request: Request, one: InstanceView) -> int:

@@ -105,9 +105,9 @@ def test_the_mixed_bound_by_hand() -> None:
 def test_the_step_bound_lets_rows_that_joined_late_catch_up() -> None:
     """A step of all rows takes 12 ms. With TPOTs of 50 ms, one row is due in 30 ms; one in 5 and then in 55 ms."""
 
-    def bound(*rows: Request, **more: int) -> float:
+    def bound(*rows: Request, few: int = 3) -> float:
         at = view([], list(rows))
-        return joiners_bound(at, at.perf.step_time(decode_load(at.decode)), **more)
+        return joiners_bound(at, at.perf.step_time(decode_load(at.decode)), few)
 
     assert bound(row(0, 0.030, 0.05)) == pytest.approx(0.97 * 0.030)
     assert bound(row(0, 0.005, 0.05)) == pytest.approx(0.97 * 0.055 / 2)
