@@ -4,27 +4,22 @@ Steps are cut and dispatched as in the engine (sched/api/preemption.py), unless 
 request ends with its first token, as in flowprefill.py. Figure 16 uses the colocated workload on one mixed instance:
 three times the TTFT, and a TBT of 100 ms for text and images, 200 ms for searches and files (section 6.5).
 
-    python benchmarks/reproduce/flowprefill_stops.py             # both tables, and JSON
+    python benchmarks/reproduce/flowprefill_stops.py all    # tables of docs/research/flowprefill.md and its JSON
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common import add_output, save
+import page
 from flowprefill_systems import LLAMA_8B, WHOLE, Prompts, System, ttft
+from page import Table
 
-from jaxserve.report.table import print_table
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import Arrival, Options, Report, simulate
 from jaxserve.sched.sim.scenarios import flowprefill
@@ -78,45 +73,40 @@ def _blocked() -> Iterator[System]:
             yield System(f"{boundary}, chunks of {tokens:,}", "flowprefill", options)
 
 
-def blocking() -> list[dict[str, Any]]:
+def blocking(args: argparse.Namespace) -> Table:
     """Make Figure 12: time until a step stops, and its effect on attainment and goodput."""
-    rows = []
-    for system in _blocked():
-        watch = Stopwatch()
-        share = fmean(ttft(report.summary) for report in system.run(RATE, logs=watch))
-        ms = [1e3 * one for one in watch.seconds]
-        row = {
-            "boundary": system.label,
-            "stops": len(ms),
-            "mean_ms": fmean(ms) if ms else None,
-            "largest_ms": max(ms, default=None),
-            "attained": share,
-            "goodput": system.goodput(),
-        }
-        rows.append(row)
-        print(row, flush=True)
-    columns = ["boundary", "stops", "mean_ms", "largest_ms", "attained", "goodput"]
-    print_table(f"Blocking time at {RATE} requests/s (Figure 12)", columns, [[row[c] for c in columns] for row in rows])
-    return rows
+    columns = ["boundary", "stops", "mean, ms", "largest, ms", "attained, %", "goodput"]
+    rows = page.spread(args, _stopped, list(_blocked()))
+    return Table(f"Blocking time at {RATE} requests/s (Figure 12)", columns, rows)
 
 
-def behind() -> list[dict[str, Any]]:
+def _stopped(system: System) -> list[object]:
+    watch = Stopwatch()
+    share = fmean(ttft(report.summary) for report in system.run(RATE, logs=watch))
+    ms = [1e3 * seconds for seconds in watch.seconds]
+    waits = [f"{fmean(ms):.1f}", f"{max(ms):.0f}"] if ms else [None, None]
+    return [system.label, len(ms), *waits, f"{100 * share:.1f}", system.goodput()]
+
+
+def behind(args: argparse.Namespace) -> Table:
     """Measure how long stops take that a prompt of 128K tokens must make for short ones."""
+    columns = ["cut", "stops", "p50, ms", "p99, ms", "short prompts on time, %"]
+    rows = page.spread(args, _behind, list(CUTS))
+    return Table(f"Waits of stops behind a prompt of {LONG:,} tokens", columns, rows)
+
+
+def _behind(label: str) -> list[object]:
     first = Arrival(0.0, LONG, 1, SLO(ttft=300.0, tpot=1.0))
-    rows = []
-    for label, options in CUTS.items():
-        watch, kept = Stopwatch(), []
-        for seed in SEEDS:
-            short = [replace(one, time=one.time + 0.1) for one in Prompts().draw(100, 2.0, seed)]
-            report = simulate(
-                [first, *(one for one in short if one.prompt_tokens < 4096)], "flowprefill", "1x1", LATENCY, seed,
-                options=Options(**{"perf": "poly", "pages": 1 << 16, **options}), logs=watch,
-            )  # fmt: skip
-            kept += [one.ttft_attained for one in report.measured[1:]]
-        p50, p99 = (1e3 * float(one) for one in np.percentile(watch.seconds, [50, 99]))
-        rows.append({"cut": label, "stops": len(watch.seconds), "p50_ms": p50, "p99_ms": p99, "attained": fmean(kept)})
-    print_table(f"Waits of stops behind a prompt of {LONG:,} tokens", [*rows[0]], [[*row.values()] for row in rows])
-    return rows
+    watch, on_time = Stopwatch(), []
+    for seed in SEEDS:
+        short = [replace(prompt, time=prompt.time + 0.1) for prompt in Prompts().draw(100, 2.0, seed)]
+        report = simulate(
+            [first, *(prompt for prompt in short if prompt.prompt_tokens < 4096)], "flowprefill", "1x1", LATENCY, seed,
+            options=Options(**{"perf": "poly", "pages": 1 << 16, **CUTS[label]}), logs=watch,
+        )  # fmt: skip
+        on_time += [request.ttft_attained for request in report.measured[1:]]
+    p50, p99 = (f"{1e3 * wait:.1f}" for wait in np.percentile(watch.seconds, [50, 99]))
+    return [label, len(watch.seconds), p50, p99, f"{100 * fmean(on_time):.1f}"]
 
 
 @dataclass(frozen=True)
@@ -142,69 +132,30 @@ MIXED = (
 )
 
 
-def colocated() -> list[dict[str, Any]]:
+def colocated(args: argparse.Namespace) -> Table:
     """Make Figure 16: shares of requests that attain their TTFT and their TBT, by rate."""
-    rows = [_colocated(system, rate) for system in MIXED for rate in RATES]
-    for what, title in (("ttft", "TTFT"), ("tbt", "TBT")):
-        table = [
-            [system.label, *(f"{100 * row[what]:.1f}" for row in rows if row["system"] == system.label)]
-            for system in MIXED
-        ]
-        print_table(f"{title} attained by requests/s, % (Figure 16)", ["system", *map(str, RATES)], table)
-    return rows
+    cells = iter(page.spread(args, _attained, [(system, rate) for system in MIXED for rate in RATES]))
+    rows = [[system.label, *(next(cells) for _ in RATES)] for system in MIXED]
+    columns = ["system", "1 request/s", *(f"{rate:g}" for rate in RATES[1:])]
+    return Table("TTFT / TBT attained by requests/s, % (Figure 16)", columns, rows)
 
 
-def _colocated(system: Mixed, rate: float) -> dict[str, Any]:
-    reports = [system.run(rate, seed) for seed in SEEDS]
-    row = {
-        "system": system.label,
-        "rate": rate,
-        "ttft": fmean(report.summary.ttft_attained for report in reports),
-        "tbt": fmean(
-            report.summary.tpot_attained for report in reports
-        ),  # the TPOT objective equals the TBT, so the TBT decides
-        "both": fmean(report.summary.attained for report in reports),
-        "stops": sum(report.counters.suspended for report in reports),
-        "blocking_s": sum(report.counters.blocking for report in reports),
-    }
-    print(row, flush=True)
-    return row
+def _attained(case: tuple[Mixed, float]) -> str:
+    system, rate = case
+    summaries = [system.run(rate, seed).summary for seed in SEEDS]
+    ttft = fmean(summary.ttft_attained for summary in summaries)
+    tbt = fmean(summary.tpot_attained for summary in summaries)  # the TPOT objective equals the TBT, which decides
+    return f"{100 * ttft:.1f} / {100 * tbt:.1f}"
 
 
-def varying() -> list[dict[str, Any]]:
+def varying(args: argparse.Namespace) -> Table:
     """Make Figure 16 at one rate with unpredictable step times: lognormal factors of mean 1."""
-    rows = [
-        {"noise": noise, **_colocated(replace(system, options={**system.options, "noise": noise}), VARIED)}
-        for system in MIXED
-        for noise in NOISE
-    ]
-    table = [
-        [
-            system.label,
-            *(f"{100 * row['ttft']:.1f} / {100 * row['tbt']:.1f}" for row in rows if row["system"] == system.label),
-        ]
-        for system in MIXED
-    ]
-    print_table(f"TTFT / TBT attained at {VARIED} requests/s by noise, %", ["system", *map(str, NOISE)], table)
-    return rows
-
-
-Maker = Callable[[], list[dict[str, Any]]]
-TABLES: Mapping[str, Maker] = {"blocking": blocking, "behind": behind, "colocated": colocated, "varying": varying}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)} [all]")
-    add_output(parser, "flowprefill_stops")
-    args = parser.parse_args()
-    unknown = [name for name in args.tables if name not in (*TABLES, "all")]
-    if unknown:
-        parser.error(f"unknown table {unknown[0]!r}; choose from {', '.join(TABLES)}")
-    chosen = TABLES if not args.tables or "all" in args.tables else args.tables
-    save(args, {name: TABLES[name]() for name in chosen})
-    return 0
+    noisy = [replace(system, options={**system.options, "noise": noise}) for system in MIXED for noise in NOISE]
+    cells = iter(page.spread(args, _attained, [(system, VARIED) for system in noisy]))
+    rows = [[system.label, *(next(cells) for _ in NOISE)] for system in MIXED]
+    columns = ["system", *(f"step times vary by {100 * noise:.0f} %" for noise in NOISE)]
+    return Table(f"TTFT / TBT attained at {VARIED:g} requests/s, %", columns, rows)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(page.run(__doc__, "flowprefill", (blocking, behind, colocated, varying)))

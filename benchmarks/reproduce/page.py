@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,8 @@ from math import isfinite, log10
 from pathlib import Path
 from typing import Any, TypeVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # import this checkout, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -72,6 +74,8 @@ def run(
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="per cell; only print the tables [each table's own]")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes [all cores]")
+    parser.add_argument("--missing", action="store_true", help="only tables that are not of this state of the source")
+    parser.add_argument("--list", action="store_true", help="only list them")
     parser.add_argument("--print-only", action="store_true", help="change neither the page nor its JSON")
     args = parser.parse_args()
     unknown = [name for name in args.tables if name not in (*tables, "all")]
@@ -79,6 +83,11 @@ def run(
         parser.error(f"unknown table {unknown[0]!r}; choose from all, {', '.join(tables)}")
     chosen = [one.__name__ for one in makers] if not args.tables or "all" in args.tables else args.tables
     keep = not (args.print_only or args.requests or args.seeds)
+    if args.missing:
+        chosen = missing(page, chosen)
+    if args.list:
+        print(f"{page}: {', '.join(chosen) or 'nothing to make'}")
+        return 0
     for name in chosen:
         began = processor_seconds()
         made = tables[name](args)
@@ -88,6 +97,19 @@ def run(
         if keep:
             save(page, name, made, processor_seconds() - began)
     return 0
+
+
+def source() -> str:
+    """Return a digest of what the tables depend on, without comments and docstrings."""
+    command = [sys.executable, common.ROOT / ".ci" / "digest.py", "sched", "configs", "benchmarks/reproduce"]
+    return subprocess.run(command, cwd=common.ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def missing(page: str, names: Iterable[str]) -> list[str]:
+    """Return the tables that the newest results of a page lack, or have of another state of the source."""
+    kept, digest = newest(page), source()
+    tables = json.loads(kept.read_text(encoding="utf-8")).get("tables", {}) if kept else {}
+    return [name for name in names if tables.get(name, {}).get("source") != digest]
 
 
 def processor_seconds() -> float:
@@ -106,20 +128,25 @@ def spread(args: argparse.Namespace, make: Callable[[One], Made], of: Iterable[O
 def save(page: str, name: str, made: Table, seconds: float) -> None:
     """Add a table to the newest results of the page, write them as today's JSON, and update the page."""
     kept = newest(page)
-    document = json.loads(kept.read_text(encoding="utf-8")) if kept else {"tables": {}}
+    document = json.loads(kept.read_text(encoding="utf-8")) if kept else {}
     origin = common.origin()
-    document["tables"][name] = {
+    tables = document.setdefault("tables", {})
+    tables[name] = {
         "title": made.title,
         "columns": list(made.columns),
         "rows": [[_plain(value) for value in row] for row in made.rows],
         "seconds": round(seconds, 1),
+        "source": source(),
         **{key: origin[key] for key in ("commit", "uncommitted_changes", "date")},
         **({"data": _plain(made.data, DIGITS + 1)} if made.data else {}),
     }
     script = Path(sys.argv[0]).resolve().relative_to(common.ROOT)
-    document = {"page": page, "command": f"python {script} all", "origin": origin, "tables": document["tables"]}
+    command = document.get("command", f"python {script} all")
+    document = {"page": page, "command": command, "origin": origin, "tables": tables}
     path = common.RESULTS / f"{page}-{time.strftime('%Y-%m-%d')}.json"
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if kept and kept != path:
+        kept.unlink()
     write(PAGES / f"{page}.md", path, document)
 
 
@@ -144,7 +171,11 @@ def blocks(path: Path, document: Mapping[str, Any]) -> dict[str, str]:
     tables = document["tables"]
     minutes = sum(table["seconds"] for table in tables.values()) / 60
     link = f"[`{path.name}`](../../benchmarks/results/{path.name})"
-    says = f"`{document['command']}` made the tables below and {link} in {minutes:.0f} minutes of processor time."
+    digests = {table.get("source") for table in tables.values()}
+    state = f" at one state of the source ({digests.pop()})" if len(digests) == 1 and None not in digests else ""
+    says = (
+        f"`{document['command']}` made the tables below and {link}{state} in {minutes:.0f} minutes of processor time."
+    )
     return {SUMMARY: says} | {name: markdown(table["columns"], table["rows"]) for name, table in tables.items()}
 
 

@@ -9,16 +9,10 @@ lengths.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import common
+import page
 import slos_serve_steps as steps
+from page import Table
 from slos_serve_systems import (
     CHATBOT,
     CHATBOT_3X,
@@ -35,15 +29,11 @@ from slos_serve_systems import (
     VLLM,
     Mesh,
     System,
-    Table,
     capacity,
     ratio,
     two,
 )
 
-from jaxserve.report.table import markdown, print_table
-
-PAGE = common.ROOT / "docs" / "research" / "slos_serve.md"
 PAPER = {"chatbot": "1.41–1.70", "coder": "up to 2.1", "summarizer": "1.14–1.17", "toolllm": "up to 1.9"}
 PARTS = (
     System("speculation as published (`caution=0`)", "slos_serve:caution=0", spec=True),
@@ -63,7 +53,7 @@ REPLICA_REQUESTS = 240
 REPLICAS = ((1, "round_robin"), (2, "next_replica"), (3, "next_replica"), (4, "next_replica"), (4, "round_robin"))
 
 
-def capacities() -> Table:
+def capacities(args: argparse.Namespace) -> Table:
     """Make Figures 1 and 9: capacity by system and scenario."""
     rows: list[list[object]] = []
     best = {one: max(capacity(split, one) for split in (SPLITS if one in SPLIT else SPLITS[:1])) for one in SCENARIOS}
@@ -80,7 +70,7 @@ def capacities() -> Table:
     return Table("Capacity, requests/s per GPU (Figures 1 and 9)", ["system", *(one.name for one in SCENARIOS)], rows)
 
 
-def ratios() -> Table:
+def ratios(args: argparse.Namespace) -> Table:
     """Make Figure 4: DistServe by prefill and decode GPUs."""
     rows: list[list[object]] = []
     for split in SPLITS:
@@ -90,7 +80,7 @@ def ratios() -> Table:
     return Table("DistServe, requests/s per GPU, and as multiples of 1:1 (Figure 4)", titles, rows)
 
 
-def strict() -> Table:
+def strict(args: argparse.Namespace) -> Table:
     """Make the table of section 6.1, in which at most 2 % of the requests may miss their SLOs."""
     shown = (CHATBOT, CHATBOT_3X)
     found = {
@@ -107,7 +97,7 @@ def strict() -> Table:
     )
 
 
-def reasoning() -> Table:
+def reasoning(args: argparse.Namespace) -> Table:
     """Make Figure 9's reasoning scenario, on its 1.5B model and on OPT-7B."""
     systems = (VLLM, SARATHI, OURS)
     found = {system: capacity(system, REASONING) for system in systems}
@@ -124,14 +114,14 @@ def reasoning() -> Table:
     return Table("Reasoning (Figure 9)", titles, rows)
 
 
-def ablation() -> Table:
+def ablation(args: argparse.Namespace) -> Table:
     """Make Figure 14: capacity without some of the parts."""
     scenarios = (CODER, SUMMARIZER, MIXED, CHATBOT_3X)
     rows = [[part.label, *(two(capacity(part, one)) for one in scenarios)] for part in PARTS]
     return Table("Parts taken away, requests/s (Figure 14)", ["system", *(one.name for one in scenarios)], rows)
 
 
-def replicas() -> Table:
+def replicas(args: argparse.Namespace) -> Table:
     """Make Figure 13: capacity by number of replicas and routing."""
     scenarios = (CHATBOT, CODER)
     rows: list[list[object]] = []
@@ -147,49 +137,11 @@ def replicas() -> Table:
     return Table("Capacity in all, as multiples of one replica's (Figure 13)", titles, rows)
 
 
-MAKERS: tuple[Callable[[], Table], ...] = (
+MAKERS: tuple[page.Maker, ...] = (
     steps.batching, steps.traces, steps.sizes, steps.fidelity, steps.burst, steps.tails,
     capacities, ratios, ablation, reasoning, strict, replicas,
 )  # fmt: skip
 
 
-def keep(args: argparse.Namespace, name: str, made: Table, seconds: float) -> None:
-    """Store a table in the JSON beside the others, and write it between its markers in the page."""
-    before = json.loads(args.output.read_text(encoding="utf-8"))["made"] if args.output.exists() else {}
-    entry: dict[str, Any] = {
-        **made._asdict(),
-        "data": dict(made.data),
-        **common.origin(),
-        "processor_seconds": round(seconds),
-    }
-    common.save(args, {"made": {**before, name: entry}}, quiet=True)
-    page, begins, ends = PAGE.read_text(encoding="utf-8"), f"<!-- table: {name} -->\n", "<!-- end -->"
-    head, found, rest = page.partition(begins)
-    if not found:
-        raise SystemExit(f"{PAGE.name} has no line {begins.strip()!r}, after which the table belongs")
-    _, _, tail = rest.partition(ends)
-    PAGE.write_text(f"{head}{begins}{markdown(made.columns, made.rows)}\n{ends}{tail}", encoding="utf-8")
-
-
-def main() -> int:
-    tables = {maker.__name__: maker for maker in MAKERS}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "tables", nargs="+", metavar="TABLE", choices=["all", *tables], help=f"all, {', '.join(tables)}"
-    )
-    parser.add_argument("--print-only", action="store_true", help="change neither the page nor its JSON")
-    common.add_output(parser, "slos_serve")
-    args = parser.parse_args()
-    for name in tables if "all" in args.tables else args.tables:
-        began = time.process_time()
-        made = tables[name]()
-        print_table(made.title, made.columns, made.rows)
-        seconds = time.process_time() - began
-        print(f"{name}: {seconds:.0f} s of processor time", flush=True)
-        if not args.print_only:
-            keep(args, name, made, seconds)
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(page.run(__doc__, "slos_serve", MAKERS))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+from page import Table
 from slos_serve_systems import (
     CHATBOT,
     CODER,
@@ -19,7 +21,6 @@ from slos_serve_systems import (
     VLLM,
     Scenario,
     System,
-    Table,
     kept,
     two,
 )
@@ -78,7 +79,7 @@ def load_of(plan: StepPlan, prompts: dict[int, int]) -> Load:
     return load
 
 
-def batching() -> Table:
+def batching(args: argparse.Namespace) -> Table:
     """Make Figure 2: throughput by the tokens of a step, of SLOs-Serve's steps."""
     rows: list[list[object]] = []
     steps = [
@@ -103,7 +104,7 @@ def batching() -> Table:
     )
 
 
-def traces() -> Table:
+def traces(args: argparse.Namespace) -> Table:
     """Make Figure 8: burstiness of the drawn arrivals."""
     rows: list[list[object]] = []
     for label, scenario, published in (("conversation", CHATBOT, "stable"), ("code", CODER, "bursty")):
@@ -118,7 +119,7 @@ def traces() -> Table:
     return Table("Arrivals as drawn, 20,000 at 5 requests/s (Figure 8)", titles, rows)
 
 
-def sizes() -> Table:
+def sizes(args: argparse.Namespace) -> Table:
     """Make Figure 10a: the share of the execution time spent in steps above each number of tokens."""
     edges = SIZES[3:]
     rows: list[list[object]] = []
@@ -132,7 +133,7 @@ def sizes() -> Table:
     return Table("Execution time in steps of more tokens than so many, summarizer (Figure 10a)", titles, rows)
 
 
-def fidelity() -> Table:
+def fidelity(args: argparse.Namespace) -> Table:
     """Make Figure 10b: errors of step-time models, fitted to half of the steps, on the other half."""
     steps: list[tuple[Load, float]] = []
     for scenario, rate in ((CHATBOT, 2.5), (SUMMARIZER, 2.0), (CODER, 4.0), (MIXED, 3.5)):
@@ -157,7 +158,7 @@ def fidelity() -> Table:
     )
 
 
-def burst() -> Table:
+def burst(args: argparse.Namespace) -> Table:
     """Make Figure 11: coder above its capacity; the JSON also has the requests in the system over time."""
     rows: list[list[object]] = []
     curves: dict[str, object] = {}
@@ -205,7 +206,7 @@ class Watched(SlosServe):
         return decision
 
 
-def tails() -> Table:
+def tails(args: argparse.Namespace) -> Table:
     """Make Figure 12: tail latencies of the mixed scenario, relative to each request's SLO."""
     rows: list[list[object]] = []
     for rate in (1.5, 3.0, 4.5):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # import this checkout, installed or not
 
@@ -26,15 +25,6 @@ DRAFT, ACCEPTANCE = 4, 0.7  # assumed; the paper states neither
 TOLERANCE = 0.1
 GOAL = 0.9  # share of requests that must attain their SLOs
 PUBLISHED: Perf = "roofline:published"  # the paper's step-time model
-
-
-class Table(NamedTuple):
-    """One table of the page. data: stored only in the JSON."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[object]]
-    data: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
