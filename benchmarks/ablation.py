@@ -74,6 +74,7 @@ MECHANISMS: dict[str, list[Without]] = {
     "drift": [Without(POLICY, "Scaled", lambda perf, drift: perf)],
 }  # fmt: skip
 FILES = ("policies/unified.py", "routing/unified.py", "routing/role_balancer.py", "feasibility.py")
+USERS = (*FILES, "cluster/first_tokens.py")  # which predicts the steps of `unified`
 
 
 class Number(NamedTuple):
@@ -87,13 +88,14 @@ class Number(NamedTuple):
 
 
 def users(name: str) -> set[str]:
-    """Return the files of sched/ that use a name of feasibility.py."""
+    """Return the files of sched/ that import a name of feasibility.py."""
     root = common.ROOT / "sched"
     return {
         str(path.relative_to(root))
         for path in root.rglob("*.py")
-        if path.name != "feasibility.py"
-        and any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(ast.parse(path.read_text())))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("feasibility")
+        if name in [alias.name for alias in node.names]
     }
 
 
@@ -122,14 +124,14 @@ def defined(node: ast.stmt) -> set[str]:
 
 
 def only(tree: ast.Module) -> set[str]:
-    """Return what of feasibility.py serves `unified` alone: each user is one of FILES, or serves it alone itself."""
+    """Return what of feasibility.py serves `unified` alone: each user is one of USERS, or serves it alone itself."""
     inside: dict[str, set[str]] = {}  # name -> names of the file that use it
     every = set().union(*map(defined, tree.body))
     for node in tree.body:
         for at in ast.walk(node):
             if isinstance(at, ast.Name) and at.id in every and not defined(node) & {at.id}:
                 inside.setdefault(at.id, set()).update(defined(node))
-    own = {name for name in every if users(name) <= set(FILES)}
+    own = {name for name in every if users(name) <= {*USERS}}
     while more := {name for name in own if not inside.get(name, set()) <= own}:
         own -= more
     return {name for name in own if users(name) or inside.get(name)}

@@ -316,7 +316,7 @@ SHARE = 0.95  # of the tightest TPOT: how long a mixed step of `unified` may be;
 PRESSED = 1.1  # times a step that decodes all rows: the least bound of a mixed step, so that prompts progress
 
 
-def mixed_bound(view: View, gap: float, share: float = 0.75, stretch: float = 1.0, cushion: float = 0.0) -> float:
+def mixed_bound(view: View, gap: float, share: float, stretch: float = 1.0, cushion: float = 0.0) -> float:
     """Return the longest time, in seconds, of a step that decodes all rows and prefills prompts too.
 
     It is `share` of the tightest tpot, because a request that joins waits for the running step. It
