@@ -54,7 +54,7 @@ OPTIONS = {
 }
 MECHANISMS: dict[str, list[Without]] = {
     "moves of waiting prompts": [Without(ROUTER, "Unified.redirect", nothing([]))],
-    "time kept for prompts to come": [Without(ROUTER, "Unified._soon", lambda self, start, work, due: due)],
+    "time kept for prompts to come": [Without(ROUTER, "Unified._soon", lambda self, start, work, due: due.copy())],
     "role changes": [Without(BALANCER, "RoleBalancer.roles", nothing({}))],
     "decoding in place": [Without(ROUTER, "Unified.decode_in_place", nothing(False))],
     "sharing steps": [Without(POLICY, "Unified._together", nothing(1))],
