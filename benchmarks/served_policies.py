@@ -41,7 +41,7 @@ from jaxserve.sched.perf.recipe import DEFAULT
 from jaxserve.sched.sim import Mesh
 
 MESH = "2x1"
-KEPT = ("requests", "seed", "load", "mesh", "perf", "routing")  # settings that all cases of a file must share
+KEPT = ("requests", "seed", "load", "mesh", "perf", "routing", "tbt")  # settings that all cases of a file must share
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +76,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--mesh", default=MESH, help="[%(default)s]")
     add("--perf", default=DEFAULT, choices=KINDS, help="step-time model of servers and simulations [%(default)s]")
     add("--routing", default="auto", help="router of all policies [auto: the policy's own]")
+    add("--tbt", type=float, metavar="SHARE", help="also ask for a TBT of this share of the TPOT; not for `tasks`")
     add("--profile-time", type=float, default=None, metavar="S", help="duration of the profile")
     add("--page", type=Path, metavar="FILE", help="write the tables between the markers of this page")
     add_output(parser, "served_policies")
@@ -96,10 +97,11 @@ def _stored(args: argparse.Namespace) -> dict[str, Any]:
         return {"scales": {}, "cases": []}
     kept = json.loads(args.output.read_text(encoding="utf-8"))
     for name in KEPT:
-        if kept["settings"][name] != getattr(args, name):
+        before, now = kept["settings"].get(name), getattr(args, name)
+        if before != now:
             raise SystemExit(
-                f"{args.output} has {name}={kept['settings'][name]!r}, not {getattr(args, name)!r}, so its cases are "
-                "not comparable; choose another --output"
+                f"{args.output} has {name}={before!r}, not {now!r}, so its cases are not comparable; choose another "
+                "--output"
             )
     return {"scales": kept["scales"], "cases": kept["cases"]}
 
@@ -140,12 +142,19 @@ def _model(name: str, args: argparse.Namespace, found: dict[str, Any], clients: 
         scale = Scale.of(found["scales"][name]["mixes"][case["mix"]])
         found["cases"].append(_rounded(case | _case(host, case, scale, args, clients)))
         save(args, found, quiet=True)
-        served, again = found["cases"][-1]["served"], found["cases"][-1]["simulated"]
+        case = found["cases"][-1]
+        served, again = case["served"], case["simulated"]
         print(
             f"{name} {case['mix']} {case['policy']}: {served['attained']:.0%} served, "
-            f"{again['attained']:.0%} simulated, {served['seconds']:.0f} s",
+            f"{again['attained']:.0%} simulated, {served['seconds']:.0f} s; first tokens off by {_off(case)}",
             flush=True,
         )
+
+
+def _off(case: Mapping[str, Any]) -> str:
+    """Return the median error of predicted first tokens by path, with the number of requests."""
+    paths = case["first_tokens"]["paths"].items()
+    return ", ".join(f"{100 * one['median_error']:.0f} % ({one['requests']}, {path})" for path, one in paths)
 
 
 def _case(
@@ -153,7 +162,7 @@ def _case(
 ) -> dict[str, Any]:
     mix, system = MIXES[case["mix"]], System.parse(case["policy"])
     count, seed = round(args.requests * host.model.times), args.seed + case["round"]
-    made = calls(mix, scale, count, seed, host.model.length)
+    made = calls(mix, scale, count, seed, host.model.length, None if mix.tiers else args.tbt)
     served = host.serve(system, made, scale if mix.tiers else None, clients)
     mesh = Mesh.parse(args.mesh, colocated=system.mixed)
     counters = served.stats.counters

@@ -39,6 +39,7 @@ def attained(run: Run) -> dict[str, Any]:
         "failed": found["failed"],
         "ttft": found["slo_attainment_by_metric"]["ttft"],
         "tpot": found["slo_attainment_by_metric"]["tpot"],
+        "tbt": found["slo_attainment_by_metric"].get("tbt"),
         "classes": {
             name: {"attained": found["slo_attainment_by_class"][name], "goodput": kept[name] / run.duration}
             for name in names
@@ -107,14 +108,16 @@ def _errors(some: Sequence[Step]) -> dict[str, Any]:
     return made
 
 
-def first_tokens(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Return the median relative error of TTFT predictions: of all requests, and of those that ended later."""
-    errors = [abs(predicted - measured) / measured for predicted, measured in pairs if measured > 0]
-    later = errors[len(errors) // 2 :]
+def first_tokens(predicted: Sequence[tuple[str, float, float]]) -> dict[str, Any]:
+    """Return the median relative error of TTFT predictions: of all, of those that ended later, and by path."""
+    errors = [(path, abs(at - measured) / measured) for path, at, measured in predicted if measured > 0]
+    paths = {path: [error for one, error in errors if one == path] for path in sorted({path for path, _ in errors})}
+    every = [error for _, error in errors]
     return {
-        "requests": len(errors),
-        "median_error": median(errors) if errors else None,
-        "later": median(later) if later else None,
+        "requests": len(every),
+        "median_error": median(every) if every else None,
+        "later": median(every[len(every) // 2 :]) if every else None,
+        "paths": {path: {"requests": len(some), "median_error": median(some)} for path, some in paths.items()},
     }
 
 

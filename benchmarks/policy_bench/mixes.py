@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -125,10 +126,11 @@ def _alone(step_time: Callable[[Load], float], tokens: int, chunk: int) -> float
     return sum(step_time(Load().add_chunk(min(chunk, tokens - start), start)) for start in starts)
 
 
-def calls(mix: Mix, scale: Scale, count: int, seed: int, longest: int) -> list[Call]:
+def calls(mix: Mix, scale: Scale, count: int, seed: int, longest: int, tbt: float | None = None) -> list[Call]:
     """Draw the requests of a mix, the same for every policy.
 
-    count: at full load; scaled by the mix's load. longest: maximum of prompt plus output, tokens.
+    count: at full load; scaled by the mix's load. longest: maximum of prompt plus output, tokens. tbt: a TBT to ask
+    for in addition, as a share of the TPOT.
     """
     count = max(len(mix.tasks), round(count * mix.load))
     draw = np.random.default_rng(seed)
@@ -141,6 +143,8 @@ def calls(mix: Mix, scale: Scale, count: int, seed: int, longest: int) -> list[C
         bursts = -(-len(last) // mix.burst)
         times[last] = (np.arange(len(last)) // mix.burst + 0.5) * (count / scale.rate) / bursts
     made = [_call(scale.shapes[kind], float(at), draw, longest) for kind, at in zip(kinds, times, strict=True)]
+    if tbt is not None:
+        made = [replace(call, slo=replace(call.slo, tbt_slo_ms=tbt * (call.slo.tpot_slo_ms or inf))) for call in made]
     return sorted(made, key=lambda call: call.at)
 
 
@@ -171,4 +175,5 @@ def arrivals(made: Sequence[Call]) -> list[Arrival]:
 
 def _slo(objective: Objective) -> SLO:
     assert objective.ttft_slo_ms is not None and objective.tpot_slo_ms is not None
-    return SLO(objective.ttft_slo_ms / 1e3, objective.tpot_slo_ms / 1e3)
+    tbt = None if objective.tbt_slo_ms is None else objective.tbt_slo_ms / 1e3
+    return SLO(objective.ttft_slo_ms / 1e3, objective.tpot_slo_ms / 1e3, tbt)

@@ -37,19 +37,19 @@ LONGEST = 600.0  # timeout of a case in seconds
 
 
 class Recorded(TTFTPredictions):
-    """TTFT predictions that also keep (last predicted, measured) in seconds, except for best effort.
+    """TTFT predictions that also keep (path, last predicted, measured), in seconds, except for best effort.
 
     Writer: the engine's thread.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.pairs: list[tuple[float, float]] = []
+        self.pairs: list[tuple[str, float, float]] = []
 
     def over(self, request: Request) -> None:
         pair = self.of(request)
         if pair is not None:
-            self.pairs.append(pair)
+            self.pairs.append((self._open[request.id].path, *pair))
         super().over(request)
 
 
@@ -60,7 +60,7 @@ class Served:
     run: Run
     journal: Replay
     stats: Stats
-    first_tokens: list[tuple[float, float]] = field(default_factory=list)  # predicted, measured
+    first_tokens: list[tuple[str, float, float]] = field(default_factory=list)  # path, predicted, measured
 
 
 class Host:
