@@ -36,6 +36,7 @@ from jaxserve.report.table import markdown, print_table
 PAGES = common.ROOT / "docs" / "research"
 PLOTS = PAGES / "plots"
 DIGITS = 3  # significant digits on a page; curves in the JSON have one more
+COMMAND = "python benchmarks/reproduce"  # makes all tables of all pages
 SUMMARY = "results"  # marker of the line that says how the tables were made
 
 
@@ -140,9 +141,7 @@ def save(page: str, name: str, made: Table, seconds: float) -> None:
         **{key: origin[key] for key in ("commit", "uncommitted_changes", "date")},
         **({"data": _plain(made.data, DIGITS + 1)} if made.data else {}),
     }
-    script = Path(sys.argv[0]).resolve().relative_to(common.ROOT)
-    command = document.get("command", f"python {script} all")
-    document = {"page": page, "command": command, "origin": origin, "tables": tables}
+    document = {"page": page, "command": COMMAND, "origin": origin, "tables": tables}
     path = common.RESULTS / f"{page}-{time.strftime('%Y-%m-%d')}.json"
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if kept and kept != path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-PAPERS = ("deflection", "fairbatching", "flowprefill", "kairos")
+PAPERS = ("deflection", "fairbatching", "flowprefill", "kairos", "slos_serve")
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,36 @@ def test_a_table_is_written_between_its_markers(page: ModuleType, tmp_path: Path
     )
     with pytest.raises(ValueError, match=r"no lines '<!-- table: two -->'"):
         page.write(written, Path("x.json"), {"command": "", "tables": {"two": table}})
+
+
+def test_tables_of_another_state_of_the_source_are_made_again(
+    page: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page.common, "RESULTS", tmp_path)
+    monkeypatch.setattr(page, "PAGES", tmp_path)
+    (tmp_path / "one.md").write_text(
+        "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("results", "a", "b"))
+    )
+    (tmp_path / "one-2026-11-23.json").write_text(json.dumps({"tables": {"a": {"source": "old", "seconds": 1.0}}}))
+    monkeypatch.setattr(page, "source", lambda: "new")
+    assert page.missing("one", ["a", "b"]) == ["a", "b"]
+    for name in "ab":
+        page.save("one", name, page.Table("A", ["x"], [[1.0]]), 60.0)
+    assert page.missing("one", ["a", "b"]) == [] and len(list(tmp_path.glob("*.json"))) == 1
+    assert "at one state of the source (new) in 2 minutes" in (tmp_path / "one.md").read_text()
+    monkeypatch.setattr(page, "source", lambda: "newer")
+    assert page.missing("one", ["a", "b"]) == ["a", "b"]
+
+
+def test_uncommitted_changes_are_refused(
+    page: ModuleType, repo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "page", page)
+    monkeypatch.setattr(page.common, "git", lambda *words: " M sched/metrics.py")
+    monkeypatch.setattr(sys, "argv", ["reproduce"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(repo / "benchmarks" / "reproduce"), run_name="__main__")
+    assert stopped.value.code == 2 and "uncommitted changes; commit or stash them first:" in capsys.readouterr().err
 
 
 def test_runs_with_other_counts_are_printed_and_not_saved(repo: Path, page: ModuleType) -> None:
