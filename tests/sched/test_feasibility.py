@@ -92,13 +92,13 @@ def row(id: int, due: float, tpot: float, tier: str = "standard") -> Request:
 def test_the_mixed_bound_by_hand() -> None:
     """With TPOTs of 100 and 80 ms, due 90 and 130 ms after the step can begin, the slack is 90 ms."""
     at = view([], [row(0, 5.09, 0.1), row(1, 5.13, 0.08), row(2, 0.0, 0.01, BEST_EFFORT)], now=4.9, start=5.0)
-    assert mixed_bound(at, 1.0) == pytest.approx(0.080)  # a whole TPOT, since all rows have more slack
-    assert mixed_bound(at, 1.0, stretch=2.0) == pytest.approx(0.090)  # limited by the slack
-    assert mixed_bound(at, 1.0, stretch=2.0, cushion=0.25) == pytest.approx(0.070)
-    assert mixed_bound(at, 1.0, stretch=2.0, cushion=1.0) == pytest.approx(0.75 * 0.080)  # never less than the share
+    assert mixed_bound(at, 1.0, 0.75) == pytest.approx(0.080)  # a whole TPOT, since all rows have more slack
+    assert mixed_bound(at, 1.0, 0.75, stretch=2.0) == pytest.approx(0.090)  # limited by the slack
+    assert mixed_bound(at, 1.0, 0.75, stretch=2.0, cushion=0.25) == pytest.approx(0.070)
+    assert mixed_bound(at, 1.0, 0.75, stretch=2.0, cushion=1.0) == pytest.approx(0.75 * 0.080)  # never less than the share
     assert mixed_bound(at, 1.0, share=0.95, cushion=1.0) == pytest.approx(0.95 * 0.080)
     late = view([], [row(0, -5.0, 0.1)])
-    assert mixed_bound(late, 1.0) == pytest.approx(0.075)
+    assert mixed_bound(late, 1.0, 0.75) == pytest.approx(0.075)
     assert mixed_bound(view([], []), 1.0) == mixed_bound(view([], [row(2, 0.0, 0.01, BEST_EFFORT)]), 1.0) == inf
 
 
