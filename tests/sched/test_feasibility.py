@@ -95,11 +95,12 @@ def test_the_mixed_bound_by_hand() -> None:
     assert mixed_bound(at, 1.0, 0.75) == pytest.approx(0.080)  # a whole TPOT, since all rows have more slack
     assert mixed_bound(at, 1.0, 0.75, stretch=2.0) == pytest.approx(0.090)  # limited by the slack
     assert mixed_bound(at, 1.0, 0.75, stretch=2.0, cushion=0.25) == pytest.approx(0.070)
-    assert mixed_bound(at, 1.0, 0.75, stretch=2.0, cushion=1.0) == pytest.approx(0.75 * 0.080)  # never less than the share
+    assert mixed_bound(at, 1.0, 0.75, stretch=2.0, cushion=1.0) == pytest.approx(0.75 * 0.080)  # at least the share
     assert mixed_bound(at, 1.0, share=0.95, cushion=1.0) == pytest.approx(0.95 * 0.080)
     late = view([], [row(0, -5.0, 0.1)])
     assert mixed_bound(late, 1.0, 0.75) == pytest.approx(0.075)
-    assert mixed_bound(view([], []), 1.0) == mixed_bound(view([], [row(2, 0.0, 0.01, BEST_EFFORT)]), 1.0) == inf
+    best_effort = view([], [row(2, 0.0, 0.01, BEST_EFFORT)])
+    assert mixed_bound(view([], []), 1.0, 0.75) == mixed_bound(best_effort, 1.0, 0.75) == inf
 
 
 def test_the_step_bound_lets_rows_that_joined_late_catch_up() -> None:
