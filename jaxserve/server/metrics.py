@@ -99,10 +99,10 @@ class Metrics:
 
     def begun(self, job: Submission) -> None:
         """Count a request when its first output arrives."""
-        self._prompt_tokens.inc(len(job.prompt) * job.params.n)
-        self._see("request_params_n", job.params.n)
-        if job.params.max_tokens is not None:
-            self._see("request_params_max_tokens", job.params.max_tokens)
+        self._prompt_tokens.inc(len(job.request.prompt) * job.request.params.n)
+        self._see("request_params_n", job.request.params.n)
+        if job.request.params.max_tokens is not None:
+            self._see("request_params_max_tokens", job.request.params.max_tokens)
 
     def news(self, job: Submission, piece: Piece) -> None:
         """Count a piece of an output."""
@@ -121,7 +121,7 @@ class Metrics:
 
     def _finished(self, job: Submission, times: RequestMetrics) -> None:
         see, tokens = self._see, times.token_times
-        see("request_prompt_tokens", len(job.prompt))
+        see("request_prompt_tokens", len(job.request.prompt))
         see("request_generation_tokens", len(tokens))
         self._see_longest(job, len(tokens))
         if times.scheduled is not None:
@@ -141,7 +141,7 @@ class Metrics:
 
     def _see_longest(self, job: Submission, tokens: int) -> None:
         """Record the longest output of a prompt once its n outputs have ended."""
-        _, longest, left = self._unended.pop(id(job), (job, 0, job.params.n))
+        _, longest, left = self._unended.pop(id(job), (job, 0, job.request.params.n))
         longest, left = max(longest, tokens), left - 1
         if not left:
             self._see("request_max_num_generation_tokens", longest)
