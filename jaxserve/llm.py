@@ -165,10 +165,12 @@ class _Base:
         ):
             if not isinstance(given, kind):
                 raise InvalidValue(f"{name}={given!r} must be {allowed}", name)
-        self.engine.check_outputs(1, params.n)
+        if params.n > 1:  # any queue can hold one
+            self.engine.check_outputs(1, params.n)
         tokens = prompt.tokens if prompt.tokens is not None else self.tokenizer.encode(prompt.text or "")
         limit = self.engine.info.max_model_len
-        params = with_bad_words(params, self.tokenizer)
+        if params.bad_words:
+            params = with_bad_words(params, self.tokenizer)
         if (room := params.room(limit)) is not None:
             tokens = tokens[-room:]
         check_length(len(tokens), limit, _capped(params, limit - len(tokens)))
@@ -572,13 +574,16 @@ def blank_output(job: Submission) -> RequestOutput:
 
 
 class Names:
-    """The texts of a job's tokens for its log-probabilities. Writer: the one who reads its pieces."""
+    """The texts of a job's tokens for its log-probabilities, if it asks for some. Writer: the reader of its pieces."""
 
     def __init__(self, job: Submission, tokenizer: Tokenizer) -> None:
-        skip, scored = job.request.params.skip_special_tokens, job.request.params.logprobs is not None
-        self.prompt = Pieces(tokenizer, False, job.request.prompt[:1])
-        before = end_of(tokenizer, reversed(job.request.prompt), skip) if scored else ()  # once for all outputs
-        self.outputs = [Pieces(tokenizer, skip, reversed(before)) for _ in range(job.request.params.n if scored else 0)]
+        prompt, params = job.request.prompt, job.request.params
+        self.prompt = None if params.prompt_logprobs is None else Pieces(tokenizer, False, prompt[:1])
+        self.outputs: list[Pieces] = []
+        if params.logprobs is not None:
+            skip = params.skip_special_tokens
+            before = end_of(tokenizer, reversed(prompt), skip)  # once for all outputs
+            self.outputs = [Pieces(tokenizer, skip, reversed(before)) for _ in range(params.n)]
 
 
 def add_piece(whole: RequestOutput, output: CompletionOutput, piece: Piece, names: Names) -> None:
@@ -589,7 +594,7 @@ def add_piece(whole: RequestOutput, output: CompletionOutput, piece: Piece, name
         output.logprobs = output.logprobs or []
         output.logprobs.extend(logprob_dicts(piece.logprobs, names.outputs[piece.choice]))
         output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(at.logprob for at in piece.logprobs)
-    if piece.prompt_logprobs:
+    if piece.prompt_logprobs and names.prompt is not None:
         whole.prompt_logprobs = whole.prompt_logprobs or [None]  # the first token has no log-probability
         whole.prompt_logprobs.extend(logprob_dicts(piece.prompt_logprobs, names.prompt))
     if piece.finish_reason is not None:

@@ -46,7 +46,7 @@ class Submission:
     request: NewRequest
     text: str | None = None  # the original prompt, if it was text
     pace: bool = False  # one piece per token, for token pacing
-    stops: Automaton | None = None  # of `params.stop`; None: built by `submit`
+    stops: Automaton | None = None  # of `params.stop`; None: built by `submit`, if there are some
     thinking: Thinking | None = None  # how the outputs think; None: all of their text is the answer
 
 
@@ -170,7 +170,7 @@ def submit(
     Output i samples with seed + i. Only the first output computes the prompt's log-probabilities.
     """
     new, params = job.request, job.request.params
-    if job.stops is None:
+    if params.stop and job.stops is None:
         job = replace(job, stops=Automaton(params.stop))  # shared by all outputs
     before = end_of(tokenizer, reversed(new.prompt), params.skip_special_tokens)  # of the whole prompt, once
     for index in range(params.n):

@@ -126,9 +126,10 @@ class Metrics:
         self._see_longest(job, len(tokens))
         if times.scheduled is not None:
             see("request_queue_time_seconds", times.scheduled - times.arrival)
-        if times.ttft is None or not tokens:
+        ttft, tpot = times.ttft, times.tpot
+        if ttft is None or not tokens:
             return
-        see("time_to_first_token_seconds", times.ttft)
+        see("time_to_first_token_seconds", ttft)
         see("e2e_request_latency_seconds", tokens[-1] - times.arrival)
         see("request_decode_time_seconds", tokens[-1] - tokens[0])
         if times.scheduled is not None:
@@ -136,8 +137,8 @@ class Metrics:
             see("request_inference_time_seconds", tokens[-1] - times.scheduled)
         for before, after in pairwise(tokens):
             see("inter_token_latency_seconds", after - before)
-        if times.tpot is not None:
-            see("request_time_per_output_token_seconds", times.tpot)
+        if tpot is not None:
+            see("request_time_per_output_token_seconds", tpot)
 
     def _see_longest(self, job: Submission, tokens: int) -> None:
         """Record the longest output of a prompt once its n outputs have ended."""

@@ -21,7 +21,8 @@ def check_request(info: EngineInfo, prompt: Sequence[int], params: SamplingParam
             "model",
         )
     check_length(len(prompt), info.max_model_len)
-    check_adjusted(params, tuple(info.eos))
+    if params.min_tokens or params.logit_bias:
+        check_adjusted(params, tuple(info.eos))
     wrong = [token for token in prompt if not 0 <= token < info.vocab_size]
     if wrong:
         raise InvalidValue(f"token id {wrong[0]} must be between 0 and {info.vocab_size - 1}", "prompt")
