@@ -30,7 +30,6 @@ from jaxserve.generation.generate import (
     Piece,
     Submission,
     cancel,
-    check_length,
     gathered,
     named,
     pieces,
@@ -38,8 +37,7 @@ from jaxserve.generation.generate import (
 )
 from jaxserve.generation.pieces import Pieces
 from jaxserve.generation.prompts import Parsed, Prompt, listed, parse_prompt, parse_prompts
-from jaxserve.generation.salt import salt_of
-from jaxserve.generation.session import session_of
+from jaxserve.generation.sharing import salt_of, session_of
 from jaxserve.generation.stops import thinking_of
 from jaxserve.generation.vectors import check_dimensions, paired, pooling_params, relevance, similarity, vector_of
 from jaxserve.generation.vectors import finished as finished_vector
@@ -54,7 +52,7 @@ from jaxserve.outputs import (
     logprob_dicts,
 )
 from jaxserve.report.progress import bar
-from jaxserve.sched.api.new_request import STANDARD, NewRequest
+from jaxserve.sched.api.new_request import STANDARD, NewRequest, check_length
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import GIVEN_UP, Delta
 from jaxserve.sched.api.policy import roles_of
@@ -167,13 +165,15 @@ class _Base:
         ):
             if not isinstance(given, kind):
                 raise InvalidValue(f"{name}={given!r} must be {allowed}", name)
-        self.engine.check_outputs(1, params.n)
+        if params.n > 1:  # any queue can hold one
+            self.engine.check_outputs(1, params.n)
         tokens = prompt.tokens if prompt.tokens is not None else self.tokenizer.encode(prompt.text or "")
         limit = self.engine.info.max_model_len
-        params = with_bad_words(params, self.tokenizer)
+        if params.bad_words:
+            params = with_bad_words(params, self.tokenizer)
         if (room := params.room(limit)) is not None:
             tokens = tokens[-room:]
-        check_length(len(tokens), _capped(params, limit - len(tokens)), limit)
+        check_length(len(tokens), limit, _capped(params, limit - len(tokens)))
         objectives = self.config.tier(tier or STANDARD)
         request = NewRequest(
             tuple(tokens),
@@ -296,7 +296,7 @@ class LLM(_Base):
 
         Beams share the pages of their common beginning. Raises InvalidValue as `generate` does.
         """
-        tokens = [list(self._job(prompt).prompt) for prompt in parse_prompts(prompts)]
+        tokens = [list(self._job(prompt).request.prompt) for prompt in parse_prompts(prompts)]
         info = self.engine.info
 
         def step(beams: list[list[int]], sampling: SamplingParams) -> list[RequestOutput]:
@@ -454,7 +454,7 @@ class AsyncLLM(_Base):
         cancels the request.
         """
         job = self._job(parse_prompt(prompt), sampling_params, slo, priority, tier, session_id, request_id)
-        names, left = Names(job, self.tokenizer), job.params.n
+        names, left = Names(job, self.tokenizer), job.request.params.n
         async with aclosing(self._pieces(job)) as news:
             async for piece in news:
                 left -= piece.finish_reason is not None
@@ -484,7 +484,7 @@ class AsyncLLM(_Base):
         """
         job = self._job(parse_prompt(prompt), sampling_params, slo, priority, tier, session_id, request_id)
         whole, names = blank_output(job), Names(job, self.tokenizer)
-        left = job.params.n
+        left = job.request.params.n
         async with aclosing(self._pieces(job)) as news:
             async for piece in news:
                 left -= piece.finish_reason is not None
@@ -537,7 +537,7 @@ def run_batch(
 
     def start(number: int, job: Submission) -> None:
         try:
-            deliver = gathered(job.params, lambda choice, delta: news.put((number, choice, delta)))
+            deliver = gathered(job.request.params, lambda choice, delta: news.put((number, choice, delta)))
             running[number] = submit_all(engine, tokenizer, job, deliver)
             metrics.begun(job)
         except QueueFull as error:
@@ -569,18 +569,21 @@ def run_batch(
 
 def blank_output(job: Submission) -> RequestOutput:
     """Return the output of a job before its first piece."""
-    outputs = [CompletionOutput(index) for index in range(job.params.n)]
-    return RequestOutput(job.request.key, job.text, list(job.prompt), outputs)
+    outputs = [CompletionOutput(index) for index in range(job.request.params.n)]
+    return RequestOutput(job.request.key, job.text, list(job.request.prompt), outputs)
 
 
 class Names:
-    """The texts of a job's tokens for its log-probabilities. Writer: the one who reads its pieces."""
+    """The texts of a job's tokens for its log-probabilities, if it asks for some. Writer: the reader of its pieces."""
 
     def __init__(self, job: Submission, tokenizer: Tokenizer) -> None:
-        skip, scored = job.params.skip_special_tokens, job.params.logprobs is not None
-        self.prompt = Pieces(tokenizer, False, job.prompt[:1])
-        before = end_of(tokenizer, reversed(job.prompt), skip) if scored else ()  # once for all outputs
-        self.outputs = [Pieces(tokenizer, skip, reversed(before)) for _ in range(job.params.n if scored else 0)]
+        prompt, params = job.request.prompt, job.request.params
+        self.prompt = None if params.prompt_logprobs is None else Pieces(tokenizer, False, prompt[:1])
+        self.outputs: list[Pieces] = []
+        if params.logprobs is not None:
+            skip = params.skip_special_tokens
+            before = end_of(tokenizer, reversed(prompt), skip)  # once for all outputs
+            self.outputs = [Pieces(tokenizer, skip, reversed(before)) for _ in range(params.n)]
 
 
 def add_piece(whole: RequestOutput, output: CompletionOutput, piece: Piece, names: Names) -> None:
@@ -591,7 +594,7 @@ def add_piece(whole: RequestOutput, output: CompletionOutput, piece: Piece, name
         output.logprobs = output.logprobs or []
         output.logprobs.extend(logprob_dicts(piece.logprobs, names.outputs[piece.choice]))
         output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(at.logprob for at in piece.logprobs)
-    if piece.prompt_logprobs:
+    if piece.prompt_logprobs and names.prompt is not None:
         whole.prompt_logprobs = whole.prompt_logprobs or [None]  # the first token has no log-probability
         whole.prompt_logprobs.extend(logprob_dicts(piece.prompt_logprobs, names.prompt))
     if piece.finish_reason is not None:

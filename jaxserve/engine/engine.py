@@ -240,11 +240,14 @@ class Engine:
             raise JaxserveError(f"the engine has stopped: {self._error or 'it was closed'}")
         if self._draining:
             raise JaxserveError("the engine is shutting down")
-        schedulers = [core.scheduler for core in self._cluster.cores]
-        entries = sum(scheduler.role is not Role.DECODE and not scheduler.hung for scheduler in schedulers)
-        if not entries and all(scheduler.hung for scheduler in schedulers):
+        entries, hung, waiting = 0, True, self._entering + len(self._cluster.prefix_fetch)
+        for core in self._cluster.cores:
+            scheduler = core.scheduler
+            entries += scheduler.role is not Role.DECODE and not scheduler.hung
+            hung = hung and scheduler.hung
+            waiting += scheduler.waiting
+        if hung:
             raise Unavailable(self._cluster.ailment or "no instance responds")
-        waiting = self._entering + len(self._cluster.prefix_fetch) + sum(scheduler.waiting for scheduler in schedulers)
         self._queue.check(waiting, entries)
 
     @property

@@ -13,7 +13,7 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPara
 
     As in vLLM, a word is banned at the beginning of a text, and after a space where that is another token.
     """
-    if not params.bad_words or params.bad_words_token_ids:
+    if params.bad_words_token_ids:
         return params
     made = list[tuple[int, ...]]()
     for word in params.bad_words:

@@ -117,7 +117,9 @@ class TextStream:
         thinking: how the output thinks, which stop strings do not end; None: all of its text is the answer.
         """
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, prompt)
-        self._stops = StopStrings(params.stop if stops is None else stops, params.include_stop_str_in_output)
+        self._stops: StopStrings | None = None
+        if params.stop:
+            self._stops = StopStrings(params.stop if stops is None else stops, params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._include = params.include_stop_str_in_output
         self._count = 0
@@ -146,7 +148,7 @@ class TextStream:
             if stop is None and self._thoughts is not None:
                 out, stop = self._stop(self._thoughts.flush())
                 parts.append(out)
-            if stop is None:
+            if stop is None and self._stops is not None:
                 parts.append(self._stops.flush())
             return Gain("".join(parts), len(tokens), stop, self._thought)
         return Gain("".join(parts), len(tokens), None, self._thought)
@@ -161,6 +163,8 @@ class TextStream:
         return thinking + out, stop
 
     def _stop(self, text: str) -> tuple[str, str | None]:
+        if self._stops is None:
+            return text, None
         if self._count < self._min_tokens:
             return self._stops.flush() + text, None  # too early to stop: hold nothing back
         return self._stops.add(text)

@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-from jaxserve.errors import ContextOverflow, JaxserveError
+from jaxserve.errors import JaxserveError
 from jaxserve.generation.detokenize import TextStream, end_of
 from jaxserve.generation.stops import Automaton, Thinking
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
-from jaxserve.sched.api.request import check_prompt_length
 from jaxserve.tokenizer import Tokenizer
 
 TOGETHER = 16  # outputs of a job that are submitted before other work of the loop goes on
@@ -47,16 +46,8 @@ class Submission:
     request: NewRequest
     text: str | None = None  # the original prompt, if it was text
     pace: bool = False  # one piece per token, for token pacing
-    stops: Automaton | None = None  # of `params.stop`; None: built by `submit`
+    stops: Automaton | None = None  # of `params.stop`; None: built by `submit`, if there are some
     thinking: Thinking | None = None  # how the outputs think; None: all of their text is the answer
-
-    @property
-    def prompt(self) -> Sequence[int]:
-        return self.request.prompt
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
 
 
 def named() -> str:
@@ -88,14 +79,6 @@ class GenerationFailed(JaxserveError):
         self.reason = reason
 
 
-def check_length(length: int, params: SamplingParams, limit: int, param: str = "prompt") -> None:
-    """Raise InvalidValue if a prompt is empty, or prompt and output exceed the context. param: of the prompt."""
-    output = params.max_tokens or 1
-    if length and length + output > limit:
-        raise ContextOverflow(limit, length, output, param)
-    check_prompt_length(length, limit, param)
-
-
 class Choice:
     """One output of a submission. Writer: the thread that reads its deltas."""
 
@@ -114,9 +97,9 @@ class Choice:
         self.count = 0  # tokens of the output
         self.thought = 0  # those that are thinking
         self._engine = engine
-        self._params = job.params
-        prompt = job.prompt if before is None else before
-        self._stream = TextStream(tokenizer, job.params, job.stops, prompt, job.thinking)
+        self._params = params = job.request.params
+        prompt = job.request.prompt if before is None else before
+        self._stream = TextStream(tokenizer, params, job.stops, prompt, job.thinking)
         self._stop: str | None = None
 
     def feed(self, delta: Delta) -> Piece:
@@ -186,10 +169,10 @@ def submit(
 
     Output i samples with seed + i. Only the first output computes the prompt's log-probabilities.
     """
-    new, params = job.request, job.params
-    if job.stops is None:
+    new, params = job.request, job.request.params
+    if params.stop and job.stops is None:
         job = replace(job, stops=Automaton(params.stop))  # shared by all outputs
-    before = end_of(tokenizer, reversed(job.prompt), params.skip_special_tokens)  # of the whole prompt, once
+    before = end_of(tokenizer, reversed(new.prompt), params.skip_special_tokens)  # of the whole prompt, once
     for index in range(params.n):
         choice = Choice(engine, tokenizer, job, index, before)
         seed = None if params.seed is None else params.seed + index

@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidValue
-from jaxserve.generation.salt import check_salt
+from jaxserve.generation.sharing import check_salt
 from jaxserve.generation.stops import Thinking
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -28,11 +28,6 @@ class Automaton:
             self._insert(stop)
         self._link()
 
-    @property
-    def empty(self) -> bool:
-        """Whether there are no stop strings."""
-        return len(self.depth) == 1
-
     def _insert(self, stop: str) -> None:
         node = 0
         for character in map(ord, stop):
@@ -161,8 +156,6 @@ class StopStrings:
 
     def add(self, text: str) -> tuple[str, str | None]:
         """Return the text to emit, and the stop string found or None; do not call again after one is found."""
-        if self._automaton.empty:
-            return text, None
         self._state, read, length = self._automaton.scan(self._state, text)
         seen = self._held + text[:read]
         if length:

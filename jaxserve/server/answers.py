@@ -76,10 +76,10 @@ class Answer:
     def __post_init__(self) -> None:
         for job in self.jobs:
             offset = len(self._prompt_text(job)) if self.echo and self.top is not None else 0
-            skip, before = job.params.skip_special_tokens, list[int]()
+            skip, before = job.request.params.skip_special_tokens, list[int]()
             if self.top is not None:  # once for all outputs
-                before = end_of(self.tokenizer, reversed(job.prompt), skip)
-            self.outputs.append([self._blank(skip, before, offset) for _ in range(job.params.n)])
+                before = end_of(self.tokenizer, reversed(job.request.prompt), skip)
+            self.outputs.append([self._blank(skip, before, offset) for _ in range(job.request.params.n)])
 
     def _blank(self, skip: bool, before: Sequence[int], offset: int) -> Gathered:
         message = None if self.reader is None else Message(self.reader(), self.reasoning, self.custom)
@@ -106,7 +106,7 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, Any]:
-        prompt = sum(len(job.prompt) for job in self.jobs)
+        prompt = sum(len(job.request.prompt) for job in self.jobs)
         generated = sum(output.count for outputs in self.outputs for output in outputs)
         cached = sum(output.metrics.cached for outputs in self.outputs for output in outputs[:1] if output.metrics)
         usage: dict[str, Any] = {
@@ -127,7 +127,9 @@ class Answer:
         """The outputs that have ended."""
         return [
             (
-                Ended(at, times.arrival, len(job.prompt), job.request.slo, times.token_times, output.finish_reason),
+                Ended(
+                    at, times.arrival, len(job.request.prompt), job.request.slo, times.token_times, output.finish_reason
+                ),
                 times,
             )
             for at, (job, outputs) in enumerate(zip(self.jobs, self.outputs, strict=True))
@@ -250,7 +252,7 @@ class Answer:
         return head
 
     def _prompt_text(self, job: Submission) -> str:
-        return self.tokenizer.decode(job.prompt) if job.text is None else job.text
+        return self.tokenizer.decode(job.request.prompt) if job.text is None else job.text
 
     def _scored(self, number: int) -> list[TokenLogprobs] | None:
         """Return the prompt's log-probabilities, which only the first output computes; None without echo."""
@@ -258,7 +260,7 @@ class Answer:
 
     def _prompt_logprobs(self, number: int) -> list[Any]:
         made: list[Any] = [None]  # the first token has no context
-        pieces = Pieces(self.tokenizer, False, self.jobs[number].prompt[:1])
+        pieces = Pieces(self.tokenizer, False, self.jobs[number].request.prompt[:1])
         for entries in logprob_dicts(self.outputs[number][0].prompt_logprobs, pieces):
             made.append(
                 {
@@ -306,7 +308,7 @@ class Answer:
 
         if job is not None and scored is not None:
             pieces = self._pieces_of_prompt(job)
-            add(pieces, TokenLogprobs(job.prompt[0], 0.0, 1, ()), True)
+            add(pieces, TokenLogprobs(job.request.prompt[0], 0.0, 1, ()), True)
             for at in scored:
                 add(pieces, at)
         for at in positions:
@@ -320,9 +322,9 @@ class Answer:
         tokens have no text only if the echo is one without them.
         """
         text = self._prompt_text(job)
-        decoded = self.tokenizer.decode(job.prompt)
+        decoded = self.tokenizer.decode(job.request.prompt)
         skip = not decoded.endswith(text)
-        decoded = self.tokenizer.decode(job.prompt, skip) if skip else decoded
+        decoded = self.tokenizer.decode(job.request.prompt, skip) if skip else decoded
         return Pieces(self.tokenizer, skip, offset=len(text) - len(decoded))
 
 

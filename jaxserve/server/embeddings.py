@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import InvalidValue, short
-from jaxserve.generation.generate import Piece, Submission, check_length
+from jaxserve.generation.generate import Piece, Submission
 from jaxserve.generation.vectors import (
     Vector,
     check_dimensions,
@@ -23,7 +23,7 @@ from jaxserve.generation.vectors import (
     similarity,
     vector_of,
 )
-from jaxserve.sched.api.new_request import NewRequest
+from jaxserve.sched.api.new_request import NewRequest, check_length
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.pooling import LAST
 from jaxserve.server.answers import Answer, Gathered
@@ -102,14 +102,15 @@ async def _prepare(service: Service, body: Pooling, request: Request) -> VectorA
     """Check a body, and make the submissions of all its texts. Raises InvalidValue that names the field."""
     service.check_model(body.model)
     client, engine, config = request.state.client, service.engine, service.config
-    service.limits.of(client).check(body)
+    limits = service.limits.of(client)
+    limits.check(body)
     check_names(body)
     head = engine.info.score_head if isinstance(body, ScoreBody | RerankBody) else b""
     pooling = body.pooling_type or (LAST if head else config.pooling_type)
     if head and pooling != LAST:
         raise InvalidValue(f"pooling_type={short(pooling)} must be {LAST}: this model scores pairs", "pooling_type")
     params = replace(pooling_params(pooling), truncate_prompt_tokens=body.truncate_prompt_tokens)
-    goals = objectives_of(body, request.headers, config, service.limits.of(client).tiers)
+    goals = objectives_of(body, request.headers, config, limits.tiers)
     name = f"{body.prefix}-{body.request_id or request.state.request_id}"
     salt = service.keys.salt(client, body.cache_salt)
     _check(body, engine.info.hidden_size)
@@ -117,7 +118,7 @@ async def _prepare(service: Service, body: Pooling, request: Request) -> VectorA
     for field_name, prompts in await (_pairs if head else _texts)(service, body, params):
         jobs.append([])
         for text, tokens in prompts:
-            check_length(len(tokens), params, engine.info.max_model_len, field_name)
+            check_length(len(tokens), engine.info.max_model_len, params, field_name)
             key = f"{name}-{sum(map(len, jobs))}"
             new = NewRequest(tuple(tokens), params, goals.slo, goals.priority, goals.tier, key, salt, client=client)
             jobs[-1].append(Submission(new, text))

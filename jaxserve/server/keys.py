@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from jaxserve.errors import InvalidValue
-from jaxserve.generation.salt import salt_of
+from jaxserve.generation.sharing import salt_of
 from jaxserve.settings.fields import HttpSettings, check_key
 
 logger = logging.getLogger("jaxserve.server")

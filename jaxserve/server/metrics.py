@@ -99,10 +99,10 @@ class Metrics:
 
     def begun(self, job: Submission) -> None:
         """Count a request when its first output arrives."""
-        self._prompt_tokens.inc(len(job.prompt) * job.params.n)
-        self._see("request_params_n", job.params.n)
-        if job.params.max_tokens is not None:
-            self._see("request_params_max_tokens", job.params.max_tokens)
+        self._prompt_tokens.inc(len(job.request.prompt) * job.request.params.n)
+        self._see("request_params_n", job.request.params.n)
+        if job.request.params.max_tokens is not None:
+            self._see("request_params_max_tokens", job.request.params.max_tokens)
 
     def news(self, job: Submission, piece: Piece) -> None:
         """Count a piece of an output."""
@@ -121,14 +121,15 @@ class Metrics:
 
     def _finished(self, job: Submission, times: RequestMetrics) -> None:
         see, tokens = self._see, times.token_times
-        see("request_prompt_tokens", len(job.prompt))
+        see("request_prompt_tokens", len(job.request.prompt))
         see("request_generation_tokens", len(tokens))
         self._see_longest(job, len(tokens))
         if times.scheduled is not None:
             see("request_queue_time_seconds", times.scheduled - times.arrival)
-        if times.ttft is None or not tokens:
+        ttft, tpot = times.ttft, times.tpot
+        if ttft is None or not tokens:
             return
-        see("time_to_first_token_seconds", times.ttft)
+        see("time_to_first_token_seconds", ttft)
         see("e2e_request_latency_seconds", tokens[-1] - times.arrival)
         see("request_decode_time_seconds", tokens[-1] - tokens[0])
         if times.scheduled is not None:
@@ -136,12 +137,12 @@ class Metrics:
             see("request_inference_time_seconds", tokens[-1] - times.scheduled)
         for before, after in pairwise(tokens):
             see("inter_token_latency_seconds", after - before)
-        if times.tpot is not None:
-            see("request_time_per_output_token_seconds", times.tpot)
+        if tpot is not None:
+            see("request_time_per_output_token_seconds", tpot)
 
     def _see_longest(self, job: Submission, tokens: int) -> None:
         """Record the longest output of a prompt once its n outputs have ended."""
-        _, longest, left = self._unended.pop(id(job), (job, 0, job.params.n))
+        _, longest, left = self._unended.pop(id(job), (job, 0, job.request.params.n))
         longest, left = max(longest, tokens), left - 1
         if not left:
             self._see("request_max_num_generation_tokens", longest)

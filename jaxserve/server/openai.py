@@ -13,7 +13,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from jaxserve.errors import ECHO, InvalidValue, short
-from jaxserve.generation.salt import check_salt
+from jaxserve.generation.sharing import check_salt
 from jaxserve.sched.api.params import MAX_LOGPROBS, SamplingParams
 
 logger = logging.getLogger("jaxserve.server")

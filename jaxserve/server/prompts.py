@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from jaxserve.errors import ContextOverflow, InvalidValue, short
+from jaxserve.sched.api.new_request import check_length
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.request import check_prompt_length
 from jaxserve.server.openai import (
     ChatBody,
     CompletionBody,
@@ -57,7 +57,8 @@ class Prompts:
         if count * n > MAX_OUTPUTS:
             message = f"{count} prompts times n={short(n)} are {short(count * n)} outputs: at most {MAX_OUTPUTS}"
             raise InvalidValue(message, "n")
-        check(count, n)
+        if count * n > 1:  # any queue can hold one
+            check(count, n)
         if isinstance(body, ChatBody):
             # Templates contain special tokens.
             prompts = [await self._conversation(body, bool(body.add_special_tokens))]
@@ -101,7 +102,7 @@ class Prompts:
             text, beginning = await self.texts.run(partial(self._tokenizer.pair, *pair), sum(map(len, pair)))
             tokens = await self._encode(text, beginning if special is None else special, names[1])
             if room is None:  # at once: the first text is in every pair
-                check_prompt_length(len(tokens), self._context, names[1])
+                check_length(len(tokens), self._context, param=names[1])
             prompts.append((text, tokens))
         return _truncated(prompts, room)
 
@@ -119,7 +120,7 @@ class Prompts:
         if isinstance(prompt, str):
             return prompt, await self._encode(prompt, special, name)
         prompt = prompt if room is None else prompt[-room:]
-        check_prompt_length(len(prompt), self._context, name)  # before the check of each id
+        check_length(len(prompt), self._context, param=name)  # before the check of each id
         for token in prompt:
             check_token(token, self._vocab_size, name)
         return None, prompt

@@ -18,11 +18,11 @@ from jaxserve.errors import InvalidValue
 from jaxserve.fleet.replicas import Replicas
 from jaxserve.fleet.rolling import Rolling
 from jaxserve.generation.bad_words import with_bad_words
-from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, check_length, merged, pieces
-from jaxserve.generation.session import session_of
+from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, merged, pieces
+from jaxserve.generation.sharing import session_of
 from jaxserve.generation.stops import Automaton, thinking_of
 from jaxserve.models.source import sampling_defaults
-from jaxserve.sched.api.new_request import NewRequest
+from jaxserve.sched.api.new_request import NewRequest, check_length
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
 from jaxserve.server.arrival import arrived_at_start
@@ -62,12 +62,13 @@ class Service:
         self.keys = Keys.of(config)
         # The keys are kept as digests only, in `keys`.
         self.config = replace(config.promising(engine.info.promise.slo), api_key=(), admin_key=())
-        self.metrics = Metrics(engine, config.names[0], config.metrics_prefix)
+        self.model = config.names[0]  # of requests that name none
+        self.metrics = Metrics(engine, self.model, config.metrics_prefix)
         self.limits = limits = load_limits(config, self.keys.names)
         timeout = config.queue_timeout or None
         window, bound = self._sizes()
         self.stage = Stage(limits, self.keys.names, window=window, bound=bound, timeout=timeout)
-        self.metrics.register(StageCollector(self.stage, config.names[0], config.metrics_prefix))
+        self.metrics.register(StageCollector(self.stage, self.model, config.metrics_prefix))
         self.rolling = Rolling(engine) if isinstance(engine, Replicas) else None
         if isinstance(engine, Replicas):
             engine.members.on_changed = lambda: self.stage.resize(*self._sizes())
@@ -129,7 +130,8 @@ class Service:
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise InvalidValue("stream_options requires stream=true", "stream_options")
-        self.limits.of(client).check(body)
+        limits = self.limits.of(client)
+        limits.check(body)
         params = params_of(body, self.engine.info.vocab_size, self.sampling_defaults)
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls) if isinstance(body, ChatBody) else None
         if isinstance(body, ChatBody) and (
@@ -142,16 +144,16 @@ class Service:
             params = await self.prompts.texts.run(
                 partial(with_bad_words, params, self.tokenizer), sum(map(len, params.bad_words))
             )
-        goals = objectives_of(body, headers, self.config, self.limits.of(client).tiers)
+        goals = objectives_of(body, headers, self.config, limits.tiers)
         goals = goals._replace(pace=goals.pace and bool(body.stream))  # pacing affects streams only
         chat = isinstance(body, ChatBody)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or request_id}"
         prompts = await self.prompts.of(body, params, self.engine.check_outputs)
-        stops = await self.prompts.texts.run(lambda: Automaton(params.stop), 0) if params.stop else Automaton(())
+        stops = await self.prompts.texts.run(lambda: Automaton(params.stop), 0) if params.stop else None
         salt, session = self.keys.salt(client, body.cache_salt), session_of(client, body.session_id, headers)
         jobs = []
         for number, (text, tokens) in enumerate(prompts):
-            check_length(len(tokens), params, self.engine.info.max_model_len, "messages" if chat else "prompt")
+            check_length(len(tokens), self.engine.info.max_model_len, params, "messages" if chat else "prompt")
             key = name if len(prompts) == 1 else f"{name}-{number}"
             thinking = thinking_of(self.parsers.tags, text or "") if chat else None
             request = NewRequest(
@@ -168,7 +170,7 @@ class Service:
             jobs.append(Submission(request, text, goals.pace, stops, thinking))
         return Answer(
             name,
-            body.model or self.config.names[0],
+            body.model or self.model,
             chat,
             jobs,
             self.tokenizer,
@@ -187,7 +189,7 @@ class Service:
 
     def trace_of(self, headers: Mapping[str, str], name: str) -> Trace | None:
         """Return the trace of the request called `name`; None without traces."""
-        return None if self.tracing is None else self.tracing.begin(headers, name, self.config.names[0])
+        return None if self.tracing is None else self.tracing.begin(headers, name, self.model)
 
     def _reader(self, tools: Tools | None, prompt: str) -> Callable[[], Parser] | None:
         """Return what makes a parser for each output; None if its text is the answer."""
@@ -209,7 +211,10 @@ class Service:
         if self._mailbox is None:
             self._mailbox = Mailbox(asyncio.get_running_loop())
         mailbox = self._mailbox
-        outputs, tokens = sum(job.params.n for job in answer.jobs), sum(len(job.prompt) for job in answer.jobs)
+        outputs, tokens = (
+            sum(job.request.params.n for job in answer.jobs),
+            sum(len(job.request.prompt) for job in answer.jobs),
+        )
         arrived = arrived_at_start.get() or time.monotonic()
         async with self._traced(answer), self.stage.admitted(answer.client, outputs, tokens) as client:
             waited = time.monotonic() - arrived
@@ -264,7 +269,7 @@ class Service:
             pace = paces.get((number, piece.choice))
             if pace is None:
                 job = answer.jobs[number]
-                thinking = markers.after(job.prompt) if job.request.slo.stages else None
+                thinking = markers.after(job.request.prompt) if job.request.slo.stages else None
                 pace = paces[number, piece.choice] = Pace(job.request.slo, thinking)
             return pace.due(ready, piece.tokens)
 

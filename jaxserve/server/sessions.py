@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 
 from jaxserve.errors import short
-from jaxserve.generation.session import session_of
+from jaxserve.generation.sharing import session_of
 from jaxserve.server.failures import Refused
 from jaxserve.server.service import Service
 

@@ -104,8 +104,9 @@ def _of_schema(schema: Any, field: str, strict: bool) -> Wanted:
 
 
 def _of_fields(body: Sampled) -> Wanted | None:
-    outputs = StructuredOutputs.of(body.structured_outputs and _written(body.structured_outputs))
-    return None if outputs is None else Wanted(outputs, "structured_outputs")
+    if body.structured_outputs is None:
+        return None
+    return Wanted(StructuredOutputs.of(_written(body.structured_outputs)), "structured_outputs")
 
 
 def _of_guided(name: str, value: Any) -> Wanted:

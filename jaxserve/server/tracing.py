@@ -164,15 +164,15 @@ def _attributes(trace: Trace) -> dict[str, Any]:
     if not trace.ended:
         return attributes
     one = trace.ended[0]
-    params, times, slo = one.job.params, one.times, one.job.request.slo
-    prompts = {ended.number: len(ended.job.prompt) for ended in trace.ended}
+    params, times, slo = one.job.request.params, one.times, one.job.request.slo
+    prompts = {ended.number: len(ended.job.request.prompt) for ended in trace.ended}
     attributes |= {
         "gen_ai.request.n": params.n,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.usage.prompt_tokens": sum(prompts.values()),
         "gen_ai.usage.completion_tokens": sum(
-            len(ended.times.token_times) for ended in trace.ended if ended.job.params.pooling is None
+            len(ended.times.token_times) for ended in trace.ended if ended.job.request.params.pooling is None
         ),
         "gen_ai.response.finish_reasons": [ended.reason or "" for ended in trace.ended],
         "jaxserve.tier": one.job.request.tier,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from .errors import ContextOverflow, InvalidValue
 from .params import SamplingParams
 from .slo import SLO
 
@@ -53,6 +54,18 @@ class NewRequest:
     def described(self) -> dict[str, Any]:
         """Return all fields but those that hold tokens of users, and the way here: what a journal records."""
         return {name: getattr(self, name) for name in _RECORDED}
+
+
+def check_length(length: int, context: int, params: SamplingParams | None = None, param: str = "prompt") -> None:
+    """Raise InvalidValue if a prompt is empty, or leaves no room for its output in a context of `context` tokens.
+
+    params: None, if only one token of output is sure to be asked. param: the field that has the prompt.
+    """
+    output = 1 if params is None else params.max_tokens or 1
+    if length == 0:
+        raise InvalidValue("the prompt is empty: at least one token is needed", param)
+    if length + output > context:
+        raise ContextOverflow(context, length, output, param)
 
 
 _RECORDED = [field.name for field in fields(NewRequest) if field.name not in ("prompt", "salt", "waited", "progress")]

@@ -74,7 +74,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", _strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _biases("logit_bias", self.logit_bias))
-        object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words))

@@ -7,7 +7,7 @@ from math import inf
 from typing import Protocol
 
 from .acceptance import Drafts
-from .errors import ContextOverflow, InvalidValue
+from .errors import InvalidValue
 from .new_request import NewRequest, Progress
 from .pooling import Pooled
 from .slo import ANSWER, SLO, THINKING, deadline
@@ -359,14 +359,3 @@ def tightest(request: RequestView, tpot: float) -> float:
     slo = request.slo
     tpot = tpot if slo.tbt is None else min(tpot, slo.tbt)
     return min(tpot, slo.tpot_of(ANSWER)) if slo.stages else tpot
-
-
-def check_prompt_length(length: int, context: int, param: str = "prompt") -> None:
-    """Raise InvalidValue if a prompt of `length` tokens is empty or fills the model's context of `context` tokens.
-
-    param: the field that has the prompt.
-    """
-    if length == 0:
-        raise InvalidValue("the prompt is empty: at least one token is needed", param)
-    if length >= context:
-        raise ContextOverflow(context, length, 1, param)

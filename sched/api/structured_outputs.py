@@ -97,9 +97,9 @@ class StructuredOutputs:
         return sum(len(one.encode(errors="replace")) for one in ((given,) if isinstance(given, str) else self.choice))
 
     @classmethod
-    def of(cls, given: Any) -> StructuredOutputs | None:
+    def of(cls, given: Any) -> StructuredOutputs:
         """Convert a mapping of the fields. Raises InvalidValue for an unknown field."""
-        if given is None or isinstance(given, cls):
+        if isinstance(given, cls):
             return given
         if not isinstance(given, dict):
             raise InvalidValue(

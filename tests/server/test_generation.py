@@ -70,7 +70,7 @@ def test_other_streams_go_on_while_many_outputs_are_submitted(tokenizer: Tokeniz
             await asyncio.sleep(0)
 
     async def main() -> None:
-        job = replace(JOB, request=replace(JOB.request, params=replace(JOB.params, n=count, max_tokens=1)))
+        job = replace(JOB, request=replace(JOB.request, params=replace(JOB.request.params, n=count, max_tokens=1)))
         task = asyncio.ensure_future(other())
         async for _ in pieces(Slow(bound=count), tokenizer, job, Mailbox(asyncio.get_running_loop())):
             pass
@@ -84,7 +84,7 @@ def test_other_streams_go_on_while_many_outputs_are_submitted(tokenizer: Tokeniz
 
 def test_finished_outputs_are_not_cancelled(tokenizer: Tokenizer) -> None:
     engine = Double()
-    job = replace(JOB, request=replace(JOB.request, params=replace(JOB.params, max_tokens=2)))
+    job = replace(JOB, request=replace(JOB.request, params=replace(JOB.request.params, max_tokens=2)))
 
     async def main() -> None:
         stream = pieces(engine, tokenizer, job, Mailbox(asyncio.get_running_loop()))

@@ -130,7 +130,9 @@ def test_bytes_of_chat_and_tokens_of_offline_outputs_add_up(kind: str, data: st.
     assert b"".join(parts).decode("utf-8", "replace") == whole["message"]["content"]
     assert all(entry["token"] == bytes(entry["bytes"]).decode("utf-8", "replace") for entry in entries)
     assert [entry["top_logprobs"][0]["bytes"] for entry in entries] == [entry["bytes"] for entry in entries]
-    job = Submission(NewRequest(tuple(prompt), SamplingParams(logprobs=1, skip_special_tokens=skip), SLO()))
+    job = Submission(
+        NewRequest(tuple(prompt), SamplingParams(logprobs=1, prompt_logprobs=1, skip_special_tokens=skip), SLO())
+    )
     offline, names = blank_output(job), Names(job, tokenizer)
     for token in output:
         add_piece(offline, offline.outputs[0], Piece(0, tokens=(token,), logprobs=scored([token])), names)

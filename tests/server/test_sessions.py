@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.generation.session import session_of
+from jaxserve.generation.sharing import session_of
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 1, "temperature": 0}
 

@@ -8,8 +8,8 @@ from itertools import chain
 from jaxserve.engine.programs.inputs import check_adjusted
 from jaxserve.engine.runtime.info import EngineInfo
 from jaxserve.sched.api.errors import InvalidValue, short
+from jaxserve.sched.api.new_request import check_length
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.request import check_prompt_length
 
 
 def check_request(info: EngineInfo, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -20,8 +20,9 @@ def check_request(info: EngineInfo, prompt: Sequence[int], params: SamplingParam
             "/v1/score, or LLM.embed",
             "model",
         )
-    check_prompt_length(len(prompt), info.max_model_len)
-    check_adjusted(params, tuple(info.eos))
+    check_length(len(prompt), info.max_model_len)
+    if params.min_tokens or params.logit_bias:
+        check_adjusted(params, tuple(info.eos))
     wrong = [token for token in prompt if not 0 <= token < info.vocab_size]
     if wrong:
         raise InvalidValue(f"token id {wrong[0]} must be between 0 and {info.vocab_size - 1}", "prompt")

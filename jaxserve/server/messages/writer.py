@@ -24,7 +24,7 @@ KINDS = {  # of blocks: of their deltas, and the field that these have
 
 def new_message(answer: Answer) -> dict[str, Any]:
     """Return the message of a request before its content."""
-    prompt = sum(len(job.prompt) for job in answer.jobs)
+    prompt = sum(len(job.request.prompt) for job in answer.jobs)
     usage = {"input_tokens": prompt, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
     return {
         "id": f"msg_{secrets.token_hex(16)}",

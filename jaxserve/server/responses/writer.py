@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 def new_response(body: ResponsesBody, answer: Answer, store: bool) -> dict[str, Any]:
     """Return the response of a request before its output."""
-    params = answer.jobs[0].params
+    params = answer.jobs[0].request.params
     text = body.text
     return {
         "id": f"resp_{secrets.token_hex(16)}",
