@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -137,48 +136,11 @@ def test_every_command_has_a_description_and_examples(command, capsys):
     assert parser.description and len(parser.description) > 20
 
 
-LONG = {"prompt": "def main(", "max_tokens": 100, "ignore_eos": True, "stream": True}
-
-
 def ended(server: Running, log: Path, timeout: float = 30.0) -> tuple[int, str]:
     """Wait for a process to end; return its status, and what it has said since it was ready."""
     status, stdout = server.process.wait(timeout), server.process.stdout
     assert stdout is not None
     return status, stdout.read() + log.read_text()
-
-
-@pytest.mark.full
-@pytest.mark.timeout(240)
-def test_a_server_drains_on_sigterm(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
-    with served("--mesh 2x1", tmp_path / "log") as server:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as response:
-            lines = response.iter_lines()
-            next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            rest = list(lines)
-        assert "data: [DONE]" in rest, "running requests have finished"
-        with pytest.raises(httpx.HTTPError):
-            for _ in range(400):
-                assert httpx.get(f"{server.url}/health", timeout=5).status_code == 503
-                time.sleep(0.05)
-        status, said = ended(server, tmp_path / "log")
-    assert status == 0 and "Traceback" not in said
-    assert "curl http://127.0.0.1" in said and "draining: 1 requests" in said
-    assert "uvicorn.access" not in said
-
-
-@pytest.mark.full
-@pytest.mark.timeout(240)
-def test_a_server_ends_on_sigint(tmp_path):
-    with (
-        served("", tmp_path / "log") as server,
-        httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as response,
-    ):
-        next(response.iter_lines())
-        server.process.send_signal(signal.SIGINT)
-        status, said = ended(server, tmp_path / "log")
-    assert status == 0 and "Traceback" not in said
 
 
 @pytest.mark.timeout(240)

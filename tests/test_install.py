@@ -32,16 +32,6 @@ def test_nothing_installs_the_package_of_that_name_on_the_registry(repo: Path) -
     assert [str(path) for path in read if extras.search(path.read_text(encoding="utf-8", errors="ignore"))] == []
 
 
-OTHER = ["pip install jaxserve", "pip install 'jaxserve[x]'", 'python -m pip install -q "jaxserve>=0.1" torch']
-OTHER += ["pip install jaxserve && jaxserve serve"]
-OURS = ["pip install . && jaxserve serve", "pip install -e '.[dev]'  # jaxserve in a checkout"]
-
-
-@pytest.mark.parametrize(("text", "found"), [*((text, True) for text in OTHER), *((text, False) for text in OURS)])
-def test_the_search_finds_the_old_forms_and_passes_what_is_ours(text: str, found: bool) -> None:
-    assert bool(OTHERS.search(text)) is found
-
-
 REQUIRES = [
     "numpy>=2.0",
     'optax>=0.2.5; extra == "train"',

@@ -34,14 +34,6 @@ def test_no_test_module_imports_another(repo: Path) -> None:
     assert not {path: names for path, names in found.items() if names}, "move shared code to tests/support"
 
 
-def test_the_check_finds_every_form_of_import() -> None:
-    modules = frozenset({"test_a", "conftest"})
-    forms = ("from .test_a import x", "from tests.b.test_a import x", "import tests.b.test_a", "from . import test_a",
-             "from conftest import x", "def f():\n    from .test_a import x")  # fmt: skip
-    assert all(offences(source, modules) for source in forms)
-    assert not offences("from tests.support.a import test_b", modules)
-
-
 def test_support_holds_no_tests(repo: Path) -> None:
     """pytest would not collect them, since no file there is called test_*.py."""
     found = [

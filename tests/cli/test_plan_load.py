@@ -33,17 +33,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def plan(folder: Path, *words: str, qps: str = "50") -> int:
-    command = [
-        "plan",
-        "--model",
-        str(folder),
-        "--devices",
-        "l4:2",
-        "--qps",
-        qps,
-        "--workload",
-        str(folder / "tiny.yaml"),
-    ]
+    command = ["plan", "--model", str(folder), "--devices", "l4:2", "--qps", qps]
+    command += ["--workload", str(folder / "tiny.yaml")]
     return main([*command, "--num-requests", "64", "--jobs", "1", *words])
 
 

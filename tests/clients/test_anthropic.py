@@ -10,14 +10,8 @@ import pytest
 
 from tests.support.server.live import MODEL, Live
 from tests.support.server.vendors import anthropic_of
-from tests.support.shapes import ASK, CITIES, WEATHER, Trip, weather
+from tests.support.shapes import ASK, Trip, weather
 
-FUNCTION = WEATHER["function"]
-TOOL: Any = {
-    "name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"],
-    "strict": True,
-}  # fmt: skip
-NAMED: Any = {"type": "tool", "name": "weather"}
 GIVEN: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 80}
 
 
@@ -30,25 +24,6 @@ def client(live: Live) -> Iterator[anthropic.Anthropic]:
 def sizes(made: anthropic.types.Message) -> tuple[int, int]:
     """Return the tokens of the prompt, cached or not, and of the answer."""
     return made.usage.input_tokens + (made.usage.cache_read_input_tokens or 0), made.usage.output_tokens
-
-
-def test_a_stream_is_the_whole_answer(client: anthropic.Anthropic) -> None:
-    given = {**GIVEN, "max_tokens": 12, "system": "Be brief.", "extra_body": {"temperature": 0}}
-    whole = client.messages.create(**given)
-    with client.messages.stream(**given) as stream:
-        text = "".join(stream.text_stream)
-        final = stream.get_final_message()
-    events = [event.type for event in client.messages.create(**given, stream=True)]
-    assert text == final.content[0].text == whole.content[0].text != ""
-    assert sizes(final) == sizes(whole) and whole.usage.output_tokens > 0
-    assert (events[0], events[-1]) == ("message_start", "message_stop")
-
-
-def test_calls_arrive_in_a_stream(client: anthropic.Anthropic) -> None:
-    with client.messages.stream(**GIVEN, tools=[TOOL], tool_choice=NAMED) as stream:
-        parts = [event.partial_json for event in stream if event.type == "input_json"]
-        (call,) = stream.get_final_message().content
-    assert len(parts) > 1 and call.input["city"] in CITIES
 
 
 def test_the_tool_runner(client: anthropic.Anthropic) -> None:
@@ -74,10 +49,3 @@ def test_the_tool_runner(client: anthropic.Anthropic) -> None:
 def test_parse(client: anthropic.Anthropic) -> None:
     made = client.messages.parse(**GIVEN, output_format=Trip)
     assert isinstance(made.parsed_output, Trip)
-
-
-def test_errors_are_of_their_class(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="other"):
-        client.messages.create(**{**GIVEN, "model": "other"})
-    with pytest.raises(anthropic.BadRequestError, match="temperature"):
-        client.messages.create(**GIVEN, extra_body={"temperature": -1})

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import partial
-from typing import Any
 
 import openai
 import pytest
 
 from tests.support.server.live import MODEL, Live
 from tests.support.shapes import ASK, CITIES, NAMED, WEATHER, Trip
-
-TOOL: Any = {"type": "function", "strict": True, **WEATHER["function"]}  # of the Responses API
 
 
 @pytest.fixture(scope="module")
@@ -72,29 +68,6 @@ def test_many_at_once_on_a_loop(base: str) -> None:
     assert made[0] and made[0::2] == [made[0]] * 4 and made[1::2] == [made[1]] * 4
 
 
-def test_a_conversation_of_responses(client: openai.OpenAI) -> None:
-    first = client.responses.create(model=MODEL, input="Paris?", max_output_tokens=8)
-    second = client.responses.create(model=MODEL, input="Rome?", previous_response_id=first.id, max_output_tokens=8)
-    assert second.usage.input_tokens > first.usage.total_tokens
-    assert client.responses.retrieve(second.id).output_text == second.output_text
-    client.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError, match=first.id):
-        client.responses.create(model=MODEL, input="And now?", previous_response_id=first.id)
-
-
-def test_calls_of_a_response_arrive_in_a_stream(client: openai.OpenAI) -> None:
-    given: dict[str, Any] = {
-        "tools": [TOOL],
-        "tool_choice": {"type": "function", "name": "weather"},
-        "max_output_tokens": 80,
-    }
-    with client.responses.stream(model=MODEL, input="Paris?", **given) as stream:
-        done = [event.arguments for event in stream if event.type == "response.function_call_arguments.done"]
-        (call,) = stream.get_final_response().output
-    assert done == [call.arguments]
-    assert json.loads(call.arguments)["city"] in CITIES
-
-
 def test_a_class_as_a_tool_of_a_response(client: openai.OpenAI) -> None:
     tool = openai.pydantic_function_tool(Trip)["function"]
     made = client.responses.parse(
@@ -103,12 +76,3 @@ def test_a_class_as_a_tool_of_a_response(client: openai.OpenAI) -> None:
     )  # fmt: skip
     (call,) = made.output
     assert call.name == "Trip" and Trip.model_validate(call.parsed_arguments).city in CITIES
-
-
-def test_errors_are_of_their_class(client: openai.OpenAI) -> None:
-    chat = partial(client.chat.completions.create, messages=ASK)
-    for create in (chat, partial(client.responses.create, input="Paris?")):
-        with pytest.raises(openai.NotFoundError, match="other"):
-            create(model="other")
-        with pytest.raises(openai.BadRequestError, match="temperature"):
-            create(model=MODEL, temperature=-1)

@@ -93,35 +93,64 @@ def live(engine: Any, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="session")
-def _shared(tokenizer: Tokenizer) -> Iterator[Live]:
+def _shared(tokenizer: Tokenizer) -> Iterator[Callable[[int], Live]]:
+    """A function that returns a server with an engine double by the context of its model, made once."""
     from tests.support.server.double import Double
 
-    made = Live(Service(Double(), tokenizer, ServeConfig.load(disable_log_stats=True)))
-    yield made
-    made.stop()
+    made: dict[int, Live] = {}
+
+    def of(context: int) -> Live:
+        if context not in made:
+            service = Service(Double(max_model_len=context), tokenizer, ServeConfig.load(disable_log_stats=True))
+            made[context] = Live(service)
+        made[context].quiet()
+        made[context].engine.submitted.clear()
+        return made[context]
+
+    yield of
+    for one in made.values():
+        one.stop()
+
+
+def unchanged(one: Live) -> Iterator[Live]:
+    yield one
+    assert one.engine.healthy and one.engine.usual and not one.service.draining, "use `fake` for changes"
 
 
 @pytest.fixture
-def plain(_shared: Live) -> Iterator[Live]:
+def plain(_shared: Callable[[int], Live]) -> Iterator[Live]:
     """A server with an engine double, shared by tests that change neither. Starting and stopping one takes 0.3 s."""
-    _shared.quiet()
-    _shared.engine.submitted.clear()
-    yield _shared
-    assert _shared.engine.healthy and _shared.engine.usual and not _shared.service.draining, "use `fake` for changes"
+    yield from unchanged(_shared(256))
 
 
 @pytest.fixture
-def fake(tokenizer: Tokenizer) -> Iterator[Callable[..., Live]]:
-    """A factory of servers with an engine double: `fake(delay=0.01)`, with settings as `config=dict(…)`."""
+def roomy(_shared: Callable[[int], Live]) -> Iterator[Live]:
+    """The same for long prompts."""
+    yield from unchanged(_shared(8000))
+
+
+def doubles(tokenizer: Tokenizer) -> Iterator[Callable[..., Live]]:
     from tests.support.server.double import Double
 
     made: list[Live] = []
 
-    def start(config: dict[str, Any] | None = None, **more: Any) -> Live:
+    def start(config: dict[str, Any] | None = None, own: Tokenizer | None = None, **more: Any) -> Live:
         settings = {"disable_log_stats": True, **(config or {})}
-        made.append(Live(Service(Double(**more), tokenizer, ServeConfig.load(**settings))))
+        made.append(Live(Service(Double(**more), own or tokenizer, ServeConfig.load(**settings))))
         return made[-1]
 
     yield start
     for one in made:
         one.stop()
+
+
+@pytest.fixture
+def fake(tokenizer: Tokenizer) -> Iterator[Callable[..., Live]]:
+    """A factory of servers with an engine double: `fake(delay=0.01)`, with settings as `config=dict(…)`."""
+    yield from doubles(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def fakes(tokenizer: Tokenizer) -> Iterator[Callable[..., Live]]:
+    """The same for servers that the tests of a file share."""
+    yield from doubles(tokenizer)

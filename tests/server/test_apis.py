@@ -34,15 +34,6 @@ def complete(live: Any, **more: Any) -> Any:
     return live.client.completions.create(**given)
 
 
-def test_a_stream_equals_the_whole_answer(live):
-    whole = complete(live, max_tokens=20)
-    chunks = list(complete(live, max_tokens=20, stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
-    assert chunks[-2].choices[0].finish_reason == "length"
-    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 20
-    assert len({chunk.id for chunk in chunks}) == 1
-
-
 def test_chat(live):
     made = live.client.chat.completions.create(model=MODEL, messages=CHAT, max_completion_tokens=8, temperature=0.0)
     message = made.choices[0].message
@@ -79,15 +70,6 @@ def test_logprobs_in_both_formats(live):
     content = chat.choices[0].logprobs.content
     assert len(content) == 4 and all(len(entry.top_logprobs) == 2 for entry in content)
     assert all(bytes(entry.bytes).decode("utf-8", "replace") == entry.token for entry in content)
-
-
-def test_prompt_logprobs(live):
-    made = complete(live, max_tokens=1, extra_body={"prompt_logprobs": 1})
-    listed = made.choices[0].prompt_logprobs
-    assert listed[0] is None and len(listed) == made.usage.prompt_tokens
-    ids = live.service.tokenizer.encode(PROMPT)
-    for token, position in zip(ids[1:], listed[1:], strict=True):
-        assert position[str(token)]["logprob"] <= 0 and position[str(token)]["rank"] >= 1
 
 
 def test_echo_scores_the_prompt(live):

@@ -11,7 +11,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.server.objectives import objectives_of
 from jaxserve.server.openai import ChatBody, CompletionBody, params_of, parse
-from jaxserve.server.prompts import messages_of, prompts_of
+from jaxserve.server.prompts import prompts_of
 
 VOCAB = 100
 
@@ -49,23 +49,6 @@ def test_prompts():
     for wrong in ([], 3, None, [True], ["a", 1], [[]], [["a"]], {"a": 1}):
         with pytest.raises(InvalidValue, match="prompt="):
             prompts_of(wrong)
-
-
-def test_messages():
-    assert messages_of([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])[
-        0
-    ] == {"role": "user", "content": "a\nb"}
-    for wrong, said in (
-        ([], "at least one"),
-        ([{"content": "x"}], r"messages\[0\].role"),
-        ([{"role": "user", "content": 3}], "content=3"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
-        ([{"role": "user", "content": [{"type": "input_audio"}]}], "input_audio"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "with a text"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "tool_calls"),
-    ):
-        with pytest.raises(InvalidValue, match=said):
-            messages_of(wrong)
 
 
 def test_objectives():

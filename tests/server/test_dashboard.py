@@ -75,6 +75,6 @@ def test_the_page_needs_no_key_and_its_data_does(fake: Callable[..., Live]) -> N
 
 def test_it_can_be_turned_off(fake: Callable[..., Live]) -> None:
     server = fake({"dashboard": False})
-    for path in ("/", "/dashboard/app.js"):
+    for path in ("/", "/dashboard/app.js", "/v1/live", "/v1/requests", "/v1/requests/0"):
         answer = server.http.get(path)
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_route"

@@ -47,14 +47,6 @@ def test_leaving_a_whole_answer_frees_the_request(live):
     assert live.http.post("/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
 
 
-def test_leaving_while_waiting_in_the_queue(fake):
-    live = fake(delay=0.3)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{live.url}/v1/completions", json={**LONG, "stream": True}, timeout=httpx.Timeout(5, read=0.1))
-    live.quiet()
-    assert list(live.engine.cancelled.values()) == ["abort"]
-
-
 def test_many_leave_and_one_stays(live):
     async def leave(client: openai.AsyncOpenAI) -> None:
         stream = await client.completions.create(model="jaxserve-demo", prompt="x", max_tokens=200, stream=True)
@@ -75,21 +67,13 @@ def test_many_leave_and_one_stays(live):
     live.engine.check()
 
 
-def test_a_stop_string_frees_the_request(live):
-    before = live.engine.stats().finished.get("stop", 0)
-    made = live.http.post("/v1/completions", json={**LONG, "stop": ["a", "e", "i", "\n", " ", "t", "s", "0"]}).json()
-    assert made["choices"][0]["finish_reason"] == "stop" and made["usage"]["completion_tokens"] < 200
-    until(lambda: live.engine.stats().finished.get("stop", 0) != before)
-    live.quiet()
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
-def test_leaving_mid_body_is_no_error(fake, path, caplog):
+def test_leaving_mid_body_is_no_error(fake, caplog):
     """The client announces a body, sends half of it and closes the connection."""
     live = fake(config={"log_level": "debug"})
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
-    with connect(live.url, head.encode(), b'{"prompt": '):
-        time.sleep(0.1)
+    for path in ("/v1/completions", "/tokenize", "/detokenize"):
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+        with connect(live.url, head.encode(), b'{"prompt": '):
+            time.sleep(0.1)
     time.sleep(0.2)
     assert live.http.get("/health").status_code == 200  # the server's loop has seen the connection close
     assert "Traceback" not in caplog.text and "internal error" not in caplog.text, caplog.text

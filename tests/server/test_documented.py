@@ -75,17 +75,6 @@ def test_models_show_no_path(fake, tmp_path: Path):
     assert "secret-place" not in live.http.get("/metrics").text
 
 
-def test_completion(plain):
-    (model,) = plain.client.models.list().data
-    assert (model.id, model.max_model_len) == (MODEL, 256)
-    made = plain.client.completions.create(model=model.id, prompt=PROMPT, max_tokens=8)
-    (choice,) = made.choices
-    assert choice.text and choice.finish_reason == "length"
-    assert made.usage.completion_tokens == 8 and made.usage.prompt_tokens == len(plain.service.tokenizer.encode(PROMPT))
-    assert made.usage.total_tokens == made.usage.prompt_tokens + 8
-    assert made.id.startswith("cmpl-")
-
-
 def test_objectives_reach_the_engine(plain):
     headers = {"x-llm-d-slo-ttft-ms": "1500", "x-slo-tpot-ms": "70"}
     body = {"prompt": PROMPT, "max_tokens": 2, "tpot_slo_ms": 30, "service_tier": "interactive", "priority": -3}
@@ -99,6 +88,8 @@ def test_tokenize_and_detokenize(plain):
     made = plain.http.post("/tokenize", json={"prompt": "héllo 🎉", "return_token_strs": True}).json()
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"]) and made["max_model_len"] == 256
     assert plain.http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": "héllo 🎉"}
+    (model,) = plain.client.models.list().data
+    assert (model.id, model.max_model_len) == (MODEL, 256)
     chat = plain.http.post("/tokenize", json={"messages": CHAT}).json()
     assert chat["count"] > made["count"]
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.config import ServeConfig
 from jaxserve.generation.generate import Choice, Piece, Submission, submit_all
 from jaxserve.llm import Names, add_piece, blank_output
 from jaxserve.sched.api.new_request import NewRequest
@@ -18,11 +17,9 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
 from jaxserve.sched.api.slo import SLO
 from jaxserve.server.answers import Answer
-from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer, common
 from tests.support.examples import examples
 from tests.support.server.double import Double
-from tests.support.server.live import Live
 from tests.support.tokenizers import KINDS, tokenizer_of
 
 BROKEN = "\ufffd"
@@ -216,11 +213,11 @@ def byte_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_continued_messages_and_prompts_join_their_answers(kind: str) -> None:
+def test_continued_messages_and_prompts_join_their_answers(fake: Any, kind: str) -> None:
     """The engine repeats its prompt: the text is what the tokenizer decodes for both, less the prompt."""
-    tokenizer, engine = tokenizer_of(kind), Double()
-    engine.unlucky = None
-    live = Live(Service(engine, tokenizer, ServeConfig.load(disable_log_stats=True)))
+    tokenizer = tokenizer_of(kind)
+    live = fake(own=tokenizer)
+    live.engine.unlucky = None
     talk = [{"role": "user", "content": "in"}, {"role": "assistant", "content": "a cat"}]
     more = {"continue_final_message": True, "add_generation_prompt": False}
     text = "[user] in [assistant] a cat"
@@ -228,24 +225,19 @@ def test_continued_messages_and_prompts_join_their_answers(kind: str) -> None:
     body = {"max_tokens": len(ids), "logprobs": 1}
     before, both = (tokenizer.hf.decode(some, skip_special_tokens=True) for some in (ids, ids + ids))
     expected = both[common(before, both) :]
-    try:
-        chat = live.http.post("/v1/chat/completions", json={**body, "messages": talk, "logprobs": True, **more}).json()
-        choice = chat["choices"][0]
-        assert choice["message"]["content"] == expected
-        entries = choice["logprobs"]["content"]
-        assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == expected
-        whole = live.http.post("/v1/completions", json={**body, "prompt": text, "echo": True}).json()["choices"][0]
-        assert whole["text"] == text + expected
-        check_slices(
-            whole["text"], whole["logprobs"]["tokens"][len(ids) :], whole["logprobs"]["text_offset"][len(ids) :]
-        )
-        stop = expected[len(expected) // 2 :][:3]
-        cut = live.http.post("/v1/completions", json={**body, "prompt": text, "stop": [stop]}).json()["choices"][0]
-        assert cut["text"] == expected.split(stop)[0]
-        made = live.http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
-        assert "".join(made["token_strs"]) == tokenizer.decode(made["tokens"])
-    finally:
-        live.stop()
+    chat = live.http.post("/v1/chat/completions", json={**body, "messages": talk, "logprobs": True, **more}).json()
+    choice = chat["choices"][0]
+    assert choice["message"]["content"] == expected
+    entries = choice["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == expected
+    whole = live.http.post("/v1/completions", json={**body, "prompt": text, "echo": True}).json()["choices"][0]
+    assert whole["text"] == text + expected
+    check_slices(whole["text"], whole["logprobs"]["tokens"][len(ids) :], whole["logprobs"]["text_offset"][len(ids) :])
+    stop = expected[len(expected) // 2 :][:3]
+    cut = live.http.post("/v1/completions", json={**body, "prompt": text, "stop": [stop]}).json()["choices"][0]
+    assert cut["text"] == expected.split(stop)[0]
+    made = live.http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert "".join(made["token_strs"]) == tokenizer.decode(made["tokens"])
 
 
 class Counting(Tokenizer):

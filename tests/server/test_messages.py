@@ -36,31 +36,6 @@ def test_create(plain: Any) -> None:
     assert plain.sent().index("Be brief.") < plain.sent().index("Hi")
 
 
-def test_stop_reasons(plain: Any) -> None:
-    create = plain.anthropic.messages.create
-    made = create(model=MODEL, max_tokens=50, messages=[{"role": "user", "content": "one two"}], stop_sequences=["wo"])
-    assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "wo")
-    assert made.content[0].text.endswith("one t")
-    token = plain.engine.submitted[-1].prompt[0]
-    made = create(model=MODEL, max_tokens=50, messages=HI, extra_body={"stop_token_ids": [token]})
-    assert (made.stop_reason, made.stop_sequence) == ("end_turn", None)
-
-
-def test_the_events_of_a_stream(plain: Any) -> None:
-    found = events(plain)
-    kinds = [event["type"] for event in found]
-    deltas = kinds.count("content_block_delta")
-    assert kinds == [
-        "message_start", "ping", "content_block_start", *["content_block_delta"] * deltas, "content_block_stop",
-        "message_delta", "message_stop",
-    ]  # fmt: skip
-    said = "".join(event["delta"]["text"] for event in found if event["type"] == "content_block_delta")
-    assert said == plain.service.tokenizer.decode(plain.engine.submitted[-1].prompt[:3], skip_special_tokens=True) != ""
-    assert found[0]["message"]["content"] == [] and found[0]["message"]["usage"]["input_tokens"] > 0
-    assert found[-2]["delta"]["stop_reason"] == "max_tokens"
-    assert found[-2]["usage"]["output_tokens"] == 3
-
-
 def test_blocks_become_messages(plain: Any) -> None:
     plain.anthropic.messages.create(
         model=MODEL,
@@ -82,14 +57,6 @@ def test_blocks_become_messages(plain: Any) -> None:
     prompt = plain.sent()
     places = [prompt.index(text) for text in ("Rules.", "One?", "Two.", "Three?")]
     assert places == sorted(places) and prompt.endswith("The answer is"), "a begun answer is continued"
-
-
-def test_count_tokens(plain: Any) -> None:
-    connected = plain.anthropic
-    given = {"model": MODEL, "messages": HI, "system": "Be brief."}
-    counted = connected.messages.count_tokens(**given).input_tokens
-    assert counted == connected.messages.create(**given, max_tokens=1).usage.input_tokens
-    assert len(plain.engine.submitted) == 1
 
 
 def test_keys(fake: Fake) -> None:

@@ -346,22 +346,6 @@ def test_generate_streams_the_whole_output_so_far_as_in_vllm(allm, llm):
     asyncio.run(main())
 
 
-def test_closing_a_stream_cancels(allm):
-    async def main() -> None:
-        long = SamplingParams(max_tokens=200, ignore_eos=True)
-        stream = allm.stream("def main(", long)
-        await anext(stream)
-        await stream.aclose()
-        task = asyncio.ensure_future(last(allm.generate("def main(", long)))
-        while not allm.engine.stats().running:
-            await asyncio.sleep(0.01)
-        task.cancel()
-        while allm.engine.stats().running:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(main(), 30))
-
-
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
 @pytest.mark.parametrize(
     ("given", "said"),

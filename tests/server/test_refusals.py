@@ -110,14 +110,6 @@ def test_bad_bodies_of_one_endpoint_are_refused(plain):
     assert plain.http.post("/v1/completions", json=GOOD).status_code == 200
 
 
-def test_a_prompt_longer_than_the_context_names_both_lengths(fake):
-    live = fake(max_model_len=64)
-    error = check(live.http.post("/v1/completions", json={"prompt": [5] * 100}), 400, "prompt")
-    assert "100" in error["message"] and "64" in error["message"]
-    error = check(live.http.post("/v1/completions", json={"prompt": [5] * 60, "max_tokens": 10}), 400, "prompt")
-    assert "60 in the prompt, 10 in the completion" in error["message"]
-
-
 def test_a_large_body_is_refused(fake):
     live = fake()
     large = b'{"prompt": "' + b"a" * (10 << 20) + b'"}'

@@ -53,31 +53,6 @@ def test_create(plain: Any) -> None:
     assert "Be brief." in plain.sent() and "Hello" in plain.sent()
 
 
-def test_an_output_that_ends_is_completed(plain: Any) -> None:
-    first = plain.client.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
-    token = plain.engine.submitted[0].prompt[0]
-    made = plain.client.responses.create(model=MODEL, input="Hi", extra_body={"stop_token_ids": [token]})
-    assert (first.status, made.status, made.output[0].status) == ("incomplete", "completed", "completed")
-    assert made.incomplete_details is None
-
-
-def test_the_events_of_a_stream(plain: Any) -> None:
-    found = events(plain, max_output_tokens=3)
-    kinds = [event["type"].removeprefix("response.") for event in found]
-    assert kinds == [
-        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * (len(found) - 8),
-        "output_text.done", "content_part.done", "output_item.done", "incomplete",
-    ]  # fmt: skip
-    text = "".join(event["delta"] for event in found if event["type"].endswith(".delta"))
-    final = found[-1]["response"]
-    assert found[0]["response"]["output"] == [] and found[0]["response"]["usage"] is None
-    assert final["output"] == [found[-2]["item"]]
-    assert found[-2]["item"]["content"] == [found[-3]["part"]]
-    assert text == found[-4]["text"] == final["output"][0]["content"][0]["text"] != ""
-    assert final["usage"]["output_tokens"] == 3
-    assert len({event["item_id"] for event in found if "item_id" in event}) == 1
-
-
 def test_a_stream_is_the_whole_answer(plain: Any) -> None:
     plain.client.responses.create(model=MODEL, input="Same", max_output_tokens=1)
     prompt = plain.engine.submitted[0].prompt
@@ -92,26 +67,6 @@ def test_a_stream_is_the_whole_answer(plain: Any) -> None:
     assert final.output_text == whole.output_text != ""
     assert final.output[0].content[0].logprobs == whole.output[0].content[0].logprobs
     assert {len(one.top_logprobs) for one in whole.output[0].content[0].logprobs} == {1}
-
-
-def test_items_become_messages(plain: Any) -> None:
-    plain.client.responses.create(
-        model=MODEL,
-        max_output_tokens=1,
-        input=[
-            {"role": "developer", "content": "Rules."},
-            {"role": "user", "content": [{"type": "input_text", "text": "One?"}]},
-            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
-            {
-                "type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
-                "content": [{"type": "output_text", "text": "Two.", "annotations": []}],
-            },
-            {"type": "message", "role": "user", "content": "Three?"},
-        ],
-    )  # fmt: skip
-    prompt = plain.sent()
-    places = [prompt.index(text) for text in ("Rules.", "One?", "Two.", "Three?")]
-    assert places == sorted(places)
 
 
 def test_a_conversation_is_continued(plain: Any) -> None:

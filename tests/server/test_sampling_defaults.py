@@ -26,25 +26,20 @@ def folder(path: Path, given: Any = QWEN) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("route", "body"),
-    [
+def test_every_api_takes_them_and_a_field_of_the_request_wins(fake: Any, tmp_path: Path) -> None:
+    live = fake(config={"generation_config": folder(tmp_path)})
+    for route, body in (
         ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "model": "jaxserve-demo"}),
         ("/v1/responses", {"input": "x", "max_output_tokens": 16}),
-    ],
-)
-def test_every_api_takes_them_and_a_field_of_the_request_wins(
-    fake: Any, tmp_path: Path, route: str, body: dict[str, Any]
-) -> None:
-    live = fake(config={"generation_config": folder(tmp_path)})
-    assert live.http.post(route, json=body).status_code == 200
-    params = live.engine.submitted[-1].params
-    assert {name: getattr(params, name) for name in OF_QWEN} == OF_QWEN
-    assert live.http.post(route, json={**body, "temperature": 0.0, "top_k": None}).status_code == 200
-    params = live.engine.submitted[-1].params
-    assert (params.temperature, params.top_k, params.top_p) == (0.0, 20, 0.95)
+    ):
+        assert live.http.post(route, json=body).status_code == 200
+        params = live.engine.submitted[-1].params
+        assert {name: getattr(params, name) for name in OF_QWEN} == OF_QWEN
+        assert live.http.post(route, json={**body, "temperature": 0.0, "top_k": None}).status_code == 200
+        params = live.engine.submitted[-1].params
+        assert (params.temperature, params.top_k, params.top_p) == (0.0, 20, 0.95)
     assert live.http.get("/v1/models").json()["data"][0]["default_sampling_params"] == OF_QWEN
 
 

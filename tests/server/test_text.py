@@ -12,16 +12,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
 from jaxserve.generation.detokenize import Detokenizer, TextStream
 from jaxserve.generation.stops import Automaton, StopStrings, Thinking, Thoughts
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer, common, template_of
 from tests.support.examples import examples
-from tests.support.server.double import Double
-from tests.support.server.live import Live
 from tests.support.tokenizers import KINDS, tokenizer_of
 
 WORDS = ["▁the", "▁cat", "s", "▁", "<s>", "</s>", "é"]
@@ -303,12 +299,9 @@ def test_template_files_as_people_have_them(name, raw, template, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def repeating():
+def repeating(fakes):
     """A server whose model repeats the prompt, with a tokenizer that strips the first space of a text."""
-    service = Service(Double(), tokenizer_of("sentencepiece"), ServeConfig.load(disable_log_stats=True))
-    made = Live(service)
-    yield made
-    made.stop()
+    return fakes(own=tokenizer_of("sentencepiece"))
 
 
 def answers(live, path, **body):

@@ -134,34 +134,3 @@ def test_a_tool_loop_is_one_session_and_each_request_has_its_stages(templated: L
     assert [gained["requests", phase] for phase in ("ttft", "tpot", "all")] == [2, 2, 2]
     assert [gained["attained", phase] for phase in ("ttft", "tpot", "all")] == [2, 1, 1]  # the last answer was late
     assert templated.http.delete("/v1/sessions/loop").json()["deleted"] is True
-
-
-def test_a_chosen_call_is_read_from_the_text(templated: Live) -> None:
-    """`auto` reads what the model writes; a grammar makes the demo model write a call here."""
-    arguments = '{"days": 2, "city": "Paris"}'
-    call = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
-    extra = {"structured_outputs": {"choice": [f"Yes. {call}"]}}
-    whole = create(templated, tool_choice="auto", extra_body=extra).choices[0]
-    assert (whole.finish_reason, whole.message.content) == ("tool_calls", "Yes.")
-    assert checked(whole.message.tool_calls) == [("weather", json.loads(arguments))]
-    assert whole.message.tool_calls[0].function.arguments == arguments
-    deltas = [chunk.choices[0].delta for chunk in create(templated, tool_choice="auto", extra_body=extra, stream=True)]
-    assert "".join(delta.content or "" for delta in deltas) == "Yes."
-    first, *others = [part for delta in deltas for part in delta.tool_calls or ()]
-    assert first.id and (first.function.name, first.function.arguments) == ("weather", "")
-    assert not any(part.id or part.function.name for part in others)
-    pieces = [part.function.arguments for part in others]
-    assert "".join(pieces) == arguments and len(pieces) > 5
-
-
-def test_thinking_is_split(templated: Live) -> None:
-    extra: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}, "seed": 1}
-    whole = create(templated, tools=None, max_tokens=12, extra_body=extra).choices[0].message
-    assert whole.reasoning_content and whole.reasoning == whole.reasoning_content
-    assert not whole.content  # it does not stop to think
-    chunks = create(templated, tools=None, max_tokens=12, extra_body=extra, stream=True)
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == whole.reasoning_content
-    assert not any(delta.content for delta in deltas)
-    hidden = create(templated, tools=None, max_tokens=12, extra_body={**extra, "include_reasoning": False})
-    assert not hasattr(hidden.choices[0].message, "reasoning_content")

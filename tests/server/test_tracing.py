@@ -51,9 +51,15 @@ class Memory:
         return {one.name: one for one in found}
 
 
+@pytest.fixture(scope="module")
+def served(fakes) -> Any:
+    return fakes(delay=0.005)
+
+
 @pytest.fixture
-def memory(fake) -> Memory:
-    return Memory(fake(delay=0.005))
+def memory(served) -> Iterator[Memory]:
+    yield Memory(served)
+    served.engine.fail_after = None
 
 
 @pytest.fixture

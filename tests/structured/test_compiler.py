@@ -42,30 +42,13 @@ def accepts(compiler: Compiler, wanted: StructuredOutputs, text: str) -> bool:
         ({"choice": ['say "hi"', "no\n"]}, ['say "hi"', "no\n"], ["no", "say"]),
         ({"grammar": 'start: "x" NUMBER\nNUMBER: /[0-9]+/'}, ["x12"], ["x", "12"]),
         ({"grammar": 'root ::= "a" tail\ntail ::= "b" | "c" tail'}, ["ab", "accb"], ["a", "ac"]),
-        (
-            {
-                "structural_tag": {
-                    "structures": [{"begin": "<f>", "schema": OBJECT, "end": "</f>"}],
-                    "triggers": ["<f"],
-                }
-            },
-            ["free text", 'so <f>{"a":1}</f> then', '<f>{"a":\n 1}</f>'],
-            ["<f>{}</f>", "<f>x", '<f>{"a":\n\n1}</f>'],
-        ),
-        (
-            {
-                "structural_tag": {
-                    "structures": [{"begin": "<f>", "schema": OBJECT, "end": "</f>"}],
-                    "triggers": ["<f"],
-                },
-                "disable_any_whitespace": True,
-            },
-            ["free text", 'so <f>{"a":1}</f> then'],
-            ['<f>{"a": 1}</f>'],
-        ),
+        ({"structural_tag": {"structures": [{"begin": "<f>", "schema": OBJECT, "end": "</f>"}], "triggers": ["<f"]}},
+         ["free text", 'so <f>{"a":1}</f> then', '<f>{"a":\n 1}</f>'], ["<f>{}</f>", "<f>x", '<f>{"a":\n\n1}</f>']),
+        ({"structural_tag": {"structures": [{"begin": "<f>", "schema": OBJECT, "end": "</f>"}], "triggers": ["<f"]},
+          "disable_any_whitespace": True}, ["free text", 'so <f>{"a":1}</f> then'], ['<f>{"a": 1}</f>']),
     ],
     ids=["json", "compact", "pattern", "json_object", "regex", "choice", "lark", "gbnf", "tag", "compact tag"],
-)
+)  # fmt: skip
 def test_kinds(compiler: Compiler, given: dict[str, Any], right: list[str], wrong: list[str]) -> None:
     wanted = StructuredOutputs(**given)
     assert [accepts(compiler, wanted, text) for text in right] == [True] * len(right)
@@ -92,14 +75,11 @@ def test_kinds(compiler: Compiler, given: dict[str, Any], right: list[str], wron
         ({"choice": ["é" * ((1 << 17) + 1)]}, "choice", "has 262146 bytes: at most 262144"),
         ({"json": {}, "whitespace_pattern": ""}, "whitespace_pattern", "an expression of blanks"),
         ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern", "allowed with json, json_object, struct"),
-        (
-            {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True},
-            "whitespace_pattern",
-            "disable_any_whitespace are given",
-        ),
+        ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}, "whitespace_pattern",
+         "disable_any_whitespace are given"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_bad_values_are_refused_at_once(given: dict[str, Any], field: str, why: str) -> None:
     with pytest.raises(InvalidValue, match=why) as caught:
         StructuredOutputs(**given)

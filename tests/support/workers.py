@@ -15,7 +15,7 @@ FEW = 3  # up to this many files given by name run in this process
 DOUBLES = tuple(
     f"tests/server/test_{name}.py"
     for name in (
-        "api_tools", "bodies", "connections", "dashboard", "documented", "fairness", "generation", "hostile_values",
+        "bodies", "connections", "dashboard", "documented", "fairness", "generation", "hostile_values",
         "live", "long_texts", "messages", "proxy", "refusals", "responses", "settings", "text", "tls", "writers",
     )
 )  # fmt: skip

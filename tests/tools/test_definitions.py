@@ -44,11 +44,8 @@ def named(name):
         ([tool(name="f", parameters={"type": "string"})], None, "tools[0].function.parameters.type"),
         ([tool(name="f", parameters={"properties": []})], None, "tools[0].function.parameters.properties"),
         ([tool(name="f", parameters={"properties": {"a": 1}})], None, "tools[0].function.parameters.properties.a"),
-        (
-            [tool(name="f", parameters={"properties": {"a": {"type": "text"}}})],
-            None,
-            "tools[0].function.parameters.properties.a.type",
-        ),
+        ([tool(name="f", parameters={"properties": {"a": {"type": "text"}}})], None,
+         "tools[0].function.parameters.properties.a.type"),
         ([tool(name="f", parameters={"required": "a"})], None, "tools[0].function.parameters.required"),
         ([tool(name="f")], "always", "tool_choice"),
         ([tool(name="f")], named("g"), "tool_choice"),
@@ -57,7 +54,7 @@ def named(name):
         (None, named("g"), "tool_choice"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_refused(tools, choice, field):
     with pytest.raises(InvalidValue) as caught:
         tools_of(tools, choice)
@@ -186,14 +183,6 @@ def test_a_template_gets_tools_and_arguments_as_it_reads_them() -> None:
     assert render(EACH + "{{ c.function.arguments.a }}" + END, tools=TOOLS) == "Go17f"
     joined = EACH + "{{ '<' + c.function.arguments + '>' }}" + END  # as DeepSeek's, which joins texts
     assert render(joined, tools=TOOLS) == 'Go<{"a": 1}>7f'
-
-
-def test_a_template_without_tools_gets_text() -> None:
-    text = render(None, tools=TOOLS)
-    assert '{"name": "f", "description": "Does it."}' in text
-    assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>' in text
-    assert "<tool_response>\n7\n</tool_response>" in text
-    assert "<tools>" not in render(None)  # the history alone
 
 
 def test_parsers_are_checked_before_a_model_is_loaded() -> None:

@@ -197,18 +197,8 @@ def test_bombs_are_linear(count, family, first, repeated, reasoning):
 
 def test_parsers_read_with_counted_readers_only():
     """Expressions, and methods of strings that search, would escape the count."""
-    searching = {
-        "find",
-        "rfind",
-        "index",
-        "rindex",
-        "split",
-        "rsplit",
-        "partition",
-        "rpartition",
-        "splitlines",
-        "count",
-    }
+    searching = {"find", "rfind", "index", "rindex", "split", "rsplit", "partition", "rpartition", "splitlines",
+                 "count"}  # fmt: skip
     folder = Path(jaxserve.tools.__file__).parent
     for path in sorted({*folder.glob("*.py")} - {folder / f"{name}.py" for name in ("scan", "definitions", "prompt")}):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -25,96 +25,35 @@ OFFERED = [
     {"type": "function", "function": {"name": "time"}},
 ]
 TOOLS = tools_of(OFFERED)
-PARIS = {"city": "Paris", "days": 2}
 SEP = "<｜tool▁sep｜>"
 
-# (parser, text, content, calls): as the chat templates of the families write it
+FORMS = {
+    "hermes": '<tool_call>\n{"name": "time", "arguments": %s}\n</tool_call>',
+    "llama3_json": '{"name": "time", "parameters": %s}',
+    "mistral": '[TOOL_CALLS] [{"name": "time", "arguments": %s}]',
+    "mistral v11": "[TOOL_CALLS]time[ARGS]%s",
+    "deepseek_v3": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function{SEP}time\n```json\n%s\n```<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "deepseek_v3 of V3.1": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>time{SEP}%s<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "gpt_oss": "<|channel|>commentary to=functions.time <|constrain|>json<|message|>%s<|call|>",
+}
+# (parser, text): tests/server/compat/test_tool_texts.py has what is read of such texts
 WRITTEN = [
-    (
-        "hermes",
-        'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>\n',
-        "Let me see.",
-        [("weather", PARIS), ("time", {})],
-    ),
-    ("hermes", '<tool_call>{"name": "time", "arguments": {}}', "", [("time", {})]),  # without an end
-    (
-        "hermes",
-        '<tool_call>\n{"name": "time", "arguments": {"in": "</tool_call> \\" }"}}\n</tool_call> done',
-        "done",
-        [("time", {"in": '</tool_call> " }'})],
-    ),
-    (
-        "qwen3_coder",
-        "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
-        "<parameter=zip>\n75001\n</parameter>\n</function>\n</tool_call>",
-        "",
-        [("weather", {**PARIS, "zip": "75001"})],
-    ),
-    (
-        "llama3_json",
-        '<|python_tag|>{"name": "weather", "parameters": {"city": "Paris", "days": 2}}; '
-        '{"name": "time", "parameters": {}}',
-        "",
-        [("weather", PARIS), ("time", {})],
-    ),
-    (
-        "llama3_json",
-        '{"type": "function", "name": "weather", "parameters": {"city": "Pa;ris}"}}',
-        "",
-        [("weather", {"city": "Pa;ris}"})],
-    ),
-    ("pythonic", "[weather(city='Paris', days=2), time()]", "", [("weather", PARIS), ("time", {})]),
-    (
-        "mistral",
-        'One moment [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris", "days": 2}}, '
-        '{"name": "time", "arguments": {}, "id": "abcdefghi"}]',
-        "One moment",
-        [("weather", PARIS), ("time", {})],
-    ),
-    (
-        "mistral",
-        '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]time[CALL_ID]abcdefghi[ARGS]{}',
-        "",
-        [("weather", PARIS), ("time", {})],
-    ),
-    (
-        "deepseek_v3",
-        f"Yes.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function{SEP}weather\n```json\n"
-        '{"city": "Paris", "days": 2}\n```<｜tool▁call▁end｜>\n'
-        f"<｜tool▁call▁begin｜>function{SEP}time\n```json\n{{}}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        "Yes.",
-        [("weather", PARIS), ("time", {})],
-    ),
-    (
-        "deepseek_v3",  # V3.1
-        f'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather{SEP}{{"city": "Paris", "days": 2}}'
-        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        "",
-        [("weather", PARIS)],
-    ),
-    (
-        "minimax_m2",
-        'I look.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
-        '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="time">\n</invoke>\n</minimax:tool_call>\n',
-        "I look.",
-        [("weather", PARIS), ("time", {})],
-    ),
-    (
-        "gpt_oss",
-        "<|channel|>analysis<|message|>Where?<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
-        "<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
-        '{"city": "Paris", "days": 2}<|call|>',
-        "I look.",
-        [("weather", PARIS)],
-    ),
-    (
-        "gpt_oss",
-        "<|start|>assistant to=functions.time<|channel|>commentary json<|message|>{}",
-        "",
-        [("time", {})],
-    ),
-]
+    *((form.split()[0], FORMS[form] % '{"city": "Pa;ris}", "days": 2}') for form in FORMS),
+    ("hermes", 'I see.\n<tool_call>\n{"name": "time", "arguments": {"in": "</tool_call> \\" }"}}\n</tool_call>\n'
+               '<tool_call>{"name": "time", "arguments": {}}'),
+    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n"
+                    "</parameter>\n</function>\n</tool_call>"),
+    ("llama3_json", '<|python_tag|>{"name": "time", "parameters": {}}; {"name": "time", "parameters": {}}'),
+    ("pythonic", "[weather(city='Paris', days=2), time()]"),
+    ("mistral", 'Now [TOOL_CALLS] [{"name": "time", "arguments": {}}, {"name": "time", "arguments": {}, "id": "abc"}]'),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time[CALL_ID]abcdefghi[ARGS]{}'),
+    ("minimax_m2", 'I look.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+                   '</invoke>\n<invoke name="time">\n</invoke>\n</minimax:tool_call>\n'),
+    ("gpt_oss", "<|channel|>analysis<|message|>Where?<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+                "<|end|><|start|>assistant to=functions.time<|channel|>commentary json<|message|>{}"),
+]  # fmt: skip
 # Text that is no call: it must come back as it is.
 GARBAGE = [
     ("hermes", '<tool_call>\n{"name": "weather", "argum'),
@@ -132,38 +71,16 @@ GARBAGE = [
 ]
 # (parser, text, content, calls): arguments that are no JSON were passed on before that could be known
 BROKEN = [
-    (
-        "hermes",
-        '<tool_call>\n{"name": "weather", "arguments": {"city"</tool_call> and more ',
-        "and more",
-        [("weather", '{"city"')],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call><tool_ca',
-        "<tool_ca",
-        [("time", '{"a": NaN}')],
-    ),
+    ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city"</tool_call> and more ', "and more",
+     [("weather", '{"city"')]),
+    ("hermes", '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call><tool_ca', "<tool_ca",
+     [("time", '{"a": NaN}')]),
     ("llama3_json", '{"name": "time", "parameters": {"a": 1', "", [("time", '{"a": 1')]),
-    (
-        "llama3_json",
-        '{"name": "time", "parameters": {}}; {"name": "unknown", "parameters": {}}',
-        '; {"name": "unknown", "parameters": {}}',
-        [("time", "{}")],
-    ),
-    (
-        "mistral",
-        '[TOOL_CALLS] [{"name": "time", "arguments": {}}, {"name": 7}]',
-        ', {"name": 7}]',
-        [("time", "{}")],
-    ),
-    (
-        "gpt_oss",
-        "<|start|>assistant to=functions.time<|channel|>commentary json<|message|>now<|call|>",
-        "now",
-        [],
-    ),
-]
+    ("llama3_json", '{"name": "time", "parameters": {}}; {"name": "unknown", "parameters": {}}',
+     '; {"name": "unknown", "parameters": {}}', [("time", "{}")]),
+    ("mistral", '[TOOL_CALLS] [{"name": "time", "arguments": {}}, {"name": 7}]', ', {"name": 7}]', [("time", "{}")]),
+    ("gpt_oss", "<|start|>assistant to=functions.time<|channel|>commentary json<|message|>now<|call|>", "now", []),
+]  # fmt: skip
 
 
 def run(parser: Parser, pieces: list[str]) -> list[Event]:
@@ -193,13 +110,6 @@ def cut(text: str, points: list[int]) -> list[str]:
     return [text[low:high] for low, high in pairwise(ends)]
 
 
-@pytest.mark.parametrize(("name", "text", "content", "calls"), WRITTEN)
-def test_written_calls_are_found(name, text, content, calls):
-    for pieces in ([text], list(text)):
-        said, made = parts(run(parser_of(name), pieces))
-        assert said == content and [(called, json.loads(arguments)) for called, arguments in made] == calls
-
-
 @pytest.mark.parametrize(
     ("name", "text", "content", "calls"), [*BROKEN, *((name, text, text, []) for name, text in GARBAGE)]
 )
@@ -208,17 +118,6 @@ def test_broken_calls_end_where_the_model_ended_them(name, text, content, calls)
         assert parts(run(parser_of(name), pieces)) == (content, calls)
 
 
-FORMS = {
-    "hermes": '<tool_call>\n{"name": "time", "arguments": %s}\n</tool_call>',
-    "llama3_json": '{"name": "time", "parameters": %s}',
-    "mistral": '[TOOL_CALLS] [{"name": "time", "arguments": %s}]',
-    "mistral v11": "[TOOL_CALLS]time[ARGS]%s",
-    "deepseek_v3": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function{SEP}time\n```json\n%s\n```<｜tool▁call▁end｜>"
-    "<｜tool▁calls▁end｜>",
-    "deepseek_v3 of V3.1": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>time{SEP}%s<｜tool▁call▁end｜>"
-    "<｜tool▁calls▁end｜>",
-    "gpt_oss": "<|channel|>commentary to=functions.time <|constrain|>json<|message|>%s<|call|>",
-}
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet='ab{}[]",\\\n </tool_call>é'),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
@@ -281,7 +180,7 @@ MARKS = [
     "<|start|>", "<|call|>", '{"name": "time", "arguments": {}}', "[time()]", '"', "\\", "\n", " ", "<", "a", "é",
 ]  # fmt: skip
 texts = st.one_of(
-    st.sampled_from([text for _, text, *_ in WRITTEN] + [text for _, text in GARBAGE]),
+    st.sampled_from([text for _, text in WRITTEN] + [text for _, text in GARBAGE]),
     st.lists(st.sampled_from(MARKS), max_size=12).map("".join),
     st.text(max_size=30),
 )
@@ -381,13 +280,8 @@ THOUGHTS = [
     ("qwen3", "<think>\n\n</think>\n\n", "Yes </think>", "", "Yes </think>"),  # thinking is switched off
     ("minimax_m2", "<think>", "never ends", "never ends", ""),
     ("mistral", "", "[THINK]hm[/THINK]Yes", "hm", "Yes"),
-    (
-        "gpt_oss",
-        "",
-        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes",
-        "hm",
-        "Yes",
-    ),
+    ("gpt_oss", "", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes", "hm",
+     "Yes"),
     ("qwen3", "", "  <thin> no", "", "  <thin> no"),
     ("granite", "", "Here is my thought process: hm\nHere is my response: Yes.", "hm", "Yes."),
     ("granite", "", "Here's my thought process: hm\nHere's my response: Yes.", "hm", "Yes."),
@@ -398,7 +292,7 @@ THOUGHTS = [
     ("granite_3_3", "", "<think>hm</think><resp> Yes", "hm", "<resp> Yes"),
     ("granite_3_3", "", "<think>hm</think><res", "hm", "<res"),
     ("granite_3_3", "", "<response>Yes</response>", "", "<response>Yes</response>"),  # the model was not told of it
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "prompt", "text", "thought", "answer"), THOUGHTS)

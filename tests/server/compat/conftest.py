@@ -1,40 +1,37 @@
-"""A server whose model writes what a test says."""
+"""Servers whose model writes what a test says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-import jaxserve.demo
-from jaxserve.config import ServeConfig
-from jaxserve.server.service import Service
-from jaxserve.tokenizer import Tokenizer
-from tests.support.server.double import Double
 from tests.support.server.live import Live
+from tests.support.server.templates import tokenizer_of
 
 TEMPLATE = """{% for m in messages %}{{ m.role }}: {{ m.content }}
 {% endfor %}assistant: {% if thinking %}<think>{% else %}{% if false %}</think>{% endif %}{% endif %}"""
 
 
 @pytest.fixture(scope="module")
-def thinking() -> Iterator[Live]:
-    """A server whose engine writes what `writes` says, with a template that knows thinking."""
-    tokenizer = Tokenizer.load(jaxserve.demo.model_path(), chat_template=TEMPLATE)
-    engine = Double(max_model_len=2000)
-    engine.info = replace(engine.info, eos=frozenset({0}))  # which compilers of grammars need
-    server = Live(Service(engine, tokenizer, ServeConfig.load(disable_log_stats=True)))
-    yield server
-    server.stop()
+def writer(fakes: Callable[..., Live]) -> Callable[[str, str], Live]:
+    """A function that makes the engine of the server with a template write a text."""
+    made: dict[str, Live] = {}
+
+    def write(template: str, text: str) -> Live:
+        if template not in made:
+            eos = frozenset({0})  # which compilers of grammars need
+            made[template] = fakes(own=tokenizer_of(template), max_model_len=2000, eos=eos)
+            made[template].engine.unlucky = None
+        live = made[template]
+        live.engine.writes = live.service.tokenizer.encode(text, add_special_tokens=False)
+        return live
+
+    return write
 
 
 @pytest.fixture
-def say(thinking: Live) -> Callable[[str], Live]:
-    """Make the engine write a text."""
-
-    def say(text: str) -> Live:
-        thinking.engine.writes = thinking.service.tokenizer.encode(text, add_special_tokens=False)
-        return thinking
-
-    return say
+def say(writer: Callable[[str, str], Live]) -> Callable[[str], Live]:
+    """Make the engine write a text, with a template that knows thinking."""
+    return partial(writer, TEMPLATE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from tests.support.server.live import MODEL, Live
@@ -51,6 +50,9 @@ BODIES: list[tuple[str, str, dict[str, Any]]] = [
     (COMPLETIONS, TEXT, {"prompt": [[5, 6], [7, 8]]}),
     (COMPLETIONS, TEXT, {"echo": True}),
     (COMPLETIONS, TEXT, {"echo": True, "n": 2, "logprobs": 1}),
+    (COMPLETIONS, TEXT, {"prompt": [[5, 6], [7, 8]], "echo": True, "n": 2, "logprobs": 5, **USAGE}),
+    (COMPLETIONS, TEXT, {"prompt": ["Hi", "Ho"], "n": 2, "logprobs": 5}),
+    (COMPLETIONS, TEXT, {"echo": True, **USAGE}),
     (COMPLETIONS, TEXT, {"logprobs": 0}),
     (COMPLETIONS, TEXT, {"stop": ["two"]}),
     (COMPLETIONS, TEXT, {"suffix": None, "best_of": 1}),
@@ -122,14 +124,9 @@ def test_a_stream_is_its_whole_answer(say: Any, path: str, text: str, fields: di
         if path == CHAT:
             assert ["role" in item["delta"] for item in own] == [True] + [False] * (len(own) - 1)
             assert own[-1]["delta"] == {}
+        else:
+            assert own[-1]["text"] == "" and all(item["text"] or item["logprobs"] for item in own[:-1])
         assert joined(chunks, index) == whole(choice)
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("options", [USAGE, OFF, {"stream_options": {}}])
-def test_stream_options_need_a_stream(say: Any, path: str, options: dict[str, Any]) -> None:
-    got = say(TEXT).http.post(path, json=asked(path, options))
-    assert (got.status_code, got.json()["error"]["param"]) == (400, "stream_options")
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -200,30 +197,3 @@ def test_a_response_and_its_stream(say: Any, text: str, fields: dict[str, Any], 
     ids = [item.id for item in last.response.output]
     assert [event.item.id for event in events if event.type == "response.output_item.added"] == ids
     assert {event.item_id for event in events if hasattr(event, "item_id")} == set(ids)
-
-
-def test_logprobs_add_up_to_the_text(say: Any) -> None:
-    live = say(TEXT)
-    choice = live.client.chat.completions.create(
-        model=MODEL, messages=HI, logprobs=True, top_logprobs=2, max_tokens=400
-    ).choices[0]
-    assert choice.logprobs is not None and choice.logprobs.content is not None
-    raw = b"".join(bytes(token.bytes or ()) for token in choice.logprobs.content)
-    assert raw.decode() == choice.message.content == TEXT
-    assert all(token.logprob <= 0 and len(token.top_logprobs) == 2 for token in choice.logprobs.content)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_client_sees_a_cut_answer(say: Any, stream: bool) -> None:
-    """OpenAI's client raises where a parsed answer is cut by the length, as with OpenAI."""
-    live = say('{"a": 1}')
-    with pytest.raises(openai.LengthFinishReasonError):
-        if stream:
-            with live.client.chat.completions.stream(
-                model=MODEL, messages=HI, max_tokens=2, response_format={"type": "json_object"}
-            ) as events:
-                events.get_final_completion()
-        else:
-            live.client.chat.completions.parse(
-                model=MODEL, messages=HI, max_tokens=2, response_format={"type": "json_object"}
-            )

@@ -5,7 +5,6 @@ Blocks of tool search and of tools that Anthropic runs are added, as public capt
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,44 +67,22 @@ FIRST: dict[str, Any] = {
 }
 TURNS = [
     *FIRST["messages"],
-    {
-        "role": "assistant",
-        "content": [
-            {"type": "thinking", "thinking": "I look for a tool.", "signature": "c2lnbmVk"},
-            {"type": "redacted_thinking", "data": "eA=="},
-            {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}},
-            {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []},
-            {"type": "tool_use", "id": "toolu_1", "name": "ToolSearch", "input": {"query": "list"}, **CACHED},
-        ],
-    },
-    {
-        "role": "user",
-        "content": [
-            {
-                "type": "tool_result",
-                "tool_use_id": "toolu_1",
-                "content": [{"type": "tool_reference", "tool_name": "mcp__files__list"}],
-            },
-            {"type": "text", "text": "Go on."},
-        ],
-    },
-    {
-        "role": "assistant",
-        "content": [{"type": "tool_use", "id": "call_2", "name": "Bash", "input": {"command": "ls"}}],
-    },
-    {
-        "role": "user",
-        "content": [
-            {"tool_use_id": "call_2", "type": "tool_result", "content": "a.txt", "is_error": False, **CACHED},
-        ],
-    },
+    {"role": "assistant",
+     "content": [{"type": "thinking", "thinking": "I look for a tool.", "signature": "c2lnbmVk"},
+                 {"type": "redacted_thinking", "data": "eA=="},
+                 {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}},
+                 {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []},
+                 {"type": "tool_use", "id": "toolu_1", "name": "ToolSearch", "input": {"query": "list"}, **CACHED}]},
+    {"role": "user",
+     "content": [{"type": "tool_result", "tool_use_id": "toolu_1",
+                  "content": [{"type": "tool_reference", "tool_name": "mcp__files__list"}]},
+                 {"type": "text", "text": "Go on."}]},
+    {"role": "assistant",
+     "content": [{"type": "tool_use", "id": "call_2", "name": "Bash", "input": {"command": "ls"}}]},
+    {"role": "user",
+     "content": [{"tool_use_id": "call_2", "type": "tool_result", "content": "a.txt", "is_error": False, **CACHED}]},
     {"role": "system", "content": [{"type": "text", "text": "The user opened a.txt.", **CACHED}]},
-]
-
-
-@pytest.fixture
-def live(fake: Callable[..., Any]) -> Any:
-    return fake(max_model_len=4000)
+]  # fmt: skip
 
 
 @differs(
@@ -113,12 +90,12 @@ def live(fake: Callable[..., Any]) -> Any:
     "runs its server tools",
     "they are ignored, and the log says so once",
 )
-def test_the_first_request(live: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_request(roomy: Any, caplog: pytest.LogCaptureFixture) -> None:
     openai._warned.clear()
     for _ in range(2):
-        answer = live.http.post("/v1/messages?beta=true", json=FIRST, headers=HEADERS)
+        answer = roomy.http.post("/v1/messages?beta=true", json=FIRST, headers=HEADERS)
         assert answer.status_code == 200 and "event: message_stop" in answer.text, answer.text
-    prompt = live.sent()
+    prompt = roomy.sent()
     said = ["You are an agent", "Be brief.", "Today is Monday.", "List the files.", "The tools of MCP servers"]
     places = [prompt.index(text) for text in said]
     assert places == sorted(places)
@@ -127,10 +104,10 @@ def test_the_first_request(live: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("'web_search_20250305'") == 1 and caplog.text.count("'context_management'") == 1
 
 
-def test_a_later_request(live: Any) -> None:
-    answer = live.http.post("/v1/messages?beta=true", json={**FIRST, "messages": TURNS}, headers=HEADERS)
+def test_a_later_request(roomy: Any) -> None:
+    answer = roomy.http.post("/v1/messages?beta=true", json={**FIRST, "messages": TURNS}, headers=HEADERS)
     assert answer.status_code == 200, answer.text
-    prompt = live.sent()
+    prompt = roomy.sent()
     said = [
         "List the files.",
         "ToolSearch",
@@ -142,8 +119,8 @@ def test_a_later_request(live: Any) -> None:
     ]
     places = [prompt.rindex(text) for text in said]
     assert places == sorted(places)
-    counted = live.http.post("/v1/messages/count_tokens", json={**FIRST, "messages": TURNS}, headers=HEADERS)
-    assert counted.json()["input_tokens"] == len(live.engine.submitted[-1].prompt)
+    counted = roomy.http.post("/v1/messages/count_tokens", json={**FIRST, "messages": TURNS}, headers=HEADERS)
+    assert counted.json()["input_tokens"] == len(roomy.engine.submitted[-1].prompt)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +132,8 @@ def test_a_later_request(live: Any) -> None:
         ({"messages": [{"role": "ctx", "content": "x"}]}, "messages[0].role"),
     ],
 )
-def test_what_would_change_the_answer_is_refused(live: Any, given: dict[str, Any], field: str) -> None:
-    answer = live.http.post("/v1/messages", json={**FIRST, **given}, headers=HEADERS)
+def test_what_would_change_the_answer_is_refused(roomy: Any, given: dict[str, Any], field: str) -> None:
+    answer = roomy.http.post("/v1/messages", json={**FIRST, **given}, headers=HEADERS)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
 
 

@@ -6,7 +6,6 @@ Its sources have further tools, which depend on the model and on settings: they 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,24 +76,19 @@ LATER: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def live(fake: Callable[..., Any]) -> Any:
-    return fake(max_model_len=8000)
-
-
 @differs(
     "OpenAI",
     "runs its built-in tools",
     "they are ignored, and the log says so once",
 )
-def test_the_first_request(live: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_request(roomy: Any, caplog: pytest.LogCaptureFixture) -> None:
     openai._warned.clear()
     for _ in range(2):
         given = {**FIRST, "max_output_tokens": 2}
-        answer = live.http.post("/v1/responses", json=given, headers={"originator": "codex_exec"})
+        answer = roomy.http.post("/v1/responses", json=given, headers={"originator": "codex_exec"})
         found = vendors.events_of(answer, vendors.response_event())
         assert found[-1]["type"] == "response.incomplete" and found[-1]["response"]["tools"][3] == AGENTS
-    prompt = live.sent()
+    prompt = roomy.sent()
     places = [prompt.index(text) for text in ("You are a coding agent.", "Ask before writing.", "/work</cwd>", TEXT)]
     assert places == sorted(places)
     for name in ("exec_command", "apply_patch", "multi_agent_v1__spawn_agent", "mcp__files__list", "mcp__files__edit"):
@@ -103,10 +97,10 @@ def test_the_first_request(live: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("'web_search'") == 1
 
 
-def test_a_later_request(live: Any) -> None:
+def test_a_later_request(roomy: Any) -> None:
     given = {**FIRST, "input": [*FIRST["input"], *LATER], "max_output_tokens": 1}
-    assert live.http.post("/v1/responses", json=given).status_code == 200
-    prompt = live.sent()
+    assert roomy.http.post("/v1/responses", json=given).status_code == 200
+    prompt = roomy.sent()
     calls = ['"mcp__files__list", "arguments": "{\\"cut\\": \\""', '{"input": "--- Begin Patch"}', '["ls", "-a"]']
     places = [prompt.rindex(text) for text in (TEXT, *calls, "a.txt", "patched", "listed", "Done so far.", "And now?")]
     assert places == sorted(places)
@@ -165,8 +159,8 @@ def call(live: Any, name: str, arguments: str, **more: Any) -> tuple[dict[str, A
         ),
     ],
 )  # fmt: skip
-def test_calls_are_items_of_their_tools(live: Any, name: str, arguments: str, expected: dict[str, Any]) -> None:
-    item, events = call(live, name, arguments)
+def test_calls_are_items_of_their_tools(roomy: Any, name: str, arguments: str, expected: dict[str, Any]) -> None:
+    item, events = call(roomy, name, arguments)
     assert {key: item[key] for key in expected} == expected and ("namespace" in item) == ("namespace" in expected)
     kinds = {event["type"].removeprefix("response.") for event in events}
     assert ("function_call_arguments.done" in kinds) == (item["type"] == "function_call")
@@ -189,11 +183,11 @@ def allowed(*tools: dict[str, Any], mode: str = "auto") -> dict[str, Any]:
         ("none", set()),
     ],
 )
-def test_allowed_tools(live: Any, choice: Any, offered: set[str]) -> None:
+def test_allowed_tools(roomy: Any, choice: Any, offered: set[str]) -> None:
     given = {**FIRST, "stream": False, "tool_choice": choice, "max_output_tokens": 1}
-    answer = live.http.post("/v1/responses", json=given)
+    answer = roomy.http.post("/v1/responses", json=given)
     assert answer.status_code == 200, answer.text
-    lines = [line for line in live.sent().splitlines() if line.startswith('{"name": ') and '"the name"' not in line]
+    lines = [line for line in roomy.sent().splitlines() if line.startswith('{"name": ') and '"the name"' not in line]
     assert {json.loads(line)["name"] for line in lines} == offered
 
 
@@ -220,25 +214,25 @@ def test_allowed_tools(live: Any, choice: Any, offered: set[str]) -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_would_change_the_answer_is_refused(live: Any, given: dict[str, Any], field: str) -> None:
-    answer = live.http.post("/v1/responses", json={**FIRST, **given})
+def test_what_would_change_the_answer_is_refused(roomy: Any, given: dict[str, Any], field: str) -> None:
+    answer = roomy.http.post("/v1/responses", json={**FIRST, **given})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
 
 
-def test_the_tokens_of_an_input(live: Any) -> None:
+def test_the_tokens_of_an_input(roomy: Any) -> None:
     given = {**FIRST, "stream": False, "max_output_tokens": 1}
-    counted = live.http.post("/v1/responses/input_tokens", json=given).json()
+    counted = roomy.http.post("/v1/responses/input_tokens", json=given).json()
     assert counted == {
         "object": "response.input_tokens",
-        "input_tokens": live.http.post("/v1/responses", json=given).json()["usage"]["input_tokens"],
+        "input_tokens": roomy.http.post("/v1/responses", json=given).json()["usage"]["input_tokens"],
     }
 
 
-def test_allowed_tools_of_chat(live: Any) -> None:
+def test_allowed_tools_of_chat(roomy: Any) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("one", "two")]
     given = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "max_tokens": 1}
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools[1:]}}
-    assert live.http.post("/v1/chat/completions", json={**given, "tool_choice": choice}).status_code == 200
-    assert '"two"' in live.sent() and '"one"' not in live.sent()
-    wrong = live.http.post("/v1/chat/completions", json={**given, "tool_choice": {"type": "allowed_tools"}})
+    assert roomy.http.post("/v1/chat/completions", json={**given, "tool_choice": choice}).status_code == 200
+    assert '"two"' in roomy.sent() and '"one"' not in roomy.sent()
+    wrong = roomy.http.post("/v1/chat/completions", json={**given, "tool_choice": {"type": "allowed_tools"}})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tool_choice")

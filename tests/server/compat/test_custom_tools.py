@@ -26,11 +26,6 @@ FIELD = {"custom": "input", "function": "arguments"}
 Say = Callable[[str], Live]
 
 
-@pytest.fixture
-def live(fake: Callable[..., Live]) -> Live:
-    return fake(max_model_len=4000)
-
-
 def text_of(*calls: tuple[str, str]) -> str:
     return "".join(f'<tool_call>{{"name": "{name}", "arguments": {given}}}</tool_call>' for name, given in calls)
 
@@ -88,21 +83,21 @@ def test_a_cut_call_has_what_there_is(say: Say, stream: bool) -> None:
     "enforces the grammar of a custom tool",
     "it is described to the model, not enforced",
 )
-def test_the_model_is_told_of_a_function(live: Live) -> None:
-    live.client.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS, max_tokens=1)
-    prompt = live.sent()
+def test_the_model_is_told_of_a_function(roomy: Live) -> None:
+    roomy.client.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS, max_tokens=1)
+    prompt = roomy.sent()
     assert "Edits files." in prompt and "lark grammar" in prompt and '"name": "note"' in prompt
 
 
-def test_calls_in_the_history_and_their_results(live: Live) -> None:
+def test_calls_in_the_history_and_their_results(roomy: Live) -> None:
     call = {"id": "call_1", "type": "custom", "custom": {"name": "patch", "input": 'edit "x"'}}
     messages: list[Any] = [
         {"role": "user", "content": "Go."},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "patched"},
     ]
-    live.client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, max_tokens=1)
-    prompt = live.sent()
+    roomy.client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, max_tokens=1)
+    prompt = roomy.sent()
     assert prompt.index('{"input": "edit \\"x\\""}') < prompt.index("patched")
 
 
@@ -114,10 +109,10 @@ def test_calls_in_the_history_and_their_results(live: Live) -> None:
         ("none", set()),
     ],
 )
-def test_choices(live: Live, choice: Any, offered: set[str]) -> None:
+def test_choices(roomy: Live, choice: Any, offered: set[str]) -> None:
     given = {"messages": HI, "tools": TOOLS, "tool_choice": choice, "max_tokens": 1}
-    assert live.http.post("/v1/chat/completions", json=given).status_code == 200
-    assert {name for name in ("patch", "add", "note") if f'"name": "{name}"' in live.sent()} == offered
+    assert roomy.http.post("/v1/chat/completions", json=given).status_code == 200
+    assert {name for name in ("patch", "add", "note") if f'"name": "{name}"' in roomy.sent()} == offered
 
 
 def test_a_demanded_call_has_its_input(say: Say) -> None:

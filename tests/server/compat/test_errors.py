@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,108 +20,87 @@ HI: list[Any] = [{"role": "user", "content": "Hi"}]
 Fake = Callable[..., Live]
 
 
-def wrong_key(fake: Fake, tmp_path: Path) -> Live:
-    return fake(config={"api_key": ("right",)})
-
-
-def wrong_model(fake: Fake, tmp_path: Path) -> Live:
-    return fake(config={"served_model_name": ("other",)})
-
-
-def large_body(fake: Fake, tmp_path: Path) -> Live:
-    return fake(config={"max_body_size": 20})
-
-
-def compressed(fake: Fake, tmp_path: Path) -> Live:
-    live = fake()
+def compressed(live: Live) -> None:
     live.client = live.client.with_options(default_headers={"Content-Encoding": "gzip"})
     live.anthropic = live.anthropic.with_options(default_headers={"Content-Encoding": "gzip"})
-    return live
 
 
-def much_used(fake: Fake, tmp_path: Path) -> Live:
-    (tmp_path / "limits.yaml").write_text("default: {tokens_per_second: 0.001}")
-    live = fake(config={"limits": str(tmp_path / "limits.yaml")})
+def much_used(live: Live) -> None:
     assert live.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 20}).status_code == 200
-    return live
 
 
-def draining(fake: Fake, tmp_path: Path) -> Live:
-    live = fake()
+def draining(live: Live) -> None:
     live.service.draining = True
-    return live
 
 
-def full_queue(fake: Fake, tmp_path: Path) -> Live:
-    live = fake(bound=0)
-    live.engine.check_outputs = lambda prompts, n: None
-    return live
+def full_queue(live: Live) -> None:
+    live.engine.bound, live.engine.check_outputs = 0, lambda prompts, n: None
 
 
-def broken(fake: Fake, tmp_path: Path) -> Live:
-    live = fake()
+def broken(live: Live) -> None:
     live.engine.fail_after = 0
-    return live
 
 
-def bad_value(fake: Fake, tmp_path: Path) -> Live:
-    live = fake()
+def bad_value(live: Live) -> None:
     live.engine.reject = "no pool is large enough"
-    return live
 
 
-@pytest.mark.parametrize("stream", [False, True])
+def nothing(live: Live) -> None:
+    """Change nothing: the settings refuse."""
+
+
 @pytest.mark.parametrize(
-    ("server", "statuses", "of_openai", "of_anthropic", "kinds", "later"),
+    ("change", "config", "statuses", "of_openai", "of_anthropic", "kinds", "later"),
     [
-        (bad_value, 400, openai.BadRequestError, anthropic.BadRequestError, "invalid_request_error", False),
-        (wrong_key, 401, openai.AuthenticationError, anthropic.AuthenticationError, "authentication_error", False),
-        (wrong_model, 404, openai.NotFoundError, anthropic.NotFoundError, "not_found_error", False),
-        (large_body, 413, openai.APIStatusError, anthropic.RequestTooLargeError,
+        (bad_value, {}, 400, openai.BadRequestError, anthropic.BadRequestError, "invalid_request_error", False),
+        (nothing, {"api_key": ("right",)}, 401, openai.AuthenticationError, anthropic.AuthenticationError,
+         "authentication_error", False),
+        (nothing, {"served_model_name": ("other",)}, 404, openai.NotFoundError, anthropic.NotFoundError,
+         "not_found_error", False),
+        (nothing, {"max_body_size": 20}, 413, openai.APIStatusError, anthropic.RequestTooLargeError,
          "invalid_request_error request_too_large", False),
-        (compressed, 415, openai.APIStatusError, anthropic.APIStatusError, "invalid_request_error", False),
-        (much_used, 429, openai.RateLimitError, anthropic.RateLimitError, "rate_limit_error", True),
-        (broken, 500, openai.InternalServerError, anthropic.InternalServerError,
+        (compressed, {}, 415, openai.APIStatusError, anthropic.APIStatusError, "invalid_request_error", False),
+        (much_used, {"limits": "default: {tokens_per_second: 0.001}"}, 429, openai.RateLimitError,
+         anthropic.RateLimitError, "rate_limit_error", True),
+        (broken, {}, 500, openai.InternalServerError, anthropic.InternalServerError,
          "internal_server_error api_error", False),
-        (draining, 503, openai.InternalServerError, anthropic.ServiceUnavailableError,
+        (draining, {}, 503, openai.InternalServerError, anthropic.ServiceUnavailableError,
          "service_unavailable_error overloaded_error", True),
-        (full_queue, (503, 529), openai.InternalServerError, anthropic.OverloadedError,
+        (full_queue, {}, (503, 529), openai.InternalServerError, anthropic.OverloadedError,
          "service_unavailable_error overloaded_error", True),
     ],
 )  # fmt: skip
 def test_classes_of_errors(
-    fake: Fake,
-    tmp_path: Path,
-    stream: bool,
-    server: Callable[[Fake, Path], Live],
-    statuses: int | tuple[int, int],
-    of_openai: type[openai.APIStatusError],
-    of_anthropic: type[anthropic.APIStatusError],
-    kinds: str,
-    later: bool,
-) -> None:
+    fake: Fake, tmp_path: Path, change: Callable[[Live], None], config: dict[str, Any], statuses: int | tuple[int, int],
+    of_openai: type[openai.APIStatusError], of_anthropic: type[anthropic.APIStatusError], kinds: str, later: bool,
+) -> None:  # fmt: skip
     """Clients retry by status and `Retry-After`, and show the request's id. statuses: OpenAI's, Anthropic's."""
-    live = server(fake, tmp_path)
+    if "limits" in config:
+        (tmp_path / "limits.yaml").write_text(config["limits"])
+        config = {"limits": str(tmp_path / "limits.yaml")}
+    live = fake(config=config)
+    change(live)
     own, *others = kinds.split()
     status, anthropic_status = (statuses, statuses) if isinstance(statuses, int) else statuses
-    asks: list[Callable[[], Any]] = [
-        lambda: live.client.chat.completions.create(model=MODEL, messages=HI, stream=stream),
-        lambda: live.client.completions.create(model=MODEL, prompt="Hi", stream=stream),
-        lambda: live.client.responses.create(model=MODEL, input="Hi", stream=stream),
-    ]
-    for ask in asks:
-        with pytest.raises(of_openai) as told:
-            ask()
-        assert (told.value.status_code, told.value.type) == (status, own)
-        assert told.value.request_id and (told.value.response.headers.get("retry-after") is not None) is later
-    with pytest.raises(of_anthropic) as caught:
-        live.anthropic.messages.create(model=MODEL, messages=HI, max_tokens=5, stream=stream)
-    body: Any = caught.value.body
-    assert (caught.value.status_code, body["error"]["type"]) == (anthropic_status, others[0] if others else own)
-    assert body["request_id"] == caught.value.request_id
-    headers = caught.value.response.headers
-    assert (headers.get("retry-after") is not None) is later
-    assert (headers.get("x-should-retry") == "false") is (anthropic_status < 500 and not later)
+    for stream in (False, True):
+        asks: list[Callable[[], Any]] = [
+            partial(live.client.chat.completions.create, model=MODEL, messages=HI, stream=stream),
+            partial(live.client.completions.create, model=MODEL, prompt="Hi", stream=stream),
+            partial(live.client.responses.create, model=MODEL, input="Hi", stream=stream),
+        ]
+        for ask in asks:
+            with pytest.raises(of_openai) as told:
+                ask()
+            assert (told.value.status_code, told.value.type) == (status, own)
+            assert told.value.request_id and (told.value.response.headers.get("retry-after") is not None) is later
+        with pytest.raises(of_anthropic) as caught:
+            live.anthropic.messages.create(model=MODEL, messages=HI, max_tokens=5, stream=stream)
+        body: Any = caught.value.body
+        assert (caught.value.status_code, body["error"]["type"]) == (anthropic_status, others[0] if others else own)
+        assert body["request_id"] == caught.value.request_id
+        headers = caught.value.response.headers
+        assert (headers.get("retry-after") is not None) is later
+        assert (headers.get("x-should-retry") == "false") is (anthropic_status < 500 and not later)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,17 +6,13 @@ The templates are in our words, with the markers, the variables and the order of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 
-from jaxserve.config import ServeConfig
-from jaxserve.server.service import Service
-from tests.support.server.double import Double
 from tests.support.server.live import Live
-from tests.support.server.templates import tokenizer_of
 
+Writer = Callable[[str, str], Live]
 NUMBERED = (
     "{% for d in documents or () %}<|start_of_role|>document {{ d['doc_id'] }}<|end_of_role|>"
     "{{ d['text'] }}{% endfor %}"
@@ -134,33 +130,14 @@ TURNS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def live_of() -> Any:
-    """Return what makes a server with the template of a family."""
-    lives: dict[str, Live] = {}
-
-    def make(name: str) -> Live:
-        if name not in lives:
-            engine = Double(max_model_len=2000)
-            engine.unlucky, engine.info = None, replace(engine.info, eos=frozenset({0}))
-            config = ServeConfig.load(disable_log_stats=True)
-            lives[name] = Live(Service(engine, tokenizer_of(TEMPLATES[name]), config))
-        return lives[name]
-
-    yield make
-    for live in lives.values():
-        live.stop()
-
-
 def ask(live: Live, fields: dict[str, Any]) -> Any:
     messages = [*fields.get("messages", ()), {"role": "user", "content": "Is it?"}]
     return live.http.post("/v1/chat/completions", json={"max_tokens": 400, **fields, "messages": messages})
 
 
 @pytest.mark.parametrize("turn", TURNS)
-def test_a_request_reaches_the_template_and_its_output_is_read(live_of: Callable[[str], Live], turn: Turn) -> None:
-    live = live_of(turn.family)
-    live.engine.writes = live.service.tokenizer.encode(turn.writes, add_special_tokens=False)
+def test_a_request_reaches_the_template_and_its_output_is_read(writer: Writer, turn: Turn) -> None:
+    live = writer(TEMPLATES[turn.family], turn.writes)
     answer = ask(live, turn.fields)
     assert answer.status_code == 200, answer.text
     for words in turn.told:
@@ -187,9 +164,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("family", "fields", "name"), REFUSED)
 def test_what_a_template_would_leave_out_is_refused_by_name(
-    live_of: Callable[[str], Live], family: str, fields: dict[str, Any], name: str
+    writer: Writer, family: str, fields: dict[str, Any], name: str
 ) -> None:
-    answer = ask(live_of(family), fields)
+    answer = ask(writer(TEMPLATES[family], "Yes."), fields)
     assert answer.status_code == 400 and name in answer.json()["error"]["message"], answer.text
 
 
@@ -197,9 +174,8 @@ def test_what_a_template_would_leave_out_is_refused_by_name(
     ("3.3", {"citations": True}, True), ("3.3", {"length": "short"}, False), ("3.1", {"citations": True}, False)
 ])  # fmt: skip
 def test_citations_in_special_tokens_stay_in_the_text(
-    live_of: Callable[[str], Live], family: str, controls: dict[str, Any], kept: bool
+    writer: Writer, family: str, controls: dict[str, Any], kept: bool
 ) -> None:
-    live = live_of(family)
-    live.engine.writes = live.service.tokenizer.encode("Yes.", add_special_tokens=False)
+    live = writer(TEMPLATES[family], "Yes.")
     assert ask(live, {"documents": PAPERS, **kwargs(controls=controls)}).status_code == 200
     assert live.engine.submitted[-1].params.skip_special_tokens is not kept

@@ -45,9 +45,7 @@ def test_the_guide_lists_each_difference() -> None:
 def suite_of(item: pytest.Item) -> str | None:
     """Return the peer that a case is from."""
     case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
-    if item.path.name != "test_peers.py":
-        return PEERS.get(item.path.name)
-    return f"{case.suite.split()[0] if case else 'SGLang'}, requests"
+    return f"{case.suite.split()[0]}, requests" if item.path.name == "test_peers.py" else PEERS.get(item.path.name)
 
 
 def test_the_guide_counts_the_cases(request: pytest.FixtureRequest) -> None:

@@ -11,14 +11,8 @@ import pytest
 from jaxserve.server.responses import items
 from jaxserve.server.texts import SHORT, TextThreads, size_of
 
-Fake = Callable[..., Any]
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 FORCED = {"type": "function", "function": {"name": "f"}}
-
-
-@pytest.fixture
-def live(fake: Fake) -> Any:
-    return fake(max_model_len=4096)
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -41,16 +35,16 @@ def nested(depth: int) -> dict[str, Any]:
                                        "tool_choice": {"type": "any"}}),
     ],
 )  # fmt: skip
-def test_a_forced_call_of_a_deep_schema_is_refused(live: Any, path: str, made: Any, depth: int) -> None:
+def test_a_forced_call_of_a_deep_schema_is_refused(roomy: Any, path: str, made: Any, depth: int) -> None:
     body = made({"type": "function", "function": {"name": "f", "parameters": nested(depth)}})
-    answer = live.http.post(path, json=body)
+    answer = roomy.http.post(path, json=body)
     assert answer.status_code == 400 and "levels" in answer.json()["error"]["message"], answer.text[:300]
 
 
 @pytest.mark.parametrize("depth", [330, 450])
-def test_a_deep_schema_that_is_not_enforced_is_no_failure(live: Any, depth: int) -> None:
+def test_a_deep_schema_that_is_not_enforced_is_no_failure(roomy: Any, depth: int) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": nested(depth)}}
-    assert live.http.post("/v1/chat/completions", json={**CHAT, "tools": [tool]}).status_code in (200, 400)
+    assert roomy.http.post("/v1/chat/completions", json={**CHAT, "tools": [tool]}).status_code in (200, 400)
 
 
 @pytest.mark.parametrize("name", ["a\r\nb", "a\nb", "a\x1b[31mb", "a\x00b", "a\x7fb", "a\u2028b", "a\u202eb"])
@@ -58,26 +52,26 @@ def test_a_deep_schema_that_is_not_enforced_is_no_failure(live: Any, depth: int)
     ("path", "body"),
     [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "x"}), ("/v1/embeddings", {"input": "x"})],
 )
-def test_names_that_would_break_a_log_are_refused(live: Any, path: str, body: dict[str, Any], name: str) -> None:
-    answer = live.http.post(path, json={**body, "request_id": name})
+def test_names_that_would_break_a_log_are_refused(roomy: Any, path: str, body: dict[str, Any], name: str) -> None:
+    answer = roomy.http.post(path, json={**body, "request_id": name})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "request_id"
     assert repr(name)[1:-1] in answer.json()["error"]["message"]
 
 
-def test_printable_names_are_kept(live: Any) -> None:
-    answer = live.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "request_id": "nächste 1/2"})
+def test_printable_names_are_kept(roomy: Any) -> None:
+    answer = roomy.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "request_id": "nächste 1/2"})
     assert answer.json()["id"] == "cmpl-nächste 1/2"
 
 
-def test_ids_to_detokenize_are_bounded_before_each_is_checked(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_to_detokenize_are_bounded_before_each_is_checked(roomy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[int] = []
     monkeypatch.setattr("jaxserve.server.app.check_token", lambda token, *_: checked.append(token))
-    answer = live.http.post("/detokenize", json={"tokens": [5] * 4097})
-    assert answer.status_code == 400 and "4097" in answer.json()["error"]["message"] and not checked
-    assert live.http.post("/detokenize", json={"tokens": [5] * 4096}).status_code == 200 and len(checked) == 4096
+    answer = roomy.http.post("/detokenize", json={"tokens": [5] * 8001})
+    assert answer.status_code == 400 and "8001" in answer.json()["error"]["message"] and not checked
+    assert roomy.http.post("/detokenize", json={"tokens": [5] * 8000}).status_code == 200 and len(checked) == 8000
 
 
-def test_tools_count_as_text(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_count_as_text(roomy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, inner = list[int](), TextThreads.run
 
     async def recorded(threads: TextThreads, work: Callable[[], Any], size: int) -> Any:
@@ -90,7 +84,7 @@ def test_tools_count_as_text(live: Any, monkeypatch: pytest.MonkeyPatch) -> None
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": long})}}
     messages = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]  # type: ignore[misc]
     for body in ({**CHAT, "tools": [tool]}, {"messages": messages}, {**CHAT, "chat_template_kwargs": {"a": [long]}}):
-        live.http.post("/v1/chat/completions", json=body)
+        roomy.http.post("/v1/chat/completions", json=body)
         assert sizes[0] > SHORT
         sizes.clear()
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 
-from jaxserve.config import ServeConfig
-from jaxserve.server.service import Service
 from jaxserve.tools.families import Parsers
-from tests.support.server.double import Double
 from tests.support.server.live import Live
 from tests.support.server.templates import tokenizer_of
 
@@ -109,29 +105,12 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def live_of() -> Any:
-    """Return what makes a server with the template of a family."""
-    lives: list[Live] = []
-
-    def make(name: str) -> Live:
-        engine = Double(max_model_len=2000)
-        engine.unlucky, engine.info = None, replace(engine.info, eos=frozenset({0}))
-        service = Service(engine, tokenizer_of(FAMILIES[name].template), ServeConfig.load(disable_log_stats=True))
-        lives.append(Live(service))
-        return lives[-1]
-
-    yield make
-    for live in lives:
-        live.stop()
-
-
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_tool_loop_in_the_own_form_of_a_family(live_of: Callable[[str], Live], name: str) -> None:
-    family, live = FAMILIES[name], live_of(name)
+def test_a_tool_loop_in_the_own_form_of_a_family(writer: Callable[[str, str], Live], name: str) -> None:
+    family = FAMILIES[name]
     assert Parsers.of("auto", "auto", family.template).tools == family.parser
     messages: list[Any] = [{"role": "user", "content": "What is it?"}]
-    live.engine.writes = live.service.tokenizer.encode(family.writes, add_special_tokens=False)
+    live = writer(family.template, family.writes)
     body = {"messages": messages, "tools": TOOLS, "max_tokens": 400}
     choice = live.http.post("/v1/chat/completions", json=body).json()["choices"][0]
     assert family.told in live.sent(), "the model is told of its tools"
@@ -139,12 +118,11 @@ def test_a_tool_loop_in_the_own_form_of_a_family(live_of: Callable[[str], Live],
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": "x"}
     messages += [choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "42"}]
-    live.engine.writes = live.service.tokenizer.encode("It is 42.", add_special_tokens=False)
+    writer(family.template, "It is 42.")
     answer = live.http.post("/v1/chat/completions", json=body).json()["choices"][0]
     assert answer["message"]["content"] == "It is 42." and answer["finish_reason"] == "stop"
     assert family.history in live.sent() and family.told in live.sent()
-    forced = '[{"name":"add","arguments":{"a":"x"}}]'
-    live.engine.writes = live.service.tokenizer.encode(forced, add_special_tokens=False)
+    writer(family.template, '[{"name":"add","arguments":{"a":"x"}}]')
     ask = {**body, "messages": messages[:1], "tool_choice": "required"}
     message = live.http.post("/v1/chat/completions", json=ask).json()["choices"][0]["message"]
     assert message["tool_calls"][0]["function"]["name"] == "add"

@@ -1,13 +1,12 @@
-"""Requests of the suites of vLLM, SGLang and llama.cpp, in our words, with the file that each is from."""
+"""Requests of the suites of vLLM and llama.cpp, in our words, with the file that each is from."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 
-from tests.support.server.live import MODEL, Live
+from tests.support.server.live import Live
 from tests.support.server.peers import Case, Differs, missing
 
 CHAT, TEXT, MESSAGES, COUNT = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens"
@@ -151,64 +150,3 @@ def test_a_request_of_a_peer(plain: Live, case: Case) -> None:
         assert "data: [DONE]" in answer.text and "prompt_logprobs" in answer.text
         return
     assert missing(answer.json(), case.has) == [], answer.text
-
-
-# SGLang's test_openai_server.py asks for each of these together.
-MATRIX = list(itertools.product([False, True], [None, 5], [False, True], [1, 2], [False, True]))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("echo", "logprobs", "many", "n", "ids"), MATRIX)
-def test_texts_of_sglang(
-    plain: Live, echo: bool, logprobs: int | None, many: bool, n: int, ids: bool, stream: bool
-) -> None:
-    prompt = "The capital of France is"
-    tokens = plain.service.tokenizer.encode(prompt)
-    one: Any = tokens if ids else prompt
-    given: dict[str, Any] = {"model": MODEL, "prompt": [one, one] if many else one, "max_tokens": 6, "echo": echo}
-    given |= {"n": n, "logprobs": logprobs, "temperature": 0}
-    count = (1 + many) * n
-    if not stream:
-        answer = plain.client.completions.create(**given)
-        texts = [choice.text for choice in answer.choices]
-        scores = [choice.logprobs for choice in answer.choices]
-        usage = answer.usage
-    else:
-        texts, scores, usage = [""] * count, [None] * count, None
-        for chunk in plain.client.completions.create(**given, stream=True, stream_options={"include_usage": True}):
-            usage = chunk.usage or usage
-            for choice in chunk.choices:
-                texts[choice.index] += choice.text
-                scores[choice.index] = scores[choice.index] or choice.logprobs
-    assert len(texts) == count and all(text.startswith(prompt) is echo for text in texts)
-    assert usage is not None
-    assert (usage.prompt_tokens, usage.completion_tokens) == (len(tokens) * (1 + many), 6 * count)
-    for score in scores:
-        assert (score is not None) is (logprobs is not None)
-        if score is not None:
-            assert score.tokens and score.token_logprobs and score.top_logprobs
-            assert (score.token_logprobs[0] is None) is echo, "the first token of a prompt has no probability"
-            assert all(isinstance(top, dict) and top for top in score.top_logprobs[echo:])
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("logprobs", "n"), list(itertools.product([None, 2], [1, 2])))
-def test_chats_of_sglang(plain: Live, logprobs: int | None, n: int, stream: bool) -> None:
-    given: dict[str, Any] = {"model": MODEL, "messages": [SYSTEM, USER], "max_tokens": 6, "n": n, "temperature": 0}
-    given |= {"logprobs": logprobs is not None, "top_logprobs": logprobs}
-    tops: list[int]
-    if not stream:
-        answer = plain.client.chat.completions.create(**given)
-        assert [choice.message.role for choice in answer.choices] == ["assistant"] * n
-        tops = [len(token.top_logprobs) for choice in answer.choices if choice.logprobs
-                for token in choice.logprobs.content or ()]  # fmt: skip
-    else:
-        ends, roles = [0] * n, [0] * n
-        tops = []
-        for chunk in plain.client.chat.completions.create(**given, stream=True):
-            for choice in chunk.choices:
-                roles[choice.index] += choice.delta.role == "assistant"
-                ends[choice.index] += choice.finish_reason is not None
-                tops += [len(token.top_logprobs) for token in (choice.logprobs and choice.logprobs.content) or ()]
-        assert ends == roles == [1] * n
-    assert tops == [2] * (6 * n if logprobs else 0)

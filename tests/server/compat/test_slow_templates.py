@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
-from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.tools import budget
 from jaxserve.tools.budget import Budget, OverBudget, metered, within
-from tests.support.server.double import Double
-from tests.support.server.live import Live
 from tests.support.server.templates import ALTERNATES, COUNTS, FIRST, HEADERS, SHORT_IDS, tokenizer_of
 
 HI: list[Any] = [{"role": "user", "content": "x" * 1000}]
@@ -75,22 +71,16 @@ def test_the_count_changes_no_prompt(template: str) -> None:
     assert tokenizer_of(template).chat(talk) == plain
 
 
-def test_a_server_goes_on(small: None) -> None:
+def test_a_server_goes_on(small: None, fake: Any) -> None:
     """Templates without end hold no text thread: as many requests as there are threads, and one more."""
-    engine = Double()
-    live = Live(Service(engine, tokenizer_of(LOOP), ServeConfig.load(disable_log_stats=True)))
-    try:
-        for path, body in (
-            ("/v1/chat/completions", {"messages": HI}),
-            ("/v1/responses", {"input": "x"}),
-            ("/v1/messages", {"messages": HI, "max_tokens": 1}),
-            ("/tokenize", {"messages": HI}),
-        ) * 3:
-            answer = live.http.post(path, json=body)
-            assert answer.status_code == 400 and "steps" in answer.text, answer.text
-        assert live.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
-    finally:
-        live.stop()
+    live = fake(own=tokenizer_of(LOOP))
+    for path, body in (
+        ("/v1/chat/completions", {"messages": HI}), ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 1}), ("/tokenize", {"messages": HI}),
+    ) * 3:  # fmt: skip
+        answer = live.http.post(path, json=body)
+        assert answer.status_code == 400 and "steps" in answer.text, answer.text
+    assert live.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
 def test_what_is_not_rendered_within_a_budget_is_not_counted() -> None:

@@ -157,14 +157,6 @@ def test_the_end_has_a_chunk_of_its_own(say: Any, text: str, fields: dict[str, A
         assert len(scored) == len(live.engine.writes)
 
 
-def test_the_end_of_a_text_completion(say: Any) -> None:
-    live = say("Some text.")
-    result = [item["choices"][0] for item in chunks(live, "/v1/completions", prompt="Hi", max_tokens=500)]
-    assert (result[-1]["text"], result[-1]["finish_reason"]) == ("", "stop")
-    assert all(choice["finish_reason"] is None and choice["text"] for choice in result[:-1])
-    assert "".join(choice["text"] for choice in result) == "Some text."
-
-
 # F17: a forced call that is cut before its name is no content.
 @pytest.mark.parametrize("text", ["[", '[{"name":"', '[{"name": "ad', '[{"name":"add"', '[{"name":"add","arguments":'])
 def test_a_cut_call_is_no_content(say: Any, text: str) -> None:

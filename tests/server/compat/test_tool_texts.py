@@ -31,7 +31,8 @@ TOOLS = tools_of(
         tool("ping"),
         tool("note", text={"type": "string"}, path={"type": "string"}),
         tool("any", s={"type": "string"}, i={"type": "integer"}, f={"type": "number"}, y={"type": "boolean"},
-             n={"type": ["integer", "null"]}, l={"type": "array"}, o={"type": "object"}),
+             n={"type": ["integer", "null"]}, z={"type": ["string", "null"]}, l={"type": "array"},
+             o={"type": "object"}),
         tool("maybe", s=NULLABLE, i={"anyOf": [{"type": "integer"}, {"type": "null"}]},
              one={"oneOf": [{"type": "integer"}, {"type": "string"}]}, all={"allOf": [{"type": "string"}]},
              e={"enum": ["1", "2"]}, c={"const": "3"}),
@@ -141,7 +142,7 @@ CALLS: dict[str, list[Call]] = {
     "types": [("any", {"s": "a b", "i": -3, "f": 0.5, "y": True, "n": None, "l": [1, "2"], "o": {"k": {"m": [None]}}})],
     "empty values": [("any", {"l": [], "o": {}})],
     "escapes": [("note", {"text": 'He said "hi" \\ it\'s\ta tab', "path": "C:\\new\\table"})],
-    "brackets": [("note", {"text": "} ] ) { [ ( </ > }}"})],
+    "brackets": [("note", {"text": "} ] ) ; { [ ( </ > }}"})],
     "unicode": [("note", {"text": "naïve 東京 🎉"})],
     "JSON as text": [("note", {"text": '{"name": "add", "arguments": {}}'})],
     "lines": [("note", {"text": "first\n\n  second\nthird"})],
@@ -195,44 +196,25 @@ def test_text_without_a_call_is_content(family: str, text: str) -> None:
 OTHERS: list[tuple[str, str, str, list[Call]]] = [
     ("mistral", '[TOOL_CALLS] [{"arguments": {"a": 1}, "name": "add"}]', "", [("add", {"a": 1})]),
     ("mistral", '[TOOL_CALLS] [{"arguments": {"name": "Jo"}, "name": "add"}]', "", [("add", {"name": "Jo"})]),
-    # an enum of a schema that is not valid
-    (
-        "qwen3_coder",
-        "<tool_call><function=odd><parameter=a>1</parameter></function></tool_call>",
-        "",
-        [("odd", {"a": 1})],
-    ),
+    ("qwen3_coder", "<tool_call><function=odd><parameter=a>1</parameter></function></tool_call>", "",
+     [("odd", {"a": 1})]),
     ("mistral", "[TOOL_CALLS]ping[CALL_ID]abcdefghi[ARGS]{}", "", [("ping", {})]),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', "", [("add", {"a": 1})]),
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("add", {"a": 1})]),
     ("hermes", '<tool_call>\n\n{"name": "ping", "arguments": {}}\n\n', "", [("ping", {})]),
     ("qwen3_coder", "<tool_call><function=ping></function></tool_call>", "", [("ping", {})]),
-    (
-        "qwen3_coder",
-        "<tool_call><function=maybe><parameter=s>42</parameter><parameter=i>42</parameter></function></tool_call>",
-        "",
-        [("maybe", {"s": "42", "i": 42})],
-    ),
-    (
-        "minimax_m2",
-        '<minimax:tool_call><invoke name="maybe"><parameter name="s">null</parameter>'
-        '<parameter name="i">null</parameter></invoke></minimax:tool_call>',
-        "",
-        [("maybe", {"s": None, "i": None})],
-    ),
-    (
-        "qwen3_coder",
-        "<tool_call><function=maybe><parameter=all>7</parameter><parameter=e>1</parameter><parameter=c>3</parameter>"
-        "<parameter=one>5</parameter></function></tool_call>",
-        "",
-        [("maybe", {"all": "7", "e": "1", "c": "3", "one": 5})],
-    ),
-    (
-        "qwen3_coder",
-        "<tool_call><function=note><parameter=text>def f():\n    </function>\n</parameter></function></tool_call>",
-        "",
-        [("note", {"text": "def f():\n    </function>"})],
-    ),
+    ("qwen3_coder",
+     "<tool_call><function=maybe><parameter=s>42</parameter><parameter=i>42</parameter></function></tool_call>", "",
+     [("maybe", {"s": "42", "i": 42})]),
+    ("minimax_m2", '<minimax:tool_call><invoke name="maybe"><parameter name="s">null</parameter>'
+     '<parameter name="i">null</parameter></invoke></minimax:tool_call>', "", [("maybe", {"s": None, "i": None})]),
+    ("qwen3_coder",
+     "<tool_call><function=maybe><parameter=all>7</parameter><parameter=e>1</parameter><parameter=c>3</parameter>"
+     "<parameter=one>5</parameter></function></tool_call>", "",
+     [("maybe", {"all": "7", "e": "1", "c": "3", "one": 5})]),
+    ("qwen3_coder",
+     "<tool_call><function=note><parameter=text>def f():\n    </function>\n</parameter></function></tool_call>", "",
+     [("note", {"text": "def f():\n    </function>"})]),
     ("llama3_json", '{"name": "add", "parameters": {"a": 1}}\n', "", [("add", {"a": 1})]),
     ("llama3_json", '{"name": "add", "arguments": {"a": 1}}', "", [("add", {"a": 1})]),
     ("llama3_json", '{"type": "function", "name": "ping", "parameters": {}}', "", [("ping", {})]),
@@ -244,31 +226,29 @@ OTHERS: list[tuple[str, str, str, list[Call]]] = [
     ("phi4_mini", '<|tool_call|>{"name": "add", "arguments": {"a": 1}}<|/tool_call|>', "", [("add", {"a": 1})]),
     ("phi4_mini_json", "use functools.cache", "use functools.cache", []),
     ("phi4_mini_json", 'functools[{"arguments": {"a": 1}, "name": "add"}]', "", [("add", {"a": 1})]),
-    (
-        "olmo3",
-        "<function_calls>add(a=1)\nx = 3</function_calls>",
-        "<function_calls>add(a=1)\nx = 3</function_calls>",
-        [],
-    ),
-    (
-        "olmo3",
-        "<function_calls>any(y=true, n=null, f=True)</function_calls> ok",
-        "ok",
-        [("any", {"y": True, "n": None, "f": True})],
-    ),
+    ("olmo3", "<function_calls>add(a=1)\nx = 3</function_calls>", "<function_calls>add(a=1)\nx = 3</function_calls>",
+     []),
+    ("olmo3", "<function_calls>any(y=true, n=null, f=True)</function_calls> ok", "ok",
+     [("any", {"y": True, "n": None, "f": True})]),
     ("glm4", 'other\n{"a": 1}', 'other\n{"a": 1}', []),
     ("glm4", "\nping\nis a tool", "\nping\nis a tool", []),
     ("glm45", "<tool_call>ping</tool_call>", "", [("ping", {})]),
-    (
-        "glm45",
-        "<tool_call>maybe<arg_key>s</arg_key><arg_value>5</arg_value><arg_key>i</arg_key>\n<arg_value>5</arg_value>"
-        "</tool_call>",
-        "",
-        [("maybe", {"s": "5", "i": 5})],
-    ),
+    ("glm45",
+     "<tool_call>maybe<arg_key>s</arg_key><arg_value>5</arg_value><arg_key>i</arg_key>\n<arg_value>5</arg_value>"
+     "</tool_call>", "", [("maybe", {"s": "5", "i": 5})]),
     ("glm45", "<tool_call>add<arg_key>a</arg_key></tool_call>", "<tool_call>add<arg_key>a</arg_key></tool_call>", []),
     ("pythonic", "[note(text='x 'y' 'z)]", "[note(text='x 'y' 'z)]", []),
-]
+    # an end within a text, texts around, a call that is not ended, ids of calls, numbers that are texts
+    ("hermes", '<tool_call>\n{"name": "note", "arguments": {"text": "</tool_call> \\" }"}}\n</tool_call> done', "done",
+     [("note", {"text": '</tool_call> " }'})]),
+    ("mistral", 'Now [TOOL_CALLS] [{"name": "ping", "arguments": {}, "id": "abcdefghi"}]', "Now", [("ping", {})]),
+    ("qwen3_coder", "<tool_call><function=any><parameter=z>75001</parameter></function></tool_call>", "",
+     [("any", {"z": "75001"})]),
+    ("gpt_oss", "<|start|>assistant to=functions.ping<|channel|>commentary json<|message|>{}", "", [("ping", {})]),
+    ("gpt_oss", "<|channel|>analysis<|message|>Where?<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+     "<|end|><|start|>assistant<|channel|>commentary to=functions.ping <|constrain|>json<|message|>{}<|call|>",
+     "I look.", [("ping", {})]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "text", "content", "calls"), OTHERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -10,6 +11,7 @@ import openai
 import pytest
 
 from tests.support.server.live import MODEL
+from tests.support.timing import PATIENCE
 
 HI = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -21,11 +23,21 @@ BODIES: dict[str, dict[str, Any]] = {
 PATHS = list(BODIES)
 
 
+@pytest.fixture(scope="module")
+def server(fakes: Any) -> Any:
+    return fakes()
+
+
 @pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send headers at once, and signs of life often."""
+def live(server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A server that sends headers at once, signs of life often, and tokens when a test says so."""
     monkeypatch.setattr("jaxserve.server.sse.PATIENCE", 0.0)
     monkeypatch.setattr("jaxserve.server.sse.SILENCE", 0.02)
+    server.engine.delay = 3600.0
+    yield server
+    server.engine.release()
+    server.engine.delay, server.engine.fail_after, server.engine.reject = 0.0, None, None
+    server.quiet()
 
 
 def events(lines: list[str]) -> list[dict[str, Any]]:
@@ -50,20 +62,17 @@ def waited(live: Any, path: str, most: int) -> tuple[Any, list[str]]:
         return got, lines
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("path", PATHS)
-def test_leaving_a_stream_that_waits_frees_the_request(fake: Any, path: str) -> None:
-    live = fake(delay=3600.0)
+def test_leaving_a_stream_that_waits_frees_the_request(live: Any, path: str) -> None:
     with live.http.stream("POST", path, json={**BODIES[path], "stream": True}) as got:
         next(got.iter_lines())
     live.quiet()
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("path", PATHS)
-def test_signs_of_life_change_no_answer(fake: Any, path: str) -> None:
+def test_signs_of_life_change_no_answer(live: Any, path: str) -> None:
     """Headers and signs come while there is no token; everything else is as without."""
-    _, lines = waited(fake(delay=3600.0), path, 3)
+    _, lines = waited(live, path, 3)
     sent = events(lines)
     if path == "/v1/messages":
         assert [event["type"] for event in sent[:4]] == ["message_start", "ping", "ping", "ping"]
@@ -77,11 +86,9 @@ def test_signs_of_life_change_no_answer(fake: Any, path: str) -> None:
         assert sent[-1]["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("path", PATHS)
-def test_a_late_refusal_ends_the_stream(fake: Any, path: str) -> None:
+def test_a_late_refusal_ends_the_stream(live: Any, path: str) -> None:
     """With the headers sent, a refusal is the last event of the API's own kind."""
-    live = fake(delay=3600.0)
     live.engine.fail_after = 0
     got, lines = waited(live, path, 1)
     last = events(lines)[-1]
@@ -96,17 +103,16 @@ def test_a_late_refusal_ends_the_stream(fake: Any, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_an_early_refusal_has_its_own_status(fake: Any, path: str) -> None:
-    live = fake()
-    live.engine.fail_after = 0
+def test_an_early_refusal_has_its_own_status(live: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr("jaxserve.server.sse.PATIENCE", PATIENCE)
+    live.engine.delay, live.engine.fail_after = 0.0, 0
     got = live.http.post(path, json={**BODIES[path], "stream": True})
     assert got.status_code == 500 and "out of luck" in got.text
 
 
-@pytest.mark.usefixtures("hurried")
-def test_the_clients_wait(fake: Any) -> None:
+def test_the_clients_wait(live: Any) -> None:
     """OpenAI's and Anthropic's clients skip the signs of life, and raise late refusals as errors."""
-    live = fake(delay=0.1)
+    live.engine.delay = 0.1
     chunks = list(live.client.chat.completions.create(model=MODEL, messages=HI, max_tokens=2, stream=True))
     assert chunks[-1].choices[0].finish_reason == "length"
     with live.client.responses.stream(model=MODEL, input="Hi", max_output_tokens=2) as responses:
@@ -120,10 +126,8 @@ def test_the_clients_wait(fake: Any) -> None:
         list(live.anthropic.messages.create(model=MODEL, messages=HI, max_tokens=2, stream=True))
 
 
-@pytest.mark.usefixtures("hurried")
-def test_a_late_400_of_responses_is_not_sent_again(fake: Any) -> None:
+def test_a_late_400_of_responses_is_not_sent_again(live: Any) -> None:
     """`server_error` would be: OpenAI's own code for what the client must change is `invalid_prompt`."""
-    live = fake(delay=3600.0)
     live.engine.reject = "no token is left to sample"
     _, lines = waited(live, "/v1/responses", 1)
     assert events(lines)[-1]["response"]["error"] == {"code": "invalid_prompt", "message": live.engine.reject}

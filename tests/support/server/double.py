@@ -24,9 +24,11 @@ BOUND = 1000  # requests that may run at the same time
 class Double:
     """An engine double that repeats the prompt token by token from a thread per request."""
 
-    def __init__(self, *, vocab_size: int = 4096, max_model_len: int = 256, delay: float = 0.0, bound: int = BOUND):
+    def __init__(
+        self, *, vocab_size: int = 4096, max_model_len: int = 256, delay: float = 0.0, bound: int = BOUND,
+        eos: frozenset[int] = frozenset(),
+    ):  # fmt: skip
         instance = InstanceInfo("i0", "mixed", ("cpu:0",), 64, 16)
-        none: frozenset[int] = frozenset()
         self.info = EngineInfo(
             model="double",
             max_model_len=max_model_len,
@@ -35,7 +37,7 @@ class Double:
             instances=(instance,),
             policy="fcfs",
             routing="least_work",
-            eos=none,
+            eos=eos,
             thinking=ThinkingMarkers(),
             startup_seconds=0.0,
             hidden_size=8,
