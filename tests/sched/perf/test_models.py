@@ -1,5 +1,6 @@
 """Step-time models: they reproduce published points, learn from measurements, and survive invalid values."""
 
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -13,7 +14,10 @@ from jaxserve.sched.perf.fit import Point, fit, nonnegative, solve
 from jaxserve.sched.perf.linear import LinearModel
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.perf.table import TableModel
+from jaxserve.sched.sim.latency import Latency
+from jaxserve.yamlio import load_yaml
 
+CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "latency"
 TRUTH = Coefficients(8.7e-3, 4.5e-5, 2e-5, 3e-10, 2.4e-7, 1.5e-8, 11.5e-3, 8 / 256)
 
 
@@ -40,6 +44,16 @@ MODELS: dict[str, PerfModel] = {
     "table": TableModel.profiled(GeneralModel(TRUTH)),
     "linear": LinearModel(8e-3, 4e-5, 2e-8),
 }
+
+
+@pytest.mark.parametrize(
+    ("boundary", "segments"), [("chunk", 1), ("layer", 62), ("op", 124), ("layers:4", 16), ("layers:62", 1)]
+)
+def test_boundaries_are_parsed_and_checked(boundary: str, segments: int) -> None:
+    preset = load_yaml(CONFIGS / "minimax-m2.5-h200-tp4.yaml", Latency)
+    assert preset.segments(boundary) == segments
+    with pytest.raises(InvalidValue, match="op, layer, layers:K or chunk"):
+        preset.segments("layers:0")
 
 
 def test_insufficient_points_are_refused() -> None:
