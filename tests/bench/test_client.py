@@ -145,18 +145,6 @@ def test_waiting_for_a_connection_counts_as_lag_and_not_ttft() -> None:
     in_time(all(outcome.ttft < 0.1 + SLACK for outcome in outcomes), f"{outcomes=}")
 
 
-def test_progress_counts_all_calls() -> None:
-    seen: list[tuple[int, int]] = []
-
-    async def run(endpoint: Endpoint) -> None:
-        async with open_sender(Target(endpoint.url, "toy")) as sender:
-            await drive([Call(0.0, (1,), 1, 1)] * 3, sender, progress=lambda done, total: seen.append((done, total)))
-
-    with Endpoint(ttft=0.0).running() as endpoint:
-        asyncio.run(run(endpoint))
-    assert seen == [(1, 3), (2, 3), (3, 3)]
-
-
 def test_a_chat_endpoint_takes_no_token_ids() -> None:
     with pytest.raises(InvalidValue, match="text"):
         Target("", "toy", chat=True).standard(Call(0.0, (1, 2), 2, 1))

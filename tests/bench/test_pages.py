@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,22 +42,6 @@ def test_pictures_of_a_page_exist_and_are_small(repo: Path, paper: str) -> None:
             assert (folder / name).stat().st_size < 60_000
 
 
-def test_a_table_is_written_between_its_markers(page: ModuleType, tmp_path: Path) -> None:
-    text = "before\n<!-- table: results -->\nold\n<!-- end -->\nwords\n<!-- table: one -->\n<!-- end -->\nafter\n"
-    written = tmp_path / "page.md"
-    written.write_text(text)
-    table = {"title": "One", "columns": ["a", "b"], "rows": [["x", 1.25], ["y", None]], "seconds": 90.0}
-    page.write(written, Path("one-2026-11-23.json"), {"command": "python one.py all", "tables": {"one": table}})
-    assert written.read_text() == (
-        "before\n<!-- table: results -->\n`python one.py all` made the tables below and "
-        "[`one-2026-11-23.json`](../../benchmarks/results/one-2026-11-23.json) in 2 minutes of processor time.\n"
-        "<!-- end -->\nwords\n<!-- table: one -->\n| a | b |\n| --- | --- |\n| x | 1.25 |\n| y | – |\n"
-        "<!-- end -->\nafter\n"
-    )
-    with pytest.raises(ValueError, match=r"no lines '<!-- table: two -->'"):
-        page.write(written, Path("x.json"), {"command": "", "tables": {"two": table}})
-
-
 def test_tables_of_another_state_of_the_source_are_made_again(
     page: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,15 +70,3 @@ def test_uncommitted_changes_are_refused(
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(repo / "benchmarks" / "reproduce"), run_name="__main__")
     assert stopped.value.code == 2 and "uncommitted changes; commit or stash them first:" in capsys.readouterr().err
-
-
-def test_runs_with_other_counts_are_printed_and_not_saved(repo: Path, page: ModuleType) -> None:
-    before = {path: path.read_bytes() for path in page.PAGES.glob("*.md")}
-    command = [sys.executable, "benchmarks/reproduce/flowprefill.py", "tasks", "--requests", "500"]
-    done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0 and "search" in done.stdout, done.stderr
-    assert before == {path: path.read_bytes() for path in page.PAGES.glob("*.md")}
-    done = subprocess.run(
-        [*command[:2], "figure99"], cwd=repo, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 2 and "unknown table 'figure99'; choose from all, goodput" in done.stderr

@@ -86,8 +86,13 @@ class Climb:
         self._go.release()
 
 
-def test_every_rung_gives_the_tokens_of_all_programs(tiny: Path) -> None:
-    (whole,) = executors(tiny, max_num_batched_tokens=TOKENS)
+@pytest.fixture(scope="module")
+def whole(tiny: Path) -> JaxExecutor:
+    """An executor with all programs."""
+    return executors(tiny, max_num_batched_tokens=TOKENS)[0]
+
+
+def test_every_rung_gives_the_tokens_of_all_programs(tiny: Path, whole: JaxExecutor) -> None:
     expected = answered(whole)
     (executor,), ladder = early_executors(tiny, max_num_batched_tokens=TOKENS)
     assert ladder is not None and ladder.counts.ready < ladder.counts.total
@@ -106,9 +111,8 @@ def test_every_rung_gives_the_tokens_of_all_programs(tiny: Path) -> None:
     assert compile_counter().after_warmup == waited, "a step waited for a program"
 
 
-def test_pages_from_a_process_with_all_programs_wait_for_none(tiny: Path) -> None:
+def test_pages_from_a_process_with_all_programs_wait_for_none(tiny: Path, whole: JaxExecutor) -> None:
     """It cuts them into pieces of any size; so may this one give them back."""
-    (whole,) = executors(tiny, max_num_batched_tokens=TOKENS)
     (executor,), _ = early_executors(tiny, max_num_batched_tokens=TOKENS, exchanges=True)
     waited = compile_counter().after_warmup
     for count in (1, 2, 5, 8):
@@ -155,16 +159,20 @@ def test_a_process_that_ends_during_the_climb_says_nothing(tiny: Path, repo: Pat
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
 
 
-@pytest.mark.parametrize("busy", [True, False])
-def test_the_ladder_rests_while_there_are_requests(tiny: Path, monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+def test_the_ladder_rests_while_there_are_requests(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, ladder = early_executors(tiny, max_num_batched_tokens=TOKENS)
     assert ladder is not None
-    rests = list[float]()
+    rests, busy = list[float](), list[bool]()
+
+    def requests() -> bool:  # at every other look
+        busy.append(asked := len(busy) % 2 == 0)
+        return asked
+
     monkeypatch.setattr(ladder._stopped, "wait", rests.append)
-    ladder.climb(lambda rung: None, lambda: busy)
+    ladder.climb(lambda rung: None, requests)
     until(lambda: ladder.counts.ready == ladder.counts.total)
     ladder.close()
-    assert len(rests) == (ladder.counts.later if busy else 0) and all(seconds > 0 for seconds in rests)
+    assert 0 < len(rests) == sum(busy) < len(busy) == ladder.counts.later and all(seconds > 0 for seconds in rests)
 
 
 @pytest.mark.parametrize(("slots", "tokens"), [(1, 1), (4, 16), (64, 512), (256, 8192)])

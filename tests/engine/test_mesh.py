@@ -93,14 +93,6 @@ print([[d.id for d in m.devices.flat] for m in sub_meshes(plan_mesh("3x2"))])
     assert "emulating 6 CPU devices for mesh 3x2" in done.stderr
 
 
-@pytest.mark.parametrize("mesh", ["2x4", "4x2", "2x1"])
-def test_all_meshes_give_the_same_tokens(tiny: Path, executor: Any, mesh: str) -> None:
-    prompt = (5, 6, 7, 8, 9)
-    expected = alone(executor, Job(prompt), 8)
-    for instance in executors(tiny, mesh, warm=False, max_num_seqs=8):
-        assert alone(instance, Job(prompt), 8) == expected
-
-
 def test_a_vocabulary_that_tp_does_not_divide_gives_the_same_tokens(tiny: Path) -> None:
     spec = replace(registry.load_spec(tiny), vocab=97)
     config = ExecutorConfig(spec, random_init(), plan_mesh("1x1"), 8, 32, LENGTH, page_size=4, kv_cache_memory=1 << 18)

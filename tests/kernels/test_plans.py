@@ -124,22 +124,6 @@ def test_items_are_few_dense_and_found_from_their_rows(steps: list[tuple[int, in
     assert work.tokens == sum(length for length, _ in steps)
 
 
-def test_a_long_row_is_shared_and_short_ones_are_not_split() -> None:
-    work = plan([(1, 640), (1, 16), (1, 3), (1, 700)], Cut(3, extra=0))
-    assert [len(share) for share in read(work)] == [29, 29, 28]
-    assert list(work.splits) == [2, 1, 1, 2, 0, 0, 0, 0]
-
-
-def test_rows_longer_than_decode_takes_are_left_out() -> None:
-    work = plan([(QUERIES + 1, 100), (QUERIES, 100), (0, 0)], Cut(9))
-    assert [row for row in range(ROWS) if work.splits[row]] == [1]
-
-
-def test_a_step_without_rows_has_no_work() -> None:
-    work = plan([(0, 0)], Cut(9))
-    assert not work.cuts.any() and not work.splits.any() and not work.tiles.any()
-
-
 def test_tables_hold_whole_tiles_of_pages() -> None:
     ragged = make([(1, 33)], [[3, 1, 2]], page=PAGE, pool=8)
     work = plan_decode(ragged, page=PAGE, queries=1, tile=64, workers=2)

@@ -158,10 +158,6 @@ def test_parts_that_do_not_fit_are_named(
         _read(tmp_path, tensors, config)
 
 
-def test_the_forms_are_those_of_three_tools() -> None:
-    assert {told["tool"].split()[0] for told in FORMS.values()} == {"auto-gptq", "autoawq", "compressed-tensors"}
-
-
 # Models
 
 WRITTEN: list[tuple[str, Pack, dict[str, Any], int]] = [

@@ -11,8 +11,8 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.instance import prefix_groups
 from jaxserve.settings.speculative import Speculative
-from tests.support.parity.asks import ROOMY
-from tests.support.parity.law import SPEC, TINY, Ask, Setup, alone, compare
+from tests.support.parity.asks import ROOMY, setup
+from tests.support.parity.law import SPEC, Ask, Setup, compare
 
 SETUPS: list[Any] = [
     ("1x1", {}),
@@ -43,4 +43,4 @@ def test_a_prefix_that_is_read_once_changes_no_token(
     assert sum(len(plan.shared) > 0 for plan in plans) > 10
     if not options:
         assert any(0 < group.decodes < len(group.spans) for plan in plans for group in plan.shared), "never mixed"
-    assert compare(asks(), served, alone(TINY, asks(), ROOMY)) <= 1
+    assert compare(asks(), served, setup("1x1", 64, ROOMY).each(asks())) <= 1

@@ -130,11 +130,6 @@ def test_length_classes(prompt: int, name: str) -> None:
     assert length_class(prompt) == name
 
 
-def test_goodput_rate_is_the_highest_that_reaches_the_goal() -> None:
-    assert goodput_rate([1, 2, 3, 4], [1.0, 0.95, 0.9, 0.2]) == 3
-    assert goodput_rate([1, 2], [0.5, 0.2]) is None
-
-
 @given(st.lists(st.tuples(st.integers(1, 50), st.floats(0, 1)), max_size=8, unique_by=lambda pair: pair[0]))
 def test_goodput_rate_passes_at_all_lower_rates(pairs: list[tuple[int, float]]) -> None:
     rates, shares = [rate for rate, _ in pairs], [share for _, share in pairs]

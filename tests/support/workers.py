@@ -25,9 +25,10 @@ DOUBLES = tuple(
 GROUPS = {
     "server": ("tests/server/",),
     # These share the executors of tests/support/parity/asks.py.
-    "schedules": ("tests/parity/test_filtered.py", "tests/parity/test_law.py", "tests/parity/test_pooled.py",
-                  "tests/parity/test_resumed.py", "tests/parity/test_roles.py", "tests/parity/test_served_journal.py",
-                  "tests/parity/test_speculation.py", "tests/parity/test_structured.py", "tests/parity/test_tiers.py"),
+    "schedules": ("tests/parity/test_cascade.py", "tests/parity/test_filtered.py", "tests/parity/test_law.py",
+                  "tests/parity/test_pooled.py", "tests/parity/test_resumed.py", "tests/parity/test_roles.py",
+                  "tests/parity/test_served_journal.py", "tests/parity/test_speculation.py",
+                  "tests/parity/test_structured.py", "tests/parity/test_tiers.py"),
     "parity": ("tests/parity/",),
     "steps": ("tests/engine/test_executor.py", "tests/engine/test_hosts.py", "tests/engine/test_mesh.py",
               "tests/engine/test_parameters.py", "tests/engine/test_segments.py"),

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.api.policy import Role
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.cluster.kv_tier import KVTier
-from jaxserve.sched.sim import Arrival
 from jaxserve.sched.sim.tiers import Tiers
-from jaxserve.sched.sim.traces import load_trace
 from tests.support.examples import examples
 from tests.support.sched.complete import JOB, ROLES, check_complete
-from tests.support.sched.harness import COEFFICIENTS, Job, every, simulate
+from tests.support.sched.harness import Job, every, simulate
 from tests.support.sched.tiers import FAST, PAGE, TIERS
 
 
@@ -92,35 +87,3 @@ def test_clearing_the_prefix_cache_clears_the_tiers() -> None:
     assert len(host.index) == 10 and len(disk.index) > 0
     host.clear()
     assert len(host.index) == len(disk.index) == 0
-
-
-def found_on(arrivals: list[Arrival], tiers: Tiers, found: list[KVTier]) -> int:
-    """Return the pages found for requests whose pages are the blocks of a trace. `found`: gets the tiers."""
-    jobs = [
-        Job([4 * name + at for name in one.hash_ids for at in range(4)] + [-1 - id], 2, one.time)
-        for id, one in enumerate(arrivals)
-    ]
-    slow = replace(COEFFICIENTS, prefill=5e-4)  # pages are worth fetching, and instances keep up with the trace
-    roles = (Role.MIXED, Role.MIXED)
-    outcome, _, several = run(
-        jobs, tiers, roles=roles, policy="vllm", pages=400, rows=16, tokens=256, coefficients=slow
-    )
-    assert all(request.finish_reason == "stop" for request in outcome.requests)
-    found += several
-    return sum(request.cached for request in outcome.requests) // 4
-
-
-def test_each_tier_finds_more_of_a_public_trace(traces: Path) -> None:
-    """And never more than a cache without limit. No page is lost: the simulation checks that of its pools."""
-    arrivals = load_trace(traces / "mooncake" / "conversation_trace.head40min.jsonl.gz", num_prompts=300)
-    seen, limit = set[Any](), 0
-    for block in (block for one in arrivals for block in one.hash_ids):
-        limit += block in seen
-        seen.add(block)
-    tiers = Tiers(), Tiers(4000 * PAGE, **FAST), Tiers(4000 * PAGE, len(seen) * PAGE, **FAST)
-    several = list[KVTier]()
-    alone, with_host, with_disk = (found_on(arrivals, one, several) for one in tiers)
-    assert 0 < alone < with_host < with_disk <= limit and with_disk > 0.9 * limit
-    for tier in several:
-        assert len(tier.index) <= tier.index.capacity and tier.stats.missing == 0
-        assert len(tier.index) == tier.stats.stores - tier.index.evictions

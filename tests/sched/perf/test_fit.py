@@ -1,6 +1,5 @@
 """`jaxserve fit`: from measured steps to a table of errors and a preset for the simulator."""
 
-import argparse
 import csv
 import json
 from pathlib import Path
@@ -121,14 +120,6 @@ def test_missing_columns_get_their_implied_values(tmp_path: Path) -> None:
     ]
 
 
-def test_a_model_that_the_profile_cannot_determine_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("decode,longest,seconds\n" + "".join(f"{n},1000,{0.01 + n / 1e4}\n" for n in range(1, 30)))
-    assert run(str(path)) == 0
-    said = capsys.readouterr().out
-    assert "poly: no measured steps of prompt tokens alone" in said and "table: a table needs" in said
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -173,7 +164,9 @@ def test_invalid_flags_are_refused(profile: Path, tmp_path: Path, capsys: pytest
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_help_names_every_column() -> None:
-    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
-    fit.add_arguments(parser)
-    assert all(f" {name} " in parser.format_help() for name in Load._fields)
+def test_a_model_that_the_profile_cannot_determine_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("decode,longest,seconds\n" + "".join(f"{n},1000,{0.01 + n / 1e4}\n" for n in range(1, 30)))
+    assert run(str(path)) == 0
+    said = capsys.readouterr().out
+    assert "poly: no measured steps of prompt tokens alone" in said and "table: a table needs" in said

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import load_yaml, preset
 from jaxserve.sched import policies
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.policy import Decision, Limits, Role, View
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.sim import NAMED, Latency, Options
-from jaxserve.sched.sim import simulate as simulated
 from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, simulate
 from tests.support.sched.views import decoding, prompt, view
 
@@ -105,19 +102,3 @@ def test_the_first_prompt_is_chunked_so_that_its_step_can_stop_in_time() -> None
 
 
 # FlowPrefill, Figure 16
-
-
-def test_colocated_flowprefill_beats_chunked_prefill_in_ttft_and_tbt() -> None:
-    """Run the paper's colocated setting (section 6.5) briefly at a rate that loads both policies."""
-    latency = load_yaml(preset("latency", "llama3-8b-a800"), Latency)
-    workload = NAMED["flowprefill-llama3-8b-colocated"]
-    found = {}
-    for policy, options in (
-        ("flowprefill", Options(boundary="op", perf="poly")),
-        ("sarathi:tokens=2048", Options(boundary="chunk", perf="poly")),
-    ):
-        report = simulated(workload, policy, "1x1", latency, 0, qps=4.0, num_requests=80, options=options)
-        found[policy] = report.summary.ttft_attained, report.summary.tpot_attained, report.counters.suspended
-    (ttft, tbt, stops), (ttft_chunks, tbt_chunks, _) = found["flowprefill"], found["sarathi:tokens=2048"]
-    assert stops > 20
-    assert ttft > ttft_chunks and tbt > 1.6 * tbt_chunks and tbt > 0.9

@@ -86,22 +86,6 @@ def test_prompts_by_deadline_and_declined_ones_last() -> None:
     assert 2 not in granted(decision), "best effort ran before promised prompts that fill the step"
 
 
-def test_the_set_of_the_highest_value_is_promised() -> None:
-    """In five seconds fit one prompt of five or two of two; promises made earlier are kept.
-
-    The two are promised unless the one has a priority two lower.
-    """
-    for priority, demoted in ((0, (0,)), (-1, (0,)), (-2, (1, 2)), (3, (0,))):
-        rivals = [waiting(0, 48_000, 5.0), waiting(1, 19_000, 5.0), waiting(2, 19_000, 5.0)]
-        rivals[0].priority = priority
-        policy = SlosServe()
-        assert sorted(policy.decide(view(rivals)).demote) == list(demoted)
-        later = waiting(9, 30_000, 5.0)
-        later.priority = -20
-        kept = [one for one in rivals if one.id not in demoted]
-        assert policy.decide(view([*kept, later])).demote == (9,)
-
-
 def test_a_promise_that_cannot_be_kept_is_void() -> None:
     policy = SlosServe()
     old = waiting(0, 5000, 1.0)
@@ -201,14 +185,6 @@ def test_promises_are_kept_if_predictions_are_exact() -> None:
     assert kept > 0.97
     blind = simulate(load, "distserve", Mesh(1), replace(TINY, noise=0.0)).summary
     assert report.summary.attained > 1.3 * blind.attained
-
-
-def test_every_request_is_served_with_drafts_and_scarce_pages() -> None:
-    load = arrivals(120, 500.0, seed=3)
-    options = Options(draft=3, acceptance=0.6)
-    report = simulate(load, "slos_serve:no-admit", Mesh(1), replace(TINY, kv_tokens=300), options=options)
-    assert report.summary.reasons == {"stop": 120}
-    assert [one.output for one in sorted(report.measured)] == [one.output_tokens for one in load]
 
 
 # ---- cost -----------------------------------------------------------------------------------------------------------

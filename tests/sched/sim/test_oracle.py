@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,11 @@ from scipy.optimize import linprog
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.perf.model import Coefficients
-from jaxserve.sched.sim import NAMED, Arrival
+from jaxserve.sched.sim import Arrival
 from jaxserve.sched.sim.oracle import Bound, Details, bound, goodput_bound, most_on_time, most_value
 from jaxserve.sched.sim.oracle.work import Server, jobs
 from tests.support.examples import examples
 
-H200 = Coefficients(8.67e-3, 4.52e-5, 2e-5, 2.97e-10, 2.38e-7, 1.5e-8, w_moe=11.5e-3, p_moe=8 / 256)
 FREE = Coefficients(0.0, 1.0, 0.0, 0.0, 0.0, 0.0)  # one second per prompt token
 Jobs = list[tuple[int, int, int]]  # release, length of the window, work
 JOBS: st.SearchStrategy[Jobs] = st.lists(
@@ -123,25 +121,6 @@ def test_goodput_of_equal_jobs(skip: int) -> None:
     assert rate == pytest.approx(299 / (270 - 8), rel=0.01)
     twice = goodput_bound(arrivals, FREE, 1, 1, deflection=True, chunk=8, details=Details(skip=skip))
     assert twice > 1.9 * rate
-
-
-def test_goodput_is_the_rate_at_which_the_share_falls_below_the_goal() -> None:
-    arrivals = NAMED["K128"].draw(200, 5.0, 1)
-    for deflection in (False, True):
-        rate = goodput_bound(arrivals, H200, 1, 1, deflection=deflection, chunk=8192, tolerance=0.02)
-
-        def share(rate: float, deflection: bool = deflection) -> float:
-            own = (len(arrivals) - 1) / (arrivals[-1].time - arrivals[0].time)
-            return bound(
-                [replace(one, time=one.time * own / rate) for one in arrivals],
-                H200,
-                1,
-                1,
-                deflection=deflection,
-                chunk=8192,
-            ).share
-
-        assert share(rate) < 0.9 <= share(rate / 1.1)
 
 
 def test_goodput_of_rates_that_always_or_never_hold() -> None:

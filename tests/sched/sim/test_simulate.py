@@ -15,7 +15,7 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Decision, Grant, View
 from jaxserve.sched.api.slo import SLO, THINKING
 from jaxserve.sched.perf.model import Coefficients
-from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, load_trace, simulate
+from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, simulate
 from jaxserve.sched.sim.executor import END_THINKING
 from jaxserve.sched.sim.options import Scaling
 from jaxserve.sched.sim.record import Recorder
@@ -24,7 +24,6 @@ from tests.support.examples import examples
 from tests.support.sched.cost import calls
 from tests.support.sched.presets import CHAT, ROOT, TINY
 
-TRACES = ROOT.parent / "shared" / "traces"
 H200 = load_yaml(ROOT / "configs" / "latency" / "minimax-m2.5-h200-tp4.yaml", Latency)
 
 
@@ -49,18 +48,6 @@ def test_a_horizon_leaves_later_requests_unfinished_and_missing_their_slo() -> N
     options = Options(horizon=0.01, pages=10_000)
     report = simulate(arrivals, "distserve", "1x1", TINY, options=options)
     assert report.summary.reasons == {"stop": 1, "unfinished": 1} and report.ended == pytest.approx(0.01)
-
-
-@pytest.mark.skipif(not TRACES.is_dir(), reason=f"the public traces are not beside the repository ({TRACES})")
-def test_mooncake_prefixes_save_prefill_work() -> None:
-    trace = TRACES / "mooncake" / "conversation_trace.head40min.jsonl.gz"
-    arrivals = load_trace(trace, num_prompts=120, prompt_scale=8, output_scale=16)
-    warm, cold = (
-        simulate(arrivals, "kairos", "2x4", H200, options=Options(prefix_caching=caching)) for caching in (None, False)
-    )
-    assert warm.counters.prefix_hits > 0 == cold.counters.prefix_hits
-    assert warm.counters.prompt_tokens + warm.counters.prefix_hits == cold.counters.prompt_tokens
-    assert warm.summary.reasons == cold.summary.reasons == {"stop": 120}
 
 
 def test_traces_are_rescaled_to_a_rate() -> None:

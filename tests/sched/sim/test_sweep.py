@@ -12,7 +12,6 @@ import pytest
 
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.perf import Load
-from jaxserve.sched.api.policy import Decision, Grant, View
 from jaxserve.sched.perf import Perf
 from jaxserve.sched.routing import ROUTERS
 from jaxserve.sched.sim import Mesh, Options, simulate, sweep
@@ -76,23 +75,6 @@ def test_goodput_that_never_or_always_holds() -> None:
         search(tolerance=0)
     with pytest.raises(InvalidValue, match="start=-1"):
         search(start=-1)
-
-
-class ShortestFirst:
-    """A policy defined in a test: everything at once, shortest prompt first."""
-
-    def decide(self, view: View) -> Decision:
-        rows = sorted((*view.decode, *view.prefill), key=lambda one: (one.prompt_length, one.id))
-        return Decision(tuple(Grant(one.id, one.remaining) for one in rows))
-
-
-def test_a_policy_class_can_be_simulated() -> None:
-    report = simulate(CHAT, ShortestFirst, "2x1", TINY, qps=50, num_requests=40)
-    assert report.policy == "ShortestFirst" and report.summary.reasons == {"stop": 40}
-    assert [one.policy for one in sweep(CHAT, [ShortestFirst, "kairos"], "1x1", TINY, rates=[20], num_requests=5)] == [
-        "ShortestFirst",
-        "kairos",
-    ]
 
 
 def test_the_stopwatch_counts_every_decision() -> None:

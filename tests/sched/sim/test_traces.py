@@ -361,31 +361,3 @@ def test_real_traces_have_the_recorded_statistics(
     assert (rows - 1) / arrivals[-1].time == pytest.approx(rate, rel=2e-3)
     assert np.mean([a.prompt_tokens for a in arrivals]) == pytest.approx(prompt, rel=1e-3)
     assert np.mean([a.output_tokens for a in arrivals]) == pytest.approx(output, rel=5e-3)
-
-
-@real
-def test_real_burstgpt_failures_are_counted() -> None:
-    told: list[str] = []
-    path = TRACES / "burstgpt/BurstGPT_1.days0-4.csv.gz"
-    assert len(load_trace(path, tell=told.append)) == 12_895 - 1_085
-    assert "1085 of 12895" in told[0]
-    kept = load_trace(path, keep_failed=True)
-    assert len(kept) == 12_895
-    kinds = {kind: sum(a.class_ == kind for a in kept) for kind in {a.class_ for a in kept}}
-    assert kinds == {
-        "ChatGPT/Conversation log": 8_429,
-        "ChatGPT/API log": 3,
-        "GPT-4/Conversation log": 4_444,
-        "GPT-4/API log": 19,
-    }
-
-
-@real
-def test_real_mooncake_names_every_block_and_reports_shared_timestamps() -> None:
-    told: list[str] = []
-    arrivals = load_trace(TRACES / "mooncake/conversation_trace.head40min.jsonl.gz", tell=told.append)
-    assert all(len(a.hash_ids) == -(-a.prompt_tokens // 512) for a in arrivals)
-    assert len(told) == 1 and "7851 requests share 800 timestamps" in told[0]
-    parted = load_trace(TRACES / "mooncake/conversation_trace.head40min.jsonl.gz", spread=3.0)
-    assert len({a.time for a in parted}) == len(parted)
-    assert max(b.time - a.time for a, b in zip(arrivals, parted, strict=True)) < 3.0
