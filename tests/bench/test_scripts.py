@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from jaxserve.report.table import markdown
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - {"common"})
@@ -68,16 +65,6 @@ def test_overload(repo: Path, tmp_path: Path) -> None:
     flags = "--policies unified kairos --rows 8 --waiting 50 2000 --steps 30"
     _, found = results(repo, tmp_path, "overload", flags, timeout=120)
     assert found["least_share"] >= 0.95 and len(found["rows"]) == 4
-
-
-def test_slos_serve_tables(repo: Path) -> None:
-    """The page shows the newest results in one table each."""
-    before = (repo / "docs" / "research" / "slos_serve.md").read_text()
-    newest = sorted((repo / "benchmarks" / "results").glob("slos_serve-*.json"))[-1]
-    made = json.loads(newest.read_text())["made"]
-    assert newest.name in before and sorted(made) == sorted(re.findall(r"<!-- table: (\w+) -->", before))
-    for name, one in made.items():
-        assert f"<!-- table: {name} -->\n{markdown(one['columns'], one['rows'])}\n<!-- end -->" in before, name
 
 
 @pytest.mark.full
