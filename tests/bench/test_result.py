@@ -13,6 +13,7 @@ from jaxserve.bench.drive import Run, find_goodput
 from jaxserve.bench.load import NONE, Call, Objective
 from jaxserve.bench.plots import distribution, share_at
 from jaxserve.bench.result import Goals
+from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Request
@@ -102,6 +103,12 @@ def test_the_simulator_measures_the_same(seen: Outcome) -> None:
     assert here.tpot == pytest.approx(simulated.tpot, nan_ok=True)
     assert here.largest_gap == pytest.approx(simulated.largest_gap, nan_ok=True)
     assert (here.ttft_attained, here.tpot_attained) == (simulated.ttft_attained, simulated.tpot_attained)
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft:x", "itl:5", "ttft:-1", "ttft:nan"])
+def test_invalid_goals_are_refused(text: str) -> None:
+    with pytest.raises(InvalidValue, match="goodput"):
+        Goals.parse([text])
 
 
 def test_a_run_without_success_has_no_latencies() -> None:

@@ -187,6 +187,14 @@ def test_promises_are_kept_if_predictions_are_exact() -> None:
     assert report.summary.attained > 1.3 * blind.attained
 
 
+def test_every_request_is_served_with_drafts_and_scarce_pages() -> None:
+    load = arrivals(120, 500.0, seed=3)
+    options = Options(draft=3, acceptance=0.6)
+    report = simulate(load, "slos_serve:no-admit", Mesh(1), replace(TINY, kv_tokens=300), options=options)
+    assert report.summary.reasons == {"stop": 120}
+    assert [one.output for one in sorted(report.measured)] == [one.output_tokens for one in load]
+
+
 # ---- cost -----------------------------------------------------------------------------------------------------------
 
 
