@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -362,6 +363,17 @@ def test_an_engine_starts_from_what_was_compiled_ahead(tmp_path: Path, monkeypat
     assert counts.loaded == counts.total == counts.ready > 10 and compile_counter().traces_total == before
     with pytest.raises(InvalidValue, match="digest"):
         ServeConfig.load(programs=str(out))
+
+
+def test_processes_that_keep_the_same_program_at_once_keep_a_whole_one(tmp_path: Path, repo: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.engine.test_executables import *; "
+        "call = call_on(mesh_of(0)); kept = kept_in(Path(sys.argv[1]))\n"
+        "for _ in range(50): kept.compile(call_on(mesh_of(0))); "
+        "assert kept.load(call, mesh_of(0).devices.flat) is not None"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=repo) for _ in range(2)]
+    assert [process.wait(120) for process in running] == [0, 0]
 
 
 def test_instances_have_executables_of_their_own() -> None:

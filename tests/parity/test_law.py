@@ -49,6 +49,15 @@ def test_no_schedule_changes_the_tokens(case: tuple[str, int, int, str, int]) ->
         assert sum(core.scheduler.counters.prefix_hits for core in cluster.cores) > 0, "there was no prefix hit"
 
 
+@pytest.mark.parametrize("policy", ["distserve", "unified"])
+def test_a_prompt_computed_on_a_decode_instance_keeps_its_tokens(policy: str) -> None:
+    requests = asks(1)
+    served, cluster = setup("2x1", 64, ROOMY).run(requests, policy, place="deflect:faster")
+    STOPPED[f"deflected {policy}"] = [compare(requests, served, alone(1)), len(requests)]
+    prompts = {core.name: core.scheduler.counters.prompt_tokens for core in cluster.cores}
+    assert all(prompts.values()), f"nothing was deflected: {prompts}"
+
+
 def test_close_calls_are_rare() -> None:
     """At most one comparison in a hundred may stop at a close call."""
     if not STOPPED:

@@ -122,6 +122,15 @@ def test_other_rows_do_not_wait_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch)
     assert [len(request.output) for request in served] == [20, 30]
 
 
+def test_drafts_are_checked() -> None:
+    """Drafted tokens are accepted only if the constraint allows them."""
+    served, cluster = guessing().run(constrained(1), Longest)
+    counters = cluster.cores[0].scheduler.counters
+    assert counters.drafted > 0
+    assert compare(constrained(1), served, alone(1)) <= 1
+    allowed(constrained(1), served)
+
+
 def test_forced_tokens_are_taken_several_at_a_time() -> None:
     """The model agrees with tokens that are the only ones allowed, so a step gains all that are drafted."""
     wanted = StructuredOutputs(regex="[ab](a long text that is the same for each)")
