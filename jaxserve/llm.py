@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,6 @@ from jaxserve.generation.generate import (
     Submission,
     cancel,
     gathered,
-    named,
     pieces,
     submit_all,
 )
@@ -173,7 +173,8 @@ class _Base:
             params = with_bad_words(params, self.tokenizer)
         if (room := params.room(limit)) is not None:
             tokens = tokens[-room:]
-        check_length(len(tokens), limit, _capped(params, limit - len(tokens)))
+        # The output may be longer than what is left of the context: it then ends there with `length`.
+        check_length(len(tokens), limit, params if len(tokens) >= limit else None)
         objectives = self.config.tier(tier or STANDARD)
         request = NewRequest(
             tuple(tokens),
@@ -181,18 +182,11 @@ class _Base:
             objectives.slo if slo is None else slo,
             objectives.tier.priority if priority is None else priority,
             objectives.name,
-            named() if request_id is None else request_id,
+            f"gen-{secrets.token_hex(8)}" if request_id is None else request_id,
             salt_of("", prompt.cache_salt),
             session_of("", session_id, {}),
         )
         return Submission(request, prompt.text, thinking=prompt.thinking)
-
-
-def _capped(params: SamplingParams, room: int) -> SamplingParams:
-    """Limit an offline output to the context: it ends with `length` when the context is full."""
-    if params.max_tokens is None or params.max_tokens <= room or room < 1:
-        return params
-    return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
 class LLM(_Base):

@@ -7,7 +7,6 @@ outputs, tokens become text up to a stop string, and deltas move to the caller's
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
@@ -48,11 +47,6 @@ class Submission:
     pace: bool = False  # one piece per token, for token pacing
     stops: Automaton | None = None  # of `params.stop`; None: built by `submit`, if there are some
     thinking: Thinking | None = None  # how the outputs think; None: all of their text is the answer
-
-
-def named() -> str:
-    """Return a name for a request that has none."""
-    return f"gen-{secrets.token_hex(8)}"
 
 
 class Piece(NamedTuple):
@@ -172,7 +166,7 @@ def submit(
     new, params = job.request, job.request.params
     if params.stop and job.stops is None:
         job = replace(job, stops=Automaton(params.stop))  # shared by all outputs
-    before = end_of(tokenizer, reversed(new.prompt), params.skip_special_tokens)  # of the whole prompt, once
+    before = None if params.n == 1 else end_of(tokenizer, reversed(new.prompt), params.skip_special_tokens)  # once
     for index in range(params.n):
         choice = Choice(engine, tokenizer, job, index, before)
         seed = None if params.seed is None else params.seed + index

@@ -88,7 +88,6 @@ class Report(NamedTuple):
     ttft_predictions: Mapping[str, Accuracy] = {}  # of first tokens, by path, if the router makes any
     replica_seconds: float = 0.0  # of virtual time in which replicas started, served or drained
     decisions: Spread | None = None  # real seconds per decision, if Options has a timer
-    tier_hits: Mapping[str, int] = {}  # tokens fetched from each KV tier
 
 
 PolicyLike = str | Callable[[], Policy]  # a name, or a factory called once per instance
@@ -159,7 +158,6 @@ def simulate(
         cluster.ttft_predictions.accuracy,
         simulation.replica_seconds(ended),
         spread(simulation.decisions) if options.timer is not None else None,
-        {tier.name: tier.stats.hits * simulation.page_size for tier in simulation.tiers},
     )
 
 
@@ -229,7 +227,6 @@ class _Simulation:
                 raise InvalidValue(f"turns={at, roles} must be seconds and {len(self._roles)} roles", "turns")
             check_roles(roles)
         self._device = options.device(latency)
-        self.page_size = self._device.page_size
         self._truth = latency.solve()
         self._buckets = latency.buckets
         self._seed = seed
