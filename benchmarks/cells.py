@@ -111,7 +111,8 @@ def latency(name: str) -> Latency:
 def attained(cell: Cell, rate: float, seed: int, args: argparse.Namespace) -> float:
     times = latency(cell.latency)
     mesh = Mesh(2, times.tensor_parallel, None, colocated=cell.colocated)
-    options = Options(routing=args.routing, boundary="layer")
+    more = {name: vars(args)[name] for name in ("perf", "prediction_error") if name in args}
+    options = Options(routing=args.routing, boundary="layer", **more)
     report = simulate(
         cell.source(args.traces), args.policy, mesh, times, seed, qps=rate, num_requests=cell.requests, options=options
     )
@@ -131,7 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="unified", help="[%(default)s]")
     parser.add_argument("--routing", default="auto", help="[auto: the policy's own]")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cells whose name contains this")
+    parser.add_argument("--perf", default=Options().perf, help="form of the predicted step times [%(default)s]")
+    parser.add_argument("--prediction-error", type=float, default=0.0, metavar="SHARE", help="of all predictions [0]")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="cells, NAME@RATE, that contain one of these, with commas"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="[%(default)s]")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="without it, cells of traces are left out")
     parser.add_argument("--against", type=Path, metavar="FILE", help="another result")
@@ -141,9 +146,11 @@ def main() -> None:
     before = json.loads(args.against.read_text())["runs"] if args.against else {}
     rows = []
     for name, cell in CELLS.items():
-        if args.only not in name or (name in TRACES and args.traces is None):
+        if name in TRACES and args.traces is None:
             continue
         for rate in cell.rates:
+            if not any(text in f"{name}@{rate:g}" for text in args.only.split(",")):
+                continue
             for seed in range(args.seeds):
                 key = f"{name}@{rate:g} seed {seed}"
                 if key not in runs:

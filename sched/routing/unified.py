@@ -15,6 +15,7 @@ from ..api.perf import Array, Load, PerfModel
 from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request, RequestView, tightest
 from ..feasibility import (
+    MARGIN,
     NO_ROWS,
     SHARE,
     deadlines,
@@ -33,7 +34,6 @@ from ..policies.unified import GAP, SLOWEST, STRETCH
 from .base import Fleet, Move, Router
 from .role_balancer import FULL, QUIET, RoleBalancer
 
-SURE = 0.9  # share of the time left that a prompt may take elsewhere if it has nothing to lose, or starts at once
 NONE: Array = np.zeros(0)
 
 
@@ -43,7 +43,7 @@ class Unified(Router):
     If an instance cannot finish all its waiting prompts on time, the longest one that another instance gains
     without losing one moves there, until the others are on time. On both, deadlines count as if only 1 - `reserve`
     of the time to them were left, because more prompts will arrive. A prompt that cannot be on time where it waits
-    moves to an instance that gains it with `SURE` of the time left, and so does one that fits into the next step of
+    moves to an instance that gains it with `MARGIN` of the time left, and so does one that fits into the next step of
     a decode instance, before others can arrive.
 
     A decode instance computes prompts in what steps of `share` of the tightest tpot or tbt leave beside
@@ -152,10 +152,10 @@ class Unified(Router):
         order = [lost[np.argsort(work[lost], kind="stable")], longest[np.argsort(-work[longest], kind="stable")]]
         first = np.concatenate(order)
         earliest = min((servers[other].start for other in others), default=inf)
-        first = first[(rows.running[first] == 0) & (work[first] <= SURE * (due[first] - earliest))]
+        first = first[(rows.running[first] == 0) & (work[first] <= MARGIN * (due[first] - earliest))]
         if not len(first):
             return []
-        share = np.where(able[first], 1.0 - self._reserve, SURE)
+        share = np.where(able[first], 1.0 - self._reserve, MARGIN)
         ends = np.array([servers[other].ends(work[first], due[first], share) for other in others])
         moves: list[Move] = []
         for at in np.flatnonzero(np.isfinite(ends).any(axis=0)).tolist():
@@ -272,7 +272,7 @@ class _Server:
         """Return when prompts would end, each alone, within `share` of the time to their deadlines; inf: one is late.
 
         work: seconds that each takes alone. Beside decodes all other prompts count as before it: more decodes will
-        join, so that the speed is an upper bound. A prompt that may fit into the next step may take `SURE` of the
+        join, so that the speed is an upper bound. A prompt that may fit into the next step may take `MARGIN` of the
         time; it does not end before the time that is returned, see `joins`.
         """
         start, limit = self.start, self.start + share * (due - self.start)
@@ -283,7 +283,7 @@ class _Server:
         ends = start + work / self.speed + self.behind
         ends[ends > limit] = inf
         if self.load is not None:
-            may = (work <= self.bound) & (start + work <= start + SURE * (due - start))
+            may = (work <= self.bound) & (start + work <= start + MARGIN * (due - start))
             ends[may] = start + work[may]
         return ends
 
@@ -292,7 +292,7 @@ class _Server:
         assert self.load is not None
         ends = self.start + self.perf.step_time(with_prompt(self.load, prompt.request, prompt.hit))
         if ends <= self.start + self.bound:
-            return ends if ends <= self.start + SURE * (prompt.due - self.start) else inf
+            return ends if ends <= self.start + MARGIN * (prompt.due - self.start) else inf
         ends = self.start + prompt.work / self.speed + self.behind
         return ends if ends <= self.start + prompt.share * (prompt.due - self.start) else inf
 
