@@ -224,10 +224,6 @@ class Tokenizer:
         template = self._template or self._hf.chat_template
         return {**made, "chat_template": _as_json(template), "vocab_size": len(self)}
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._template or self._hf.chat_template)
-
     @cached_property
     def _backend(self) -> Any:
         """The Rust tokenizer behind transformers' own; None if there is none."""

@@ -184,8 +184,8 @@ def refusal(status: int, body: str) -> str:
         for name in ("error", "detail", "message"):
             said = said.get(name, said) if isinstance(said, dict) else said
     if isinstance(said, list):  # FastAPI's list of invalid fields
-        fields = [one for one in said if isinstance(one, dict) and "msg" in one]
-        said = "; ".join(f"{'.'.join(map(str, one.get('loc', ())))}: {one['msg']}" for one in fields) or said
+        fields = [detail for detail in said if isinstance(detail, dict) and "msg" in detail]
+        said = "; ".join(f"{'.'.join(map(str, detail.get('loc', ())))}: {detail['msg']}" for detail in fields) or said
     text = said if isinstance(said, str) else json.dumps(said)
     return f"HTTP {status}: {text[:SHOWN]}"
 

@@ -76,7 +76,7 @@ class Source(Reading):
 
         They keep their order and repeat if there are fewer than `count`. Raises InvalidValue naming the line.
         """
-        made: list[Call] = []
+        calls: list[Call] = []
         for row, where in read_rows(self.path):
             if not isinstance(row.get("prompt"), str):
                 raise InvalidValue(f"{where}: the line must be an object with a string `prompt`", "dataset_path")
@@ -87,12 +87,12 @@ class Source(Reading):
             slo = Objective(times[0], times[1], name or "", times[2], tier)
             given = _number(row, "output_tokens", where)
             output = self.output_len or int(given or default_output)
-            made.append(Call(0.0, row["prompt"], 0, output, slo))
-        return _repeat(made, count, self.path)
+            calls.append(Call(0.0, row["prompt"], 0, output, slo))
+        return _repeat(calls, count, self.path)
 
     def sharegpt(self, count: int, seed: int) -> list[Call]:
         """Draw first questions of ShareGPT's conversations, with the length of the first answer to generate."""
-        made: list[Call] = []
+        calls: list[Call] = []
         for turns in self._usable(conversation, seed):
             if not turns:
                 continue
@@ -101,25 +101,25 @@ class Source(Reading):
                 continue
             if self.max_len is not None and (2 * prompt > self.max_len or prompt + output > self.max_len):
                 continue
-            made.append(Call(0.0, turns[0].prompt, 0, output, history=turns[0].system))
-            if len(made) == count:
+            calls.append(Call(0.0, turns[0].prompt, 0, output, history=turns[0].system))
+            if len(calls) == count:
                 break
-        return _repeat(made, count, self.path)
+        return _repeat(calls, count, self.path)
 
     def hugging_face(self, count: int, seed: int, default_output: int) -> list[Call]:
         """Draw rows of a dataset's file: the prompt is a column of texts or conversations.
 
         The output column has texts, which give the length to generate, or numbers of tokens.
         """
-        made: list[Call] = []
+        calls: list[Call] = []
         for turn, length in self._usable(self._first_turn, seed):
             output = self.output_len or length or (self._output(turn) or default_output)
             prompt = self.tokens(turn.prompt)
             if self.max_len is None or prompt + output <= self.max_len:
-                made.append(Call(0.0, turn.prompt, 0, output, history=turn.system))
-            if len(made) == count:
+                calls.append(Call(0.0, turn.prompt, 0, output, history=turn.system))
+            if len(calls) == count:
                 break
-        return _repeat(made, count, self.path)
+        return _repeat(calls, count, self.path)
 
     def conversations(self, count: int, seed: int) -> list[Call]:
         """Draw conversations: each question is sent when the one before has its answer, which becomes its history.
@@ -173,13 +173,13 @@ class Source(Reading):
 
     def _fitting(self, turns: Sequence[Turn]) -> list[Turn]:
         """Return the leading turns that stay within `max_len` tokens."""
-        total, made = 0, []
+        total, fitting = 0, []
         for turn in turns:
             total += self.tokens(turn.prompt) + (self._output(turn) or 1)
             if self.max_len is not None and total > self.max_len:
                 break
-            made.append(turn)
-        return made
+            fitting.append(turn)
+        return fitting
 
     def _turns_of(self, row: Mapping[str, Any], where: str) -> list[Turn]:
         if self.prompt_column not in row:
@@ -273,8 +273,8 @@ def read_rows(path: Path, skipped: Skipped | None = None) -> Iterator[Row]:
         raise InvalidValue(f"dataset_path={str(path)!r} is not a file", "dataset_path")
     if path.suffix == ".parquet":
         return _parquet(path)
-    found = _text_rows(path)
-    return _strictly(found) if skipped is None else _counted(found, skipped)
+    rows = _text_rows(path)
+    return _strictly(rows) if skipped is None else _counted(rows, skipped)
 
 
 def _strictly(rows: Iterable[Row | Unusable]) -> Iterator[Row]:
@@ -315,10 +315,10 @@ def _csv(path: Path, text: str) -> Iterator[Row]:
 
 def _listed(path: Path, text: str) -> Iterator[Row | Unusable]:
     try:
-        found = json.loads(text)
+        rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidValue(f"{path}: not JSON: {error}", "dataset_path") from error
-    for index, row in enumerate(found):
+    for index, row in enumerate(rows):
         where = f"{path}[{index}]"
         if isinstance(row, dict):
             yield Row(row, where)
@@ -351,10 +351,10 @@ def _parquet(path: Path) -> Iterator[Row]:
     return (Row(row, f"{path}[{index}]") for index, row in enumerate(rows))
 
 
-def _repeat(made: Sequence[T], count: int, path: Path) -> list[T]:
-    if not made:
+def _repeat(items: Sequence[T], count: int, path: Path) -> list[T]:
+    if not items:
         raise InvalidValue(f"{path} has no requests that can be sent", "dataset_path")
-    return [made[index % len(made)] for index in range(count)]
+    return [items[index % len(items)] for index in range(count)]
 
 
 def _number(row: Mapping[str, Any], name: str, where: str, least: float | None = None) -> float | None:

@@ -58,8 +58,8 @@ async def choose_backend(target: Target, chat: bool = False) -> str:
     """
     async with _open(target) as http:
         try:
-            found = await models(http, target)
-            own = next((one for one in found if one.get("id") == target.model), found[0] if found else {})
+            listed = await models(http, target)
+            own = next((entry for entry in listed if entry.get("id") == target.model), listed[0] if listed else {})
             # An empty body is refused by every server that has the path, and costs it nothing.
             async with http.post(target.base_url + "/v1/completions", json={}) as answer:
                 completions = answer.status not in ABSENT
@@ -76,10 +76,10 @@ async def discover(target: Target, vocabulary: Sequence[int]) -> tuple[Target, S
     async with _open(target) as http:
         try:
             if not target.model:
-                found = await models(http, target)
-                if not found or "id" not in found[0]:
+                listed = await models(http, target)
+                if not listed or "id" not in listed[0]:
                     raise InvalidValue(f"{target.base_url}/v1/models lists no model: set --model", "model")
-                target = replace(target, model=str(found[0]["id"]))
+                target = replace(target, model=str(listed[0]["id"]))
             if not vocabulary:
                 body = {"model": target.model, "prompt": texts.SAMPLE, "add_special_tokens": False}
                 async with http.post(target.base_url + "/tokenize", json=body) as answer:
@@ -105,9 +105,9 @@ async def models(http: aiohttp.ClientSession, target: Target) -> list[dict[str, 
         if answer.status in ABSENT and target.model:
             return []
         answer.raise_for_status()
-        found = await json_of(answer)
-    listed = found.get("data") if isinstance(found, dict) else found  # some servers answer the bare list
-    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        body = await json_of(answer)
+    listed = body.get("data") if isinstance(body, dict) else body  # some servers answer the bare list
+    return [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
 
 
 def unreachable(target: Target, error: Exception) -> InvalidValue:

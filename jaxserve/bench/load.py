@@ -248,14 +248,14 @@ def parse_slo_class(text: str) -> SloClass:
                 times[metric] = float(value)
         ttft, tpot, tbt = map(times.get, ("ttft", "tpot", "tbt"))
         stages = tuple((stage, times[stage]) for stage in (THINKING, ANSWER) if stage in times)
-        made = SloClass(float(share), Objective(ttft, tpot, name, tbt, tier, stages))
+        slo_class = SloClass(float(share), Objective(ttft, tpot, name, tbt, tier, stages))
     except ValueError as error:
         raise InvalidValue(f"slo_class={text!r} must read NAME=SHARE,ttft:MS,tpot:MS ({error})", "slo_class") from error
     if tier == "":
         raise InvalidValue(f"slo_class={text!r}: tier must name a tier of the server", "slo_class")
-    if not (name and made.share > 0 and all(value > 0 for value in times.values())):
+    if not (name and slo_class.share > 0 and all(value > 0 for value in times.values())):
         raise InvalidValue(f"slo_class={text!r}: the name must not be empty, the numbers positive", "slo_class")
-    return made
+    return slo_class
 
 
 def with_classes(calls: Sequence[Call], classes: Sequence[SloClass], seed: int) -> list[Call]:
@@ -268,23 +268,23 @@ def with_classes(calls: Sequence[Call], classes: Sequence[SloClass], seed: int) 
     shares = np.array([item.share for item in classes])
     named = {item.slo.name: item.slo for item in classes if item.slo.name}
     drawn = np.random.default_rng([seed, 1]).choice(len(classes), size=len(calls), p=shares / shares.sum())
-    made: list[Call] = []
+    assigned: list[Call] = []
     for call, index in zip(calls, drawn, strict=True):
         slo = named.get(call.slo.name, call.slo)
         if slo == NONE:
-            slo = classes[int(index)].slo if call.after is None else made[call.after].slo
-        made.append(replace(call, slo=slo))
-    return made
+            slo = classes[int(index)].slo if call.after is None else assigned[call.after].slo
+        assigned.append(replace(call, slo=slo))
+    return assigned
 
 
 def schedule(calls: Sequence[Call], times: Sequence[float] | NDArray[np.float64]) -> list[Call]:
     """Return the calls at the given times: one for each call that is not `after` another."""
-    made: list[Call] = []
+    scheduled: list[Call] = []
     first = iter(times)
     for call in calls:
-        at = float(next(first)) if call.after is None else made[call.after].at
-        made.append(replace(call, at=at))
-    return made
+        at = float(next(first)) if call.after is None else scheduled[call.after].at
+        scheduled.append(replace(call, at=at))
+    return scheduled
 
 
 def starts(calls: Sequence[Call]) -> int:

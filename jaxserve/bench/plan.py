@@ -122,7 +122,9 @@ class Plan(Reading):
                 seed=seed,
             )
         assert self.dataset_path is not None
-        source = Source(self.dataset_path, tokens, **{one.name: getattr(self, one.name) for one in fields(Reading)})
+        source = Source(
+            self.dataset_path, tokens, **{field.name: getattr(self, field.name) for field in fields(Reading)}
+        )
         if self.dataset_name == "sharegpt" and self.max_len is None:
             source = replace(source, max_len=SHAREGPT_LEN)
         if self.dataset_name == "custom":
@@ -144,7 +146,7 @@ class Plan(Reading):
     def check_backend(self) -> None:
         """Raise InvalidValue for classes with objectives that neither the server gets nor the client can judge."""
         backend = BACKENDS[self.backend]
-        for slo in () if backend.objectives else (one.slo for one in self.slo_class):
+        for slo in () if backend.objectives else (slo_class.slo for slo_class in self.slo_class):
             lost = "stages" if slo.stages and not backend.chat else ""  # a chat stream tells thinking from answer
             if slo.service_tier not in (None, BEST_EFFORT) and not slo.limits:
                 lost = "only a tier"

@@ -48,9 +48,9 @@ def _distributions(outcomes: Sequence[Outcome], goals: result.Goals, metric: str
     if len(groups) == 2:
         del groups[next(name for name in groups if name != ALL)]
     series = {name: distribution(result.samples(each, metric)) for name, each in groups.items()}
-    limits = {name: {goals.of(one).get(metric) for one in each} for name, each in groups.items()}
+    limits = {name: {goals.of(outcome).get(metric) for outcome in each} for name, each in groups.items()}
     # All requests together have a line only if their objective is one; more than three lines would hide the curve.
-    marks = {name: tuple(sorted(v for v in found if v)) for name, found in limits.items() if len(found) <= 3}
+    marks = {name: tuple(sorted(v for v in values if v)) for name, values in limits.items() if len(values) <= 3}
     if len(groups) > 1:
         marks.pop(ALL, None)
     return Panel(

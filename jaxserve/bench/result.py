@@ -111,9 +111,9 @@ def percentile_name(percentile: float) -> str:
 def statistics(values: Sequence[float], metric: str, percentiles: Sequence[float]) -> dict[str, float]:
     """Return {mean,median,std,p99,...}_{metric}_ms; zeros without samples, as in vLLM."""
     data = np.asarray(values or [0.0])
-    found = {"mean": data.mean(), "median": np.median(data), "std": data.std()}
-    found |= {percentile_name(p): np.percentile(data, p) for p in percentiles}
-    return {f"{name}_{metric}_ms": float(value) for name, value in found.items()}
+    figures = {"mean": data.mean(), "median": np.median(data), "std": data.std()}
+    figures |= {percentile_name(p): np.percentile(data, p) for p in percentiles}
+    return {f"{name}_{metric}_ms": float(value) for name, value in figures.items()}
 
 
 def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
@@ -186,12 +186,12 @@ def by_class(outcomes: Sequence[Outcome], goals: Goals, percentiles: Sequence[fl
     Latencies in ms. `tbt` is the largest gap of a request. `slo_attainment` is None without an objective.
     """
     names = list(dict.fromkeys(outcome.call.slo.name for outcome in outcomes))
-    found: dict[str, dict[str, Any]] = {}
+    summaries: dict[str, dict[str, Any]] = {}
     for name in sorted(names) if any(names) else ():
         own = [outcome for outcome in outcomes if outcome.call.slo.name == name]
         first = own[0].call.slo
         shares = attainment(own, goals)
-        found[name or "(none)"] = {
+        summaries[name or "(none)"] = {
             "requests": len(own),
             "failed": sum(not outcome.ok for outcome in own),
             "tier": first.service_tier,
@@ -203,14 +203,14 @@ def by_class(outcomes: Sequence[Outcome], goals: Goals, percentiles: Sequence[fl
             values = samples(own, metric)
             for percentile in dict.fromkeys((50.0, *percentiles)):
                 value = float(np.percentile(values, percentile)) if values else None
-                found[name or "(none)"][f"{percentile_name(percentile)}_{metric}_ms"] = value
-    return found
+                summaries[name or "(none)"][f"{percentile_name(percentile)}_{metric}_ms"] = value
+    return summaries
 
 
 def _common(limits: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
     """Return each objective of a class, None where its requests differ, as with a slowdown by prompt length."""
-    names = list(dict.fromkeys(name for one in limits for name in one))
-    values = {name: {one.get(name) for one in limits} for name in names}
+    names = list(dict.fromkeys(name for limit in limits for name in limit))
+    values = {name: {limit.get(name) for limit in limits} for name in names}
     return {name: next(iter(each)) if len(each) == 1 else None for name, each in values.items()}
 
 
@@ -227,7 +227,7 @@ def summary(
     prompt, output = sum(o.prompt_tokens for o in good), sum(o.output_tokens for o in good)
     attained = sum(all(goals.kept(o).values()) for o in good if goals.of(o))
     judged = any(goals.of(outcome) for outcome in outcomes)
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "duration": duration,
         "completed": len(good),
         "failed": len(outcomes) - len(good),
@@ -242,10 +242,10 @@ def summary(
         **attainment(outcomes, goals),
     }
     if classes := by_class(outcomes, goals, percentiles):
-        found["by_class"] = classes
+        figures["by_class"] = classes
     for metric in (*metrics, "client_lag"):
-        found |= statistics(samples(outcomes, metric), metric, percentiles)
-    return found
+        figures |= statistics(samples(outcomes, metric), metric, percentiles)
+    return figures
 
 
 def detail(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -267,11 +267,11 @@ def detail(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def rows(found: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> list[list[object]]:
+def rows(figures: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> list[list[object]]:
     """Return the latencies of a summary as table rows, one per metric."""
     names = ["mean", "median", "std", *map(percentile_name, percentiles)]
     return [
-        [TITLES[metric], *(float(found[f"{name}_{metric}_ms"]) for name in names)]
+        [TITLES[metric], *(float(figures[f"{name}_{metric}_ms"]) for name in names)]
         for metric in (*metrics, "client_lag")
     ]
 

@@ -89,12 +89,12 @@ class Session:
                 self.show(runs[-1], results[-1])
                 if self._stop.is_set():
                     break
-        found = results[0]
+        saved = results[0]
         if len(runs) > 1:
             tables.show_runs(results)
-            found = {**tables.mean_of(results), "num_runs": len(runs), "runs": results}
-        self._save(found, runs)
-        return 0 if any(one["completed"] for one in results) else 1
+            saved = {**tables.mean_of(results), "num_runs": len(runs), "runs": results}
+        self._save(saved, runs)
+        return 0 if any(run["completed"] for run in results) else 1
 
     async def _know_server(self) -> None:
         """Settle the backend, the model and the vocabulary."""
@@ -117,15 +117,15 @@ class Session:
         times: dict[int, float] = {}
         for tokens in ALONE:
             length = max(1, round(tokens / plan.prompt_scale))
-            one = replace(plan, dataset_name="random", num_prompts=1, random_input_len=length, output_len=1)
-            found = []
+            alone = replace(plan, dataset_name="random", num_prompts=1, random_input_len=length, output_len=1)
+            ttfts = []
             for turn in range(REPEATS):
-                calls = self._calls(plan.seed + WARM_SEED + turn + 1, replace(one, random_range_ratio=0.0))
+                calls = self._calls(plan.seed + WARM_SEED + turn + 1, replace(alone, random_range_ratio=0.0))
                 outcome = (await drive(calls, sender)).outcomes[0]
                 if not outcome.ok:
                     raise InvalidValue(f"--own-slowdown: a prompt of {length} tokens failed: {outcome.error}")
-                found.append(outcome.ttft)
-            times[length] = median(found)
+                ttfts.append(outcome.ttft)
+            times[length] = median(ttfts)
         (short, first), (long, last) = times.items()
         slope = max((last - first) / (long - short), SLOPE)
         self.plan = replace(plan, workload=plan.slowed(lambda tokens: first + slope * (tokens - short)))

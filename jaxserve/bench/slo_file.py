@@ -58,11 +58,11 @@ def load_slo_file(path: Path) -> tuple[SloClass, ...]:
         )
         for name, tier in read.tiers.items()
     }
-    return tuple(_class_of(name, one) for name, one in (read.classes or tiers).items())
+    return tuple(_class_of(name, given) for name, given in (read.classes or tiers).items())
 
 
-def _class_of(name: str, one: _Class) -> SloClass:
-    ttft, tpot, tbt = (None if value is None else value * 1e3 for value in (one.ttft, one.tpot, one.tbt))
-    tier = BEST_EFFORT if one.best_effort else one.tier
-    stages = tuple((stage, value * 1e3) for stage, value in one.stages.pairs)
-    return SloClass(one.share, Objective(ttft, tpot, name, tbt, tier, stages))
+def _class_of(name: str, read: _Class) -> SloClass:
+    ttft, tpot, tbt = (None if value is None else value * 1e3 for value in (read.ttft, read.tpot, read.tbt))
+    tier = BEST_EFFORT if read.best_effort else read.tier
+    stages = tuple((stage, value * 1e3) for stage, value in read.stages.pairs)
+    return SloClass(read.share, Objective(ttft, tpot, name, tbt, tier, stages))

@@ -21,35 +21,38 @@ COMPARED = (  # figures of runs that are repeated
 )
 
 
-def show(title: str, found: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> None:
+def show(title: str, figures: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> None:
     """Print latencies, throughput, attainment, and a row for each class."""
     names = ["mean", "median", "std", *map(result.percentile_name, percentiles)]
-    print_table(f"{title}, ms", ["", *names], result.rows(found, metrics, percentiles))
+    print_table(f"{title}, ms", ["", *names], result.rows(figures, metrics, percentiles))
     facts = [
-        ["requests completed / failed", f"{found['completed']} / {found['failed']}"],
-        ["duration, s", found["duration"]],
-        ["requests per s, offered / done", f"{found['request_rate']} / {found['request_throughput']:.4g}"],
-        ["input / output tokens", f"{found['total_input_tokens']} / {found['total_output_tokens']}"],
-        ["output tokens per s, mean / peak", f"{found['output_throughput']:.4g} / {found['max_output_tokens_per_s']}"],
-        ["most requests at once", found["max_concurrent_requests"]],
+        ["requests completed / failed", f"{figures['completed']} / {figures['failed']}"],
+        ["duration, s", figures["duration"]],
+        ["requests per s, offered / done", f"{figures['request_rate']} / {figures['request_throughput']:.4g}"],
+        ["input / output tokens", f"{figures['total_input_tokens']} / {figures['total_output_tokens']}"],
+        [
+            "output tokens per s, mean / peak",
+            f"{figures['output_throughput']:.4g} / {figures['max_output_tokens_per_s']}",
+        ],
+        ["most requests at once", figures["max_concurrent_requests"]],
     ]
-    if "slo_attainment" in found:
-        facts.append(["on time, share of requests sent", found["slo_attainment"]])
-        facts.append(["on time per s (request_goodput)", found["request_goodput"]])
-        facts += [[f"  {m} kept", share] for m, share in found["slo_attainment_by_metric"].items()]
+    if "slo_attainment" in figures:
+        facts.append(["on time, share of requests sent", figures["slo_attainment"]])
+        facts.append(["on time per s (request_goodput)", figures["request_goodput"]])
+        facts += [[f"  {m} kept", share] for m, share in figures["slo_attainment_by_metric"].items()]
     print_table("", ["", ""], facts)
-    if "by_class" in found:
-        _show_classes(found["by_class"], result.percentile_name(percentiles[-1] if percentiles else 99.0))
+    if "by_class" in figures:
+        _show_classes(figures["by_class"], result.percentile_name(percentiles[-1] if percentiles else 99.0))
 
 
 def _show_classes(classes: Mapping[str, Mapping[str, Any]], high: str) -> None:
     rows: list[list[object]] = []
-    for name, one in classes.items():
-        times = [one.get(f"{part}_{metric}_ms") for metric in ("ttft", "tpot", "tbt") for part in ("p50", high)]
-        objectives = " ".join(f"{m}:{'varies' if v is None else f'{v:g}'}" for m, v in one["slos_ms"].items())
-        shares = " ".join(f"{metric}:{share:.3g}" for metric, share in one["slo_attainment_by_metric"].items())
-        requests = f"{one['requests']} / {one['failed']}"
-        rows.append([name, one["tier"], objectives or "–", requests, one["slo_attainment"], shares or "–", *times])
+    for name, own in classes.items():
+        times = [own.get(f"{part}_{metric}_ms") for metric in ("ttft", "tpot", "tbt") for part in ("p50", high)]
+        objectives = " ".join(f"{m}:{'varies' if v is None else f'{v:g}'}" for m, v in own["slos_ms"].items())
+        shares = " ".join(f"{metric}:{share:.3g}" for metric, share in own["slo_attainment_by_metric"].items())
+        requests = f"{own['requests']} / {own['failed']}"
+        rows.append([name, own["tier"], objectives or "–", requests, own["slo_attainment"], shares or "–", *times])
     columns = ["class", "tier", "objectives, ms", "requests / failed", "on time", "by objective"]
     columns += [f"{metric} {part}" for metric in ("TTFT", "TPOT", "TBT") for part in ("p50", high)]
     print_table("by class; times in ms, TBT is a request's largest gap", columns, rows)
@@ -67,12 +70,12 @@ def show_runs(runs: Sequence[Mapping[str, Any]]) -> None:
 
 def mean_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the mean of every number of several results, and the other values of the first one."""
-    made: dict[str, Any] = {}
+    means: dict[str, Any] = {}
     for name, value in runs[0].items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         values = [run[name] for run in runs if isinstance(run.get(name), int | float)]
-        made[name] = float(np.mean(values)) if number and len(values) == len(runs) else value
-    return made
+        means[name] = float(np.mean(values)) if number and len(values) == len(runs) else value
+    return means
 
 
 def show_probes(goal: float, peak: float, probes: Sequence[Probe], tried: Sequence[Mapping[str, Any]]) -> None:

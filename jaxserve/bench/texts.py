@@ -85,10 +85,10 @@ class TokenizerWriter:
 
 def as_text(calls: Sequence[Call], writer: Writer) -> list[Call]:
     """Return the calls with text instead of token ids."""
-    made = []
+    texts = []
     for call in calls:
         if not isinstance(call.prompt, str):
             text, count = writer.write(call.prompt)
             call = replace(call, prompt=text, prompt_tokens=count)
-        made.append(call)
-    return made
+        texts.append(call)
+    return texts

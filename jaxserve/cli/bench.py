@@ -248,12 +248,12 @@ def _object(text: str) -> dict[str, Any]:
 def _range(text: str) -> range:
     low, _, high = text.partition(":")
     try:
-        made = range(int(low), int(high))
+        lengths = range(int(low), int(high))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} must read LOW:HIGH") from error
-    if not (made and made.start >= 0):
+    if not (lengths and lengths.start >= 0):
         raise argparse.ArgumentTypeError(f"{text!r}: LOW must be at least 0 and below HIGH")
-    return made
+    return lengths
 
 
 def plan_of(args: argparse.Namespace) -> Plan:

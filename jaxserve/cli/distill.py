@@ -107,10 +107,10 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidValue(f"{error.name} is missing: {needs('train')}") from error
     from jaxserve.distillation import job
 
-    made = job_of(args)
-    job.settle(made, args.resume)
-    found = job.distill(made, lambda line: print(line, flush=True))
-    show(found, made.out)
+    settings = job_of(args)
+    job.settle(settings, args.resume)
+    result = job.distill(settings, lambda line: print(line, flush=True))
+    show(result, settings.out)
     return 0
 
 
@@ -218,18 +218,18 @@ def net_of(args: argparse.Namespace, spec: Any) -> Any:
     )
 
 
-def show(found: Any, out: Path) -> None:
+def show(result: Any, out: Path) -> None:
     """Print the tables of a `distillation.acceptance.Acceptance`."""
     from jaxserve.report.table import print_table
     from jaxserve.training.folder import size
 
-    rows: list[list[object]] = [[f"drawn at {t}", *values] for t, values in found.by_temperature.items()]
-    rows.append(["all", found.positions, found.overlap, found.agreement])
+    rows: list[list[object]] = [[f"drawn at {t}", *values] for t, values in result.by_temperature.items()]
+    rows.append(["all", result.positions, result.overlap, result.agreement])
     print_table("acceptance of one drafted token on held-out text", ["text", "tokens", "temperature 1", "greedy"], rows)
-    ways = (found.sampled, found.greedy)
+    ways = (result.sampled, result.greedy)
     rows = [
         [j, *(value for way in ways for value in (way.acceptance[j - 1], way.survival[j - 1], way.tokens_per_step(j)))]
-        for j in range(1, len(found.sampled.survival) + 1)
+        for j in range(1, len(result.sampled.survival) + 1)
     ]
     columns = ["accepted", "with all before", "tokens per step"]
     print_table(

@@ -92,7 +92,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _row(score: Score) -> list[object]:
     kinds = score.by_kind or {}
-    shares = [score.mape, *(kinds.get(one) for one in ("prefill", "decode", "mixed"))]
+    shares = [score.mape, *(kinds.get(kind) for kind in ("prefill", "decode", "mixed"))]
     shares += [score.median, score.worst, score.online]
     return [score.name, *(None if share is None else 100 * share for share in shares)]
 
@@ -142,29 +142,29 @@ def _journal(path: Path) -> Profile:
 
 def _step(row: Mapping[str, Any], where: str) -> Step:
     """Convert a row to (load, seconds)."""
-    found: dict[str, float] = {}
+    columns: dict[str, float] = {}
     for name, value in row.items():
         if name not in COLUMNS:
             raise InvalidValue(f"{where}: unknown column {name!r}; {nearest(str(name), COLUMNS)}", "profile")
         if value not in (None, ""):
-            found[name] = _number(name, value, where)
-    if not found.get("seconds"):
+            columns[name] = _number(name, value, where)
+    if not columns.get("seconds"):
         raise InvalidValue(f"{where}: column 'seconds' is missing", "seconds")
-    seconds = found.pop("seconds")
-    prefill, decode, prefix = (int(found.get(name, 0)) for name in ("prefill", "decode", "prefix"))
+    seconds = columns.pop("seconds")
+    prefill, decode, prefix = (int(columns.get(name, 0)) for name in ("prefill", "decode", "prefix"))
     if not prefill and not decode:
         raise InvalidValue(f"{where}: a step needs prefill or decode tokens", "prefill")
-    if decode and "longest" not in found and "context" not in found:
+    if decode and "longest" not in columns and "context" not in columns:
         raise InvalidValue(f"{where}: decode={decode} needs 'longest' or 'context'", "longest")
-    longest = found.get("longest", found.get("context", 0.0) / max(decode, 1))
+    longest = columns.get("longest", columns.get("context", 0.0) / max(decode, 1))
     return Load(
         prefill=prefill,
         decode=decode,
-        quadratic=found.get("quadratic", prefill * prefix + prefill * prefill / 2),
+        quadratic=columns.get("quadratic", prefill * prefix + prefill * prefill / 2),
         longest=round(longest),
-        context=int(found.get("context", decode * longest)),
+        context=int(columns.get("context", decode * longest)),
         prefix=prefix,
-        drafts=int(found.get("drafts", 0)),
+        drafts=int(columns.get("drafts", 0)),
     ), seconds
 
 
@@ -182,7 +182,7 @@ def _number(name: str, value: Any, where: str) -> float:
     return number
 
 
-def _preset(args: argparse.Namespace, profile: Profile, made: Fit) -> str:
+def _preset(args: argparse.Namespace, profile: Profile, fitted: Fit) -> str:
     """Return a latency preset as YAML."""
     tokens = args.kv_tokens or profile.kv_tokens
     if tokens is None:
@@ -190,7 +190,7 @@ def _preset(args: argparse.Namespace, profile: Profile, made: Fit) -> str:
     return preset_text(
         args.out.stem,
         profile.steps,
-        made,
+        fitted,
         profile.recipe,
         source=args.profile.name,
         tensor_parallel=args.tensor_parallel,

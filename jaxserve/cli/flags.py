@@ -77,7 +77,7 @@ class TeachingParser(argparse.ArgumentParser):
         """Return a page of help: the first flags (None), all, or those of a group."""
         if wanted == "all" or (wanted is None and not self.first):
             return self.format_help()
-        groups = {self._keys.get(one.title or "", one.title or ""): one for one in self._action_groups[2:]}
+        groups = {self._keys.get(group.title or "", group.title or ""): group for group in self._action_groups[2:]}
         if wanted is None:
             return self._short(list(groups))
         if wanted not in groups:

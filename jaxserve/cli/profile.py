@@ -76,8 +76,8 @@ def main(args: argparse.Namespace) -> int:
             progress=progress,
         )
     plain = [step for step in points if not step[0].drafts]
-    made = fit(plain, recipe.p_moe, recipe.buckets)
-    form = Padded(made.coefficients, recipe.buckets)
+    fitted = fit(plain, recipe.p_moe, recipe.buckets)
+    form = Padded(fitted.coefficients, recipe.buckets)
     print_table(
         f"{config.names[0]} on {recipe.device}: {len(points)} steps measured, median of up to {args.runs} runs",
         ["prompt tokens", "after", "decoding rows", "longest context", "ms", "fitted ms"],
@@ -86,8 +86,8 @@ def main(args: argparse.Namespace) -> int:
             for load, seconds in sorted(plain)
         ],
     )
-    errors = ", ".join(f"{name} {error:.1%}" for name, error in made.by_kind.items())
-    print(f"general form of padded steps: off by {made.mape:.1%} on average ({errors})")
+    errors = ", ".join(f"{name} {error:.1%}" for name, error in fitted.by_kind.items())
+    print(f"general form of padded steps: off by {fitted.mape:.1%} on average ({errors})")
     if args.steps is not None:
         _write_steps(args.steps, points)
     if args.out is not None:
@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
         text = preset_text(
             args.out.stem,
             plain,
-            made,
+            fitted,
             recipe,
             source=f"`jaxserve profile --runs {args.runs}`",
             tensor_parallel=built.config.mesh.tp,

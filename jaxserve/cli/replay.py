@@ -76,8 +76,8 @@ def main(args: argparse.Namespace) -> int:
 
 def measured(replayed: Replay) -> list[Measured]:
     """Measure the requests that clients sent."""
-    asked = [one for one in replayed.requests.values() if one.key != REHEARSAL]
-    return [measure(one, one.class_, stage_allowance(one)) for one in asked]
+    asked = [request for request in replayed.requests.values() if request.key != REHEARSAL]
+    return [measure(request, request.class_, stage_allowance(request)) for request in asked]
 
 
 def show(replayed: Replay, seed: int) -> dict[str, Any]:

@@ -374,7 +374,7 @@ class Engine:
         if self._events is not None:
             tasks.append(asyncio.ensure_future(self._publish(self._events)))
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        failed = next((error for one in ended if (error := one.exception()) is not None), None)
+        failed = next((error for task in ended if (error := task.exception()) is not None), None)
         if failed is not None:
             self._end(failed)  # before waiting for devices
         elif self._machine.tiers.first is not None:

@@ -47,24 +47,24 @@ def styles(names: Iterable[str]) -> dict[str, Style]:
     names = list(names)
     known = {name: policy for name in names if (policy := policy_of(name)) is not None}
     free = [policy for policy in POLICIES if policy not in known.values()]
-    found: dict[str, Style] = {}
+    by_name: dict[str, Style] = {}
     seen: dict[str, int] = {}
     others = 0
     order = list(POLICIES)
     for name in names:
         policy = known.get(name)
         if name == "bound":
-            found[name] = Style(BOUND, "")
+            by_name[name] = Style(BOUND, "")
         elif policy is None:
             policy = (free or order)[others % len(free or order)]
-            found[name] = Style(POLICIES[policy], MARKERS[order.index(policy)])
+            by_name[name] = Style(POLICIES[policy], MARKERS[order.index(policy)])
             others += 1
         else:
             variant = seen.get(policy, 0)
             place = order.index(policy) + variant
-            found[name] = Style(POLICIES[policy], MARKERS[place % len(MARKERS)], variant)
+            by_name[name] = Style(POLICIES[policy], MARKERS[place % len(MARKERS)], variant)
             seen[policy] = variant + 1
-    return found
+    return by_name
 
 
 def own_first(names: Iterable[str]) -> list[str]:

@@ -45,9 +45,9 @@ def about(tiers: Iterable[str] = (), recorded: Mapping[str, Any] | None = None) 
 @cache
 def files() -> dict[str, File]:
     """Return all files by their paths on the server."""
-    found = {
+    pages = {
         PREFIX + path.name: File(TYPES[path.suffix], path.read_bytes())
         for path in sorted(FOLDER.iterdir())
         if path.suffix in TYPES
     }
-    return {"/": found.pop(PREFIX + "index.html"), **found}
+    return {"/": pages.pop(PREFIX + "index.html"), **pages}

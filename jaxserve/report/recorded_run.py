@@ -35,7 +35,7 @@ def present_run(recorder: Recorder, title: str, classes: Mapping[int, str] = NON
 def present_ended(recorder: Recorder, classes: Mapping[int, str] = NONE) -> list[dict[str, Any]]:
     """Return all requests in the form of `GET /v1/requests`, newest first."""
     run = _Run(recorder, "", classes)
-    return [run.request(one) for one in reversed(run.ended)]
+    return [run.request(request) for request in reversed(run.ended)]
 
 
 class _Run:
@@ -43,21 +43,25 @@ class _Run:
 
     def __init__(self, recorder: Recorder, title: str, classes: Mapping[int, str]) -> None:
         self._title, self._recorder = title, recorder
-        self._requests = requests = [one for one in recorder.requests.values() if one.key != REHEARSAL]
-        self._class = {one.id: classes.get(one.id) or one.class_ or UNNAMED for one in requests}
+        self._requests = requests = [request for request in recorder.requests.values() if request.key != REHEARSAL]
+        self._class = {request.id: classes.get(request.id) or request.class_ or UNNAMED for request in requests}
         ends = [stretch.end for stretch in recorder.stretches]
         self.begin = min((request.arrival for request in requests), default=0.0)
         self.end = max([*ends, *(request.arrival for request in requests)], default=self.begin)
-        self._measured = {one.id: measure(one, one.class_, stage_allowance(one)) for one in requests}
-        self.ended = sorted((one for one in requests if one.finish_reason is not None), key=_end_of)
-        self._ends = [_end_of(one) for one in self.ended]
+        self._measured = {
+            request.id: measure(request, request.class_, stage_allowance(request)) for request in requests
+        }
+        self.ended = sorted((request for request in requests if request.finish_reason is not None), key=_end_of)
+        self._ends = [_end_of(request) for request in self.ended]
         self._levels = _by_instance(recorder.levels)
         self._stretches = _by_instance(recorder.stretches)
         self._lengths = prompt_lengths(recorder)
-        events = sorted((one for one in self._all_events() if one[0] >= self.begin), key=lambda one: one[0])
+        events = sorted((event for event in self._all_events() if event[0] >= self.begin), key=lambda event: event[0])
         self._event_times, self._events = [at for at, _ in events], [event for _, event in events]
         self._tokens = sorted(at for request in requests for at in request.token_times)
-        self._prompts = sorted((one.end, self._prefilled(one)) for one in recorder.stretches if not one.stopped)
+        self._prompts = sorted(
+            (stretch.end, self._prefilled(stretch)) for stretch in recorder.stretches if not stretch.stopped
+        )
         self._prompt_ends = [at for at, _ in self._prompts]
 
     def _prefilled(self, stretch: Stretch) -> int:
@@ -78,19 +82,19 @@ class _Run:
             "ttft": self._ttft(at),
             "events": self._events[begun:upto],
             "counts": self._counts(until, upto),
-            "requests": [self.request(one) for one in self.ended[since:until]],
+            "requests": [self.request(request) for request in self.ended[since:until]],
         }
 
     def _role(self, name: str, at: float) -> str:
-        roles = [one.role for one in self._recorder.roles if one.instance == name and one.at <= at]
+        roles = [change.role for change in self._recorder.roles if change.instance == name and change.at <= at]
         return roles[-1] if roles else ""
 
     def _instance(self, name: str, at: float) -> dict[str, Any]:
         levels, pages = self._levels.get(name, []), self._recorder.limits[name].pages
-        place = bisect_right(levels, at, key=lambda one: one.at)
+        place = bisect_right(levels, at, key=lambda level: level.at)
         level = levels[place - 1] if place else Level(at, name, 0, 0, 0, 0)
         stretches = self._stretches.get(name, [])
-        place = bisect_right(stretches, at, key=lambda one: one.start)
+        place = bisect_right(stretches, at, key=lambda stretch: stretch.start)
         running = stretches[place - 1] if place and stretches[place - 1].end > at else None
         return {
             "name": name,
@@ -118,19 +122,19 @@ class _Run:
 
     def _classes(self, at: float) -> dict[str, Any]:
         waiting, running = Counter[str](), Counter[str]()
-        for one in self._requests:
-            if one.arrival <= at and (one.finish_reason is None or _end_of(one) > at):
-                begun = one.scheduled_at is not None and one.scheduled_at <= at
-                (running if begun else waiting)[self._class[one.id]] += 1
+        for request in self._requests:
+            if request.arrival <= at and (request.finish_reason is None or _end_of(request) > at):
+                begun = request.scheduled_at is not None and request.scheduled_at <= at
+                (running if begun else waiting)[self._class[request.id]] += 1
         lately: dict[str, list[Request]] = {}
-        for one in self.ended[bisect_right(self._ends, at - LATELY) : bisect_right(self._ends, at)]:
-            lately.setdefault(self._class[one.id], []).append(one)
+        for request in self.ended[bisect_right(self._ends, at - LATELY) : bisect_right(self._ends, at)]:
+            lately.setdefault(self._class[request.id], []).append(request)
         names = sorted(set(self._class.values()))
         return {
             name: {
                 "waiting": waiting[name],
                 "running": running[name],
-                **_attainment([(one, self._measured[one.id]) for one in lately.get(name, [])]),
+                **_attainment([(request, self._measured[request.id]) for request in lately.get(name, [])]),
             }
             for name in names
         }
@@ -149,7 +153,9 @@ class _Run:
 
     def _ttft(self, at: float) -> dict[str, Any]:
         lately = self.ended[bisect_right(self._ends, at - LATELY) : bisect_right(self._ends, at)]
-        return present_ttft((self._recorder.predicted.get(one.id, inf), self._measured[one.id].ttft) for one in lately)
+        return present_ttft(
+            (self._recorder.predicted.get(request.id, inf), self._measured[request.id].ttft) for request in lately
+        )
 
     def _counts(self, requests: int, events: int) -> dict[str, int]:
         kinds = Counter(event["kind"] for event in self._events[:events])
@@ -161,12 +167,14 @@ class _Run:
             if stretch.stopped:
                 yield self._event(stretch.end, "stop", stretch.instance)
         last: dict[int, str] = {}
-        for one in recorder.placed:
-            if self._role(one.instance, one.at) == "decode":
-                yield self._event(one.at, "deflection", one.instance, one.request)
-            elif one.request in last:
-                yield self._event(one.at, "reroute", one.instance, one.request, last[one.request])
-            last[one.request] = one.instance
+        for placement in recorder.placed:
+            if self._role(placement.instance, placement.at) == "decode":
+                yield self._event(placement.at, "deflection", placement.instance, placement.request)
+            elif placement.request in last:
+                yield self._event(
+                    placement.at, "reroute", placement.instance, placement.request, last[placement.request]
+                )
+            last[placement.request] = placement.instance
         for demoted in recorder.demoted.values():
             yield self._event(demoted.at, "demotion", demoted.instance, demoted.request)
         for move in recorder.moves:
@@ -181,25 +189,25 @@ class _Run:
         id, time = None if request is None else str(request), round(at - self.begin, 6)
         return at, {"time": time, "kind": kind, "instance": instance, "request": id, "text": text, "count": 1}
 
-    def request(self, one: Request) -> dict[str, Any]:
+    def request(self, request: Request) -> dict[str, Any]:
         """Return an ended request."""
-        measured = self._measured[one.id]
+        measured = self._measured[request.id]
         return {
-            "id": str(one.id),
-            "key": one.key,
-            "class": self._class[one.id],
-            "tier": one.tier,
-            "ended": round(_end_of(one) - self.begin, 6),
+            "id": str(request.id),
+            "key": request.key,
+            "class": self._class[request.id],
+            "tier": request.tier,
+            "ended": round(_end_of(request) - self.begin, 6),
             "prompt_tokens": measured.prompt,
             "output_tokens": measured.output,
-            "waited": number(inf if one.scheduled_at is None else one.scheduled_at - one.arrival),
+            "waited": number(inf if request.scheduled_at is None else request.scheduled_at - request.arrival),
             "ttft": number(measured.ttft),
             "tpot": number(measured.tpot),
-            "ttft_slo": number(one.slo.ttft),
-            "tpot_slo": number(one.slo.tpot),
-            "predicted_ttft": number(self._recorder.predicted.get(one.id, inf)),
+            "ttft_slo": number(request.slo.ttft),
+            "tpot_slo": number(request.slo.tpot),
+            "predicted_ttft": number(self._recorder.predicted.get(request.id, inf)),
             "attained": measured.attained,
-            "finish_reason": one.finish_reason,
+            "finish_reason": request.finish_reason,
         }
 
 
@@ -208,10 +216,10 @@ def _end_of(request: Request) -> float:
 
 
 def _by_instance(several: Iterable[Any]) -> Mapping[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for one in several:
-        found.setdefault(one.instance, []).append(one)
-    return found
+    groups: dict[str, list[Any]] = {}
+    for item in several:
+        groups.setdefault(item.instance, []).append(item)
+    return groups
 
 
 def _attainment(ended: Sequence[tuple[Request, Measured]]) -> dict[str, Any]:

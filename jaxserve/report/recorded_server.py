@@ -56,8 +56,8 @@ class RecordedServer(ThreadingHTTPServer):
 
     def file(self, path: str) -> File | None:
         """Return what is at a path; None if nothing is."""
-        if (found := self._fixed.get(path)) is not None:
-            return found
+        if (fixed := self._fixed.get(path)) is not None:
+            return fixed
         id = path.removeprefix(REQUESTS + "/")
         if id == path or not (id.isascii() and id.isdigit() and len(id) < 19):
             return None
@@ -90,8 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host", "").rpartition(":")[0] not in NAMES:
             self._send(403, _error("this page is at localhost and 127.0.0.1 only"))
             return
-        found = self.server.file(self.path.partition("?")[0])
-        self._send(*((200, found) if found is not None else (404, _error("there is nothing here"))))
+        file = self.server.file(self.path.partition("?")[0])
+        self._send(*((200, file) if file is not None else (404, _error("there is nothing here"))))
 
     def _send(self, status: int, file: File) -> None:
         self.send_response(status)

@@ -64,21 +64,22 @@ def request_timeline(recorder: Recorder, id: int) -> dict[str, Any]:
 
 def _bars(recorder: Recorder, request: Request) -> list[Bar]:
     lengths, id, arrival = prompt_lengths(recorder), request.id, request.arrival
-    end = request.token_times[-1] if request.token_times else max((one.end for one in recorder.stretches), default=0.0)
-    names = {one.instance for one in recorder.placed if one.request == id}
+    ends = (stretch.end for stretch in recorder.stretches)
+    end = request.token_times[-1] if request.token_times else max(ends, default=0.0)
+    names = {placement.instance for placement in recorder.placed if placement.request == id}
     names.update(move.target for move in recorder.moves if move.request == id)
     bars = []
-    for one in recorder.stretches:
-        if one.instance not in names or one.end <= arrival or one.start >= end:
+    for stretch in recorder.stretches:
+        if stretch.instance not in names or stretch.end <= arrival or stretch.start >= end:
             continue
-        span = next((span for span in one.plan.spans if span.request == id), None)
-        start, until = one.start - arrival, one.end - arrival
+        span = next((span for span in stretch.plan.spans if span.request == id), None)
+        start, until = stretch.start - arrival, stretch.end - arrival
         if span is None:
-            bars.append(Bar("other", one.instance, max(0.0, start), until))
+            bars.append(Bar("other", stretch.instance, max(0.0, start), until))
         elif decodes(span, lengths):
-            bars.append(Bar("decode", one.instance, start, until))
+            bars.append(Bar("decode", stretch.instance, start, until))
         else:
-            bars.append(Bar("prefill", one.instance, start, until, tokens=span.length))
+            bars.append(Bar("prefill", stretch.instance, start, until, tokens=span.length))
     for move in transfers(recorder):
         if move.request == id:
             bars.append(Bar("transfer", move.target, move.start - arrival, move.end - arrival))

@@ -23,9 +23,9 @@ def present_class(ended: int, promised: Iterable[Outcome]) -> dict[str, Any]:
     outcomes = list(promised)
     return {
         "ended": ended,
-        "attainment": round(mean(one.attained for one in outcomes), 4) if outcomes else None,
-        "ttft_slack": _median(one.ttft_slack for one in outcomes),
-        "tpot_slack": _median(one.tpot_slack for one in outcomes),
+        "attainment": round(mean(outcome.attained for outcome in outcomes), 4) if outcomes else None,
+        "ttft_slack": _median(outcome.ttft_slack for outcome in outcomes),
+        "tpot_slack": _median(outcome.tpot_slack for outcome in outcomes),
     }
 
 

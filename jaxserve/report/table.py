@@ -25,15 +25,15 @@ def cell(value: object) -> str:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
     """Build a rich table with right-aligned numbers. Raises ValueError if a row's length is wrong."""
-    made = Table(title=title or None, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=0)
+    drawn = Table(title=title or None, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=0)
     for index, name in enumerate(columns):
         numeric = all(row[index] is None or isinstance(row[index], int | float) for row in rows if len(row) > index)
-        made.add_column(name, justify="right" if rows and numeric else "left", overflow="fold")
+        drawn.add_column(name, justify="right" if rows and numeric else "left", overflow="fold")
     for row in rows:
         if len(row) != len(columns):
             raise ValueError(f"a row of {len(row)} cells in a table of {len(columns)} columns: {row!r}")
-        made.add_row(*(cell(value) for value in row))
-    return made
+        drawn.add_row(*(cell(value) for value in row))
+    return drawn
 
 
 def print_table(

@@ -68,13 +68,13 @@ def tell(args: argparse.Namespace, recorder: Recorder, measured: Iterable[Measur
 def show(args: argparse.Namespace, recorder: Recorder | None, title: str, measured: Iterable[Measured]) -> None:
     """Serve the dashboard of a run until Ctrl-C, if it is asked for."""
     if recorder is not None and args.dashboard is not None:
-        show_run(recorder, title, args.dashboard, {one.id: one.class_ for one in measured})
+        show_run(recorder, title, args.dashboard, {request.id: request.class_ for request in measured})
 
 
 def _asked(text: str, recorder: Recorder, measured: Iterable[Measured]) -> int | None:
     """Return the request of --explain: by number, by id, or the first that missed its SLO."""
     if text == "missed":
-        return min((one.id for one in measured if not one.attained), default=None)
+        return min((request.id for request in measured if not request.attained), default=None)
     if text.isdecimal() and int(text) in recorder.requests:
         return int(text)
     for id, request in recorder.requests.items():

@@ -21,8 +21,14 @@ LONGEST = 86400.0  # seconds that a replica may be given to finish its requests
 def present_roles(engine: Any) -> dict[str, Any]:
     """Return the response to `GET /v1/admin/roles`: the role and load of every instance."""
     instances = [
-        {"instance": index, "name": one.name, "role": one.role, "running": one.running, "waiting": one.waiting}
-        for index, one in enumerate(engine.stats().instances)
+        {
+            "instance": index,
+            "name": instance.name,
+            "role": instance.role,
+            "running": instance.running,
+            "waiting": instance.waiting,
+        }
+        for index, instance in enumerate(engine.stats().instances)
     ]
     return {"object": "roles", "roles": [instance["role"] for instance in instances], "instances": instances}
 

@@ -259,16 +259,16 @@ class Answer:
         return self.outputs[number][0].prompt_logprobs if self.echo else None
 
     def _prompt_logprobs(self, number: int) -> list[Any]:
-        made: list[Any] = [None]  # the first token has no context
+        positions: list[Any] = [None]  # the first token has no context
         pieces = Pieces(self.tokenizer, False, self.jobs[number].request.prompt[:1])
         for entries in logprob_dicts(self.outputs[number][0].prompt_logprobs, pieces):
-            made.append(
+            positions.append(
                 {
                     str(t): {"logprob": e.logprob, "rank": e.rank, "decoded_token": e.decoded_token}
                     for t, e in entries.items()
                 }
             )
-        return made
+        return positions
 
     def _chat_logprobs(self, output: Gathered, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
         pieces = output.pieces

@@ -67,13 +67,13 @@ def document(app: FastAPI, *bodies: type[BaseModel]) -> None:
     describe = app.openapi
 
     def described() -> dict[str, Any]:
-        made = describe()
-        schemas = made.setdefault("components", {}).setdefault("schemas", {})
+        schema_of_app = describe()
+        schemas = schema_of_app.setdefault("components", {}).setdefault("schemas", {})
         kinds: tuple[type[BaseModel], ...] = (*BODIES, *bodies, ErrorDetail, ErrorAnswer)
         for kind in kinds:
             schema = kind.model_json_schema(ref_template=_REF)
             schemas |= schema.pop("$defs", {})
             schemas[kind.__name__] = schema
-        return made
+        return schema_of_app
 
     app.openapi = described  # type: ignore[method-assign]

@@ -77,4 +77,6 @@ class RerankBody(Pooling):
     use_activation: bool = True
 
     def given(self, name: str) -> Any:
-        return self.query if name == "query" else [one if isinstance(one, str) else one.text for one in self.documents]
+        if name == "query":
+            return self.query
+        return [document if isinstance(document, str) else document.text for document in self.documents]

@@ -46,9 +46,9 @@ class EngineCollector(Collector):
         """Yield the families of a class of snapshots, each with the values of its labels."""
         for metric in metrics_of(kind):
             values = [
-                (key + more, one, value)
-                for key, one in snapshots
-                for more, value in _values(metric, getattr(one, metric.attribute))
+                (key + more, snapshot, value)
+                for key, snapshot in snapshots
+                for more, value in _values(metric, getattr(snapshot, metric.attribute))
             ]
             named = (*labels, metric.label) if metric.label else labels
             if metric.kind == WITHIN:
@@ -59,12 +59,12 @@ class EngineCollector(Collector):
     def _family(self, metric: Metric, values: Iterable[tuple[Key, Any, Any]], labels: Key) -> Family:
         """Return one family. values: of labels, the snapshot, and the value in it."""
         made: Any = FAMILIES[metric.kind](self._prefix + metric.name, metric.text, labels=["model_name", *labels])
-        for key, one, value in values:
+        for key, snapshot, value in values:
             if metric.kind == HISTOGRAM:
-                seen = value if isinstance(value, Spread) else Spread(tuple(value), getattr(one, metric.of))
+                seen = value if isinstance(value, Spread) else Spread(tuple(value), getattr(snapshot, metric.of))
                 self._add(made, metric.edges, [self._model, *key], labels, seen)
             elif metric.kind == SUMMARY:
-                count = getattr(one, metric.of)
+                count = getattr(snapshot, metric.of)
                 made.add_metric(
                     [self._model, *key], sum(count.values()) if isinstance(count, Mapping) else count, value
                 )
@@ -110,6 +110,6 @@ def _values(metric: Metric, value: Any) -> Iterator[tuple[Key, Any]]:
         if value is not None:
             yield (), value
     elif isinstance(value, Mapping):
-        yield from (((key,), one) for key, one in {**dict.fromkeys(metric.keys, 0), **value}.items())
+        yield from (((key,), count) for key, count in {**dict.fromkeys(metric.keys, 0), **value}.items())
     else:
-        yield from (((getattr(one, "name", str(at)),), one) for at, one in enumerate(value))
+        yield from (((getattr(row, "name", str(at)),), row) for at, row in enumerate(value))

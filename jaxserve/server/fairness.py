@@ -127,7 +127,7 @@ class Stage:
             raise Refused(429, text, code="token_rate", retry_after=wait)
         if not client.queue and self._has_room(client, outputs):
             return
-        waiting = sum(one.waiting for one in self.clients.values()) + outputs
+        waiting = sum(client.waiting for client in self.clients.values()) + outputs
         if client.waiting + outputs > limits.queue_share * self._bound and limits.queue_share < 1:
             text = f"{client.waiting} requests of this API key wait; it may fill {limits.queue_share:.0%} of the queue"
             raise Refused(429, text, code="queue_share", retry_after=1.0)
@@ -141,7 +141,7 @@ class Stage:
 
         A request with many outputs may exceed the window, because otherwise it might never be admitted.
         """
-        inside = sum(one.inside for one in self.clients.values())
+        inside = sum(client.inside for client in self.clients.values())
         return client.fits(outputs) and (self._window is None or inside < self._window)
 
     def _admit(self, client: Client, outputs: int) -> None:

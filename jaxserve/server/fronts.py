@@ -83,9 +83,9 @@ async def serve_remote(
     collector = GCControl(lambda: UNPROMISED)  # a large body is many objects: to look through them holds up streams
 
     async def make() -> Service:
-        tokenizer, found = await asyncio.gather(in_thread(lambda: find_tokenizer(config)), places())
+        tokenizer, engine_places = await asyncio.gather(in_thread(lambda: find_tokenizer(config)), places())
         engine = await Replicas.connect(
-            found, seed, config.replica_routing, config.api_server_count, partly=config.max_replicas is not None
+            engine_places, seed, config.replica_routing, config.api_server_count, partly=config.max_replicas is not None
         )
         engines.append(engine)
         service = Service(engine, tokenizer, config)
@@ -301,8 +301,8 @@ class _Parent:
         if isinstance(told, Failure):
             self.failed = True
             raise told.error()
-        found: Sequence[Place] = told
-        return found
+        places: Sequence[Place] = told
+        return places
 
     def tell(self, failure: Failure | None) -> None:
         """Say that this front serves, or what kept it from that."""

@@ -45,10 +45,10 @@ class Keys:
     @classmethod
     def of(cls, settings: HttpSettings, environment: Mapping[str, str] = os.environ) -> Keys:
         """Read the keys from settings and environment. Raises InvalidValue; its message never contains a key."""
-        made = cls(_named(settings, environment), _admin(settings, environment))
-        if settings.protect_metrics and not made.names:
+        keys = cls(_named(settings, environment), _admin(settings, environment))
+        if settings.protect_metrics and not keys.names:
             raise InvalidValue("protect_metrics needs --api-key, --api-key-file or JAXSERVE_API_KEY", "protect_metrics")
-        return made
+        return keys
 
     @property
     def names(self) -> tuple[str, ...]:

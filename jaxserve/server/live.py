@@ -129,19 +129,19 @@ class LiveFeed:
 
     def _encoded(self, reading: Reading, client: str | None) -> bytes:
         service = self._service
-        made = snapshot(reading, service.engine.info, service.config.names[0], client)
-        return b"data: " + msgspec.json.encode(made) + b"\n\n"
+        data = snapshot(reading, service.engine.info, service.config.names[0], client)
+        return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
     async def _read(self) -> Reading:
         engine = self._service.engine
         await engine.refresh()
-        found = await recent(engine, self._numbers)
+        reports = await recent(engine, self._numbers)
         now, clock, stats = time.time(), time.monotonic(), engine.stats()
         events, ended = list[tuple[int, Event]](), list[tuple[int, EndedRequest]]()
-        for replica, one in found.items():
-            self._numbers[replica] = one.number
-            events += ((replica, event) for event in one.events)
-            ended += ((replica, request) for request in one.requests)
+        for replica, report in reports.items():
+            self._numbers[replica] = report.number
+            events += ((replica, event) for event in report.events)
+            ended += ((replica, request) for request in report.requests)
         events.sort(key=lambda event: -event[1].ago)
         ended.sort(key=lambda request: -request[1].ago)
         self._lately.extend((clock - request.ago, request) for _, request in ended)
@@ -159,16 +159,16 @@ async def recent(engine: Any, since: Mapping[int, int]) -> dict[int, Recent]:
         return {ALONE: await engine.recent(since.get(ALONE, 0))}
     engines = dict(engine.engines)
     numbers = {at: ALONE if engine.members.slots == 1 else at for at in engines}
-    found = await asyncio.gather(*(one.recent(since.get(numbers[at], 0)) for at, one in engines.items()))
-    return dict(zip(numbers.values(), found, strict=True))
+    reports = await asyncio.gather(*(replica.recent(since.get(numbers[at], 0)) for at, replica in engines.items()))
+    return dict(zip(numbers.values(), reports, strict=True))
 
 
 async def present_requests(engine: Any, client: str | None, limit: int) -> dict[str, Any]:
     """Return the latest ended requests that a client sees, newest first."""
-    found, now = await recent(engine, {}), time.time()
-    each = [(one.ago, replica, one) for replica, part in found.items() for one in part.requests]
-    seen = sorted((one for one in each if client is None or one[2].client == client), key=lambda one: one[0])
-    return {"object": "list", "data": [present_request(now, replica, one) for _, replica, one in seen[:limit]]}
+    reports, now = await recent(engine, {}), time.time()
+    each = [(request.ago, replica, request) for replica, part in reports.items() for request in part.requests]
+    seen = sorted((entry for entry in each if client is None or entry[2].client == client), key=lambda entry: entry[0])
+    return {"object": "list", "data": [present_request(now, replica, request) for _, replica, request in seen[:limit]]}
 
 
 async def life_of(engine: Any, id: str, client: str | None) -> RequestLife:
@@ -176,27 +176,27 @@ async def life_of(engine: Any, id: str, client: str | None) -> RequestLife:
 
     Raises Refused (404) for one that is unknown, or not the client's.
     """
-    found: RequestLife | None = None
+    life: RequestLife | None = None
     name = id if _ID.fullmatch(id) else await _answered(engine, id, client)
     if named := _ID.fullmatch(name):
         at, number = ALONE if named[1] is None else int(named[1]), int(named[2])
         if not isinstance(engine, Replicas):
-            found = await engine.life(number, client) if at == ALONE else None
-        elif (one := engine.engines.get(0 if at == ALONE else at)) is not None:
-            found = await one.life(number, client)
-    if found is None:
+            life = await engine.life(number, client) if at == ALONE else None
+        elif (replica := engine.engines.get(0 if at == ALONE else at)) is not None:
+            life = await replica.life(number, client)
+    if life is None:
         text = f"no request {short(id)} is recorded: see GET /v1/requests for those that are"
         raise Refused(404, text, code="request_not_found")
-    return found
+    return life
 
 
 async def _answered(engine: Any, answer: str, client: str | None) -> str:
     """Return the id of the latest ended request of a client whose answer had this id; "" if none is recorded."""
-    found = await recent(engine, {})
+    reports = await recent(engine, {})
     ids = {
-        one.ago: public_id(replica, one.id)
-        for replica, part in found.items()
-        for one in part.requests
-        if one.key == answer and (client is None or one.client == client)
+        request.ago: public_id(replica, request.id)
+        for replica, part in reports.items()
+        for request in part.requests
+        if request.key == answer and (client is None or request.client == client)
     }
     return ids[min(ids)] if ids else ""

@@ -68,6 +68,6 @@ def _histograms(name: str, samples: Iterable[Any]) -> list[Histogram]:
         elif kind in ("count", "sum"):
             fields[kind] = sample.value
     return [
-        Histogram(name, one["labels"], int(one.get("count", 0)), float(one.get("sum", 0.0)), one["buckets"])
-        for one in series.values()
+        Histogram(name, metric["labels"], int(metric.get("count", 0)), float(metric.get("sum", 0.0)), metric["buckets"])
+        for metric in series.values()
     ]

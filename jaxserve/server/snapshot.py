@@ -49,35 +49,35 @@ def snapshot(reading: Reading, info: EngineInfo, model: str, client: str | None 
         "object": "snapshot",
         "time": round(reading.at, 3),
         "server": {"version": __version__, "model": model, "policy": info.policy, "routing": info.routing},
-        "instances": [_instance(one) for one in reading.stats.instances],
+        "instances": [_instance(instance) for instance in reading.stats.instances],
         "classes": _classes(reading),
         "rates": _rates(reading),
-        "ttft": present_ttft((one.predicted, one.ttft) for one in reading.lately),
+        "ttft": present_ttft((request.predicted, request.ttft) for request in reading.lately),
         "events": [_event(reading.at, replica, event, client) for replica, event in reading.events],
         "counts": _counts(reading.stats),
         "requests": [
-            present_request(reading.at, replica, one)
-            for replica, one in reading.ended
-            if client is None or one.client == client
+            present_request(reading.at, replica, request)
+            for replica, request in reading.ended
+            if client is None or request.client == client
         ],
     }
 
 
-def _instance(one: InstanceStats) -> dict[str, Any]:
-    room = one.headroom
+def _instance(instance: InstanceStats) -> dict[str, Any]:
+    room = instance.headroom
     return {
-        "name": one.name,
-        "role": one.role,
-        "running": one.running,
-        "waiting": one.waiting,
-        "kv_usage": round(one.usage, 4),
-        "pages": one.pages,
-        "pages_held": one.pages_held,
-        "backlog_tokens": one.backlog_tokens,
+        "name": instance.name,
+        "role": instance.role,
+        "running": instance.running,
+        "waiting": instance.waiting,
+        "kv_usage": round(instance.usage, 4),
+        "pages": instance.pages,
+        "pages_held": instance.pages_held,
+        "backlog_tokens": instance.backlog_tokens,
         "slack": number(room.slack),
         "prefill_queue": number(room.queue),
         "predicted_ttft": number(room.ttft),
-        "step": _step(one.activity.step),
+        "step": _step(instance.activity.step),
     }
 
 
@@ -98,9 +98,9 @@ def _classes(reading: Reading) -> dict[str, Any]:
         waiting.update(instance.activity.waiting)
         running.update(instance.activity.running)
     ended: dict[str, list[EndedRequest]] = {}
-    for one in reading.lately:
-        if one.reason != "abort":
-            ended.setdefault(one.class_, []).append(one)
+    for request in reading.lately:
+        if request.reason != "abort":
+            ended.setdefault(request.class_, []).append(request)
     names = sorted({*waiting, *running, *ended, *reading.stats.classes})
     return {
         name: {"waiting": waiting[name], "running": running[name], **_attainment(ended.get(name, []))} for name in names
@@ -109,7 +109,9 @@ def _classes(reading: Reading) -> dict[str, Any]:
 
 def _attainment(ended: Sequence[EndedRequest]) -> dict[str, Any]:
     outcomes = (
-        Outcome(one.attained, one.slo_ttft - one.ttft, one.slo_tpot - one.tpot) for one in ended if one.promised
+        Outcome(request.attained, request.slo_ttft - request.ttft, request.slo_tpot - request.tpot)
+        for request in ended
+        if request.promised
     )
     return present_class(len(ended), outcomes)
 
@@ -150,22 +152,22 @@ def _event(at: float, replica: int, event: Event, client: str | None) -> dict[st
     }
 
 
-def present_request(at: float, replica: int, one: EndedRequest) -> dict[str, Any]:
+def present_request(at: float, replica: int, request: EndedRequest) -> dict[str, Any]:
     """Return an ended request as JSON values. at: the Unix time to which its `ago` refers."""
     return {
-        "id": public_id(replica, one.id),
-        "key": one.key,
-        "class": one.class_,
-        "tier": one.tier,
-        "ended": round(at - one.ago, 3),
-        "prompt_tokens": one.prompt,
-        "output_tokens": one.output,
-        "waited": number(one.waited),
-        "ttft": number(one.ttft),
-        "tpot": number(one.tpot),
-        "ttft_slo": number(one.slo_ttft),
-        "tpot_slo": number(one.slo_tpot),
-        "predicted_ttft": number(one.predicted),
-        "attained": one.attained,
-        "finish_reason": one.reason,
+        "id": public_id(replica, request.id),
+        "key": request.key,
+        "class": request.class_,
+        "tier": request.tier,
+        "ended": round(at - request.ago, 3),
+        "prompt_tokens": request.prompt,
+        "output_tokens": request.output,
+        "waited": number(request.waited),
+        "ttft": number(request.ttft),
+        "tpot": number(request.tpot),
+        "ttft_slo": number(request.slo_ttft),
+        "tpot_slo": number(request.slo_tpot),
+        "predicted_ttft": number(request.predicted),
+        "attained": request.attained,
+        "finish_reason": request.reason,
     }

@@ -57,8 +57,8 @@ class StatsLine:
 
         Those that asked for best effort do not count in the first.
         """
-        classes = {name: _Ended(one.ended["all"], one.attained["all"]) for name, one in stats.classes.items()}
-        prompts = {name: _Ended(one.ended, one.attained) for name, one in stats.by_prompt.items()}
+        classes = {name: _Ended(counts.ended["all"], counts.attained["all"]) for name, counts in stats.classes.items()}
+        prompts = {name: _Ended(counts.ended, counts.attained) for name, counts in stats.by_prompt.items()}
         by_class, by_prompt = _lately(classes, self._classes), _lately(prompts, self._prompts)
         self._classes, self._prompts = classes, prompts
         if not by_prompt:

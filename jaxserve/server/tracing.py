@@ -135,8 +135,8 @@ class Tracing:
             whole.set_status(Status(StatusCode.ERROR, error))
         if whole.is_recording():
             inside = set_span_in_context(whole, trace.parent)
-            for one in trace.ended:
-                self._children(one, inside, begun)
+            for output in trace.ended:
+                self._children(output, inside, begun)
         whole.end(ended)
 
     def _children(self, ended: Ended, inside: Any, begun: int) -> None:
@@ -163,8 +163,8 @@ def _attributes(trace: Trace) -> dict[str, Any]:
     attributes: dict[str, Any] = {"gen_ai.request.id": trace.id, "gen_ai.response.model": trace.model}
     if not trace.ended:
         return attributes
-    one = trace.ended[0]
-    params, times, slo = one.job.request.params, one.times, one.job.request.slo
+    output = trace.ended[0]
+    params, times, slo = output.job.request.params, output.times, output.job.request.slo
     prompts = {ended.number: len(ended.job.request.prompt) for ended in trace.ended}
     attributes |= {
         "gen_ai.request.n": params.n,
@@ -175,7 +175,7 @@ def _attributes(trace: Trace) -> dict[str, Any]:
             len(ended.times.token_times) for ended in trace.ended if ended.job.request.params.pooling is None
         ),
         "gen_ai.response.finish_reasons": [ended.reason or "" for ended in trace.ended],
-        "jaxserve.tier": one.job.request.tier,
+        "jaxserve.tier": output.job.request.tier,
         "jaxserve.cached_tokens": times.cached,
     }
     if params.max_tokens is not None:
@@ -210,9 +210,9 @@ def check_tracing(settings: OperationSettings) -> None:
             raise InvalidValue(f"{variable}={asked!r} must be {PROTOCOL}: traces are sent over HTTP", name)
     for module in MODULES:
         try:
-            found = importlib.util.find_spec(module)
+            spec = importlib.util.find_spec(module)
         except ModuleNotFoundError:
-            found = None
-        if found is None:
+            spec = None
+        if spec is None:
             given = f"{name}={settings.otlp_traces_endpoint!r}"
             raise InvalidValue(f"{given} needs OpenTelemetry: {needs('otel')}", name)

@@ -150,7 +150,7 @@ def _tag(at: int, given: Any, triggers: list[str], options: dict[str, Any]) -> S
         raise InvalidValue(f"{where}: begin={short(begin)} and end={short(end)} must be texts", "structural_tag")
     if not isinstance(schema, dict):
         raise InvalidValue(f"{where}.schema={short(schema)} must be an object", "structural_tag")
-    trigger = next((one for one in triggers if begin.startswith(one)), None)
+    trigger = next((trigger_text for trigger_text in triggers if begin.startswith(trigger_text)), None)
     if trigger is None:
         raise InvalidValue(
             f"{where}.begin={short(begin)} must start with one of the triggers {short(triggers)}", "structural_tag"

@@ -67,16 +67,16 @@ class Conversation:
         """Ask the server for its model and what it is. Raises InvalidValue if it cannot be reached."""
         async with self._open() as http:
             try:
-                found = await models(http, self.target)
+                listed = await models(http, self.target)
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 raise unreachable(self.target, error) from error
-        names = [str(one["id"]) for one in found if one.get("id")]
+        names = [str(entry["id"]) for entry in listed if entry.get("id")]
         if not self.target.model and not names:
             raise InvalidValue(f"{self.target.base_url}/v1/models lists no model: set --model", "model")
         if names and self.target.model and self.target.model not in names:
             raise InvalidValue(f"model={self.target.model!r} must be one of {printable(', '.join(names))}", "model")
         model = self.target.model or names[0]
-        own = next((one for one in found if one.get("id") == model), {})
+        own = next((entry for entry in listed if entry.get("id") == model), {})
         self.target = replace(self.target, model=model)
         self.ours = own.get("owned_by") == OWNERS[0]
 

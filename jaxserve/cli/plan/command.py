@@ -107,15 +107,15 @@ def main(args: argparse.Namespace) -> int:
         if config.mesh is None and count > 1:
             raise InvalidValue(f"--compile needs one mesh: add --mesh, one of {_names(count)}", "mesh")
         _prepare(devices()[name].target, name)
-    made = make_plan(args, config, name, count, asked)
+    plan = make_plan(args, config, name, count, asked)
     from jaxserve.capacity import show
 
     if args.json:
-        json.dump(show.as_json(made), sys.stdout, indent=1)
+        json.dump(show.as_json(plan), sys.stdout, indent=1)
         print()
     else:
-        show.tables(made)
-    return 0 if made.taken is not None else 1
+        show.tables(plan)
+    return 0 if plan.taken is not None else 1
 
 
 def make_plan(

@@ -75,7 +75,7 @@ class Fits:
         preset: str | None,
         arrivals: Sequence[Arrival],
     ) -> None:
-        self._most = sum(one.prompt_tokens + one.output_tokens + setting.page_size for one in arrivals)
+        self._most = sum(arrival.prompt_tokens + arrival.output_tokens + setting.page_size for arrival in arrivals)
         self._spec = spec
         self._setting = setting
         self._names = names
@@ -85,11 +85,11 @@ class Fits:
 
     def of(self, devices: int, only: tuple[int, int] | None) -> Mapping[int, Fit]:
         """Return the fits of every T that divides `devices`, or of one mesh only."""
-        found = {}
+        fits = {}
         for tp in range(1, min(devices, fitting.MOST) + 1):
             if devices % tp == 0 and only in (None, (devices // tp, tp)):
-                found[tp] = self._fit(tp, devices // tp)
-        return found
+                fits[tp] = self._fit(tp, devices // tp)
+        return fits
 
     def _fit(self, tp: int, instances: int) -> Fit:
         if self._setting.kv_cache_memory is not None:  # shared by the instances
@@ -118,17 +118,17 @@ def run(
     """Answer the question; return 0 if a set-up keeps the objectives, 1 if none does, 130 after Ctrl-C."""
     load = read_load(args, setting.max_model_len)
     arrivals, kept = load.arrivals(load.requests, load.rate)
-    longest = max((one.prompt_tokens + one.output_tokens for one in arrivals), default=1)
+    longest = max((arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals), default=1)
     if config.max_model_len is None:
         setting = replace(setting, max_model_len=min(setting.max_model_len, -(-longest // GRAIN) * GRAIN))
-    mean = sum(one.prompt_tokens + one.output_tokens / 2 for one in arrivals) / max(1, len(arrivals))
+    mean = sum(arrival.prompt_tokens + arrival.output_tokens / 2 for arrival in arrivals) / max(1, len(arrivals))
     setting = replace(setting, context=max(1, min(setting.max_model_len, round(mean))))
     fits = Fits(spec, setting, names, args.latency, arrivals)
     chosen = parse_policies(args.policies) if args.policies else POLICIES
     for name in chosen:
         policies.make(name)
     limit = config.max_num_batched_tokens
-    chunks = (limit,) if limit else tuple(dict.fromkeys(min(one, setting.max_num_batched_tokens) for one in CHUNKS))
+    chunks = (limit,) if limit else tuple(dict.fromkeys(min(chunk, setting.max_num_batched_tokens) for chunk in CHUNKS))
     quiet = bool(args.json)
 
     where = ""
@@ -155,7 +155,7 @@ def run(
             f"note: {load.requests} {load.unit} come within {lasting:.3g} s, less than {QUEUE / 2:g} times the longest "
             f"TTFT: a queue that grows slowly is not seen; --num-requests {round(needed * load.rate)} would show it"
         )
-    found, began = Answer(load.goal, load.rate, setting.count), time.process_time()
+    answer, began = Answer(load.goal, load.rate, setting.count), time.process_time()
     with progress.bar("runs simulated") as draw, processes(args.jobs, lambda done: draw(done, 0, where)) as pool:
         run_all: Callable[..., Any] = pool  # whose type is that of `jaxserve simulate`
 
@@ -169,28 +169,28 @@ def run(
 
         searcher = Searcher(load, simulate, bound, _nothing if quiet else Rows(load, setting.count))
         try:
-            complete(found, searcher, candidates_of, lambda tp: fits.times[tp].error)
+            complete(answer, searcher, candidates_of, lambda tp: fits.times[tp].error)
         except KeyboardInterrupt:
-            found.interrupted = True
-    command = _serve(args, config, setting, found)
+            answer.interrupted = True
+    command = _serve(args, config, setting, answer)
     typed = [shlex.quote(word) for word in command]
     sources = {f"T={tp}": times.source for tp, times in sorted(fits.times.items()) if tp <= setting.count}
     if quiet:
         given = {"model": args.model, "device": setting.name, "count": setting.count, "step_times": sources}
-        json.dump(as_json(found, typed, args.price, given), sys.stdout, indent=1)
+        json.dump(as_json(answer, typed, args.price, given), sys.stdout, indent=1)
         print()
     else:
         for name, source in _grouped(sources):
             print(f"step times, {name}: {source}")
-        if found.closest is None and not found.interrupted:
+        if answer.closest is None and not answer.interrupted:
             print(f"memory: {fits.remedy()}")
-        print("\n".join(lines(found, typed, args.price, load.unit)))
-        if found.interrupted:
+        print("\n".join(lines(answer, typed, args.price, load.unit)))
+        if answer.interrupted:
             print("interrupted: what stands above is not the whole search")
         took = time.process_time() - began
         print(f"simulated: {load.requests} {load.unit} a set-up; this process took {took:.0f} s CPU")
-    _write(args, found, load, command, setting)
-    return 130 if found.interrupted else 0 if found.best is not None else 1
+    _write(args, answer, load, command, setting)
+    return 130 if answer.interrupted else 0 if answer.best is not None else 1
 
 
 def _where(trial: Trial, load: Load, most: int) -> str:
@@ -201,13 +201,13 @@ def _where(trial: Trial, load: Load, most: int) -> str:
     return told if trial.scale == AS_IT_IS else f"{told}, with other step times or KV"
 
 
-def _write(args: argparse.Namespace, found: Answer, load: Load, command: Sequence[str], setting: Setting) -> None:
+def _write(args: argparse.Namespace, answer: Answer, load: Load, command: Sequence[str], setting: Setting) -> None:
     """Write the files that are asked for."""
     if args.plot is not None:
-        drawn = plot(args.plot, found, _question(args, load, setting), load.rate * load.rounds)
+        drawn = plot(args.plot, answer, _question(args, load, setting), load.rate * load.rounds)
         print(f"wrote {drawn}", file=sys.stderr)
-    if args.manifest is not None and found.best is not None:
-        written = manifest(command, setting.device.platform, found.best.candidate.devices)
+    if args.manifest is not None and answer.best is not None:
+        written = manifest(command, setting.device.platform, answer.best.candidate.devices)
         # by way of JSON: yaml would write equal parts as anchors and aliases
         args.manifest.write_text(yaml.safe_dump_all(json.loads(json.dumps(written)), sort_keys=False))
         print(f"wrote {args.manifest}", file=sys.stderr)
@@ -231,15 +231,15 @@ def _question(args: argparse.Namespace, load: Load, setting: Setting) -> str:
     )
 
 
-def _serve(args: argparse.Namespace, config: ServeConfig, setting: Setting, found: Answer) -> list[str]:
+def _serve(args: argparse.Namespace, config: ServeConfig, setting: Setting, answer: Answer) -> list[str]:
     """Return the command that serves the best set-up."""
-    if found.best is None:
+    if answer.best is None:
         return []
-    one = found.best.candidate
-    words = ["jaxserve", "serve", "--model", args.model, "--mesh", str(one.mesh), "--policy", one.policy]
-    if one.instances > 1:
-        words += ["--mode", "colocated"] if one.prefill is None else ["--prefill", str(one.prefill)]
-    words += ["--max-num-batched-tokens", str(one.chunk), "--max-model-len", str(setting.max_model_len)]
+    candidate = answer.best.candidate
+    words = ["jaxserve", "serve", "--model", args.model, "--mesh", str(candidate.mesh), "--policy", candidate.policy]
+    if candidate.instances > 1:
+        words += ["--mode", "colocated"] if candidate.prefill is None else ["--prefill", str(candidate.prefill)]
+    words += ["--max-num-batched-tokens", str(candidate.chunk), "--max-model-len", str(setting.max_model_len)]
     for name in ("ttft", "tpot"):
         value = getattr(args, f"{name}_slo")
         if value is not None:

@@ -258,7 +258,7 @@ def _sweep(study: Study, tick: Callable[..., None], run: Run) -> list[Report]:
 
 
 def _search(args: argparse.Namespace, study: Study, tick: Callable[..., None], run: Run) -> list[Report]:
-    found = goodput_search(
+    searches = goodput_search(
         study.workload,
         study.policies,
         study.mesh,
@@ -273,7 +273,7 @@ def _search(args: argparse.Namespace, study: Study, tick: Callable[..., None], r
         progress=tick,
         run=run,
     )
-    return [report for one in found.values() for report in one.reports]
+    return [report for search in searches.values() for report in search.reports]
 
 
 def _bounded(args: argparse.Namespace, study: Study, results: Results) -> Results:
@@ -283,9 +283,9 @@ def _bounded(args: argparse.Namespace, study: Study, results: Results) -> Result
     options = replace(study.options, routing=loosest)
     more: dict[str, Any] = {"seeds": study.seeds, "num_requests": study.num_requests, "options": options}
     rates = list(dict.fromkeys(report.rate for report in results.reports)) if args.qps or args.goodput else [None]
-    found = tuple(bounds(*given, rates=rates, **more))
+    bounded = tuple(bounds(*given, rates=rates, **more))
     highest = goodput_bounds(*given, goal=args.goal, **more)
-    return results._replace(bounds=found, goodput_bound=sum(highest) / len(highest))
+    return results._replace(bounds=bounded, goodput_bound=sum(highest) / len(highest))
 
 
 def parse_policies(text: str) -> list[str]:
@@ -363,5 +363,5 @@ def _read_workload(args: argparse.Namespace, latency: Latency) -> Workload | Mix
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

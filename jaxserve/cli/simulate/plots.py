@@ -84,9 +84,9 @@ def _distributions(out: Path, results: Results, rate: float) -> list[Path]:
 
     def of(name: str) -> dict[str, list[float]]:
         values: dict[str, list[float]] = {}
-        for one in results.reports:
-            if one.rate == (results.goodput.get(one.policy) if results.searched else rate):
-                values.setdefault(one.policy, []).extend(getattr(each, name) for each in one.measured)
+        for report in results.reports:
+            if report.rate == (results.goodput.get(report.policy) if results.searched else rate):
+                values.setdefault(report.policy, []).extend(getattr(each, name) for each in report.measured)
         return values
 
     slo = results.slo
@@ -97,7 +97,7 @@ def _distributions(out: Path, results: Results, rate: float) -> list[Path]:
         ("tbt", of("largest_gap"), "largest gap between two tokens", slo.tbt),
     )
     return [
-        plot.cdf(out / f"{file}.png", found, title=title, xlabel=f"{label}, s", level=level, log_x=True)
-        for file, found, label, level in values
-        if any(isfinite(value) for each in found.values() for value in each)
+        plot.cdf(out / f"{file}.png", rates, title=title, xlabel=f"{label}, s", level=level, log_x=True)
+        for file, rates, label, level in values
+        if any(isfinite(value) for each in rates.values() for value in each)
     ]

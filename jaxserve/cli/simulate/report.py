@@ -44,11 +44,11 @@ def goodput(reports: Sequence[Report], attain: str = "both", goal: float = GOAL)
     Attainment is the mean over seeds.
     """
     cells = Results("", reports, {}).cells()
-    found: dict[str, float | None] = {}
+    goodputs: dict[str, float | None] = {}
     for policy in dict.fromkeys(report.policy for report in reports):
         rates = [rate for name, rate in cells if name == policy]
-        found[policy] = goodput_rate(rates, [_mean(cells[policy, rate], VALUES[attain]) for rate in rates], goal)
-    return found
+        goodputs[policy] = goodput_rate(rates, [_mean(cells[policy, rate], VALUES[attain]) for rate in rates], goal)
+    return goodputs
 
 
 def print_report(results: Results) -> None:
@@ -120,11 +120,11 @@ def _print_times(shown: Sequence[tuple[float, str, list[Report]]]) -> None:
 
     TTFT in seconds, time between tokens in milliseconds, decisions in microseconds.
     """
-    rows, found = [], [_cached(cell) for _, _, cell in shown]
+    rows, cached = [], [_cached(cell) for _, _, cell in shown]
     for rate, policy, cell in shown:
         busy = zip(*(report.busy for report in cell), strict=True)
         decisions = [report.decisions for report in cell if report.decisions is not None]
-        took = [1e6 * fmean(getattr(one, part) for one in decisions) for part in ("p50", "p99") if decisions]
+        took = [1e6 * fmean(getattr(decision, part) for decision in decisions) for part in ("p50", "p99") if decisions]
         rows.append(
             [f"{rate:.3g}", policy]
             + [f"{_mean(cell, of_spread('ttft', part)):.3g}" for part in PERCENTILES]
@@ -141,15 +141,15 @@ def _print_times(shown: Sequence[tuple[float, str, list[Report]]]) -> None:
         "TTFT in s, TPOT and TBT (largest gap) in ms\nbusy: % of the time, by instance; decide: processor time in µs, "
         "p50/p99"
     )
-    if any(found):
+    if any(cached):
         names, title = [*names, "cached"], title + "; cached: % of the prompt tokens, found in a prefix cache"
-        rows = [[*row, _percent(share)] for row, share in zip(rows, found, strict=True)]
+        rows = [[*row, _percent(share)] for row, share in zip(rows, cached, strict=True)]
     print_table(title, ["QPS", "policy", *names], rows)
 
 
 def _cached(reports: Sequence[Report]) -> float:
     """Return the share of looked-up prompt tokens that were found in a prefix cache."""
-    counters = Counters.total(one.counters for one in reports)
+    counters = Counters.total(report.counters for report in reports)
     return counters.prefix_hits / max(1, counters.prefix_queries)
 
 
@@ -172,11 +172,11 @@ def write_report(out: Path, settings: Mapping[str, Any], results: Results) -> li
     with paths[1].open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["policy", "qps", "seed", "requests", *FLAT])
-        for one in results.reports:
-            values = [f"{value(one.summary):.6g}" for value in FLAT.values()]
-            writer.writerow([one.policy, f"{one.rate:g}", one.seed, one.summary.count, *values])
-        for found in results.bounds:
-            writer.writerow(["bound", f"{found.rate:g}", found.seed, found.bound.requests, f"{found.bound.share:.6g}"])
+        for report in results.reports:
+            values = [f"{value(report.summary):.6g}" for value in FLAT.values()]
+            writer.writerow([report.policy, f"{report.rate:g}", report.seed, report.summary.count, *values])
+        for bound in results.bounds:
+            writer.writerow(["bound", f"{bound.rate:g}", bound.seed, bound.bound.requests, f"{bound.bound.share:.6g}"])
     return paths + plots.draw(out, results)
 
 
@@ -193,20 +193,20 @@ def _document(settings: Mapping[str, Any], results: Results) -> dict[str, Any]:
         "goodput": results.goodput,
         "reached_again": {policy: results.again(policy) for policy in results.policies},
         "goodput_bound": limit if limit is not None and isfinite(limit) else None,
-        "bounds": [{"qps": one.rate, "seed": one.seed, **one.bound._asdict()} for one in results.bounds],
+        "bounds": [{"qps": bound.rate, "seed": bound.seed, **bound.bound._asdict()} for bound in results.bounds],
         "results": [
             {
-                "policy": one.policy,
-                "qps": one.rate,
-                "seed": one.seed,
-                "instances": list(one.instances),
-                "busy": list(one.busy),
-                "ended": one.ended,
-                "prefix_hit_rate": _cached([one]),
-                "decision_seconds": None if one.decisions is None else one.decisions._asdict(),
-                "counters": asdict(one.counters),
-                **one.summary.as_dict(),
+                "policy": report.policy,
+                "qps": report.rate,
+                "seed": report.seed,
+                "instances": list(report.instances),
+                "busy": list(report.busy),
+                "ended": report.ended,
+                "prefix_hit_rate": _cached([report]),
+                "decision_seconds": None if report.decisions is None else report.decisions._asdict(),
+                "counters": asdict(report.counters),
+                **report.summary.as_dict(),
             }
-            for one in results.reports
+            for report in results.reports
         ],
     }

@@ -102,8 +102,8 @@ class Results(NamedTuple):
     def bound_at(self) -> dict[float, float]:
         """Return the upper bound on attainment by rate, as a mean over seeds."""
         shares: dict[float, list[float]] = {}
-        for one in self.bounds:
-            shares.setdefault(one.rate, []).append(one.bound.share)
+        for bound in self.bounds:
+            shares.setdefault(bound.rate, []).append(bound.bound.share)
         return {rate: fmean(each) for rate, each in sorted(shares.items())}
 
     @property

@@ -41,7 +41,8 @@ def describe(source: Workload | Mix | list[Arrival]) -> str:
     """Explain a workload in a line or a few: lengths, arrivals and objectives."""
     if isinstance(source, list):
         tokens = [
-            sum(getattr(one, name) for one in source) / len(source) for name in ("prompt_tokens", "output_tokens")
+            sum(getattr(request, name) for request in source) / len(source)
+            for name in ("prompt_tokens", "output_tokens")
         ]
         return f"trace: {len(source)} requests of {tokens[0]:.0f} prompt and {tokens[1]:.0f} output tokens on average"
     if isinstance(source, Mix):
@@ -51,28 +52,30 @@ def describe(source: Workload | Mix | list[Arrival]) -> str:
     return _kind(source)
 
 
-def _kind(one: Workload) -> str:
-    prompts = f"prompts of {_lengths(one.prompt)}"
-    if one.tail is not None:
-        prompts += f" ({one.tail.share:.1%} of {_lengths(one.tail.lengths)})"
-    parts = [prompts, f"outputs of {_lengths(one.output)}"]
-    if one.thinking is not None:
-        parts.append(f"thinking of {_lengths(one.thinking)}")
-    if one.rounds is not None:
-        opening = "" if one.rounds.opening is None else f", {_lengths(one.rounds.opening)} before the first prompt"
-        parts.append(f"{one.rounds.mean:g} ± {one.rounds.std:g} rounds a session{opening}")
-    parts.append(f"{one.arrivals.kind} arrivals")
-    ttft = f"{one.ttft.times:g} × alone" if isinstance(one.ttft, Slowdown) else _time(one.ttft)
-    return f"{one.name}: {', '.join(parts)}; TTFT {ttft}, TPOT {_time(one.tpot)}"
+def _kind(workload: Workload) -> str:
+    prompts = f"prompts of {_lengths(workload.prompt)}"
+    if workload.tail is not None:
+        prompts += f" ({workload.tail.share:.1%} of {_lengths(workload.tail.lengths)})"
+    parts = [prompts, f"outputs of {_lengths(workload.output)}"]
+    if workload.thinking is not None:
+        parts.append(f"thinking of {_lengths(workload.thinking)}")
+    if workload.rounds is not None:
+        opening = (
+            "" if workload.rounds.opening is None else f", {_lengths(workload.rounds.opening)} before the first prompt"
+        )
+        parts.append(f"{workload.rounds.mean:g} ± {workload.rounds.std:g} rounds a session{opening}")
+    parts.append(f"{workload.arrivals.kind} arrivals")
+    ttft = f"{workload.ttft.times:g} × alone" if isinstance(workload.ttft, Slowdown) else _time(workload.ttft)
+    return f"{workload.name}: {', '.join(parts)}; TTFT {ttft}, TPOT {_time(workload.tpot)}"
 
 
-def _lengths(one: Lengths) -> str:
-    if one.kind == "fixed":
-        return f"{one.value} tokens"
-    if one.mean is None and one.median is None:
-        return f"{one.low:,.0f} to {one.high:,.0f} tokens"
-    middle = f"mean {one.mean:,.0f}" if one.mean is not None else f"median {one.median:,.0f}"
-    return f"{middle} tokens ({one.kind})"
+def _lengths(lengths: Lengths) -> str:
+    if lengths.kind == "fixed":
+        return f"{lengths.value} tokens"
+    if lengths.mean is None and lengths.median is None:
+        return f"{lengths.low:,.0f} to {lengths.high:,.0f} tokens"
+    middle = f"mean {lengths.mean:,.0f}" if lengths.mean is not None else f"median {lengths.median:,.0f}"
+    return f"{middle} tokens ({lengths.kind})"
 
 
 def _time(seconds: float) -> str:
@@ -84,13 +87,13 @@ def _time(seconds: float) -> str:
 def common_slo(source: Workload | Mix | list[Arrival]) -> SLO:
     """Return the objectives that all requests have; infinite (TBT: None) where they differ or have none."""
     if isinstance(source, list):
-        slos = {one.slo for one in source}
-        ttfts: set[float | Slowdown] = {one.ttft for one in slos}
-        tpots, tbts = {one.tpot for one in slos}, {one.tbt for one in slos}
+        slos = {request.slo for request in source}
+        ttfts: set[float | Slowdown] = {slo.ttft for slo in slos}
+        tpots, tbts = {slo.tpot for slo in slos}, {slo.tbt for slo in slos}
     else:
         kinds = [source] if isinstance(source, Workload) else [part.workload for part in source.parts]
-        ttfts = {one.ttft for one in kinds}
-        tpots, tbts = {one.tpot for one in kinds}, {one.tbt for one in kinds}
+        ttfts = {kind.ttft for kind in kinds}
+        tpots, tbts = {kind.tpot for kind in kinds}, {kind.tbt for kind in kinds}
         if isinstance(source, Mix):
             ttfts = ttfts if source.ttft is None else {source.ttft}
             tpots = tpots if source.tpot is None else {source.tpot}

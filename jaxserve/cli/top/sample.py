@@ -60,20 +60,20 @@ class Sample:
         self.at = at
         self._series: dict[str, dict[Labels, float]] = {}
         try:
-            found = [one for family in text_string_to_metric_families(text) for one in family.samples]
+            samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         except ValueError as error:
             raise InvalidValue(f"the metrics are not in Prometheus' text format: {error!s:.200}", "url") from error
-        name = next((one.name for one in found if one.name.endswith(RUNNING)), None)
-        if name is None and any(one.name.endswith(":ready") and not one.value for one in found):
+        name = next((sample.name for sample in samples if sample.name.endswith(RUNNING)), None)
+        if name is None and any(sample.name.endswith(":ready") and not sample.value for sample in samples):
             raise InvalidValue("the model is not ready yet", "url")
         if name is None:
             raise InvalidValue(f"no metric ends in {RUNNING}: not a server with vLLM's metrics", "url")
         self.prefix = name.removesuffix(RUNNING)
-        self.started = next((one.value for one in found if one.name == "process_start_time_seconds"), None)
-        for one in found:
-            if one.name.startswith(self.prefix):
-                labels = tuple(sorted(one.labels.items()))
-                self._series.setdefault(one.name.removeprefix(self.prefix), {})[labels] = one.value
+        self.started = next((sample.value for sample in samples if sample.name == "process_start_time_seconds"), None)
+        for sample in samples:
+            if sample.name.startswith(self.prefix):
+                labels = tuple(sorted(sample.labels.items()))
+                self._series.setdefault(sample.name.removeprefix(self.prefix), {})[labels] = sample.value
 
     def series(self, name: str, **wanted: str) -> Iterator[tuple[dict[str, str], float]]:
         """Yield labels and value of each series of a name that has these labels."""
@@ -89,11 +89,11 @@ class Sample:
 
     def by(self, name: str, label: str) -> dict[str, list[float]]:
         """Return the values of a metric by the value of a label."""
-        found: dict[str, list[float]] = {}
+        grouped: dict[str, list[float]] = {}
         for labels, value in self.series(name):
             if label in labels:
-                found.setdefault(labels[label], []).append(value)
-        return found
+                grouped.setdefault(labels[label], []).append(value)
+        return grouped
 
     def values(self, name: str, label: str) -> list[str]:
         """List the values of a label of a metric, in the server's order."""

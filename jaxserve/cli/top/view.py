@@ -32,7 +32,7 @@ def view(interval: Interval, console: Console) -> RenderableType:
     """Return the tables of one interval."""
     tables = [_load(interval), _latency(interval)]
     instances = _instances(interval)
-    tables += [one for one in (instances, _attainment(interval)) if one is not None]
+    tables += [table for table in (instances, _attainment(interval)) if table is not None]
     return Group(*(fitted(columns, console) for columns in tables))
 
 
@@ -71,17 +71,17 @@ def _mean(values: Sequence[float]) -> float:
 
 def _latency(interval: Interval) -> list[Column]:
     names = {"TTFT": "time_to_first_token_seconds", "TPOT": interval.now.first(TPOT, "_count")}
-    found = {label: interval.histogram(name) for label, name in names.items()}
+    histograms = {label: interval.histogram(name) for label, name in names.items()}
     columns = [
-        Column("latency", list(found)),
-        Column("p50", [_seconds(one.quantile(0.5), one.last) for one in found.values()]),
-        Column("p95", [_seconds(one.quantile(0.95), one.last) for one in found.values()]),
-        Column("mean", [_seconds(one.mean) for one in found.values()], 3),
-        Column("count", [_count(one.observed) for one in found.values()], 4),
+        Column("latency", list(histograms)),
+        Column("p50", [_seconds(histogram.quantile(0.5), histogram.last) for histogram in histograms.values()]),
+        Column("p95", [_seconds(histogram.quantile(0.95), histogram.last) for histogram in histograms.values()]),
+        Column("mean", [_seconds(histogram.mean) for histogram in histograms.values()], 3),
+        Column("count", [_count(histogram.observed) for histogram in histograms.values()], 4),
     ]
     promised = {"TTFT": "ttft", "TPOT": "tpot"}
     if interval.now.has("slo_seconds"):
-        default = [interval.now.total("slo_seconds", objective=promised[label]) for label in found]
+        default = [interval.now.total("slo_seconds", objective=promised[label]) for label in histograms]
         columns.append(Column("default SLO", [_seconds(value) for value in default], 2))
     if interval.now.has("predicted_ttft_seconds_count"):
         guess = _seconds(interval.histogram("predicted_ttft_seconds").mean)
@@ -99,8 +99,8 @@ def _instances(interval: Interval) -> list[Column] | None:
     usage = now.by(now.first(KV), "engine")
 
     def summed(metric: str, shown: Callable[[float], str]) -> list[str]:
-        found = now.by(metric, "engine")
-        return [shown(sum(found[name]) if name in found else nan) for name in names]
+        by_engine = now.by(metric, "engine")
+        return [shown(sum(by_engine[name]) if name in by_engine else nan) for name in names]
 
     columns = [
         Column("instance", names),
@@ -129,8 +129,8 @@ def _attainment(interval: Interval) -> list[Column] | None:
         return None
 
     def kept(name: str, phase: str) -> Text | str:
-        found = interval.share("slo_attained_total", "slo_requests_total", phase=phase, slo_class=name)
-        return judged(found)
+        kept_share = interval.share("slo_attained_total", "slo_requests_total", phase=phase, slo_class=name)
+        return judged(kept_share)
 
     return [
         Column("class", names),

@@ -241,8 +241,8 @@ def _left(path: Path, model: str) -> list[tuple[Path, int]]:
 
 
 def _foreign(path: Path) -> bool:
-    found = path.lstat()
-    return not stat.S_ISDIR(found.st_mode) or not_ours(found) is not None
+    status = path.lstat()
+    return not stat.S_ISDIR(status.st_mode) or not_ours(status) is not None
 
 
 def _removed(folder: Path) -> bool:

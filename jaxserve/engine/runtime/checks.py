@@ -38,7 +38,7 @@ def check_request(info: EngineInfo, prompt: Sequence[int], params: SamplingParam
         outside = next((token for token in tokens if not 0 <= token < info.vocab_size), None)
         if outside is not None:
             raise InvalidValue(f"{name}: token id {outside} must be between 0 and {info.vocab_size - 1}", name)
-    unknown = next((one for one, _ in params.logits_processors if one not in info.logits_processors), None)
+    unknown = next((name for name, _ in params.logits_processors if name not in info.logits_processors), None)
     if unknown is not None:
         allowed = ", ".join(info.logits_processors) or "none: start it with --logits-processors"
         raise InvalidValue(

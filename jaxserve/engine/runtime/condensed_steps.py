@@ -23,30 +23,30 @@ def condensed(steps: Sequence[Step], id: int, first_token_at: float | None) -> l
     Until its prompt is computed those of others say so. If they are many, neighboring steps without the request become
     one, which takes as long as these together. Later, its own decode steps keep the longest one's spans.
     """
-    own = [bool(one.chunks_of(id)) or id in array("i", one.rows) for one in steps]
-    chunks = (one.end for one in steps if one.chunks_of(id))
+    own = [bool(step.chunks_of(id)) or id in array("i", step.rows) for step in steps]
+    chunks = (step.end for step in steps if step.chunks_of(id))
     border = inf if first_token_at is None else max([first_token_at, *chunks])
-    decoded = [one for one, mine in zip(steps, own, strict=True) if mine and not one.chunks_of(id)]
-    longest = max(decoded, key=lambda one: one.end - one.start, default=None)
-    early = [(one, mine) for one, mine in zip(steps, own, strict=True) if one.start < border]
-    many = sum(one.spans for one, _ in early) > SPANS
-    made = list(_joined(early, id, longest) if many else (one for one, _ in early))
-    for one, mine in zip(steps, own, strict=True):
-        if one.start >= border:
-            made.append(one if one is longest else one.alone(id) if mine else one.empty())
+    decoded = [step for step, mine in zip(steps, own, strict=True) if mine and not step.chunks_of(id)]
+    longest = max(decoded, key=lambda step: step.end - step.start, default=None)
+    early = [(step, mine) for step, mine in zip(steps, own, strict=True) if step.start < border]
+    many = sum(step.spans for step, _ in early) > SPANS
+    made = list(_joined(early, id, longest) if many else (step for step, _ in early))
+    for step, mine in zip(steps, own, strict=True):
+        if step.start >= border:
+            made.append(step if step is longest else step.alone(id) if mine else step.empty())
     return made
 
 
 def _joined(steps: Sequence[tuple[Step, bool]], id: int, longest: Step | None) -> Iterator[Step]:
     for (mine, _), group in groupby(steps, key=lambda one: (one[1], one[0].instance)):
-        run = [one for one, _ in group]
+        run = [step for step, _ in group]
         if mine:
-            yield from (one if one.chunks_of(id) or one is longest else one.alone(id) for one in run)
+            yield from (step if step.chunks_of(id) or step is longest else step.alone(id) for step in run)
         else:
             tokens = Counter[int]()
-            for one in run:
-                tokens.update(array("i", one.rows))
-                tokens.update({request: length for request, _, length, _ in one.chunks})
-            seconds = sum(one.end - one.start for one in run)
+            for step in run:
+                tokens.update(array("i", step.rows))
+                tokens.update({request: length for request, _, length, _ in step.chunks})
+            seconds = sum(step.end - step.start for step in run)
             spans = tuple((request, 0, length, False) for request, length in tokens.items())
             yield Step(run[0].instance, run[0].start, run[0].start + seconds, False, spans, b"", b"", 0)

@@ -213,7 +213,7 @@ class JaxExecutor:
     def _due(self, job: StepJob) -> bool:
         """Return whether to dispatch the next segment of a step now; otherwise set a timer for it if needed."""
         began, now = max(job.flying[0].at, self._finished) if job.flying else 0.0, self.now()
-        left = self.pace.wait([one.kind for one in job.flying], began, now)
+        left = self.pace.wait([flying.kind for flying in job.flying], began, now)
         if 0.0 < left < inf:
             self._wake(now + left)
         return left == 0.0
@@ -305,16 +305,16 @@ class JaxExecutor:
         """Dispatch the sums of hidden states for the requests that want a vector."""
         if not self._slots.pooled:
             return
-        at, found = 0, []
+        at, vectors = 0, []
         for index, span in enumerate(spans):
             kind = self._slots.pooled.get(span.slot)
             if kind == MEAN:
-                found.append((index, (at, span.length)))
+                vectors.append((index, (at, span.length)))
             elif kind is not None and span.samples:
-                found.append((index, (at + span.length - 1, 1)))
+                vectors.append((index, (at + span.length - 1, 1)))
             at += span.length
-        for begin in range(0, len(found), POOLED):
-            indices, parts = zip(*found[begin : begin + POOLED], strict=True)
+        for begin in range(0, len(vectors), POOLED):
+            indices, parts = zip(*vectors[begin : begin + POOLED], strict=True)
             drawn.pooled.append((indices, self._state.pool(hidden, parts)))
 
     def _note(self, seconds: float) -> None:

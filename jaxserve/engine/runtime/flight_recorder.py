@@ -112,17 +112,17 @@ class RequestLife:
 
     def recorder(self) -> Recorder:
         """Return the same as a Recorder, for `explain`."""
-        made = Recorder()
-        made.placed, made.moves = list(self.placed), list(self.moves)
+        recorder = Recorder()
+        recorder.placed, recorder.moves = list(self.placed), list(self.moves)
         if self.demoted is not None:
-            made.demoted[self.id] = self.demoted
+            recorder.demoted[self.id] = self.demoted
         steps = condensed(self.steps, self.id, self.first_token_at)
-        made.stretches = [_stretch(number, step, self.lengths) for number, step in enumerate(steps)]
-        found = {span.request for stretch in made.stretches for span in stretch.plan.spans}
-        made.requests = {id: _bare(id, self.lengths[id]) for id in found}
-        made.requests[self.id] = self._request()
-        made.hidden = frozenset(self.others)
-        return made
+        recorder.stretches = [_stretch(number, step, self.lengths) for number, step in enumerate(steps)]
+        requests = {span.request for stretch in recorder.stretches for span in stretch.plan.spans}
+        recorder.requests = {id: _bare(id, self.lengths[id]) for id in requests}
+        recorder.requests[self.id] = self._request()
+        recorder.hidden = frozenset(self.others)
+        return recorder
 
     def _request(self) -> Request:
         asked = NewRequest(range(self.prompt), SamplingParams(), self.slo, tier=self.tier, key=self.key)
@@ -223,7 +223,7 @@ class FlightRecorder:
         self._event("demotion", demoted.instance, demoted.request)
 
     def _add(self, name: str, request: Request) -> None:
-        one, id = self._schedulers[name], request.id
+        scheduler, id = self._schedulers[name], request.id
         again = id in self._running
         self._running[id] = request
         self._lengths[id], self._clients[id] = request.prompt_length, request.asked.client
@@ -232,10 +232,10 @@ class FlightRecorder:
                 del self._lengths[old], self._clients[old]
         placed, _ = self._places.setdefault(id, ([], []))
         before = placed[-1].instance if placed else ""
-        placed.append(Placed(self._now(), name, id, one.waiting, one.prefill_backlog))
+        placed.append(Placed(self._now(), name, id, scheduler.waiting, scheduler.prefill_backlog))
         if id not in self._demoted and (demoted := demoted_on_arrival(request, self._now(), name)) is not None:
             self._demote(demoted)
-        if one.role is Role.DECODE:
+        if scheduler.role is Role.DECODE:
             self._event("deflection", name, id)
         elif again:
             self._event("reroute", name, id, before)
@@ -269,8 +269,8 @@ class FlightRecorder:
                 chunks.append((id, start, length, span.samples))
         end = result.at if stopped else result.finished
         drafted = array("i", drafts).tobytes() if any(drafts) else b""
-        made = Step(name, result.started, end, stopped, tuple(chunks), array("i", rows).tobytes(), drafted, context)
-        self._steps.append(made)
+        step = Step(name, result.started, end, stopped, tuple(chunks), array("i", rows).tobytes(), drafted, context)
+        self._steps.append(step)
         self._rows += len(rows)
         while len(self._steps) > STEPS or self._rows > ROWS:
             self._rows -= len(self._steps.popleft().rows) // 4
@@ -304,20 +304,20 @@ class FlightRecorder:
     def life(self, id: int, client: str | None = None) -> RequestLife | None:
         """Return what is known of a request; None if it is unknown, or not of this client. client: None: any."""
         if id in self._running:
-            found = _life(self._running[id], None)
+            life = _life(self._running[id], None)
         elif id in self._ended:
-            found = self._ended[id][0]
+            life = self._ended[id][0]
         else:
             return None
-        if client is not None and found.client != client:
+        if client is not None and life.client != client:
             return None
-        return self._with_steps(found, client)
+        return self._with_steps(life, client)
 
     def _with_steps(self, life: RequestLife, client: str | None) -> RequestLife:
         """Add the steps of the request's instances while it was there."""
         end = _end_of(life)
         placed, moves = self._places[life.id]
-        names = {*(one.instance for one in placed), *(one.target for one in moves)}
+        names = {*(event.instance for event in placed), *(event.target for event in moves)}
         steps = tuple(
             step for step in self._steps if step.instance in names and step.end > life.arrival and step.start < end
         )

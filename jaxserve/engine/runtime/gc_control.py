@@ -161,8 +161,8 @@ class GCControl:
 
     def look(self) -> None:
         """Collect if there is garbage to collect and enough slack."""
-        made, limits = gc.get_count(), gc.get_threshold()
-        ripe = made[0] > (limits[0] or 700)
+        allocated, limits = gc.get_count(), gc.get_threshold()
+        ripe = allocated[0] > (limits[0] or 700)
         if not ripe and not self._young:
             return
         slack, rested = self._slack(), perf_counter() - self._full_at
@@ -177,7 +177,7 @@ class GCControl:
         if sys.getallocatedblocks() > GROWN * self._blocks and rested >= self._cost[2] / FULL_SHARE:
             self._collect(2, "memory")
             return
-        generation = 2 if made[2] > limits[2] else 1 if made[1] > limits[1] else 0
+        generation = 2 if allocated[2] > limits[2] else 1 if allocated[1] > limits[1] else 0
         while generation >= 0 and self._cost[generation] > SHARE * slack:
             if generation < 2:
                 self._cost[generation] *= FORGETS

@@ -205,12 +205,12 @@ class Stats:
     @property
     def promised(self) -> int:
         """The ended requests with objectives, without those that were cancelled or asked for best effort."""
-        return sum(one.ended for one in self.by_prompt.values())
+        return sum(counts.ended for counts in self.by_prompt.values())
 
     @property
     def attained(self) -> int:
         """Those of `promised` that met every objective."""
-        return sum(one.attained for one in self.by_prompt.values())
+        return sum(counts.attained for counts in self.by_prompt.values())
 
     @property
     def attainment(self) -> float:

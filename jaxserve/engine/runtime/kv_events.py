@@ -131,7 +131,7 @@ class Follower:
             return [AllBlocksCleared()]
         if removed:
             self._told.difference_update(removed)
-            events.append(BlockRemoved([number(one) for one in removed], MEDIUM))
+            events.append(BlockRemoved([number(digest) for digest in removed], MEDIUM))
         events += self._stored(gained, contents)
         return events
 
@@ -243,7 +243,7 @@ class KVEventFeed:
             publisher.answer()
         pools = [scheduler.blocks for scheduler in self._schedulers]
         if len(self._contents) > 2 * sum(pool.pages for pool in pools):
-            live = (digest for scheduler in self._schedulers for one in scheduler for digest in one.digests)
+            live = (digest for scheduler in self._schedulers for request in scheduler for digest in request.digests)
             self._contents.keep({*live, *(digest for pool in pools for digest in pool.digests)})
 
     def close(self) -> None:

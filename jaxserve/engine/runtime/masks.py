@@ -129,9 +129,9 @@ class Masker:
     def prepare(self, slot: int) -> asyncio.Future[None]:
         """Make the next mask of a held row in a thread of its own. Returns when it is made; see `Executor.unheld`."""
         constraint = self._slots[slot][0]
-        made = asyncio.wrap_future(self._ahead.submit(constraint.prepare, self._words))
-        self._preparing[slot] = made
-        return made
+        masks = asyncio.wrap_future(self._ahead.submit(constraint.prepare, self._words))
+        self._preparing[slot] = masks
+        return masks
 
     def forced(self, batch: Batch, spans: Sequence[Span]) -> Words | None:
         """Return tokens [G, K] that replace drafted ones, because constraints allow no others; -1: none.

@@ -45,7 +45,7 @@ def merged_stats(running: Mapping[int, Stats], ended: Sequence[Stats] = (), alon
         return several[0]
     stats: Stats = _sum([replace(part, instances=()) for part in several])
     instances = [
-        replace(x, name=x.name if alone else f"{at}/{x.name}") for at, one in running.items() for x in one.instances
+        replace(x, name=x.name if alone else f"{at}/{x.name}") for at, stats in running.items() for x in stats.instances
     ]
     return replace(stats, instances=tuple(instances))
 

@@ -45,7 +45,7 @@ class SegmentPace:
         if len(flying) >= MOST:
             return inf
         times = [self._seconds.get(kind) for kind in flying]
-        known = [one for one in times if one is not None]
+        known = [seconds for seconds in times if seconds is not None]
         if len(known) < len(times):
             return 0.0 if len(flying) < UNKNOWN else inf
         return max(0.0, began + sum(known) - now - self.lead)

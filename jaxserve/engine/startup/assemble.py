@@ -217,12 +217,16 @@ class Machine:
 
         limits: of the schedulers, tighter than those of the executors. None: the same.
         """
-        for one in fields(config):
-            mine, given = getattr(self.config, one.name), getattr(config, one.name)
-            if mine != given and one.name not in SCHEDULING:
-                raise InvalidValue(f"{one.name}={given!r} must be {mine!r}, as built into these executors", one.name)
+        for field in fields(config):
+            mine, given = getattr(self.config, field.name), getattr(config, field.name)
+            if mine != given and field.name not in SCHEDULING:
+                raise InvalidValue(
+                    f"{field.name}={given!r} must be {mine!r}, as built into these executors", field.name
+                )
         mesh = plan_of(config)
-        places = tuple(replace(one, role=role.value) for one, role in zip(self.info.instances, mesh.roles, strict=True))
+        places = tuple(
+            replace(instance, role=role.value) for instance, role in zip(self.info.instances, mesh.roles, strict=True)
+        )
         info = replace(self.info, instances=places, policy=policies.shown(config.policy), routing=config.routing)
         limits = limits or self.limits
         return Machine(config, mesh, self.executors, limits, self._measured, info, self.compiler, lent=True)
@@ -233,7 +237,7 @@ class Machine:
             await asyncio.to_thread(self.ladder.close, CLOSING / 2)
         began = time.monotonic()
         ending = [executor.rest() if self._lent else executor.close() for executor in self.executors]
-        tasks = [asyncio.ensure_future(one) for one in ending]
+        tasks = [asyncio.ensure_future(closing) for closing in ending]
         _, late = await asyncio.wait(tasks, timeout=CLOSING)
         for task in late:
             task.cancel()
@@ -394,19 +398,19 @@ def _recipe(config: ServeConfig, built: Built, progress: Progress | None) -> tup
     ready = profile.buckets_of(executor)
     seconds = config.profile_time or profile.default_seconds(jax.default_backend(), early=ready != plain.buckets)
     kept = profile.ProfileCache(profile.facts(built.config, executor, config.model_source))
-    found = kept.load()
-    if found is not None and not profile.holds(found, executor, built.limits, built.max_model_len, ready):
+    points = kept.load()
+    if points is not None and not profile.holds(points, executor, built.limits, built.max_model_len, ready):
         log.warning("step times: the stored ones are off by more than a factor of %g; measuring again", profile.FAR)
-        found = None
-    if found is None:
-        found = profile.measured(executor, built.limits, built.max_model_len, ready, seconds, progress=progress)
-        kept.save(found)
-        log.info("step times: %d loads measured, stored in %s", len(found), kept.path)
+        points = None
+    if points is None:
+        points = profile.measured(executor, built.limits, built.max_model_len, ready, seconds, progress=progress)
+        kept.save(points)
+        log.info("step times: %d loads measured, stored in %s", len(points), kept.path)
     else:
-        log.info("step times: %d loads measured at an earlier start, from %s", len(found), kept.path)
-    recipe = replace(plain, kind=config.perf, points=tuple(found))
+        log.info("step times: %d loads measured at an earlier start, from %s", len(points), kept.path)
+    recipe = replace(plain, kind=config.perf, points=tuple(points))
     recipe.make()  # raises now if the points do not determine the form
-    return recipe, kept if {load for load, _ in found} < set(_loads(built, plain)) else None
+    return recipe, kept if {load for load, _ in points} < set(_loads(built, plain)) else None
 
 
 def plain_recipe(config: ServeConfig, built: Built) -> Recipe:

@@ -33,8 +33,8 @@ class Span:
 
 def free_port(host: str) -> int:
     """Return a port that is free now."""
-    with socket.create_server((host, 0)) as found:
-        return int(found.getsockname()[1])
+    with socket.create_server((host, 0)) as sock:
+        return int(sock.getsockname()[1])
 
 
 def join(span: Span, rank: int) -> None:
@@ -46,9 +46,9 @@ def join(span: Span, rank: int) -> None:
         jax.config.update("jax_num_cpu_devices", span.devices)
     host, port = span.meeting
     jax.distributed.initialize(f"{host}:{port}", span.processes, rank)
-    if (found := jax.device_count()) != span.processes * span.devices:
+    if (devices := jax.device_count()) != span.processes * span.devices:
         raise InvalidValue(
-            f"the hosts have {found} devices together: {span.processes} x {span.devices} are needed", "mesh"
+            f"the hosts have {devices} devices together: {span.processes} x {span.devices} are needed", "mesh"
         )
 
 

@@ -135,12 +135,12 @@ def _before(store: Store, client: str, body: ResponsesBody) -> list[Message]:
 def _input_items(given: str | list[Any], id: str) -> list[dict[str, Any]]:
     """Return the items of an input, each with an id and its type."""
     items: list[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    made = []
+    shown = []
     for at, item in enumerate(items):
         item = {"type": "message", "id": f"{id.replace('resp', 'item')}_{at}", **item}
         if item["type"] == "message" and isinstance(item["content"], str):
             kind = "output_text" if item["role"] == "assistant" else "input_text"
             more: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
             item["content"] = [{"type": kind, "text": item["content"], **more}]
-        made.append({"status": "completed", **item})
-    return made
+        shown.append({"status": "completed", **item})
+    return shown

@@ -57,9 +57,9 @@ def tools_in(given: Sequence[Any] | None) -> dict[str, Tool]:
 
 
 def _each(given: Sequence[Any]) -> Iterator[Tool]:
-    for at, one in enumerate(given):
+    for at, given_tool in enumerate(given):
         place = f"tools[{at}]"
-        tool = object_of(one, place)
+        tool = object_of(given_tool, place)
         if tool.get("type") != "namespace":
             yield from _tool(tool, place, None)
             continue
