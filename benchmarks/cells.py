@@ -111,7 +111,7 @@ def latency(name: str) -> Latency:
 def attained(cell: Cell, rate: float, seed: int, args: argparse.Namespace) -> float:
     times = latency(cell.latency)
     mesh = Mesh(2, times.tensor_parallel, None, colocated=cell.colocated)
-    more = {name: vars(args)[name] for name in ("perf", "prediction_error") if name in args}
+    more = {name: vars(args)[name] for name in ("perf", "prediction_error", "noise") if name in args}
     options = Options(routing=args.routing, boundary="layer", **more)
     report = simulate(
         cell.source(args.traces), args.policy, mesh, times, seed, qps=rate, num_requests=cell.requests, options=options
@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--routing", default="auto", help="[auto: the policy's own]")
     parser.add_argument("--perf", default=Options().perf, help="form of the predicted step times [%(default)s]")
     parser.add_argument("--prediction-error", type=float, default=0.0, metavar="SHARE", help="of all predictions [0]")
+    parser.add_argument("--noise", type=float, metavar="SHARE", help="by which step times vary [none]")
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="cells, NAME@RATE, that contain one of these, with commas"
     )
