@@ -422,7 +422,7 @@ def starved(view: View, left: Order) -> Order:
 
 
 def spare_time(view: View) -> float:
-    """Return how many seconds every row could have waited for a step on arrival.
+    """Return how many seconds every row could have waited for a step on arrival, of those that could wait.
 
     That is their ttft minus the time of their own prompt. Returns inf without rows.
     """
@@ -431,7 +431,8 @@ def spare_time(view: View) -> float:
     if not count:
         return inf
     own = view.perf.prefill_times(rows.length[:count], np.zeros(count), view.limits.tokens)
-    return float(np.minimum.reduce(rows.ttft[:count] - own))
+    spare = rows.ttft[:count] - own
+    return float(np.minimum.reduce(spare, initial=inf, where=spare > 0.0))
 
 
 def piggyback_speed(view: View, bound: float) -> float:

@@ -8,8 +8,8 @@ preempted if more prompts are on time that way. It also takes along prompts that
 (`_riders`). Steps that last longer or shorter than predicted correct the model (`View.drift`).
 
 Decode: all rows while the joint step keeps the tightest TPOT. Beyond that the longest rows wait (`_shed`).
-If prompts arrive at the instance, steps are no longer than a new prompt can wait for. On decode and mixed
-instances prompts are piggybacked on steps that keep every row on time.
+On decode and mixed instances prompts are piggybacked on steps that keep every row on time. On mixed
+instances, rows that can wait join them only while a new prompt can wait for the step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..api.errors import InvalidValue
 from ..api.perf import Array, Load
 from ..api.policy import Decision, Grant, Order, Role, Task, View, one_each, whole
 from ..api.request import BEST_EFFORT, State
@@ -48,6 +49,7 @@ from ..feasibility import (
     with_prompt,
 )
 from ..perf.scaled import Scaled
+from .ordered import checked_share
 
 STRETCH = 1.2  # of the TPOT: see feasibility.mixed_bound
 GAP = 0.45  # of the TBT: a request that joins waits for the running step and for its own
@@ -60,7 +62,8 @@ class Unified:
     share, stretch, cushion: see `feasibility.mixed_bound`.
     ageing: share of the time that the oldest prompt that cannot be on time gets before all others: its own
         time in each 1 / `ageing` times as long, so that it does not starve.
-    patience: a row left out decodes again after this many TPOT.
+    patience: a row left out decodes again after this many TPOT, and one that joined late should be on time again
+        within as many tokens, rounded down.
     preempt: whether running prefill steps may be preempted.
     pack: see `_together`.
     """
@@ -78,7 +81,9 @@ class Unified:
         self._share = share
         self._stretch = stretch
         self._cushion = cushion
-        self._ageing = ageing
+        self._ageing = checked_share(ageing)
+        if not 1.0 <= patience < inf:
+            raise InvalidValue(f"patience={patience!r} must be at least 1 (TPOT), and finite", "policy")
         self._patience = patience
         self._preempt = preempt
         self._pack = pack
@@ -107,8 +112,7 @@ class Unified:
 
     def _prompts(self, view: View, queue: _Queue) -> Decision:
         rows, on_time = view.prefill, queue.on_time
-        oldest = view.suspended[0].seconds if view.suspended else queue.oldest
-        aged = self._turn(view.now, oldest)
+        aged = self._turn(view.now, _whole(view.suspended[0]) if view.suspended else queue.oldest)
         if queue.stopped is not None and (not len(on_time) or queue.stopped.due <= rows.deadline[on_time[0]]):
             return Decision(resume=queue.stopped.step)
         if view.suspended and (aged or not len(on_time)):
@@ -204,10 +208,10 @@ class Unified:
         if stopped is not None and stopped.seconds <= slack and not (due < stopped.due).any():
             return stopped.step
         waits = not len(due) and first.seconds <= slack
-        return first.step if waits or self._turn(view.now, first.seconds) else None
+        return first.step if waits or self._turn(view.now, _whole(first)) else None
 
     def _turn(self, now: float, seconds: float) -> bool:
-        """Return whether it is the turn of a late prompt that takes `seconds`: for so long in each cycle."""
+        """Return whether it is the turn of a late prompt that takes `seconds` in all: for so long in each cycle."""
         return self._ageing > 0.0 and seconds > 0.0 and now % (seconds / self._ageing) < seconds
 
     def _stops(self, view: View, running: Task) -> bool:
@@ -376,6 +380,11 @@ def _job(view: View, task: Task) -> _PromptWork:
     tokens, context = np.array(left).T
     rest = float(view.perf.prefill_times(tokens, context, view.limits.tokens).sum())
     return _PromptWork(due, task.seconds + rest, task.step, weight)
+
+
+def _whole(task: Task) -> float:
+    """Return the seconds of a step from its start to its end, however much of it is done: its turns stay the same."""
+    return task.total or task.seconds
 
 
 def _with(

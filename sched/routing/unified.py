@@ -217,25 +217,36 @@ class _Prompt(NamedTuple):
 
 
 class _Lately:
-    """Seconds of prefill offered per second, by the latest prompts. Writer: `Unified.prefill`."""
+    """Seconds of prefill offered per second, by the latest prompts. Writer: the router.
+
+    These are as many as an instance decodes at a time, and no older than one instance needs to compute so many.
+    """
 
     def __init__(self) -> None:
         self._prompts: deque[tuple[float, float]] = deque()  # when each arrived, and the seconds of all up to it
         self._seconds = 0.0
+        self._most = 2
 
     def at(self, now: float) -> float:
         """Return the average since the first of these prompts, which itself does not count; 0 without others."""
-        if len(self._prompts) < 2:
+        prompts = self._prompts
+        while len(prompts) > 2 and (len(prompts) > self._most or self._old(now)):
+            prompts.popleft()
+        if len(prompts) < 2 or now <= prompts[0][0]:
             return 0.0
-        arrival, before = self._prompts[0]
-        return (self._seconds - before) / (now - arrival) if now > arrival else inf
+        return (self._seconds - prompts[0][1]) / (now - prompts[0][0])
 
     def add(self, seconds: float, now: float, most: int) -> None:
-        """Add a prompt that takes `seconds` alone. most: how many prompts count, as many as decode at a time."""
+        """Add a prompt that takes `seconds` alone. most: how many prompts count."""
         self._seconds += seconds
+        self._most = max(2, most)
         self._prompts.append((now, self._seconds))
-        while len(self._prompts) > max(2, most):
-            self._prompts.popleft()
+        self.at(now)  # drops those that no longer count
+
+    def _old(self, now: float) -> bool:
+        arrival, before = self._prompts[0]
+        each = (self._seconds - before) / (len(self._prompts) - 1)
+        return now - arrival > self._most * each
 
 
 def _hit(request: Request, one: InstanceView) -> int:

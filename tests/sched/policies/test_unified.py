@@ -7,6 +7,7 @@ from math import inf
 
 import pytest
 
+from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Limits, Role, Task
 from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import SLO
@@ -120,6 +121,25 @@ def test_rows_without_a_tpot_skip_four_steps_of_all_rows_at_most() -> None:
 
     assert steps(last=-0.09) == [0, 2]
     assert sorted(steps(last=-0.11)) == [0, 1]
+
+
+def test_a_late_step_keeps_its_share_of_the_time_however_far_it_is() -> None:
+    """The first 6 s of each 60 are its own, also after it ran as long as predicted, and beside a row without slack."""
+    late, fresh = prompt(0, 6000, slo=SLO(ttft=1.0)), prompt(2, 400, arrival=123.0)
+    row = settled(decoding(1, 1000, due=123.0))
+    policy = Unified(ageing=0.1)
+    for left in (5.0, 0.1, 0.0):
+        for rows, role in (([], Role.PREFILL), ([row], Role.MIXED)):
+            for now in (121.0, 130.0):
+                at = view([fresh], rows, role=role, limits=LIMITS, now=now, start=now)
+                decision = policy.decide(replace(at, suspended=(Task(7, (late,), left, 6.0),)))
+                assert (decision.resume == 7) == (now == 121.0), (left, role, now)
+
+
+@pytest.mark.parametrize("options", [{"ageing": -1.0}, {"ageing": 2.0}, {"patience": 0.5}, {"patience": inf}])
+def test_options_outside_of_their_range_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(InvalidValue, match=f"{next(iter(options))}="):
+        Unified(**options)
 
 
 def test_a_suspended_step_resumes_beside_rows_with_enough_slack() -> None:
