@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -221,3 +222,27 @@ def test_files_in_other_encodings_are_named(words, tmp_path, capsys):
     assert cli.main(words) == 2
     said = capsys.readouterr().err
     assert path in said and "is not UTF-8: save the file in that encoding" in said
+
+
+LONG = {"prompt": "def main(", "max_tokens": 100, "ignore_eos": True, "stream": True}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_a_server_drains_on_sigterm(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    with served("--mesh 2x1", tmp_path / "log") as server:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert "data: [DONE]" in rest, "running requests have finished"
+        with pytest.raises(httpx.HTTPError):
+            for _ in range(400):
+                assert httpx.get(f"{server.url}/health", timeout=5).status_code == 503
+                time.sleep(0.05)
+        status, said = ended(server, tmp_path / "log")
+    assert status == 0 and "Traceback" not in said
+    assert "curl http://127.0.0.1" in said and "draining: 1 requests" in said
+    assert "uvicorn.access" not in said

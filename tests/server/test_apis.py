@@ -247,3 +247,12 @@ def test_no_token_left_is_the_requests_fault(live: Any) -> None:
     told = live.http.post("/v1/completions", json=body)
     assert (told.status_code, told.json()["error"]["code"]) == (400, "rejected")
     assert "allowed_token_ids" in told.json()["error"]["message"]
+
+
+def test_prompt_logprobs(live):
+    made = complete(live, max_tokens=1, extra_body={"prompt_logprobs": 1})
+    listed = made.choices[0].prompt_logprobs
+    assert listed[0] is None and len(listed) == made.usage.prompt_tokens
+    ids = live.service.tokenizer.encode(PROMPT)
+    for token, position in zip(ids[1:], listed[1:], strict=True):
+        assert position[str(token)]["logprob"] <= 0 and position[str(token)]["rank"] >= 1

@@ -11,7 +11,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.server.objectives import objectives_of
 from jaxserve.server.openai import ChatBody, CompletionBody, params_of, parse
-from jaxserve.server.prompts import prompts_of
+from jaxserve.server.prompts import messages_of, prompts_of
 
 VOCAB = 100
 
@@ -83,3 +83,20 @@ def test_stages_of_a_request_replace_those_of_the_server():
     assert objectives_of(completion(), {"x-slo-tpot-ms": "100"}, config).slo == SLO(tpot=0.1)
     both = completion(tpot_slo_ms=100, stage_slo={"answer": {"tpot_slo_ms": 40}})
     assert objectives_of(both, {}, config).slo == SLO(tpot=0.1, stages=(("answer", 0.04),))
+
+
+def test_messages():
+    assert messages_of([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])[
+        0
+    ] == {"role": "user", "content": "a\nb"}
+    for wrong, said in (
+        ([], "at least one"),
+        ([{"content": "x"}], r"messages\[0\].role"),
+        ([{"role": "user", "content": 3}], "content=3"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "input_audio"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "with a text"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "tool_calls"),
+    ):
+        with pytest.raises(InvalidValue, match=said):
+            messages_of(wrong)

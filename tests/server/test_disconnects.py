@@ -77,3 +77,11 @@ def test_leaving_mid_body_is_no_error(fake, caplog):
     time.sleep(0.2)
     assert live.http.get("/health").status_code == 200  # the server's loop has seen the connection close
     assert "Traceback" not in caplog.text and "internal error" not in caplog.text, caplog.text
+
+
+def test_a_stop_string_frees_the_request(live):
+    before = live.engine.stats().finished.get("stop", 0)
+    made = live.http.post("/v1/completions", json={**LONG, "stop": ["a", "e", "i", "\n", " ", "t", "s", "0"]}).json()
+    assert made["choices"][0]["finish_reason"] == "stop" and made["usage"]["completion_tokens"] < 200
+    until(lambda: live.engine.stats().finished.get("stop", 0) != before)
+    live.quiet()

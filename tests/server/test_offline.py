@@ -372,3 +372,19 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidValue, match=r"no tokenizer could be loaded from .*--tokenizer"):
         LLM(model=str(tmp_path))
+
+
+def test_closing_a_stream_cancels(allm):
+    async def main() -> None:
+        long = SamplingParams(max_tokens=200, ignore_eos=True)
+        stream = allm.stream("def main(", long)
+        await anext(stream)
+        await stream.aclose()
+        task = asyncio.ensure_future(last(allm.generate("def main(", long)))
+        while not allm.engine.stats().running:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        while allm.engine.stats().running:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 30))

@@ -121,3 +121,15 @@ def test_refused_requests_are_reported_and_demoted_ones_lose_no_token(jobs, name
 def test_best_effort_needs_no_admission() -> None:
     jobs = [Job(range(50), 4, 0.0, SLO(inf, inf), tier=BEST_EFFORT) for _ in range(4)]
     assert {one.finish_reason for one in simulate(jobs, admission="pab:refuse").requests} == {"stop"}
+
+
+def test_some_requests_are_refused_or_demoted() -> None:
+    jobs = [Job(range(100 * id, 100 * id + 50), 4, 0.0, SLO(0.008, 0.05)) for id in range(6)]
+    for name in ("pab", "dp"):  # 2.5 ms each, and 1 ms a step
+        tiers = [one.tier for one in simulate(jobs, admission=name, pages=200, tokens=64).requests]
+        reasons = [
+            one.finish_reason for one in simulate(jobs, admission=f"{name}:refuse", pages=200, tokens=64).requests
+        ]
+        assert tiers[0] == STANDARD and tiers[-1] == BEST_EFFORT
+        assert [tier == BEST_EFFORT for tier in tiers] == [reason == "refused" for reason in reasons]
+        assert tiers.count(STANDARD) == 2

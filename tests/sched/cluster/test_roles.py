@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -89,3 +90,17 @@ def test_a_simulation_changes_roles_as_its_options_say() -> None:
 def test_a_simulation_refuses_invalid_roles(changes: tuple[tuple[float, tuple[Role, ...]], ...]) -> None:
     with pytest.raises(InvalidValue, match="roles"):
         simulated(changes)
+
+
+def test_running_decodes_move_away_from_an_instance_that_becomes_prefill() -> None:
+    """If roles are swapped during decoding, the row moves and its KV is not recomputed."""
+    jobs = [Job(range(30), 60)]
+    still = run([], jobs)
+    swapped = run([(0.02, {0: D, 1: P})], jobs)
+    [one], [other] = still.requests, swapped.requests
+    assert one.output == other.output and other.drops == 0
+    where = [name for name, plan in swapped.plans for _ in plan.spans]
+    assert [before for before, after in pairwise(where) if before != after] == ["prefill0", "decode1"]
+    assert where[0] == where[-1] == "prefill0"
+    computed = {name: counters.prompt_tokens for name, counters in swapped.counters.items()}
+    assert computed == {"prefill0": 30, "decode1": 0}

@@ -222,3 +222,19 @@ def test_decisions_are_fast(rows: int, prompts: int, most: int) -> None:
         for id in made[0].demote:
             queues.demote(id)
     assert median(taken) <= most, taken
+
+
+def test_the_set_of_the_highest_value_is_promised() -> None:
+    """In five seconds fit one prompt of five or two of two; promises made earlier are kept.
+
+    The two are promised unless the one has a priority two lower.
+    """
+    for priority, demoted in ((0, (0,)), (-1, (0,)), (-2, (1, 2)), (3, (0,))):
+        rivals = [waiting(0, 48_000, 5.0), waiting(1, 19_000, 5.0), waiting(2, 19_000, 5.0)]
+        rivals[0].priority = priority
+        policy = SlosServe()
+        assert sorted(policy.decide(view(rivals)).demote) == list(demoted)
+        later = waiting(9, 30_000, 5.0)
+        later.priority = -20
+        kept = [one for one in rivals if one.id not in demoted]
+        assert policy.decide(view([*kept, later])).demote == (9,)
