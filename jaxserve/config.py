@@ -431,7 +431,7 @@ class ServeConfig(OperationSettings):
     def slo(self) -> SLO:
         """The default SLO. `auto` counts as no objective here: see `promising`."""
         thinking = self.thinking_tpot_slo
-        ttft, tpot = (inf if one == AUTO else one for one in (self.ttft_slo, self.tpot_slo))
+        ttft, tpot = (inf if objective == AUTO else objective for objective in (self.ttft_slo, self.tpot_slo))
         return SLO(ttft, tpot, None, () if thinking is None else ((THINKING, thinking),))
 
     def promising(self, slo: SLO) -> ServeConfig:
@@ -449,7 +449,7 @@ class ServeConfig(OperationSettings):
             folder = Path(__file__).parent / "presets" / "latency"
             path = folder / f"{self.perf}.yaml"
             if not path.is_file():
-                known = (*KINDS, *sorted(one.stem for one in folder.glob("*.yaml")))
+                known = (*KINDS, *sorted(file.stem for file in folder.glob("*.yaml")))
                 raise InvalidValue(f"perf={self.perf!r} is unknown: {nearest(self.perf, known)}", "perf")
         elif not path.is_file():
             raise InvalidValue(f"perf={self.perf!r} does not exist: `jaxserve profile --out FILE` writes one", "perf")
@@ -478,8 +478,12 @@ class ServeConfig(OperationSettings):
     @cached_property
     def class_objectives(self) -> Mapping[str, SLO]:
         """The objectives of the request classes that have some: `default`, and each tier but best effort."""
-        named = (one for name, one in self._resolved_tiers.items() if name not in PLAIN and not one.tier.best_effort)
-        return {DEFAULT: self.slo, **{one.name: one.slo for one in named}}
+        named = (
+            resolved
+            for name, resolved in self._resolved_tiers.items()
+            if name not in PLAIN and not resolved.tier.best_effort
+        )
+        return {DEFAULT: self.slo, **{resolved.name: resolved.slo for resolved in named}}
 
     @cached_property
     def _resolved_tiers(self) -> Mapping[str, ResolvedTier]:
@@ -488,10 +492,10 @@ class ServeConfig(OperationSettings):
 
     def tier(self, name: str) -> ResolvedTier:
         """Return a tier and its SLO. Raises InvalidValue naming the known tiers."""
-        found = self._resolved_tiers.get(name)
-        if found is None:
+        resolved = self._resolved_tiers.get(name)
+        if resolved is None:
             raise InvalidValue(f"service_tier={short(name)} is unknown: {nearest(name, self.tiers)}", "service_tier")
-        return found
+        return resolved
 
     @classmethod
     def load(cls, path: str | Path | None = None, **given: Any) -> ServeConfig:

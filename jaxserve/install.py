@@ -24,11 +24,11 @@ def needs(extra: str) -> str:
     if (checkout / "pyproject.toml").is_file():
         return f"pip install -e '{checkout}[{extra}]'"
     # In the folder of the package, as the metadata of a checkout may come first on sys.path.
-    found = next(iter(distributions(name=DISTRIBUTION, path=[str(checkout)])), None)
-    if found is None:
+    distribution = next(iter(distributions(name=DISTRIBUTION, path=[str(checkout)])), None)
+    if distribution is None:
         return f"pip install -e 'CHECKOUT[{extra}]'"
-    what = _source(json.loads(found.read_text("direct_url.json") or "{}"), extra)
-    return f"pip install {what or ' '.join(map(repr, _packages(found, extra)))}"
+    what = _source(json.loads(distribution.read_text("direct_url.json") or "{}"), extra)
+    return f"pip install {what or ' '.join(map(repr, _packages(distribution, extra)))}"
 
 
 def _source(told: dict[str, Any], extra: str) -> str | None:
@@ -43,13 +43,15 @@ def _source(told: dict[str, Any], extra: str) -> str | None:
     return f"'{DISTRIBUTION}[{extra}] @ {url}'" if url else None
 
 
-def _packages(found: Distribution, extra: str) -> list[str]:
+def _packages(distribution: Distribution, extra: str) -> list[str]:
     """Return the requirements of an extra, those of other extras of ours written out."""
-    made: list[str] = []
-    for one in found.requires or ():
-        requirement, _, marker = one.partition(";")
+    packages: list[str] = []
+    for required in distribution.requires or ():
+        requirement, _, marker = required.partition(";")
         if not re.search(rf"extra == ['\"]{extra}['\"]", marker):
             continue
         own = re.match(rf"{DISTRIBUTION}\[(.*)\]", requirement)
-        made += chain(*(_packages(found, part) for part in own[1].split(","))) if own else [requirement.strip()]
-    return made
+        packages += (
+            chain(*(_packages(distribution, part) for part in own[1].split(","))) if own else [requirement.strip()]
+        )
+    return packages

@@ -323,8 +323,8 @@ class LLM(_Base):
         outputs = self._pooled(prompts, pooling_type, priority=priority, tier=tier, use_tqdm=use_tqdm)
         vectors = (finished_vector(vector_of(output.outputs[0].pooled), dimensions, normalize) for output in outputs)
         return [
-            EmbeddingRequestOutput(one.request_id, EmbeddingOutput(vector.tolist()), one.prompt_token_ids)
-            for one, vector in zip(outputs, vectors, strict=True)
+            EmbeddingRequestOutput(output.request_id, EmbeddingOutput(vector.tolist()), output.prompt_token_ids)
+            for output, vector in zip(outputs, vectors, strict=True)
         ]
 
     def score(

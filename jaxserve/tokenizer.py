@@ -55,16 +55,16 @@ def template_of(given: str | None) -> str | None:
 def _template_in(text: str, given: str) -> str:
     """Return the template in the JSON of a `chat_template.json` or `tokenizer_config.json`. Raises InvalidValue."""
     try:
-        found = json.loads(text)
+        template = json.loads(text)
     except ValueError as error:
         raise InvalidValue(f"chat_template={given!r} is not JSON: {error}", "chat_template") from error
-    found = found.get("chat_template") if isinstance(found, dict) else found
-    if isinstance(found, list):  # several, by name
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default")
-    if not isinstance(found, str):
+    template = template.get("chat_template") if isinstance(template, dict) else template
+    if isinstance(template, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if not isinstance(template, str):
         raise InvalidValue(f"chat_template={given!r} has no key 'chat_template' with a template", "chat_template")
-    return found
+    return template
 
 
 class Tokenizer:
@@ -212,17 +212,19 @@ class Tokenizer:
     @cached_property
     def template_text(self) -> str:
         """The chat templates of the model, as one text."""
-        found = self._template or self._hf.chat_template or ""
-        return "\n".join(found.values()) if isinstance(found, dict) else str(found)
+        templates = self._template or self._hf.chat_template or ""
+        return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
 
     def described(self) -> dict[str, Any]:
         """Return what defines the tokenizer, as JSON: its class, special tokens, settings and chat template."""
-        made: dict[str, Any] = {"tokenizer_class": type(self._hf).__name__}
+        description: dict[str, Any] = {"tokenizer_class": type(self._hf).__name__}
         settings = self._hf.init_kwargs.items()
-        made |= {name: _as_json(value) for name, value in settings if not _LOCAL.fullmatch(name)}
-        made |= {f"{name}_token": getattr(self._hf, f"{name}_token", None) for name in ("bos", "eos", "pad", "unk")}
+        description |= {name: _as_json(value) for name, value in settings if not _LOCAL.fullmatch(name)}
+        description |= {
+            f"{name}_token": getattr(self._hf, f"{name}_token", None) for name in ("bos", "eos", "pad", "unk")
+        }
         template = self._template or self._hf.chat_template
-        return {**made, "chat_template": _as_json(template), "vocab_size": len(self)}
+        return {**description, "chat_template": _as_json(template), "vocab_size": len(self)}
 
     @cached_property
     def _backend(self) -> Any:

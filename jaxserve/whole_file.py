@@ -39,12 +39,12 @@ def check_output(path: Path, name: str) -> None:
         raise InvalidValue(f"{name}={str(path)!r} cannot be written: {error.strerror}", name) from error
 
 
-def not_ours(found: os.stat_result) -> str | None:
+def not_ours(status: os.stat_result) -> str | None:
     """Return why a file or folder may hold what another user wrote, or None."""
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         return "is a link"
-    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid}, not to {os.geteuid()}"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"can be written by others (mode {stat.S_IMODE(found.st_mode):o}): chmod go-w"
+    if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}, not to {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o}): chmod go-w"
     return None

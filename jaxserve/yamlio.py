@@ -273,8 +273,8 @@ class _Reader:
         if origin is tuple:
             return self.sequence(node, args[0], name)
         if origin is Mapping:
-            found = self.items(node, name, lambda key: self.value(key, args[0], name))
-            return {key: self.value(child, args[1], f"{name}.{key}".lstrip(".")) for key, (_, child) in found.items()}
+            entries = self.items(node, name, lambda key: self.value(key, args[0], name))
+            return {key: self.value(child, args[1], f"{name}.{key}".lstrip(".")) for key, (_, child) in entries.items()}
         try:
             return convert(self.plain.construct_object(node, deep=True), hint)
         except InvalidValue as error:
@@ -294,7 +294,7 @@ class _Reader:
         return tuple(self.value(child, item, f"{name}[{i}]") for i, child in enumerate(node.value))
 
     def fields(self, node: yaml.Node, cls: Any, name: str) -> dict[str, Any]:
-        hints, made = hints_of(cls), {}
+        hints, values = hints_of(cls), {}
         allowed = {f.name for f in dataclasses.fields(cls) if f.init}
         # Keys as written: YAML reads `on` as a boolean.
         for field, (key, child) in self.items(node, name, lambda key: str(key.value).replace("-", "_")).items():
@@ -302,8 +302,8 @@ class _Reader:
                 inside = f" in {name}" if name else ""
                 unknown = f"unknown key {key.value!r}{inside}; {nearest(field, allowed)}"
                 raise InvalidValue(f"{self.at(key)}: {unknown}", str(key.value))
-            made[field] = self.value(child, hints[field], f"{name}.{field}".lstrip("."))
-        return made
+            values[field] = self.value(child, hints[field], f"{name}.{field}".lstrip("."))
+        return values
 
     def items(
         self, node: yaml.Node, name: str, named: Callable[[yaml.Node], str]
@@ -313,9 +313,9 @@ class _Reader:
             return {}
         if not isinstance(node, yaml.MappingNode):
             raise InvalidValue(f"{self.at(node)}: {name or 'the file'} must be a mapping of keys to values", name)
-        made: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        entries: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, child in node.value:
-            if named(key) in made:
+            if named(key) in entries:
                 raise InvalidValue(f"{self.at(key)}: key {key.value!r} is given twice", str(key.value))
-            made[named(key)] = key, child
-        return made
+            entries[named(key)] = key, child
+        return entries

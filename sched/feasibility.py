@@ -97,9 +97,9 @@ def on_time_set(start: float, deadline: Array, work: Array, weight: Array | None
     heap = ranks[:first]
     heapify(heap)
     at, dropped = float(ends[first]), []
-    for one, limit in zip(ranks[first:], due[first:].tolist(), strict=True):
-        heappush(heap, one)
-        at += seconds_of[one]
+    for job, limit in zip(ranks[first:], due[first:].tolist(), strict=True):
+        heappush(heap, job)
+        at += seconds_of[job]
         while heap and at > limit:
             dropped.append(heappop(heap))
             at -= seconds_of[dropped[-1]]
@@ -152,9 +152,9 @@ def _joining(slack: Array, seconds: Array, rows: Order, able: Mask) -> Mask:
     rank = np.empty(len(left), dtype=np.intp)
     rank[most] = np.arange(len(left))
     weights, heap, dropped, extra = seconds[left[most]].tolist(), list[int](), [], 0.0
-    for one, limit in zip(rank.tolist(), limits.tolist(), strict=True):
-        heappush(heap, one)
-        extra += weights[one]
+    for job, limit in zip(rank.tolist(), limits.tolist(), strict=True):
+        heappush(heap, job)
+        extra += weights[job]
         while heap and extra > limit:
             dropped.append(heappop(heap))
             extra -= weights[dropped[-1]]

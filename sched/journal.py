@@ -63,14 +63,14 @@ class Journal:
         `perf` is what `replay` passes to its factory of step-time models. `options` are simulation
         options (sim.Options) for a setup like this server, if they are not the defaults.
         """
-        made = {
+        setup = {
             "version": VERSION,
             "policy": policy,
             "limits": asdict(limits),
             "role": role.value,
             "prefix_caching": prefix_caching,
         }
-        self._write(name, "instance", {**made, "perf": perf, "options": options or {}})
+        self._write(name, "instance", {**setup, "perf": perf, "options": options or {}})
 
         def log(kind: str, **fields: Any) -> None:
             if kind not in FOUND_AGAIN:
@@ -215,22 +215,22 @@ class Watcher(Protocol):
 
 # Records that are replayed by one call of a scheduler method.
 _CALLS: dict[str, Callable[[Scheduler, dict[str, Any]], object]] = {
-    "cancel": lambda one, record: one.cancel(record["id"], record["reason"], record["error"]),
-    "release": lambda one, record: one.release(record["id"]),
-    "hang": lambda one, record: one.hang(record["hung"]),
-    "finish_write_back": lambda one, record: one.finish_write_back(record["id"], record["arrived"]),
-    "leave": lambda one, record: one.leave(record["id"]),
-    "reserve_write_back": lambda one, record: one.reserve_write_back(
+    "cancel": lambda scheduler, record: scheduler.cancel(record["id"], record["reason"], record["error"]),
+    "release": lambda scheduler, record: scheduler.release(record["id"]),
+    "hang": lambda scheduler, record: scheduler.hang(record["hung"]),
+    "finish_write_back": lambda scheduler, record: scheduler.finish_write_back(record["id"], record["arrived"]),
+    "leave": lambda scheduler, record: scheduler.leave(record["id"]),
+    "reserve_write_back": lambda scheduler, record: scheduler.reserve_write_back(
         record["id"], [bytes.fromhex(digest) for digest in record["digests"]]
     ),
-    "unhold": lambda one, record: one.unhold(record["id"], record["slot"]),
-    "recover": lambda one, _: one.recover(),
-    "end_session": lambda one, record: one.end_session(record["session"]),
-    "reset_prefix_cache": lambda one, _: one.reset_prefix_cache(),
-    "decode_in_place": lambda one, record: one.decode_in_place(record["id"], record["first_token_at"]),
-    "suspend": lambda one, record: one.suspend(Suspended(*record["result"])),
-    "set_role": lambda one, record: one.set_role(Role(record["role"]), record["first_token_at"]),
-    "unreserve": lambda one, record: one.unreserve_id(record["id"]),
+    "unhold": lambda scheduler, record: scheduler.unhold(record["id"], record["slot"]),
+    "recover": lambda scheduler, _: scheduler.recover(),
+    "end_session": lambda scheduler, record: scheduler.end_session(record["session"]),
+    "reset_prefix_cache": lambda scheduler, _: scheduler.reset_prefix_cache(),
+    "decode_in_place": lambda scheduler, record: scheduler.decode_in_place(record["id"], record["first_token_at"]),
+    "suspend": lambda scheduler, record: scheduler.suspend(Suspended(*record["result"])),
+    "set_role": lambda scheduler, record: scheduler.set_role(Role(record["role"]), record["first_token_at"]),
+    "unreserve": lambda scheduler, record: scheduler.unreserve_id(record["id"]),
 }
 
 

@@ -197,7 +197,7 @@ def summarize(measured: Sequence[Measured], skip: int = 0) -> Summary:
 
     Leaves out the first and last `skip` requests by arrival, so that the steady state remains.
     """
-    ordered = sorted(measured, key=lambda one: (one.arrival, one.id))
+    ordered = sorted(measured, key=lambda request: (request.arrival, request.id))
     ordered = ordered[skip : len(ordered) - skip]
     promised = [request for request in ordered if request.promised] or ordered
     attained = np.array([request.attained for request in promised], dtype=bool)
@@ -251,12 +251,12 @@ def goodput_rate(rates: Sequence[float], attained: Sequence[float], goal: float 
     Attainment may rise again above a rate that missed the goal; a server cannot be held at that rate, so such rates
     do not count.
     """
-    found = None
+    highest = None
     for rate, share in sorted(zip(rates, attained, strict=True)):
         if not share >= goal:
             break
-        found = rate
-    return found
+        highest = rate
+    return highest
 
 
 def _mean(flags: Iterable[bool]) -> float:

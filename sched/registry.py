@@ -35,7 +35,7 @@ def construct(make: Callable[..., Any], options: str, owner: str, what: str, **g
     owner: names the factory in errors. Raises InvalidValue.
     """
     taken = inspect.signature(make).parameters
-    values = _read(options, {key: one for key, one in taken.items() if key not in given}, owner, what)
+    values = _read(options, {key: parameter for key, parameter in taken.items() if key not in given}, owner, what)
     return make(**values, **{key: value for key, value in given.items() if key in taken})
 
 
@@ -53,25 +53,25 @@ def shared(
     for part in filter(None, text.split("+")):
         key = part.partition("=")[0].strip().replace("-", "_")
         takers = [
-            one for one, allowed in zip(split, taken, strict=True) if {key, key.removeprefix("no_")} & set(allowed)
+            parts for parts, allowed in zip(split, taken, strict=True) if {key, key.removeprefix("no_")} & set(allowed)
         ]
         if not takers:
-            every = {key: one for allowed in taken for key, one in allowed.items()}
+            every = {key: parameter for allowed in taken for key, parameter in allowed.items()}
             raise _unknown(part, every, owner, what)
-        for one in takers:
-            one.append(part)
+        for taker in takers:
+            taker.append(part)
     return [f"{name}:{'+'.join(parts)}" for name, parts in zip(names, split, strict=True)]
 
 
 def factory(table: Mapping[str, str], name: str, package: str | None) -> Callable[..., Any]:
     """Return the factory of a name. An entry is `module:factory` or `module:factory:options`."""
-    module, made, *_ = table[name].split(":")
-    result: Callable[..., Any] = getattr(import_module(f".{module}", package), made)
+    module, attribute, *_ = table[name].split(":")
+    result: Callable[..., Any] = getattr(import_module(f".{module}", package), attribute)
     return result
 
 
 def _unknown(part: str, allowed: Mapping[str, inspect.Parameter], owner: str, what: str) -> InvalidValue:
-    names = ", ".join(_shown(one) for one in allowed.values()) or "none"
+    names = ", ".join(_shown(parameter) for parameter in allowed.values()) or "none"
     return InvalidValue(f"{owner} has no option {part!r}; its options: {names}", what)
 
 

@@ -46,7 +46,7 @@ async def drive(
     done = 0
     began = perf_counter()
 
-    async def one(call: Call, before: asyncio.Task[Outcome] | None) -> Outcome:
+    async def send_call(call: Call, before: asyncio.Task[Outcome] | None) -> Outcome:
         nonlocal done
         failed = False
         if before is not None:
@@ -72,7 +72,7 @@ async def drive(
             if wait > 0:
                 await asyncio.sleep(wait)
             before = None if call.after is None else tasks[call.after]
-            tasks.append(asyncio.create_task(one(call, before)))
+            tasks.append(asyncio.create_task(send_call(call, before)))
         await asyncio.gather(*tasks)
 
     sending = asyncio.create_task(send_all())

@@ -181,9 +181,9 @@ class Session:
         best = max((i for i, probe in enumerate(probes) if probe.rate <= peak), key=lambda i: probes[i].rate, default=0)
         self.show(runs[best], tried[best])
         tables.show_probes(plan.attainment, peak, probes, tried)
-        found = {**tried[best], "goodput_rate": peak, "goodput_attainment": plan.attainment}
-        found["probes"] = [{"rate": probe.rate, "slo_attainment": probe.attainment} for probe in probes]
-        self._save(found, [runs[best]], probes)
+        saved = {**tried[best], "goodput_rate": peak, "goodput_attainment": plan.attainment}
+        saved["probes"] = [{"rate": probe.rate, "slo_attainment": probe.attainment} for probe in probes]
+        self._save(saved, [runs[best]], probes)
         return 0 if peak else 1
 
     def result(self, run: Run, rate: float) -> dict[str, Any]:
@@ -210,15 +210,15 @@ class Session:
             ),
         }
 
-    def show(self, run: Run, found: dict[str, Any]) -> None:
+    def show(self, run: Run, figures: dict[str, Any]) -> None:
         """Print the tables of a run, and its errors."""
         plan = self.plan
         title = f"{self.target.model} at {self.target.base_url}"
-        tables.show(title, found, plan.percentile_metrics, plan.metric_percentiles)
+        tables.show(title, figures, plan.percentile_metrics, plan.metric_percentiles)
         for line in result.errors(run.outcomes):
             print(f"error: {line}")
 
-    def _save(self, found: dict[str, Any], runs: Sequence[Run], probes: Sequence[Probe] = ()) -> None:
+    def _save(self, saved: dict[str, Any], runs: Sequence[Run], probes: Sequence[Probe] = ()) -> None:
         """Write the JSON, and a plot of the first run."""
         plan = self.plan
         if not plan.save_result:
@@ -226,13 +226,13 @@ class Session:
         from jaxserve.bench.plots import plot  # importing matplotlib takes a second
 
         if plan.save_detailed:
-            found = found | result.detail(runs[0].outcomes)
-        offered = found["request_rate"]
+            saved = saved | result.detail(runs[0].outcomes)
+        offered = saved["request_rate"]
         rate = offered if isinstance(offered, str) else f"{offered:.4g}"
         model = self.target.model.split("/")[-1]
-        path = plan.result_dir / (plan.result_filename or f"{plan.backend}-{rate}qps-{model}-{found['date']}.json")
+        path = plan.result_dir / (plan.result_filename or f"{plan.backend}-{rate}qps-{model}-{saved['date']}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1 if not plan.save_detailed else None) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(saved, indent=1 if not plan.save_detailed else None) + "\n", encoding="utf-8")
         what = plan.fields.get("workload", plan.dataset_name)
         title = f"{model}, {len(runs[0].outcomes)} requests ({what}), {rate} requests/s"
         plot(path.with_suffix(".png"), runs[0], self.goals, probes, plan.attainment, title)

@@ -75,12 +75,12 @@ class TokenizerWriter:
         wanted, given = len(tokens), list(tokens)
         for turn in range(ROUNDS):
             text = self._tokenizer.decode(given)
-            found = self._tokenizer.encode(text, add_special_tokens=False)
-            if len(found) == wanted:
+            encoded = self._tokenizer.encode(text, add_special_tokens=False)
+            if len(encoded) == wanted:
                 break
-            missing = wanted - len(found)
-            given = found[:wanted] + [tokens[(turn + at) % wanted] for at in range(missing)]
-        return text, len(found)
+            missing = wanted - len(encoded)
+            given = encoded[:wanted] + [tokens[(turn + at) % wanted] for at in range(missing)]
+        return text, len(encoded)
 
 
 def as_text(calls: Sequence[Call], writer: Writer) -> list[Call]:

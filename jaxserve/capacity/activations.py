@@ -66,8 +66,8 @@ def _module(module: Tree, spec: ModelSpec, tp: int, item: int) -> float:
     matrices = [info for info in _infos(module) if is_matrix(info)]
     routed = [info for info in matrices if "experts" in info.axes]
     in_place = any(info.axes == ("dim", "ff") for info in matrices)
-    made = [info for info in matrices if info not in routed and "dim" in info.axes]
-    widths = sum(_width(info, spec, tp) for info in made if not (in_place and info.axes == ("ff", "dim")))
+    dense = [info for info in matrices if info not in routed and "dim" in info.axes]
+    widths = sum(_width(info, spec, tp) for info in dense if not (in_place and info.axes == ("ff", "dim")))
     if spec.latent is not None and "kv_down" in module:  # queries before and after absorption, and their results
         widths += spec.heads // tp * (spec.head_dim + 2 * spec.cache.dim + spec.latent.value)
     bytes_ = widths * item

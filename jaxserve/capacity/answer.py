@@ -51,7 +51,7 @@ class Answer:
     @property
     def limit(self) -> str:
         """What limits the set-up, by the largest gain; "" if not known or none gains."""
-        name = max(self.limits, key=lambda one: self.limits[one], default="")
+        name = max(self.limits, key=lambda limit: self.limits[limit], default="")
         return name if name and self.limits[name] > NOTHING else ""
 
     @property
@@ -64,7 +64,7 @@ class Answer:
 
 
 def complete(
-    found: Answer,
+    answer: Answer,
     searcher: Searcher,
     candidates_of: Callable[[int], Sequence[Candidate]],
     error_of: Callable[[int], float],
@@ -75,79 +75,79 @@ def complete(
     arguments give equal answers.
     """
     load = searcher.load
-    for step in searcher.fewest(range(1, found.count + 1), candidates_of):
-        found.steps.append(step)
+    for step in searcher.fewest(range(1, answer.count + 1), candidates_of):
+        answer.steps.append(step)
         if step.keeps(load.goal):
-            found.best = step.best
-    if found.best is None:
-        _without(searcher, found, candidates_of)
+            answer.best = step.best
+    if answer.best is None:
+        _without(searcher, answer, candidates_of)
         return
-    found.error = error_of(found.best.candidate.tp)
-    _headroom(searcher, found, found.best.candidate, RATES)
-    if found.missed is not None:
-        _limits(searcher, found, found.best.candidate, found.missed)
-    _range(searcher, found, found.best.candidate, candidates_of)
+    answer.error = error_of(answer.best.candidate.tp)
+    _headroom(searcher, answer, answer.best.candidate, RATES)
+    if answer.missed is not None:
+        _limits(searcher, answer, answer.best.candidate, answer.missed)
+    _range(searcher, answer, answer.best.candidate, candidates_of)
 
 
-def _without(searcher: Searcher, found: Answer, candidates_of: Callable[[int], Sequence[Candidate]]) -> None:
+def _without(searcher: Searcher, answer: Answer, candidates_of: Callable[[int], Sequence[Candidate]]) -> None:
     """Say what is short of a goal that no set-up reaches, and find the nearest that does with more devices."""
-    closest = found.closest
+    closest = answer.closest
     if closest is not None and closest.best is not None:
-        one = closest.best.candidate
-        _limits(searcher, found, one, found.rate)
-        _headroom(searcher, found, one, SLOWER)
+        candidate = closest.best.candidate
+        _limits(searcher, answer, candidate, answer.rate)
+        _headroom(searcher, answer, candidate, SLOWER)
     like = _alike(candidates_of, None if closest is None or closest.best is None else closest.best.candidate)
-    for step in searcher.fewest(range(found.count + 1, FARTHER * found.count + 1), like):
-        if step.keeps(found.goal):
-            found.nearest = step
+    for step in searcher.fewest(range(answer.count + 1, FARTHER * answer.count + 1), like):
+        if step.keeps(answer.goal):
+            answer.nearest = step
 
 
-def _headroom(searcher: Searcher, found: Answer, one: Candidate, factors: Sequence[float]) -> None:
+def _headroom(searcher: Searcher, answer: Answer, candidate: Candidate, factors: Sequence[float]) -> None:
     """Find the first rates that a set-up keeps and does not keep."""
     rising = factors[0] > 1
     if rising:
-        found.sustained = found.rate
+        answer.sustained = answer.rate
     else:
-        found.missed = found.rate
+        answer.missed = answer.rate
     for factor in factors:
-        rate = found.rate * factor
-        (outcome,) = searcher.simulate([Trial(one, searcher.load.requests, rate)])
-        kept = outcome.attained >= found.goal
+        rate = answer.rate * factor
+        (outcome,) = searcher.simulate([Trial(candidate, searcher.load.requests, rate)])
+        kept = outcome.attained >= answer.goal
         if kept:
-            found.sustained = rate
+            answer.sustained = rate
         else:
-            found.missed = rate
+            answer.missed = rate
         if kept != rising:
             return
 
 
-def _limits(searcher: Searcher, found: Answer, one: Candidate, rate: float) -> None:
+def _limits(searcher: Searcher, answer: Answer, candidate: Candidate, rate: float) -> None:
     """Find what limits a set-up: what it gains if prompts, everything else or the KV pool were better."""
     requests = searcher.load.counts([LIMITS_SHARE])[0]
-    trials = [Trial(one, requests, rate), *(Trial(one, requests, rate, scale) for scale in LIMITS.values())]
+    trials = [Trial(candidate, requests, rate), *(Trial(candidate, requests, rate, scale) for scale in LIMITS.values())]
     plain, *better = searcher.simulate(trials)
-    found.limits_at = rate
-    found.limits = {name: each.attained - plain.attained for name, each in zip(LIMITS, better, strict=True)}
+    answer.limits_at = rate
+    answer.limits = {name: each.attained - plain.attained for name, each in zip(LIMITS, better, strict=True)}
 
 
 def _range(
-    searcher: Searcher, found: Answer, best: Candidate, candidates_of: Callable[[int], Sequence[Candidate]]
+    searcher: Searcher, answer: Answer, best: Candidate, candidates_of: Callable[[int], Sequence[Candidate]]
 ) -> None:
     """Find the number of devices with shorter and with longer step times, and what more devices bring."""
     alike = _alike(candidates_of, best)
-    fast, slow = (Scale(factor, factor) for factor in (1 / (1 + found.error), 1 + found.error))
-    found.fewest = best.devices
+    fast, slow = (Scale(factor, factor) for factor in (1 / (1 + answer.error), 1 + answer.error))
+    answer.fewest = best.devices
     for step in searcher.fewest(range(1, best.devices), alike, fast):
-        if step.keeps(found.goal):
-            found.fewest = step.devices
-    for step in searcher.fewest(range(best.devices, FARTHER * found.count + 1), alike, slow):
-        if step.keeps(found.goal):
-            found.most = step.devices
-    if found.best is not None and found.best.attained > ENOUGH:
+        if step.keeps(answer.goal):
+            answer.fewest = step.devices
+    for step in searcher.fewest(range(best.devices, FARTHER * answer.count + 1), alike, slow):
+        if step.keeps(answer.goal):
+            answer.most = step.devices
+    if answer.best is not None and answer.best.attained > ENOUGH:
         return
-    for devices in range(best.devices + 1, found.count + 1):
+    for devices in range(best.devices + 1, answer.count + 1):
         if several := alike(devices):
-            found.steps.append(searcher.step(devices, several))
+            answer.steps.append(searcher.step(devices, several))
             return
 
 
@@ -159,6 +159,10 @@ def _alike(
     def alike(devices: int) -> list[Candidate]:
         several = candidates_of(devices)
         like = best or next(iter(several), None)
-        return [one for one in several if like and (one.policy, one.chunk) == (like.policy, like.chunk)]
+        return [
+            candidate
+            for candidate in several
+            if like and (candidate.policy, candidate.chunk) == (like.policy, like.chunk)
+        ]
 
     return alike

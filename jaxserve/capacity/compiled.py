@@ -27,22 +27,22 @@ def compiled(spec: ModelSpec, setting: Setting, tp: int, progress: Progress | No
     The environment must be that of `targets.prepare`. Raises InvalidValue with the compiler's message
     if a program does not compile.
     """
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     cases = [
         case for case in aot.steps("", partial(_config, spec, setting, tp), tp) if not case.name.endswith("decode")
     ]
 
     def tell(case: Any, outcome: Any) -> None:
-        found[case.name.strip()] = outcome
+        outcomes[case.name.strip()] = outcome
         if progress is not None:
-            progress(len(found), len(cases), case.name.strip())
+            progress(len(outcomes), len(cases), case.name.strip())
 
     target = TARGETS[setting.device.target or ""]
     compile_all(cases, target, jobs=os.cpu_count() or 1, tell=tell, limit=LIMIT)
-    for name, outcome in found.items():
+    for name, outcome in outcomes.items():
         if isinstance(outcome, str):
             raise InvalidValue(f"--compile: {name} of {setting.name} at tp={tp}: {outcome}", "compile")
-    step, draw = (found[name].memory - found[name].arguments for name in ("prefill", "draw"))
+    step, draw = (outcomes[name].memory - outcomes[name].arguments for name in ("prefill", "draw"))
     source = f"compiled with {target.compiler()}"
     draw += adjusted(spec, setting.max_num_seqs)
     return Activations(step, draw, setting.max_num_seqs * spec.vocab * COUNTS, source=source)

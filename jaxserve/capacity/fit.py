@@ -168,14 +168,14 @@ def largest(costs: Costs, setting: Setting, pages: int) -> Batch | None:
 
 def choose(fits: list[Fit]) -> tuple[Fit, str] | None:
     """Choose a mesh and give the reason; None if no mesh fits."""
-    able = [one for one in fits if one.fits]
+    able = [option for option in fits if option.fits]
     if not able:
         return None
-    best = max(able, key=lambda one: one.rate)
+    best = max(able, key=lambda option: option.rate)
     if not best.rate:
-        wide = max(able, key=lambda one: one.tp)
+        wide = max(able, key=lambda option: option.tp)
         return wide, "no mesh meets the TPOT even with one row; the widest is the fastest"
-    taken = min((one for one in able if one.rate >= ENOUGH * best.rate), key=lambda one: one.tp)
+    taken = min((option for option in able if option.rate >= ENOUGH * best.rate), key=lambda option: option.tp)
     if len(able) == 1:
         return taken, "the only one that fits"
     if taken is best:
@@ -188,12 +188,12 @@ def choose(fits: list[Fit]) -> tuple[Fit, str] | None:
 
 def remedy(spec: ModelSpec, setting: Setting, fits: list[Fit]) -> str:
     """Return what to change if no mesh fits."""
-    longest = max((one.pages * one.page_size for one in fits), default=0)
+    longest = max((option.pages * option.page_size for option in fits), default=0)
     if longest:
         return f"a request of {setting.max_model_len} tokens does not fit; --max-model-len {longest} does"
     for tp in range(1, MOST + 1):
-        one = fit(spec, replace(setting, max_model_len=min(setting.max_model_len, setting.page_size)), 1, tp)
-        if one.fits:
+        minimal = fit(spec, replace(setting, max_model_len=min(setting.max_model_len, setting.page_size)), 1, tp)
+        if minimal.fits:
             return f"one instance needs at least {tp} of {setting.name}: --devices {setting.name}:{tp}"
     return f"one instance does not fit even {MOST} of {setting.name}"
 

@@ -83,11 +83,11 @@ class Searcher:
     def step(self, devices: int, several: Sequence[Candidate], scale: Scale = AS_IT_IS) -> Step:
         """Find the best of several candidates with equally many devices."""
         load, goal = self.load, self.load.goal
-        chunk = max((one.chunk for one in several), default=1)
-        like = [loosest(one, chunk) for one in several]
-        known = {one: self.bound(Trial(one, load.requests, load.rate, scale)) for one in dict.fromkeys(like)}
-        bounds = [known[one] for one in like]
-        able = [one for one, share in zip(several, bounds, strict=True) if share >= goal]
+        chunk = max((candidate.chunk for candidate in several), default=1)
+        like = [loosest(candidate, chunk) for candidate in several]
+        known = {alike: self.bound(Trial(alike, load.requests, load.rate, scale)) for alike in dict.fromkeys(like)}
+        bounds = [known[alike] for alike in like]
+        able = [candidate for candidate, share in zip(several, bounds, strict=True) if share >= goal]
         bounded = len(several) - len(able)
         if not able:
             return self._told(Step(devices, None, max(bounds, default=0.0), len(several), bounded, 0, whole=False))
@@ -95,7 +95,7 @@ class Searcher:
         ranked: list[Outcome] = []
         going = able
         for count, rung in zip(counts, RUNGS[-len(counts) :], strict=True):
-            trials = [Trial(one, count, load.rate, scale) for one in going]
+            trials = [Trial(candidate, count, load.rate, scale) for candidate in going]
             ranked = self._ranked(trials)
             if count < load.requests and ranked[0].attained < goal - rung.margin:
                 break
@@ -124,7 +124,8 @@ class Searcher:
         for outcome in self.simulate(trials):
             self.tell(outcome)
             outcomes.append(outcome)
-        return sorted(outcomes, key=lambda one: (-one.attained, one.ttft))  # stable: then in the order of candidates
+        # stable: then in the order of candidates
+        return sorted(outcomes, key=lambda result: (-result.attained, result.ttft))
 
 
 def promoted(ranked: Sequence[Outcome], rung: Rung) -> list[Candidate]:
@@ -134,9 +135,11 @@ def promoted(ranked: Sequence[Outcome], rung: Rung) -> list[Candidate]:
     """
     near = [outcome.candidate for outcome in ranked if outcome.attained >= ranked[0].attained - rung.margin]
     policies: dict[object, dict[str, Candidate]] = {}
-    for one in near:
-        policies.setdefault((one.instances, one.tp, one.prefill), {}).setdefault(one.policy, one)
+    for candidate in near:
+        policies.setdefault((candidate.instances, candidate.tp, candidate.prefill), {}).setdefault(
+            candidate.policy, candidate
+        )
     turns = zip_longest(*(each.values() for each in policies.values()))
-    going = [one for turn in turns for one in turn if one is not None][: rung.most]
+    going = [chosen for turn in turns for chosen in turn if chosen is not None][: rung.most]
     others = (outcome.candidate for outcome in ranked if outcome.candidate not in going)
     return going + list(islice(others, max(0, rung.least - len(going))))

@@ -150,11 +150,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _fit(plan: Plan, fit: Fit) -> dict[str, Any]:
-    made: dict[str, Any] = {"mesh": fit.mesh, "fits": fit.fits, "refusal": fit.refusal or None}
+    fields: dict[str, Any] = {"mesh": fit.mesh, "fits": fit.fits, "refusal": fit.refusal or None}
     if fit.costs is None or fit.activations is None:
-        return made
+        return fields
     device = plan.setting.device
-    made |= {
+    fields |= {
         "parameters": fit.costs.parameters,
         "active_parameters": fit.costs.active,
         "weight_bytes": fit.costs.weights,
@@ -175,6 +175,6 @@ def _fit(plan: Plan, fit: Fit) -> dict[str, Any]:
         },
     }
     if fit.batch is not None:
-        made["batch"] = {"rows": fit.batch.rows, "seconds": fit.batch.seconds, "limit": fit.batch.limit}
-        made["tokens_per_second"] = fit.rate
-    return made
+        fields["batch"] = {"rows": fit.batch.rows, "seconds": fit.batch.seconds, "limit": fit.batch.limit}
+        fields["tokens_per_second"] = fit.rate
+    return fields

@@ -27,55 +27,58 @@ class Rows:
         self._best: dict[object, float] = {}
         self._answered = False
 
-    def __call__(self, found: Outcome | Step) -> None:
-        if isinstance(found, Step):
-            if found.bounded or found.shorter:
-                print(_left_out(found), flush=True)
-            best, given = found.best, found.devices <= self._count
-            if best is not None and given and not self._answered and found.keeps(self._load.goal):
+    def __call__(self, result: Outcome | Step) -> None:
+        if isinstance(result, Step):
+            if result.bounded or result.shorter:
+                print(_left_out(result), flush=True)
+            best, given = result.best, result.devices <= self._count
+            if best is not None and given and not self._answered and result.keeps(self._load.goal):
                 self._answered = True
-                kept = f"this keeps them: {_number(found.devices)}: {best.candidate}"
+                kept = f"this keeps them: {_number(result.devices)}: {best.candidate}"
                 print(f"{kept}; headroom, limit and range follow (Ctrl-C ends with what is known)", flush=True)
             return
-        key = found.candidate.devices, found.trial.requests, found.trial.scale
-        if found.trial.requests < self._load.requests and found.attained <= self._best.get(key, -1.0):
+        key = result.candidate.devices, result.trial.requests, result.trial.scale
+        if result.trial.requests < self._load.requests and result.attained <= self._best.get(key, -1.0):
             return
         if not self._best:
             print(f"devices {self._load.unit:>8} attained  TTFT p90  TPOT p90  goodput  set-up")
-        self._best[key] = max(found.attained, self._best.get(key, -1.0))
-        print(row(found), flush=True)
+        self._best[key] = max(result.attained, self._best.get(key, -1.0))
+        print(row(result), flush=True)
 
 
 def row(outcome: Outcome) -> str:
     """Return a row of the table of outcomes."""
-    one, scale = outcome.candidate, outcome.trial.scale
+    candidate, scale = outcome.candidate, outcome.trial.scale
     times = "" if scale == AS_IT_IS else f" (step times × {scale.decode:.3g})"
     return (
-        f"{one.devices:>7} {outcome.trial.requests:>8} {outcome.attained:>8.1%} {_time(outcome.ttft):>9} "
-        f"{_time(outcome.tpot):>9} {outcome.goodput:>6.3g}/s  {one}{times}"
+        f"{candidate.devices:>7} {outcome.trial.requests:>8} {outcome.attained:>8.1%} {_time(outcome.ttft):>9} "
+        f"{_time(outcome.tpot):>9} {outcome.goodput:>6.3g}/s  {candidate}{times}"
     )
 
 
-def lines(found: Answer, command: Sequence[str], price: float | None, unit: str) -> list[str]:
+def lines(answer: Answer, command: Sequence[str], price: float | None, unit: str) -> list[str]:
     """Return the answer in sentences. price: of a device for an hour. unit: what rates count (`Load.unit`)."""
-    said = ["", *_pareto(found), ""]
-    if found.best is None:
-        return said + _without(found, unit)
-    best, one = found.best, found.best.candidate
-    said.append(f"answer: {_number(one.devices)}: {one}: {best.attained:.1%} of the requests keep their objectives")
+    said = ["", *_pareto(answer), ""]
+    if answer.best is None:
+        return said + _without(answer, unit)
+    best, candidate = answer.best, answer.best.candidate
+    said.append(
+        f"answer: {_number(candidate.devices)}: {candidate}: {best.attained:.1%} of the requests keep their objectives"
+    )
     if best.by_class:
         said.append("by class: " + ", ".join(f"{name} {share:.1%}" for name, share in best.by_class.items()))
-    if found.error and found.fewest is not None:
-        most = f"more than {found.count * FARTHER}" if found.most is None else str(found.most)
-        low = str(found.fewest)
+    if answer.error and answer.fewest is not None:
+        most = f"more than {answer.count * FARTHER}" if answer.most is None else str(answer.most)
+        low = str(answer.fewest)
         text = low if low == most else f"{low} to {most}"
         said.append(
-            f"range: {text} device{'s' * (text != '1')}, with step times {1 + found.error:g} times as short and as long"
+            f"range: {text} device{'s' * (text != '1')}, "
+            f"with step times {1 + answer.error:g} times as short and as long"
         )
-    said += [*_limit(found), *_headroom(found, unit), *_fewer(found)]
+    said += [*_limit(answer), *_headroom(answer, unit), *_fewer(answer)]
     if price is not None:
         said.append(
-            f"cost: {one.devices * price:.4g} an hour, {million(best, price):.3g} for a million tokens of output"
+            f"cost: {candidate.devices * price:.4g} an hour, {million(best, price):.3g} for a million tokens of output"
         )
     return [*said, f"serve it: {' '.join(command)}"]
 
@@ -85,49 +88,49 @@ def million(outcome: Outcome, price: float) -> float:
     return outcome.candidate.devices * price / 3600 / outcome.output * 1e6
 
 
-def as_json(found: Answer, command: Sequence[str], price: float | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(answer: Answer, command: Sequence[str], price: float | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer as JSON. Shares from 0 to 1, seconds, requests and tokens per second."""
-    best = found.best
+    best = answer.best
     return {
         **given,
-        "goal": found.goal,
-        "qps": found.rate,
+        "goal": answer.goal,
+        "qps": answer.rate,
         "keeps": best is not None,
         "devices": best.candidate.devices if best else None,
         "best": _outcome(best) if best else None,
-        "range": {"error": found.error, "fewest": found.fewest, "most": found.most} if best else None,
-        "limit": found.limit or None,
-        "limits": found.limits,
-        "sustained_qps": found.sustained,
-        "missed_qps": found.missed,
-        "nearest": _step(found.nearest) if found.nearest else None,
+        "range": {"error": answer.error, "fewest": answer.fewest, "most": answer.most} if best else None,
+        "limit": answer.limit or None,
+        "limits": answer.limits,
+        "sustained_qps": answer.sustained,
+        "missed_qps": answer.missed,
+        "nearest": _step(answer.nearest) if answer.nearest else None,
         "price_per_million_output_tokens": million(best, price) if best and price is not None else None,
         "serve": " ".join(command) if best else None,
-        "interrupted": found.interrupted,
-        "steps": [_step(step) for step in found.steps],
+        "interrupted": answer.interrupted,
+        "steps": [_step(step) for step in answer.steps],
     }
 
 
-def plot(path: Path, found: Answer, title: str, asked: float) -> Path:
+def plot(path: Path, answer: Answer, title: str, asked: float) -> Path:
     """Draw attainment and goodput against devices. asked: requests per second, the mark of the goodput."""
     from jaxserve.report import plot
 
-    steps = sorted((step for step in found.steps if step.best is not None), key=lambda step: step.devices)
+    steps = sorted((step for step in answer.steps if step.best is not None), key=lambda step: step.devices)
     x = [float(step.devices) for step in steps]
     shares = [100 * step.attained for step in steps]
     rates = [step.best.goodput for step in steps if step.best is not None]
     series = {"best set-up": plot.Series(x, shares)}, {"best set-up": plot.Series(x, rates)}
     panels = [
-        plot.Panel("Attainment", "devices", "% of requests", series[0], (0.0, 103.0), 100 * found.goal, ticks=x),
+        plot.Panel("Attainment", "devices", "% of requests", series[0], (0.0, 103.0), 100 * answer.goal, ticks=x),
         plot.Panel("Goodput", "devices", "requests/s that keep", series[1], level=asked, ticks=x),
     ]
     return plot.lines(path, panels, title="\n".join(textwrap.fill(line, WIDTH) for line in title.splitlines()))
 
 
-def _pareto(found: Answer) -> list[str]:
+def _pareto(answer: Answer) -> list[str]:
     """Draw the best attainment on each number of devices as bars."""
     drawn = [f"{'devices':>7} attained"]
-    for step in sorted(found.steps, key=lambda step: step.devices):
+    for step in sorted(answer.steps, key=lambda step: step.devices):
         best = step.best
         mark = "at most" if best is None else f"{best.goodput:.3g}/s keep them: {best.candidate}"
         if best is not None and not step.whole:
@@ -146,12 +149,12 @@ def _left_out(step: Step) -> str:
     return f"{step.devices:>7} of {step.tried} set-ups {' and '.join(parts)}"
 
 
-def _without(found: Answer, unit: str) -> list[str]:
-    closest, said = found.closest, list[str]()
-    if closest is None and found.interrupted:
+def _without(answer: Answer, unit: str) -> list[str]:
+    closest, said = answer.closest, list[str]()
+    if closest is None and answer.interrupted:
         said.append("no answer: stopped before the first number of devices was through")
     elif closest is None:
-        said.append(f"no answer: the model does not fit {_number(found.count)}")
+        said.append(f"no answer: the model does not fit {_number(answer.count)}")
     elif closest.best is None:
         said.append(
             f"no answer: at most {closest.attained:.1%} of the requests can keep their objectives on "
@@ -160,41 +163,41 @@ def _without(found: Answer, unit: str) -> list[str]:
     else:
         best = closest.best
         said.append(
-            f"no answer: {_number(found.count)} keep {best.attained:.1%} at best, not {found.goal:.0%}: "
+            f"no answer: {_number(answer.count)} keep {best.attained:.1%} at best, not {answer.goal:.0%}: "
             f"{best.candidate}"
         )
-        said += _limit(found)
-        kept = "no rate that was tried" if found.sustained is None else f"{found.sustained:.4g} {unit}/s"
-        said.append(f"it keeps them at {kept}, of the asked {found.rate:.4g}")
-    if found.nearest is not None and found.nearest.best is not None:
-        best = found.nearest.best
-        said.append(f"would do: {_number(found.nearest.devices)}: {best.candidate}: {best.attained:.1%}")
+        said += _limit(answer)
+        kept = "no rate that was tried" if answer.sustained is None else f"{answer.sustained:.4g} {unit}/s"
+        said.append(f"it keeps them at {kept}, of the asked {answer.rate:.4g}")
+    if answer.nearest is not None and answer.nearest.best is not None:
+        best = answer.nearest.best
+        said.append(f"would do: {_number(answer.nearest.devices)}: {best.candidate}: {best.attained:.1%}")
     elif closest is not None:
-        said.append(f"no more devices up to {found.count * FARTHER} would do, of those that were tried")
+        said.append(f"no more devices up to {answer.count * FARTHER} would do, of those that were tried")
     return said
 
 
-def _limit(found: Answer) -> list[str]:
-    if not found.limits or found.limits_at is None:
+def _limit(answer: Answer) -> list[str]:
+    if not answer.limits or answer.limits_at is None:
         return []
     what = {"prefill": "prompts a fifth faster", "decode": "all else a fifth faster", "KV": "a quarter more KV"}
-    gains = ", ".join(f"{what[name]} {gain:+.1%}" for name, gain in found.limits.items())
-    return [f"limited by: {found.limit or 'none of these'} (at {found.limits_at:.4g}/s: {gains})"]
+    gains = ", ".join(f"{what[name]} {gain:+.1%}" for name, gain in answer.limits.items())
+    return [f"limited by: {answer.limit or 'none of these'} (at {answer.limits_at:.4g}/s: {gains})"]
 
 
-def _headroom(found: Answer, unit: str) -> list[str]:
-    if found.sustained is None:
+def _headroom(answer: Answer, unit: str) -> list[str]:
+    if answer.sustained is None:
         return []
-    end = "and more" if found.missed is None else f"but not {found.missed:.4g}"
-    if found.missed is None and found.sustained < found.rate * RATES[-1]:
+    end = "and more" if answer.missed is None else f"but not {answer.missed:.4g}"
+    if answer.missed is None and answer.sustained < answer.rate * RATES[-1]:
         end = "higher rates were not tried"  # interrupted
-    return [f"headroom: it keeps them at {found.sustained:.4g} {unit}/s, {end}"]
+    return [f"headroom: it keeps them at {answer.sustained:.4g} {unit}/s, {end}"]
 
 
-def _fewer(found: Answer) -> list[str]:
-    if found.best is None or found.fewer is None:
+def _fewer(answer: Answer) -> list[str]:
+    if answer.best is None or answer.fewer is None:
         return []
-    step, devices = found.fewer, found.best.candidate.devices
+    step, devices = answer.fewer, answer.best.candidate.devices
     most = "at most " if step.best is None else ""
     return [f"with {devices - step.devices} fewer: {most}{step.attained:.1%} on {_number(step.devices)}"]
 
@@ -219,14 +222,14 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def candidate_json(one: Candidate) -> dict[str, Any]:
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
     """Return a set-up as JSON."""
     return {
-        "mesh": str(one.mesh),
-        "devices": one.devices,
-        "prefill": one.prefill,
-        "policy": one.policy,
-        "max_num_batched_tokens": one.chunk,
+        "mesh": str(candidate.mesh),
+        "devices": candidate.devices,
+        "prefill": candidate.prefill,
+        "policy": candidate.policy,
+        "max_num_batched_tokens": candidate.chunk,
     }
 
 

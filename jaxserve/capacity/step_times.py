@@ -82,7 +82,7 @@ def step_times(names: Sequence[str], setting: Setting, fit: Fit, given: Latency 
     if not fitted:
         latency, source = derived, f"derived from data sheets: {kind.source}"
     else:
-        base = min(fitted, key=lambda one: (abs(one.tensor_parallel - fit.tp), one.name))
+        base = min(fitted, key=lambda candidate: (abs(candidate.tensor_parallel - fit.tp), candidate.name))
         latency, source = (
             base,
             f"preset {base.name}, up to {1 + base.error:g} times as short or as long, as its file says",
@@ -141,9 +141,9 @@ def _scaled(base: Latency, derived: Latency, setting: Setting, costs: Costs) -> 
     there = Costs.of(costs.spec, base.tensor_parallel, costs.dtype, costs.cache_dtype)
     measured, old, new = base.solve(), _derived(setting, there).solve(), derived.solve()
     values = {}
-    for one in fields(Coefficients):
-        was, now = getattr(old, one.name), getattr(new, one.name)
-        values[one.name] = getattr(measured, one.name) * (now / was if was else 1.0)
+    for coefficient in fields(Coefficients):
+        was, now = getattr(old, coefficient.name), getattr(new, coefficient.name)
+        values[coefficient.name] = getattr(measured, coefficient.name) * (now / was if was else 1.0)
     return replace(
         derived,
         name=f"{base.name}-as-tp{costs.tp}",
@@ -164,10 +164,10 @@ def _presets() -> tuple[Latency, ...]:
 def _fitted(names: Sequence[str], device: str) -> Iterator[Latency]:
     """Yield the presets whose step times were measured or published for this model on this device."""
     wanted = {name.lower() for name in names}
-    for one in _presets():
-        known = one.measured_on
-        if one.derived is None and known.model.lower() in wanted and known.device.lower() == device:
-            yield one
+    for latency in _presets():
+        known = latency.measured_on
+        if latency.derived is None and known.model.lower() in wanted and known.device.lower() == device:
+            yield latency
 
 
 def load_preset(text: str) -> Latency:

@@ -116,17 +116,19 @@ class Load:
         source = list(self.source) if isinstance(self.source, tuple) else self.source
         drawn, _ = arrivals_of(source, rate, self.requests, self.seed)
         if requests < self.requests:
-            ends = [at for at, one in enumerate(drawn) if one.after is None]
+            ends = [at for at, request in enumerate(drawn) if request.after is None]
             drawn = drawn[: ends[requests]] if requests < len(ends) else drawn
         places: dict[int, int] = {}
         kept: list[Arrival] = []
-        for at, one in enumerate(drawn):
-            after = None if one.after is None else places.get(one.after)
-            if one.prompt_tokens + one.output_tokens > self.longest or (one.after is not None and after is None):
+        for at, arrival in enumerate(drawn):
+            after = None if arrival.after is None else places.get(arrival.after)
+            if arrival.prompt_tokens + arrival.output_tokens > self.longest or (
+                arrival.after is not None and after is None
+            ):
                 continue
             places[at] = len(kept)
-            slo = one.slo if one.tier == BEST_EFFORT else replace(one.slo, **self.slo)
-            kept.append(replace(one, after=after, slo=slo))
+            slo = arrival.slo if arrival.tier == BEST_EFFORT else replace(arrival.slo, **self.slo)
+            kept.append(replace(arrival, after=after, slo=slo))
         return kept, len(kept) / len(drawn)
 
     @property
@@ -142,13 +144,13 @@ class Load:
     def longest_ttft(self) -> float:
         """Return the longest finite TTFT of the requests, 0 if none has any."""
         arrivals, _ = self.arrivals(self.requests, self.rate)
-        return max((one.slo.ttft for one in arrivals if one.slo.ttft < inf), default=0.0)
+        return max((arrival.slo.ttft for arrival in arrivals if arrival.slo.ttft < inf), default=0.0)
 
     def counts(self, shares: Sequence[float]) -> list[int]:
         """Return the requests of the rungs of successive halving."""
         counts = sorted({min(self.requests, max(SHORTEST, ceil(share * self.requests))) for share in shares})
         return [
-            one for one, after in pairwise([*counts, 1 << 62]) if after > 1.25 * one
+            count for count, after in pairwise([*counts, 1 << 62]) if after > 1.25 * count
         ]  # no two of nearly equal length
 
 
@@ -162,25 +164,25 @@ class Runner:
 
     def __call__(self, trial: Trial, progress: Callable[[int, int], None] | None = None) -> Outcome:
         arrivals, kept = self.load.arrivals(trial.requests, trial.rate)
-        one = trial.candidate
+        candidate = trial.candidate
         report = simulate(
             arrivals,
-            one.policy,
-            one.mesh,
+            candidate.policy,
+            candidate.mesh,
             self._latency(trial),
             options=self._options(trial, arrivals),
             progress=progress,
         )
-        found, each = report.summary, trial.rate / min(trial.requests, self.load.requests)
-        attained = found.attained * kept
+        summary, each = report.summary, trial.rate / min(trial.requests, self.load.requests)
+        attained = summary.attained * kept
         return Outcome(
             trial,
             attained,
-            {name: share.attained for name, share in found.by_class.items()},
-            found.ttft.p90,
-            found.tpot.p90,
+            {name: share.attained for name, share in summary.by_class.items()},
+            summary.ttft.p90,
+            summary.tpot.p90,
             attained * len(arrivals) / kept * each,
-            sum(one.output_tokens for one in arrivals) * each,
+            sum(arrival.output_tokens for arrival in arrivals) * each,
         )
 
     def bound(self, trial: Trial) -> float:
@@ -193,15 +195,15 @@ class Runner:
         1 where the bound does not hold: for requests in rounds, whose arrivals depend on the policy.
         """
         arrivals, kept = self.load.arrivals(trial.requests, trial.rate)
-        if not any(min(one.slo.ttft, one.slo.tpot) < inf for one in arrivals):
+        if not any(min(arrival.slo.ttft, arrival.slo.tpot) < inf for arrival in arrivals):
             return 1.0
-        one = trial.candidate
-        options = replace(self._options(trial, arrivals), routing=policies.routing(one.policy))
+        candidate = trial.candidate
+        options = replace(self._options(trial, arrivals), routing=policies.routing(candidate.policy))
         try:
-            (found,) = bounds(arrivals, one.mesh, self._latency(trial), rates=[None], options=options)
+            (bounded,) = bounds(arrivals, candidate.mesh, self._latency(trial), rates=[None], options=options)
         except InvalidValue:
             return 1.0
-        return found.bound.share * kept
+        return bounded.bound.share * kept
 
     def _latency(self, trial: Trial) -> Latency:
         scale, latency = trial.scale, self.latencies[trial.candidate.tp]
@@ -212,9 +214,10 @@ class Runner:
     def _options(self, trial: Trial, arrivals: Sequence[Arrival]) -> Options:
         """Return options that end a simulation when the last request that keeps its objectives must have ended."""
         horizon = max(
-            one.time + one.slo.ttft + max(one.slo.tpot, *_stages(one)) * one.output_tokens for one in arrivals
+            arrival.time + arrival.slo.ttft + max(arrival.slo.tpot, *_stages(arrival)) * arrival.output_tokens
+            for arrival in arrivals
         )
-        known = isfinite(horizon) and all(one.after is None for one in arrivals)
+        known = isfinite(horizon) and all(arrival.after is None for arrival in arrivals)
         return Options(
             tokens=trial.candidate.chunk,
             rows=self.rows,
@@ -223,15 +226,15 @@ class Runner:
         )
 
 
-def loosest(one: Candidate, chunk: int) -> Candidate:
-    """Return a candidate on the same devices whose bound holds for `one`, and for others like it.
+def loosest(candidate: Candidate, chunk: int) -> Candidate:
+    """Return a candidate on the same devices whose bound holds for `candidate`, and for others like it.
 
     Roles bind only a policy that does not change them and a router that does not deflect; longer steps are fewer.
     """
-    if one.prefill is None or policies.routing(one.policy).partition(":")[0] in TURNING:
-        return replace(one, prefill=None, policy="unified", chunk=chunk)
-    return replace(one, policy="distserve", chunk=chunk)
+    if candidate.prefill is None or policies.routing(candidate.policy).partition(":")[0] in TURNING:
+        return replace(candidate, prefill=None, policy="unified", chunk=chunk)
+    return replace(candidate, policy="distserve", chunk=chunk)
 
 
-def _stages(one: Arrival) -> list[float]:
-    return [tpot for _, tpot in one.slo.stages] or [0.0]
+def _stages(arrival: Arrival) -> list[float]:
+    return [tpot for _, tpot in arrival.slo.stages] or [0.0]

@@ -73,19 +73,19 @@ def main(args: argparse.Namespace) -> int:
     profile = read(args.profile)
     p_moe, buckets = args.p_moe or profile.recipe.p_moe, profile.recipe.buckets
     scores = compare(profile.steps, [name for name in KINDS if name != "exact"], p_moe=p_moe, buckets=buckets)
-    made = fit(profile.steps, p_moe, buckets)
+    result = fit(profile.steps, p_moe, buckets)
     print_table(
-        f"{args.profile}: {made.steps} steps; error in % of the measured time",
+        f"{args.profile}: {result.steps} steps; error in % of the measured time",
         ["model", "MAPE", "prefill", "decode", "mixed", "median", "worst", "online"],
         [_row(score) for score in scores],
     )
     for score in scores:
         if score.problem:
             print(f"{score.name}: {score.problem}")
-    fitted = {name: value for name, value in asdict(made.coefficients).items() if value}
+    fitted = {name: value for name, value in asdict(result.coefficients).items() if value}
     print("general: " + ", ".join(f"{name} {value:.4g}" for name, value in fitted.items()))
     if args.out is not None:
-        args.out.write_text(_preset(args, profile, made), encoding="utf-8")
+        args.out.write_text(_preset(args, profile, result), encoding="utf-8")
         print(f"wrote {args.out}")
     return 0
 
@@ -201,9 +201,9 @@ def _preset(args: argparse.Namespace, profile: Profile, fitted: Fit) -> str:
     )
 
 
-def preset_text(name: str, steps: Sequence[Step], made: Fit, recipe: Recipe, *, source: str, **fields: int) -> str:
+def preset_text(name: str, steps: Sequence[Step], result: Fit, recipe: Recipe, *, source: str, **fields: int) -> str:
     """Return a latency preset as YAML: the fit, scaled to the total time, and `fields` of Latency."""
-    truth = to_total(made.coefficients, steps, recipe.buckets)
+    truth = to_total(result.coefficients, steps, recipe.buckets)
     form = Padded(truth, recipe.buckets)
     errors = [np.log(seconds / form.step_time(load)) for load, seconds in steps]
     whole: dict[str, Any] = {"name": name, "coefficients": asdict(truth)}
@@ -213,10 +213,10 @@ def preset_text(name: str, steps: Sequence[Step], made: Fit, recipe: Recipe, *, 
         whole["buckets"] = {key: list(sizes) for key, sizes in asdict(recipe.buckets).items()}
     if recipe.model or recipe.device:
         whole["measured_on"] = {"model": recipe.model, "device": recipe.device}
-    kinds = ", ".join(f"{kind} {error:.1%}" for kind, error in made.by_kind.items())
+    kinds = ", ".join(f"{kind} {error:.1%}" for kind, error in result.by_kind.items())
     head = [
-        f"# MEASURED: the coefficients, from {made.steps} steps of {source}.",
-        f"# Fitted to the usual step, off by {made.mape:.1%} on average ({kinds}), {made.worst:.0%} at worst;",
+        f"# MEASURED: the coefficients, from {result.steps} steps of {source}.",
+        f"# Fitted to the usual step, off by {result.mape:.1%} on average ({kinds}), {result.worst:.0%} at worst;",
         "# then scaled to the time that all steps took together. noise is what they leave.",
         "# ASSUMED: the link, which a profile says nothing about, and what the command line gave.",
     ]

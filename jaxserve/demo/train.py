@@ -72,14 +72,14 @@ def train(options: argparse.Namespace, config: NetConfig) -> tuple[Tokenizer, St
         rows, length = shape_at(done, *shape, options.long_length, options.long_share)
         return jnp.asarray(rows_of(tokens, step, rows, length, options.seed))
 
-    def report(made: Report) -> None:
+    def report(figures: Report) -> None:
         tokens_per_step = options.rows * options.length
-        entry = {"step": state.step, "seconds": round(state.seconds, 1), "rate": made.rate}
+        entry = {"step": state.step, "seconds": round(state.seconds, 1), "rate": figures.rate}
         entry["tokens"] = state.step * tokens_per_step
-        entry["train_loss"] = made.loss
+        entry["train_loss"] = figures.loss
         entry["validation_loss"] = validation_loss(loss, state.params, held_out, *shape)
         state.history.append(entry)
-        speed = made.steps * tokens_per_step / made.seconds
+        speed = figures.steps * tokens_per_step / figures.seconds
         print("  ".join(f"{k} {v:.4g}" for k, v in entry.items()) + f"  tokens/s {speed:.0f}", flush=True)
 
     with bar("training") as progress:

@@ -65,9 +65,9 @@ class Acceptance:
     def as_json(self) -> dict[str, Any]:
         """Return all fields and derived figures."""
         shown = asdict(self)
-        for name, made in (("sampled", self.sampled), ("greedy", self.greedy)):
-            steps = [made.tokens_per_step(k) for k in range(1, len(made.survival) + 1)]
-            shown[name] |= {"acceptance": made.acceptance, "tokens_per_step": steps}
+        for name, roll_out in (("sampled", self.sampled), ("greedy", self.greedy)):
+            steps = [roll_out.tokens_per_step(k) for k in range(1, len(roll_out.survival) + 1)]
+            shown[name] |= {"acceptance": roll_out.acceptance, "tokens_per_step": steps}
         return shown
 
 
@@ -80,10 +80,10 @@ def measure(
     sums: dict[float, npt.NDArray[np.float64]] = {}
     for batch, tokens in _batches(samples, drafted):
         both = np.stack(jax.device_get(measured.compare(weights, params, tokens)))  # [2, S, T]
-        for at, one in enumerate(batch):
-            here = both[:, at, one.asked - 1 : len(one.tokens) - 1]
+        for at, sample in enumerate(batch):
+            here = both[:, at, sample.asked - 1 : len(sample.tokens) - 1]
             more = np.array([here.shape[1], *here.sum(axis=1)], float)
-            sums[one.temperature] = sums.get(one.temperature, np.zeros(3)) + more
+            sums[sample.temperature] = sums.get(sample.temperature, np.zeros(3)) + more
     whole = sum(sums.values(), np.zeros(3))
 
     def means(sum: npt.NDArray[np.float64]) -> tuple[int, float, float]:
@@ -105,14 +105,14 @@ def measure(
 def _batches(samples: Sequence[Sample], room: int) -> list[tuple[Sequence[Sample], npt.NDArray[np.int32]]]:
     """Return the samples in batches of one shape [S, T], with `room` after the longest sample."""
     length = max(len(sample.tokens) for sample in samples) + room
-    made = []
+    batches = []
     for first in range(0, len(samples), ROWS):
         batch = samples[first : first + ROWS]
         tokens = np.zeros((ROWS, length), np.int32)
-        for row, one in zip(tokens, batch, strict=False):
-            row[: len(one.tokens)] = one.tokens
-        made.append((batch, tokens))
-    return made
+        for row, entry in zip(tokens, batch, strict=False):
+            row[: len(entry.tokens)] = entry.tokens
+        batches.append((batch, tokens))
+    return batches
 
 
 class _Measured:
@@ -147,8 +147,8 @@ class _Measured:
         samples = [sample for sample in samples for _ in range(PLACES)]
         for number, (batch, tokens) in enumerate(_batches(samples, self.drafted)):
             known = np.ones(ROWS, np.int32)
-            for at, one in enumerate(batch):
-                known[at] = rng.integers(one.asked, len(one.tokens))
+            for at, entry in enumerate(batch):
+                known[at] = rng.integers(entry.asked, len(entry.tokens))
             key = jax.random.fold_in(jax.random.key(seed), number)
             rows = np.asarray(self._roll(weights, params, tokens, known, key, greedy=greedy))
             survived += rows[: len(batch)].sum(axis=0)
@@ -160,14 +160,14 @@ class _Measured:
         """Compute survival [S, J] of drafts after the first `known` [S] tokens of `tokens` [S, T]."""
         net, rows = self.rebuilt(params), jnp.arange(tokens.shape[0])
 
-        def one(tokens: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def extended(tokens: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             j, key = at
             logits = net.logits(net.hidden(tokens)[rows, known + j - 1])  # [S, V]
             drawn = jnp.argmax(logits, axis=-1) if greedy else jax.random.categorical(key, logits)
             return tokens.at[rows, known + j].set(drawn.astype(tokens.dtype)), logits
 
         steps = jnp.arange(self.drafted), jax.random.split(key, self.drafted)
-        tokens, draft = jax.lax.scan(one, tokens, steps)  # [J, S, V]
+        tokens, draft = jax.lax.scan(extended, tokens, steps)  # [J, S, V]
         places = known[:, None] + jnp.arange(self.drafted)[None, :]  # [S, J]
         x = jnp.take_along_axis(tokens, places, axis=1)
         hidden = jnp.take_along_axis(self.teacher.hidden(weights, tokens), (places - 1)[..., None], axis=1)
@@ -175,7 +175,7 @@ class _Measured:
         if greedy:
             return jnp.cumprod((jnp.argmax(target, axis=-1) == x).astype(jnp.float32), axis=1)
         p, q = jax.nn.softmax(target), jax.nn.softmax(draft.transpose(1, 0, 2))
-        p_x, q_x = (jnp.take_along_axis(one, x[..., None], axis=-1)[..., 0] for one in (p, q))
+        p_x, q_x = (jnp.take_along_axis(distribution, x[..., None], axis=-1)[..., 0] for distribution in (p, q))
         before = jnp.cumprod(jnp.minimum(1.0, p_x / jnp.maximum(q_x, LEAST)), axis=1)
         before = jnp.concatenate([jnp.ones_like(before[:, :1]), before[:, :-1]], axis=1)
         return before * jnp.sum(jnp.minimum(p, q), axis=-1)  # the expectation over token j has less variance

@@ -143,33 +143,33 @@ def text(job: DistillationRun) -> list[samples.Sample]:
     def start() -> LLM:
         return LLM(str(job.path), max_model_len=data.length, policy="vllm", **job.engine)
 
-    found = samples.generate(
+    generated = samples.generate(
         job.work / "text", source, data.samples, data.temperatures, data.length, data.seed, start
     )  # fmt: skip
     gc.collect()  # frees the engine's weights and pool, which reference cycles may keep alive
-    return found
+    return generated
 
 
 def _begin(path: Path) -> int:
     """Return the token that texts begin with. Raises InvalidValue if the config names none."""
     config = read_config(path)
-    found = config.get("bos_token_id", config.get("eos_token_id"))
-    found = found[0] if isinstance(found, list) else found
-    if found is None:
+    token = config.get("bos_token_id", config.get("eos_token_id"))
+    token = token[0] if isinstance(token, list) else token
+    if token is None:
         raise InvalidValue(
             f"{path / 'config.json'} has no bos_token_id to generate prompts from: give --prompts", "prompts"
         )
-    return int(found)
+    return int(token)
 
 
 def distill(job: DistillationRun, tell: Callable[[str], None]) -> Acceptance:
     """Generate text, train the draft, write its folder, and measure acceptance. `tell` gets progress lines."""
-    found = text(job)
-    kept = samples.stream(found)
-    held = [one for one in found if one.held_out and len(one.tokens) > one.asked]
+    generated = text(job)
+    kept = samples.stream(generated)
+    held = [sample for sample in generated if sample.held_out and len(sample.tokens) > sample.asked]
     if not held:
         raise InvalidValue(f"{job.data.samples} samples leave none to measure on; must be at least 32", "samples")
-    tell(f"{len(found)} samples, {len(kept)} tokens to train on, {len(held)} samples held out")
+    tell(f"{len(generated)} samples, {len(kept)} tokens to train on, {len(held)} samples held out")
     target = teacher.on(job.path, jax.devices()[: job.devices])
     weights = target.load(job.path, jnp.dtype(job.dtype))
     net = Net(job.training.net, nnx.Rngs(job.training.seed))
@@ -178,11 +178,11 @@ def distill(job: DistillationRun, tell: Callable[[str], None]) -> Acceptance:
     write(job, state)
     # Measure the weights as written, rounded to bfloat16.
     rounded = {name: value.astype(folder.DTYPE).astype(jnp.float32) for name, value in state.params.items()}
-    made = measure(
+    measured = measure(
         target, weights, rebuilder(net), target.replicated(rounded), held, drafted=job.drafted, seed=job.data.seed
     )
-    folder.write_json(job.out / "acceptance.json", {"model": job.data.model, **made.as_json()})
-    return made
+    folder.write_json(job.out / "acceptance.json", {"model": job.data.model, **measured.as_json()})
+    return measured
 
 
 def begun_table(table: jax.Array, dim: int) -> jax.Array:
@@ -193,14 +193,14 @@ def begun_table(table: jax.Array, dim: int) -> jax.Array:
     """
     wide = np.asarray(table, np.float32)
     _, axes = np.linalg.eigh(wide.T @ wide)  # ascending
-    found = wide @ axes[:, ::-1][:, :dim]
-    found = np.pad(found, ((0, 0), (0, dim - found.shape[1])))  # a draft may be wider
-    return jnp.asarray(found * (EMBED_STD / np.sqrt(np.mean(found**2))))
+    projected = wide @ axes[:, ::-1][:, :dim]
+    projected = np.pad(projected, ((0, 0), (0, dim - projected.shape[1])))  # a draft may be wider
+    return jnp.asarray(projected * (EMBED_STD / np.sqrt(np.mean(projected**2))))
 
 
 def _watched(held: Sequence[samples.Sample], rows: int, length: int) -> list[np.ndarray]:
     """Cut held-out text like training text, into at least one batch [rows, length], padded if necessary."""
-    tokens = np.concatenate([one.tokens for one in held])
+    tokens = np.concatenate([sample.tokens for sample in held])
     tokens = np.pad(tokens, (0, max(0, rows * length - len(tokens))))
     count = min(WATCHED, len(tokens) // (rows * length))
     return list(tokens[: count * rows * length].reshape(count, rows, length))
@@ -230,12 +230,13 @@ def train(
 
     watch = [Inputs(weights, rows, hidden(rows), jnp.float32(0)) for rows in map(jnp.asarray, watched)]
 
-    def report(made: Report) -> None:
+    def report(figures: Report) -> None:
         kl, tv = (
-            np.mean([float(loss(state.params, one._replace(mix=jnp.float32(mix)))) for one in watch]) for mix in (0, 1)
+            np.mean([float(loss(state.params, batch._replace(mix=jnp.float32(mix)))) for batch in watch])
+            for mix in (0, 1)
         )
-        entry = {"step": state.step, "seconds": round(state.seconds, 1), "rate": made.rate}
-        entry |= {"tokens": state.step * given.rows * given.length, "train_loss": made.loss}
+        entry = {"step": state.step, "seconds": round(state.seconds, 1), "rate": figures.rate}
+        entry |= {"tokens": state.step * given.rows * given.length, "train_loss": figures.loss}
         entry |= {"held_out_kl": float(kl), "held_out_overlap": 1.0 - float(tv)}
         state.history.append(entry)
         tell("  ".join(f"{k} {v:.4g}" for k, v in entry.items()))

@@ -34,7 +34,7 @@ def divergence(teacher: Teacher) -> Loss:
     """Return the loss: the mean over all positions of (1 - mix) KL(p | q) + mix TV(p, q), in nats."""
 
     def loss(net: Net, given: Inputs) -> jax.Array:
-        found = net.hidden(given.tokens)
+        hidden = net.hidden(given.tokens)
 
         def of_row(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             log_p = jax.nn.log_softmax(teacher.logits(given.weights, row[0]))  # [T, V]
@@ -46,7 +46,7 @@ def divergence(teacher: Teacher) -> Loss:
 
         # Row by row. Logits of a large vocabulary are recomputed for the gradient, to save memory.
         once = given.tokens.size * teacher.spec.vocab * 4 <= HELD
-        total, _ = jax.lax.scan(of_row if once else jax.checkpoint(of_row), jnp.float32(0), (given.wanted, found))
+        total, _ = jax.lax.scan(of_row if once else jax.checkpoint(of_row), jnp.float32(0), (given.wanted, hidden))
         mean: jax.Array = total / given.tokens.shape[0]
         return mean
 

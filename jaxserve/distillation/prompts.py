@@ -31,16 +31,18 @@ def of_file(path: Path, tokenizer: Tokenizer, longest: int) -> Prompts:
     if not path.is_file():
         raise InvalidValue(f"prompts={str(path)!r} does not exist; expected a text file, or JSONL", "prompts")
     lines = text_of(path).splitlines()
-    found: list[Prompt] = []
+    tokenized: list[Prompt] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            made = _of_line(line, f"{path}:{number}", tokenizer) if path.suffix == ".jsonl" else tokenizer.encode(line)
-            found.append(made[-longest:])
-    if len(found) < FEWEST:
+            tokens = (
+                _of_line(line, f"{path}:{number}", tokenizer) if path.suffix == ".jsonl" else tokenizer.encode(line)
+            )
+            tokenized.append(tokens[-longest:])
+    if len(tokenized) < FEWEST:
         raise InvalidValue(
-            f"{path} has {len(found)} prompts; a draft needs at least {FEWEST}, preferably hundreds", "prompts"
+            f"{path} has {len(tokenized)} prompts; a draft needs at least {FEWEST}, preferably hundreds", "prompts"
         )
-    return lambda llm, first, last: [(n % len(found), found[n % len(found)]) for n in range(first, last)]
+    return lambda llm, first, last: [(n % len(tokenized), tokenized[n % len(tokenized)]) for n in range(first, last)]
 
 
 def _of_line(line: str, where: str, tokenizer: Tokenizer) -> Prompt:

@@ -95,9 +95,9 @@ def _write(file: Path, samples: Sequence[Sample]) -> None:
 
 def read(file: Path) -> list[Sample]:
     """Read the samples of a file."""
-    with np.load(file) as found:
-        rows = np.split(found["tokens"], np.cumsum(found["lengths"])[:-1])
-        columns = (found["prompts"].tolist(), found["temperatures"].tolist(), rows, found["asked"].tolist())
+    with np.load(file) as archive:
+        rows = np.split(archive["tokens"], np.cumsum(archive["lengths"])[:-1])
+        columns = (archive["prompts"].tolist(), archive["temperatures"].tolist(), rows, archive["asked"].tolist())
     return [Sample(*row) for row in zip(*columns, strict=True)]
 
 

@@ -66,8 +66,8 @@ class Teacher:
 
     def table(self, weights: Tree) -> jax.Array:
         """Return the table [V, E] of the output head."""
-        found: jax.Array = weights["embed" if self.spec.tied else "head"][: self.spec.vocab]
-        return found
+        table: jax.Array = weights["embed" if self.spec.tied else "head"][: self.spec.vocab]
+        return table
 
     def logits(self, weights: Tree, hidden: jax.Array) -> jax.Array:
         """Compute logits [T, V] float32 from hidden [T, E]."""
@@ -114,8 +114,8 @@ class Memory:
         group = min(row // self._rows * self._rows, len(self.text) - self._rows)
         if group not in self._groups:
             self._groups[group] = np.asarray(self._hidden(jnp.asarray(self.text[group : group + self._rows])))
-        found: Floats = self._groups[group][row - group]
-        return found
+        state: Floats = self._groups[group][row - group]
+        return state
 
 
 def on(path: Path, devices: Sequence[Any]) -> Teacher:

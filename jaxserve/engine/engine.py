@@ -552,18 +552,18 @@ class Engine:
         Nothing without `dashboard`.
         """
 
-        async def found() -> Recent:
+        async def recorded() -> Recent:
             return Recent(0) if self.recorder is None else self.recorder.recent(since)
 
-        return await self._asked(found, Recent(0))
+        return await self._asked(recorded, Recent(0))
 
     async def life(self, id: int, client: str | None) -> RequestLife | None:
         """Return the recorded life of a request; None if it is unknown, or not of this client. client: None: any."""
 
-        async def found() -> RequestLife | None:
+        async def recorded() -> RequestLife | None:
             return None if self.recorder is None else self.recorder.life(id, client)
 
-        return await self._asked(found, None)
+        return await self._asked(recorded, None)
 
     async def _asked(self, work: Callable[[], Coroutine[Any, Any, T]], otherwise: T) -> T:
         """Return the result of `work` on the engine's loop, asked from another one; `otherwise` if it has ended."""

@@ -193,7 +193,7 @@ class EngineServer:
 
     def leave(self, front: _Front) -> None:
         self._fronts.discard(front)
-        if not any(one.follows for one in self._fronts):
+        if not any(other.follows for other in self._fronts):
             for feed in self._feeds:
                 feed.follow(False)
 

@@ -51,8 +51,8 @@ class Repeat(Message, frozen=True):
         if last is None or request.prompt is not last.prompt:
             return None
         p = request.params
-        made = cls(id, request.key, p.seed, p.prompt_logprobs, *(getattr(request, name) for name in _OWN))
-        return made if made.request(last) == request else None
+        repeat = cls(id, request.key, p.seed, p.prompt_logprobs, *(getattr(request, name) for name in _OWN))
+        return repeat if repeat.request(last) == request else None
 
     def request(self, last: NewRequest) -> NewRequest:
         """Return the whole request."""
@@ -164,12 +164,14 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         kind: Any = KINDS[self.kind]
         if kind is InvalidValue:
             return InvalidValue(self.message, self.param)
-        error: JaxserveError = kind(*(one for one in (self.message, self.retry_after) if one is not None))
+        error: JaxserveError = kind(
+            *(argument for argument in (self.message, self.retry_after) if argument is not None)
+        )
         return error
 
 
 KINDS: dict[str, type[JaxserveError]] = {
-    one.__name__: one for one in (InvalidValue, QueueFull, Unavailable, JaxserveError)
+    kind.__name__: kind for kind in (InvalidValue, QueueFull, Unavailable, JaxserveError)
 }
 
 

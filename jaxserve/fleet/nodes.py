@@ -25,16 +25,16 @@ def lay_out(config: ServeConfig, kind: str, nodes: Mapping[str, int]) -> list[Sh
     equal shares of as few nodes as possible. nodes: the devices of each. Raises InvalidValue that says what
     is lacking.
     """
-    free, made = dict(nodes), list[Shares]()
+    free, replicas = dict(nodes), list[Shares]()
     for _ in config.replica_roles:
         shares = _one(config, free)
         if shares is None:
-            raise InvalidValue(_lacking(config, kind, nodes, len(made)), "replicas")
+            raise InvalidValue(_lacking(config, kind, nodes, len(replicas)), "replicas")
         able = sorted((name for name in free if free[name] >= shares[0]), key=lambda name: free[name])
         for name in able[: len(shares)]:  # the fullest ones that have room
             free[name] -= shares[0]
-        made.append(shares)
-    return made
+        replicas.append(shares)
+    return replicas
 
 
 def _one(config: ServeConfig, free: Mapping[str, int]) -> Shares | None:

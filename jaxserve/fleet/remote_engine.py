@@ -109,13 +109,13 @@ class RemoteEngine:
         """
         engine = cls(name)
 
-        def made() -> Connection:
+        def protocol() -> Connection:
             engine._connection = Connection(
                 key, "front", opened=lambda connection: None, received=engine._received, lost=engine._lost
             )
             return engine._connection
 
-        await address.connect(made)
+        await address.connect(protocol)
         try:
             async with asyncio.timeout(GREETING):
                 await engine._greeted
@@ -224,14 +224,14 @@ class RemoteEngine:
         """Return what has happened since, as `Engine.recent`; nothing if the engine does not respond."""
         with suppress(TimeoutError, JaxserveError):
             async with asyncio.timeout(REFRESHING):
-                found: Recent = await self._call(GetRecent, since)
-                return found
+                events: Recent = await self._call(GetRecent, since)
+                return events
         return Recent(since)
 
     async def life(self, id: int, client: str | None) -> RequestLife | None:
         """Return what is known of a request, as `Engine.life`. Raises Unavailable if the engine has ended."""
-        found: RequestLife | None = await self._call(GetLife, id, client)
-        return found
+        life: RequestLife | None = await self._call(GetLife, id, client)
+        return life
 
     def set_roles(self, roles: Mapping[int, Role]) -> tuple[Role, ...]:
         """Set the roles of instances, as `Engine.set_roles`; called from another thread."""
@@ -358,7 +358,7 @@ class RemoteEngine:
         taken = [update.snapshot.taken for update in updates.values()]
         if taken:  # the least difference that was seen is nearest to that of the clocks: no message came faster
             self._ahead = min(self._ahead + DRIFT, now - max(taken))
-        return {at: replace(one, snapshot=one.snapshot.later(self._ahead)) for at, one in updates.items()}
+        return {at: replace(update, snapshot=update.snapshot.later(self._ahead)) for at, update in updates.items()}
 
     def _answered(self, message: Answer) -> None:
         waiting = self._calls.get(message.call)

@@ -195,12 +195,12 @@ class Receiver:
 
     def read(self, reports: Iterable[InstanceReport]) -> dict[int, Update]:
         """Return what the reports tell, by instance. Raises ValueError for an unknown instance or step-time model."""
-        found = {}
+        updates = {}
         for report in reports:
             index = report.index
             if not 0 <= index < len(self._limits) or (report.perf is None and index not in self._perf):
                 raise ValueError(f"a report of instance {index} before one with its step-time model")
             if report.perf is not None:
                 self._perf[index] = restore(report.perf)
-            found[index] = update_of(report, self._limits[index], self._perf[index])
-        return found
+            updates[index] = update_of(report, self._limits[index], self._perf[index])
+        return updates

@@ -178,8 +178,8 @@ class Engines:
         with ThreadPoolExecutor(self.begin) as beside:
             for started in [beside.submit(keeper.start) for keeper in self.keepers[: self.begin]]:
                 started.result()
-        for at, one in enumerate(self.keepers):
-            threading.Thread(target=one.run, name=f"jaxserve-keeper-{at}", daemon=True).start()
+        for at, watched in enumerate(self.keepers):
+            threading.Thread(target=watched.run, name=f"jaxserve-keeper-{at}", daemon=True).start()
 
     def close(self) -> bool:
         """Close all engines; return False if one had to be killed."""

@@ -15,10 +15,10 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPara
     """
     if params.bad_words_token_ids:
         return params
-    made = list[tuple[int, ...]]()
+    banned = list[tuple[int, ...]]()
     for word in params.bad_words:
         plain, spaced = (tuple(tokenizer.encode(f"{space}{word.lstrip()}", False)) for space in ("", " "))
-        made += [plain] if plain else []
+        banned += [plain] if plain else []
         if spaced and (not plain or (spaced[0] != plain[0] and len(spaced) == len(plain))):
-            made.append(spaced)
-    return replace(params, bad_words_token_ids=tuple(dict.fromkeys(made)))
+            banned.append(spaced)
+    return replace(params, bad_words_token_ids=tuple(dict.fromkeys(banned)))

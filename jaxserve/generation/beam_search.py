@@ -66,7 +66,9 @@ def search(
     step: Callable[[list[list[int]], SamplingParams], list[RequestOutput]],
 ) -> list[BeamSearchOutput]:
     """Search for all prompts together. context: most tokens of a beam. step: generates one token after each prompt."""
-    one = SamplingParams(max_tokens=1, temperature=params.temperature, logprobs=2 * params.beam_width, ignore_eos=True)
+    step_params = SamplingParams(
+        max_tokens=1, temperature=params.temperature, logprobs=2 * params.beam_width, ignore_eos=True
+    )
     running = [[BeamSearchSequence(list(prompt))] for prompt in prompts]
     done: list[list[BeamSearchSequence]] = [[] for _ in prompts]
 
@@ -82,24 +84,24 @@ def search(
         flat = [beam.tokens for beams in running for beam in beams]
         if not flat:
             break
-        outputs = iter(step(flat, one))
+        outputs = iter(step(flat, step_params))
         for number, beams in enumerate(running):
             longer = [new for beam in beams for new in _extended(beam, next(outputs))]
             ends = [beam for beam in longer if beam.tokens[-1] in eos and not params.ignore_eos]
             done[number] += [replace(beam, finish_reason="stop", stop_reason=beam.tokens[-1]) for beam in ends]
             running[number] = best([beam for beam in longer if beam.tokens[-1] not in eos or params.ignore_eos])
-    found = []
+    results = []
     for beams, ended in zip(running, done, strict=True):
-        found.append(BeamSearchOutput(best([*ended, *(replace(beam, finish_reason="length") for beam in beams)])))
-    return found
+        results.append(BeamSearchOutput(best([*ended, *(replace(beam, finish_reason="length") for beam in beams)])))
+    return results
 
 
 def _extended(beam: BeamSearchSequence, output: RequestOutput) -> list[BeamSearchSequence]:
     """Return a beam with each of the most likely next tokens. Raises InvalidValue if its request failed."""
-    one = output.outputs[0]
-    if not one.logprobs:
-        raise InvalidValue(f"a beam could not be continued: {one.error or one.finish_reason}", "prompts")
-    position = one.logprobs[0]
+    completion = output.outputs[0]
+    if not completion.logprobs:
+        raise InvalidValue(f"a beam could not be continued: {completion.error or completion.finish_reason}", "prompts")
+    position = completion.logprobs[0]
     return [
         BeamSearchSequence([*beam.tokens, token], [*beam.logprobs, position], beam.cum_logprob + entry.logprob)
         for token, entry in position.items()

@@ -235,14 +235,14 @@ class Unread:
 
 def by_choice(items: Sequence[tuple[Choice, Delta]]) -> list[tuple[Choice, Delta]]:
     """Join the deltas of each output but its end, so that a reader that falls behind has less to do per token."""
-    found: dict[Choice, list[Delta]] = {}
+    grouped: dict[Choice, list[Delta]] = {}
     ends = []
     for choice, delta in items:
         if delta.finish_reason is None:
-            found.setdefault(choice, []).append(delta)
+            grouped.setdefault(choice, []).append(delta)
         else:
             ends.append((choice, delta))
-    return [*((choice, joined(deltas)) for choice, deltas in found.items()), *ends]
+    return [*((choice, joined(deltas)) for choice, deltas in grouped.items()), *ends]
 
 
 class Mailbox:
@@ -289,8 +289,8 @@ async def pieces(
                     continue
                 if delta.finish_reason == "rejected" and (error := engine.refusal(choice.request)) is not None:
                     raise error
-                for one in _each_token(delta) if job.pace else (delta,):
-                    piece = choice.feed(one)
+                for part in _each_token(delta) if job.pace else (delta,):
+                    piece = choice.feed(part)
                     open_ -= choice.finished
                     yield piece
     finally:
@@ -304,10 +304,10 @@ def _each_token(delta: Delta) -> list[Delta]:
     """
     if len(delta.tokens) < 2:
         return [delta]
-    made = [Delta(delta.request, (token,), delta.logprobs[at : at + 1]) for at, token in enumerate(delta.tokens)]
-    made[0] = made[0]._replace(prompt_logprobs=delta.prompt_logprobs)
-    made[-1] = delta._replace(tokens=made[-1].tokens, logprobs=made[-1].logprobs, prompt_logprobs=())
-    return made
+    deltas = [Delta(delta.request, (token,), delta.logprobs[at : at + 1]) for at, token in enumerate(delta.tokens)]
+    deltas[0] = deltas[0]._replace(prompt_logprobs=delta.prompt_logprobs)
+    deltas[-1] = delta._replace(tokens=deltas[-1].tokens, logprobs=deltas[-1].logprobs, prompt_logprobs=())
+    return deltas
 
 
 async def merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:

@@ -32,7 +32,7 @@ class Parsed(NamedTuple):
 
 def parse_prompts(given: Any) -> list[Parsed]:
     """Parse a prompt or a sequence of prompts. Raises InvalidValue naming the value and what is allowed."""
-    return [parse_prompt(one) for one in listed(given)]
+    return [parse_prompt(prompt) for prompt in listed(given)]
 
 
 def listed(given: Any) -> list[Any]:

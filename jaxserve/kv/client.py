@@ -261,14 +261,16 @@ def _unpacked(header: PagesHeader, content: npt.NDArray[np.uint8], destination: 
     lengths = [prod(shape.shape) // size * header.pages * shape.dtype.itemsize for shape in shapes]
     if list(header.sizes) != lengths:
         raise WrongKV(f"{header.pages} KV pages have {list(header.sizes)} bytes, and {lengths} were expected")
-    for one, length, given in zip(shapes, lengths, header.sums, strict=True):
+    for target, length, given in zip(shapes, lengths, header.sums, strict=True):
         mine = content[at : at + length]
         at += length
         checksum = zlib.crc32(mine.data)
         if checksum != given:
             raise WrongKV(f"{header.pages} KV pages have CRC-32 {checksum:#x}, and were given with {given:#x}")
-        array = np.zeros(one.shape, one.dtype)
-        array[:, :, : header.pages] = mine.view(one.dtype).reshape(*one.shape[:2], header.pages, *one.shape[3:])
-        piece.append(jax.device_put(array, one.sharding))
+        array = np.zeros(target.shape, target.dtype)
+        array[:, :, : header.pages] = mine.view(target.dtype).reshape(
+            *target.shape[:2], header.pages, *target.shape[3:]
+        )
+        piece.append(jax.device_put(array, target.sharding))
     jax.block_until_ready(piece)
     return KVBuffer(header.pages, ((header.pages, tuple(piece)),))

@@ -196,6 +196,6 @@ class _Client:
 
 def _packed(export: Export) -> tuple[list[Bytes], tuple[int, ...]]:
     """Return the bytes of the pages of each array, without the padding of the piece, and their CRC-32."""
-    arrays = [np.ascontiguousarray(np.asarray(one)[:, :, : export.pages]) for one in export.piece]
+    arrays = [np.ascontiguousarray(np.asarray(array)[:, :, : export.pages]) for array in export.piece]
     flat = [array.reshape(-1).view(np.uint8) for array in arrays]
-    return flat, tuple(zlib.crc32(one.data) for one in flat)
+    return flat, tuple(zlib.crc32(array.data) for array in flat)

@@ -110,7 +110,7 @@ class EnginesDeployment:
             state = self._scaler.board.state()
             if asked is not None:
                 self._scaler.board.ask(asked)
-        return Known([(str(one.address), one.key, one.name) for one in self._engines.places], state)
+        return Known([(str(place.address), place.key, place.name) for place in self._engines.places], state)
 
     def __del__(self) -> None:
         scaler: ReplicaScaler | None = getattr(self, "_scaler", None)

@@ -90,29 +90,29 @@ def _init(said: str, **options: Any) -> None:
 def nodes() -> list[Node]:
     """Return the nodes that are alive."""
     return [
-        Node(one["NodeID"], f"{one['NodeName']} ({one['NodeID'][:6]})", one["Resources"])  # names may be equal
-        for one in ray.nodes()
-        if one["Alive"]
+        Node(node["NodeID"], f"{node['NodeName']} ({node['NodeID'][:6]})", node["Resources"])  # names may be equal
+        for node in ray.nodes()
+        if node["Alive"]
     ]
 
 
-def kind_of(found: Sequence[Node]) -> str:
+def kind_of(members: Sequence[Node]) -> str:
     """Return the resource that engines take: GPU or TPU if a node has any, else CPU."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "CPU"
-    return next((kind for kind in KINDS if any(kind in node.resources for node in found)), "CPU")
+    return next((kind for kind in KINDS if any(kind in node.resources for node in members)), "CPU")
 
 
-def check_nodes(found: Sequence[Node], model: str | None) -> None:
+def check_nodes(members: Sequence[Node], model: str | None) -> None:
     """Raise InvalidValue if a node has other versions than this process, or no model. model: a folder, or None."""
     look: Any = ray.remote(num_cpus=0, max_retries=0)(looker())
-    affine = (NodeAffinitySchedulingStrategy(node.id, soft=False) for node in found)
+    affine = (NodeAffinitySchedulingStrategy(node.id, soft=False) for node in members)
     asked = [look.options(scheduling_strategy=where).remote(model) for where in affine]
     try:
         seen: list[Facts] = ray.get(asked, timeout=LOOKING)
     except ray.exceptions.RayError as error:
         raise InvalidValue(f"a node of the Ray cluster does not answer: {error}", "ray") from error
-    check_facts(dict(zip((node.name for node in found), seen, strict=True)), here(), model)
+    check_facts(dict(zip((node.name for node in members), seen, strict=True)), here(), model)
 
 
 def here() -> Facts:

@@ -47,15 +47,15 @@ class RayEngines(Engines):
                 for at, kv in enumerate(KVShare.each(config))
             ]
             self._keep(replicas)
-            for one, own in zip(replicas, shares, strict=False):
-                one.reserve(*own)
+            for replica, own in zip(replicas, shares, strict=False):
+                replica.reserve(*own)
         except BaseException:
             self.close()
             raise
 
     def _more(self, config: ServeConfig) -> tuple[str, Shares]:
         """Return the devices of one more replica. Raises InvalidValue if the cluster has too few."""
-        running = sum(one.wanted for one in self.keepers)
+        running = sum(keeper.wanted for keeper in self.keepers)
         return _shares(replace(config, replicas=running, max_replicas=None, min_replicas=None), config.model)[-1]
 
     def _place(self, at: int) -> Place:
@@ -72,9 +72,9 @@ class RayEngines(Engines):
 
 def _shares(config: ServeConfig, model: str | None) -> list[tuple[str, Shares]]:
     """Return the kind of devices of each replica, and their numbers on nodes. Raises InvalidValue."""
-    found = cluster.nodes()
-    kind = cluster.kind_of(found)
-    able = [node for node in found if node.resources.get(kind, 0) >= 1]
+    members = cluster.nodes()
+    kind = cluster.kind_of(members)
+    able = [node for node in members if node.resources.get(kind, 0) >= 1]
     shares = lay_out(config, kind, {node.name: int(node.resources[kind]) for node in able})
     cluster.check_nodes(able, cluster.model_folder(model))
-    return [(kind, one) for one in shares]
+    return [(kind, share) for share in shares]

@@ -63,7 +63,9 @@ class RayReplica:
             if self._closed:
                 raise JaxserveError("the server closes")
             self._kind, self._shares = kind, shares
-            self._group = placement_group([{kind: one} for one in shares], strategy=strategy, name=self.place.name)
+            self._group = placement_group(
+                [{kind: devices} for devices in shares], strategy=strategy, name=self.place.name
+            )
             self._actors = [self._actor(at) for at in range(len(shares))]
 
     def _actor(self, at: int) -> Any:
@@ -103,13 +105,13 @@ class RayReplica:
         if followers:
             meet = partial(leader.meet.remote, self.place.key, len(self._shares), self._shares[0])
             span = self._patiently(meet, closing)
-        self._running = [one.follow.remote(self._config, span, rank) for rank, one in enumerate(followers, 1)]
+        self._running = [follower.follow.remote(self._config, span, rank) for rank, follower in enumerate(followers, 1)]
         begin = partial(leader.start.remote, self._config, self.place.key, self._host, span, self._kv)
-        made = self._patiently(begin, closing)
-        if isinstance(made, Failure):
-            raise made.error()
+        answer = self._patiently(begin, closing)
+        if isinstance(answer, Failure):
+            raise answer.error()
         self._running.append(leader.watch.remote())
-        self.place.address.publish(Address.parse(made))
+        self.place.address.publish(Address.parse(answer))
 
     def _patiently(self, ask: Callable[[], Any], closing: Callable[[], bool]) -> Any:
         """Return the result of a call, made again while Ray restarts the actor's process."""
@@ -179,10 +181,10 @@ class RayReplica:
 def _said(call: Any) -> str:
     """Return why a call that should run on has ended; "" if as asked."""
     try:
-        found = ray.get(call)
+        answer = ray.get(call)
     except ray.exceptions.RayError as error:
         return _line(error)
-    return found.message if isinstance(found, Failure) else ""
+    return answer.message if isinstance(answer, Failure) else ""
 
 
 def _line(error: BaseException) -> str:

@@ -42,5 +42,5 @@ def slowest(several: Iterable[StartProgress]) -> StartProgress:
     return min(several, key=_place, default=StartProgress(CONNECTING))
 
 
-def _place(one: StartProgress) -> tuple[int, float]:
-    return STEPS.index(one.step), one.done / (one.total or 1)
+def _place(progress: StartProgress) -> tuple[int, float]:
+    return STEPS.index(progress.step), progress.done / (progress.total or 1)

@@ -58,19 +58,19 @@ class EngineCollector(Collector):
 
     def _family(self, metric: Metric, values: Iterable[tuple[Key, Any, Any]], labels: Key) -> Family:
         """Return one family. values: of labels, the snapshot, and the value in it."""
-        made: Any = FAMILIES[metric.kind](self._prefix + metric.name, metric.text, labels=["model_name", *labels])
+        untyped: Any = FAMILIES[metric.kind](self._prefix + metric.name, metric.text, labels=["model_name", *labels])
         for key, snapshot, value in values:
             if metric.kind == HISTOGRAM:
                 seen = value if isinstance(value, Spread) else Spread(tuple(value), getattr(snapshot, metric.of))
-                self._add(made, metric.edges, [self._model, *key], labels, seen)
+                self._add(untyped, metric.edges, [self._model, *key], labels, seen)
             elif metric.kind == SUMMARY:
                 count = getattr(snapshot, metric.of)
-                made.add_metric(
+                untyped.add_metric(
                     [self._model, *key], sum(count.values()) if isinstance(count, Mapping) else count, value
                 )
             else:
-                made.add_metric([self._model, *key], float(value))
-        family: Family = made
+                untyped.add_metric([self._model, *key], float(value))
+        family: Family = untyped
         return family
 
     def _add(self, family: Any, edges: Sequence[float], values: list[str], labels: Key, seen: Spread) -> None:

@@ -18,7 +18,9 @@ PREFIX = "jaxserve:"
 _PREFIX = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _METHOD = re.compile(r"\*|[A-Z]+")
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-CERT_REQS = {int(one): one.name for one in (ssl.CERT_NONE, ssl.CERT_OPTIONAL, ssl.CERT_REQUIRED)}
+CERT_REQS = {
+    int(requirement): requirement.name for requirement in (ssl.CERT_NONE, ssl.CERT_OPTIONAL, ssl.CERT_REQUIRED)
+}
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,9 @@ class OperationSettings(HttpSettings):
             ("allowed_methods", _METHOD, "* or methods in capital letters, as in POST"),
             ("allowed_headers", _HEADER, "* or names of headers"),
         ):
-            for one in listed(getattr(self, name), name):
-                if pattern.fullmatch(one) is None:
-                    raise InvalidValue(f"{name}={short(one)} must be {text}", name)
+            for value in listed(getattr(self, name), name):
+                if pattern.fullmatch(value) is None:
+                    raise InvalidValue(f"{name}={short(value)} must be {text}", name)
 
     @property
     def origins(self) -> tuple[str, ...]:
@@ -138,12 +140,12 @@ def listed(given: tuple[str, ...], name: str) -> tuple[str, ...]:
     if len(given) != 1 or not given[0].lstrip().startswith("["):
         return given
     try:
-        found: Any = json.loads(given[0])
+        values: Any = json.loads(given[0])
     except ValueError as error:
         raise InvalidValue(f"{name}={short(given[0])} is not valid JSON: {error}", name) from error
-    if not all(isinstance(one, str) for one in found):
+    if not all(isinstance(value, str) for value in values):
         raise InvalidValue(f"{name}={short(given[0])} must be a list of strings", name)
-    return tuple(found)
+    return tuple(values)
 
 
 def check_url(url: str, name: str, form: str = "http://HOST[:PORT]/PATH") -> None:

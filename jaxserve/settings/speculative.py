@@ -55,6 +55,6 @@ class Speculative:
     @property
     def lookup(self) -> tuple[int, int]:
         """prompt_lookup_min and prompt_lookup_max, with defaults."""
-        given = [one for one in (self.prompt_lookup_min, self.prompt_lookup_max) if one is not None] or [5]
+        given = [bound for bound in (self.prompt_lookup_min, self.prompt_lookup_max) if bound is not None] or [5]
         least = given[0] if self.prompt_lookup_min is None else self.prompt_lookup_min
         return least, given[0] if self.prompt_lookup_max is None else self.prompt_lookup_max

@@ -32,5 +32,5 @@ def arguments_of(text: str) -> str:
 def input_of(arguments: str) -> str:
     """Return the input in the function's arguments; these as they are, where they are cut or of another form."""
     given = loaded(arguments)
-    found = given.get("input", arguments) if isinstance(given, dict) else arguments
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+    value = given.get("input", arguments) if isinstance(given, dict) else arguments
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

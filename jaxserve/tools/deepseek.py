@@ -11,7 +11,7 @@ from jaxserve.tools.streamed import CallStream, Form, Forms
 MARKERS = Markers("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 FENCE = "```json"
-_BETWEEN = (many(character(lambda one: one.isspace() or one == "`")), maybe(text(END)), SPACE)
+_BETWEEN = (many(character(lambda char: char.isspace() or char == "`")), maybe(text(END)), SPACE)
 _NAMED = (text(BEGIN), SPACE, maybe(text("function"), text(SEPARATOR)), NAME)
 _OPENED = (either(sequence(SPACE, text(FENCE)), text(SEPARATOR)), SPACE)
 

@@ -156,7 +156,7 @@ def calls_in_history(calls: Any, where: str) -> list[dict[str, Any]]:
     """Check the `tool_calls` of an earlier message. Raises InvalidValue that names the field."""
     if not isinstance(calls, list):
         raise InvalidValue(f"{where}={short(calls)} must be a list of calls", where)
-    made = []
+    history = []
     for at, call in enumerate(calls):
         kind = "custom" if isinstance(call, dict) and call.get("type") == "custom" else "function"
         function = call.get(kind) if isinstance(call, dict) else None
@@ -169,9 +169,9 @@ def calls_in_history(calls: Any, where: str) -> list[dict[str, Any]]:
             raise InvalidValue(f"{field}={short(given)} must be a text", field)
         if kind == "custom":
             function = {"name": function["name"], "arguments": arguments_of(given)}
-            made.append({"id": call.get("id"), "type": "function", "function": function})
+            history.append({"id": call.get("id"), "type": "function", "function": function})
             continue
         # Any text: a model's mistake, or a call that `max_tokens` has cut, comes back in the history.
         arguments = given if isinstance(given, str) and given else json.dumps(given or {})
-        made.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
-    return made
+        history.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+    return history

@@ -8,7 +8,7 @@ from jaxserve.tools.events import Event, Schemas
 from jaxserve.tools.pattern import character, many
 from jaxserve.tools.streamed import CallStream, Forms, json_form
 
-CALLS = Forms(json_form(many(character(lambda one: one.isspace() or one in "[,")), arguments=("arguments",)))
+CALLS = Forms(json_form(many(character(lambda char: char.isspace() or char in "[,")), arguments=("arguments",)))
 
 
 def required_schema(schemas: Schemas, parallel: bool) -> dict[str, Any]:

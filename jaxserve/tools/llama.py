@@ -18,9 +18,9 @@ TAG = "<|python_tag|>"
 OLMO = Markers("<function_calls>", "</function_calls>")
 JSON_NAMES = {"true": True, "false": False, "null": None}
 _TAGGED = (SPACE, maybe(text(TAG)), SPACE)
-FORMS = Forms(json_form(sequence(many(character(lambda one: one.isspace() or one == ";")), *_TAGGED), OPTIONAL_TYPE))
+FORMS = Forms(json_form(sequence(many(character(lambda char: char.isspace() or char == ";")), *_TAGGED), OPTIONAL_TYPE))
 _JSON = Pattern((*_TAGGED, text("{"), SPACE, either(*(text(f'"{key}"') for key in ("name", "type", "function")))))
-_LETTER = character(lambda one: (one.isascii() and one.isalpha()) or one == "_")
+_LETTER = character(lambda char: (char.isascii() and char.isalpha()) or char == "_")
 _LIST = Pattern((*_TAGGED, text("["), SPACE, _LETTER, many(WORD), SPACE, text("(")))
 
 
@@ -62,10 +62,10 @@ def llama3_json(schemas: Schemas) -> Parser:
         rest.take(TAG)
         rest.skip(";")
         while not rest.done:
-            found = call_of(_inner(rest.value()))
-            if found is None or found.name not in schemas:
+            call = call_of(_inner(rest.value()))
+            if call is None or call.name not in schemas:
                 return []
-            calls.append(found)
+            calls.append(call)
             rest.skip(";")
         return calls
 
@@ -111,9 +111,9 @@ class _Json(ast.NodeTransformer):
         return ast.Constant(JSON_NAMES[node.id]) if node.id in JSON_NAMES else node
 
 
-def _inner(found: object) -> object:
+def _inner(value: object) -> object:
     """Return the object in `function`, where the model wraps its calls as OpenAI does."""
-    return found["function"] if isinstance(found, dict) and isinstance(found.get("function"), dict) else found
+    return value["function"] if isinstance(value, dict) and isinstance(value.get("function"), dict) else value
 
 
 def _python_call(node: ast.AST) -> Call:

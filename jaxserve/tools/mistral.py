@@ -9,7 +9,7 @@ from jaxserve.tools.scan import Cursor
 from jaxserve.tools.streamed import CallStream, Form, Forms, json_form
 
 MARKER, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_ID = maybe(text(ID), many(character(lambda one: one not in "[{")))
+_ID = maybe(text(ID), many(character(lambda char: char not in "[{")))
 
 
 def mistral(schemas: Schemas) -> Parser:
@@ -30,7 +30,7 @@ def _name(head: Cursor) -> str | None:
     return Cursor(text).until(ID)[0].strip() if head.done else None
 
 
-LISTED = json_form(many(character(lambda one: one.isspace() or one in "[,")))  # calls in a JSON list
+LISTED = json_form(many(character(lambda char: char.isspace() or char in "[,")))  # calls in a JSON list
 FORMS = Forms(
     LISTED,
     Form((SPACE, maybe(text(MARKER)), SPACE, NAME, SPACE, _ID, maybe(text(ARGUMENTS)), SPACE), _head_name, False),
@@ -51,7 +51,7 @@ def read_list(body: Cursor, closing: str = "") -> list[Call] | None:
     body.skip()
     body.take(closing)
     body.skip()
-    calls = [call_of(one) for one in (value if isinstance(value, list) else [value])]
+    calls = [call_of(item) for item in (value if isinstance(value, list) else [value])]
     good = [call for call in calls if call is not None]
     return good if good and len(good) == len(calls) and body.done else None
 

@@ -110,7 +110,7 @@ def character(test: Test) -> Part:
 
 
 def text(given: str) -> Part:
-    return sequence(*(character(one.__eq__) for one in given))
+    return sequence(*(character(char.__eq__) for char in given))
 
 
 def either(*parts: Part) -> Part:
@@ -140,5 +140,5 @@ def many(part: Part) -> Part:
 SPACE = many(character(str.isspace))
 WORD = character(in_name)
 NAME = sequence(WORD, many(WORD))
-QUOTED = either(character(lambda one: one not in '"\\'), sequence(text("\\"), character(lambda one: True)))
+QUOTED = either(character(lambda char: char not in '"\\'), sequence(text("\\"), character(lambda char: True)))
 STRING = sequence(text('"'), QUOTED, many(QUOTED), text('"'))

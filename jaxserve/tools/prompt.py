@@ -44,10 +44,10 @@ def with_objects(messages: Sequence[Message], wrapped: bool = False) -> list[dic
     """
     written = []
     for message in messages:
-        one = dict(message)
-        if calls := one.get("tool_calls"):
-            one["tool_calls"] = [{**call, "function": object_of(call["function"], wrapped)} for call in calls]
-        written.append(one)
+        copied = dict(message)
+        if calls := copied.get("tool_calls"):
+            copied["tool_calls"] = [{**call, "function": object_of(call["function"], wrapped)} for call in calls]
+        written.append(copied)
     return written
 
 
@@ -69,12 +69,12 @@ def with_short_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages with ids of 9 letters and digits; equal ids stay equal."""
     written = []
     for message in messages:
-        one = dict(message)
-        if calls := one.get("tool_calls"):
-            one["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in calls]
-        if one.get("role") == "tool":
-            one["tool_call_id"] = _short_id(one.get("tool_call_id"))
-        written.append(one)
+        copied = dict(message)
+        if calls := copied.get("tool_calls"):
+            copied["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in calls]
+        if copied.get("role") == "tool":
+            copied["tool_call_id"] = _short_id(copied.get("tool_call_id"))
+        written.append(copied)
     return written
 
 

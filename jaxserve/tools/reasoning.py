@@ -105,11 +105,11 @@ class Inside:
                 self._plain, text, at = True, "".join(self._held) + text[at:], 0
         if self._plain or not self._begin.decided:
             return _content(text[at:])
-        made = ""
+        content = ""
         while at < len(text):
             before, _, at = self._end.read(text, at)
-            made += self._part.add(before)
-        return _content(made)
+            content += self._part.add(before)
+        return _content(content)
 
     def finish(self) -> list[Event]:
         if self._plain:
@@ -139,7 +139,7 @@ class Chain:
         return [*self._through(self._first.finish()), *self._second.finish()]
 
     def _through(self, events: list[Event]) -> list[Event]:
-        made: list[Event] = []
+        result: list[Event] = []
         for event in events:
-            made += self._second.feed(event.text) if event.kind == "content" else [event]
-        return made
+            result += self._second.feed(event.text) if event.kind == "content" else [event]
+        return result

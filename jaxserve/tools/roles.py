@@ -35,11 +35,11 @@ class Roles(NamedTuple):
         late = shows("system", "user", "assistant", "system", "user") and shows("system", "user", "system")
         # Many templates write any role as a header, though their models were trained with few of them.
         developer = "developer" in text and shows("developer", "user")
-        made = cls(developer, shows("system", "user"), late, shows("user", "user"))
+        basic = cls(developer, shows("system", "user"), late, shows("user", "user"))
         if not shows("user", "calls", "tool"):
-            return made
+            return basic
         after_result = shows("user", "calls", "tool", "user")
-        return made._replace(after_result=after_result, several=shows("user", "calls", "tool", calls=2))
+        return basic._replace(after_result=after_result, several=shows("user", "calls", "tool", calls=2))
 
 
 def _probe(at: int, role: str, calls: int) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def fitted(messages: Sequence[Message], roles: Roles) -> list[dict[str, Any]]:
     Instructions at the beginning are joined. Later ones become messages of the user where they stand, if they
     must: before the others they would change the beginning of the prompt, and no cached prefix would fit.
     """
-    made: list[dict[str, Any]] = []
+    fitting: list[dict[str, Any]] = []
     contents: list[list[Any]] = []  # of each; joined at the end, as there may be many
     opening = True  # only instructions so far
     for message in messages if roles.several else _one_by_one(messages):
@@ -75,40 +75,40 @@ def fitted(messages: Sequence[Message], roles: Roles) -> list[dict[str, Any]]:
         joins = False
         if new.get("role") not in SYSTEM:
             opening = False
-        elif made and opening and not roles.late:
+        elif fitting and opening and not roles.late:
             joins = True
         elif not (roles.system if opening else roles.late):
             new["role"] = "user"
-        if joins or (made and _joins(made[-1], new, roles)):
+        if joins or (fitting and _joins(fitting[-1], new, roles)):
             contents[-1].append(new.get("content"))
         else:
-            made.append(new)
+            fitting.append(new)
             contents.append([new.get("content")])
-    for one, parts in zip(made, contents, strict=True):
+    for entry, parts in zip(fitting, contents, strict=True):
         if len(parts) > 1:
-            one["content"] = _joined(parts)
-    return made
+            entry["content"] = _joined(parts)
+    return fitting
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with one call in each, followed by its result."""
-    made: list[Message] = []
+    ordered: list[Message] = []
     waiting: dict[str, list[Message]] = {}  # messages with one call each, whose results have not come, by its id
     for message in messages:
         calls = message.get("tool_calls") or []
         if message.get("role") == "tool":
-            if found := waiting.get(str(message.get("tool_call_id"))):
-                made.append(found.pop(0))
+            if queue := waiting.get(str(message.get("tool_call_id"))):
+                ordered.append(queue.pop(0))
         else:
-            made += [one for found in waiting.values() for one in found]
+            ordered += [left for pending in waiting.values() for left in pending]
             waiting = {}
         if len(calls) < 2:
-            made.append(message)
+            ordered.append(message)
             continue
         for at, call in enumerate(calls):
-            one = {**message, "content": "" if at else message.get("content"), "tool_calls": [call]}
-            waiting.setdefault(str(call.get("id")), []).append(one)
-    return [*made, *(one for found in waiting.values() for one in found)]
+            single = {**message, "content": "" if at else message.get("content"), "tool_calls": [call]}
+            waiting.setdefault(str(call.get("id")), []).append(single)
+    return [*ordered, *(left for pending in waiting.values() for left in pending)]
 
 
 def _joins(before: Message, new: Message, roles: Roles) -> bool:
@@ -125,4 +125,8 @@ def _joined(contents: Sequence[Any]) -> Any:
     given = [content for content in contents if content]
     if all(isinstance(content, str) for content in given):
         return "\n\n".join(given)
-    return [part for one in given for part in (one if isinstance(one, list) else [{"type": "text", "text": one}])]
+    return [
+        part
+        for content in given
+        for part in (content if isinstance(content, list) else [{"type": "text", "text": content}])
+    ]

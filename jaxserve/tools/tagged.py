@@ -168,8 +168,8 @@ def _types(schema: Any) -> set[str]:
         return set()
     types = set[str]()
     alternatives = (schema.get(key) for key in ("anyOf", "oneOf", "allOf"))
-    for one in [schema, *(one for given in alternatives if isinstance(given, list) for one in given)]:
-        kinds = one.get("type") if isinstance(one, dict) else None
+    for alternative in [schema, *(option for given in alternatives if isinstance(given, list) for option in given)]:
+        kinds = alternative.get("type") if isinstance(alternative, dict) else None
         types.update(kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str))
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
     return types | {"string" for value in values if isinstance(value, str)}

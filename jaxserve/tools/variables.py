@@ -66,10 +66,10 @@ def _named(variables: Mapping[str, Any]) -> bool:
 def _documents(given: Any, numbered: bool) -> list[dict[str, Any]]:
     """Return the documents of a request. numbered: the template reads a `doc_id` of each."""
     if not isinstance(given, list) or not all(
-        isinstance(one, dict) and isinstance(one.get("text"), str) for one in given
+        isinstance(document, dict) and isinstance(document.get("text"), str) for document in given
     ):
         raise InvalidValue(f"documents={short(given)} must be a list of objects with a text, `text`", "documents")
-    return [{**({"doc_id": str(number)} if numbered else {}), **one} for number, one in enumerate(given, 1)]
+    return [{**({"doc_id": str(number)} if numbered else {}), **document} for number, document in enumerate(given, 1)]
 
 
 def _field(name: str) -> str:

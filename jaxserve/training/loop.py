@@ -82,8 +82,8 @@ def rebuilder(net: Net) -> Callable[[Params], Net]:
 
     def rebuilt(params: Params) -> Net:
         flat = [(path, variable.replace(params[".".join(map(str, path))])) for path, variable in template]
-        made: Net = nnx.merge(graph, nnx.from_flat_state(flat))
-        return made
+        model: Net = nnx.merge(graph, nnx.from_flat_state(flat))
+        return model
 
     return rebuilt
 

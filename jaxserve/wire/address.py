@@ -49,8 +49,8 @@ class Address(NamedTuple):
     @property
     def folder(self) -> Path | None:
         """The folder in which fronts of this machine find the engine; None: they do not need one."""
-        found = self.path or self.listed
-        return Path(found).parent if found else None
+        file = self.path or self.listed
+        return Path(file).parent if file else None
 
     def vacate(self) -> None:
         """Remove what an engine that has ended has left in the file system: its socket, or its address."""
@@ -86,15 +86,15 @@ class Address(NamedTuple):
             raise InvalidValue(f"cannot listen on {self} ({error.strerror or error})", "address") from error
         return server, self._replace(port=server.sockets[0].getsockname()[1])
 
-    async def connect(self, made: Factory) -> None:
+    async def connect(self, factory: Factory) -> None:
         """Connect. Raises InvalidValue with the reason."""
         loop, at = asyncio.get_running_loop(), self.current()
         try:
             if at.path:
-                await loop.create_unix_connection(made, at.path)
+                await loop.create_unix_connection(factory, at.path)
             else:
                 async with asyncio.timeout(CONNECTING):
-                    await loop.create_connection(made, at.host, at.port)
+                    await loop.create_connection(factory, at.host, at.port)
         except OSError as error:  # a TimeoutError too
             raise InvalidValue(f"no engine answers at {at} ({error.strerror or error})", "address") from error
 

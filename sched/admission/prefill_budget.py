@@ -39,14 +39,14 @@ class Line(NamedTuple):
 def line(perf: PerfModel, rows: int, longest: float) -> Line:
     """Linearize the model at `rows` running decodes, of which the longest has `longest` tokens of context."""
     count, total = float(max(1, rows)), longest * max(1, rows)
-    base, more, twice, further, one = perf.decode_times(
+    base, more, twice, further, single = perf.decode_times(
         np.array([count, count + 1, 2 * count, count, 1.0]),
         np.array([longest, longest, longest, longest, 0.0]),
         np.array([total, total, total, total + PROBE, 0.0]),
     ).tolist()
     # if steps are padded, one more row may cost as much as the next `count` rows together
     row, context = max(0.0, min(more - base, (twice - base) / count)), max(0.0, (further - base) / PROBE)
-    return Line(max(0.0, base - count * row - total * context), row, context, max(0.0, one - row))
+    return Line(max(0.0, base - count * row - total * context), row, context, max(0.0, single - row))
 
 
 def idle_budget(perf: PerfModel, window: float, prompt: int, chunk: int) -> float:
@@ -67,7 +67,7 @@ class Promised:
         self._start = view.start
         self._perf = view.perf
         self._chunk = view.limits.tokens
-        self._held = np.concatenate([promised(rows, one) for rows, one in zip(tables, held, strict=True)])
+        self._held = np.concatenate([promised(rows, column) for rows, column in zip(tables, held, strict=True)])
         self._tpot = np.concatenate([promised(rows, rows.tpot) for rows in tables])
         deadline = np.concatenate([promised(rows, rows.deadline) for rows in tables])
         self._slack = np.maximum(deadline - view.start, 0.0)

@@ -60,15 +60,15 @@ class Acceptance:
     def count(self, tier: str, own: Drafts, drafted: int, right: int, *, cut: bool) -> None:
         """Record one verified draft, also in `own`, the record of its request."""
         mine = self._tiers.setdefault(tier, Drafts(self.all.acceptance))
-        for one in (self.all, mine, own):
-            one.count(drafted, right, cut=cut)
+        for record in (self.all, mine, own):
+            record.count(drafted, right, cut=cut)
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:
     """Return the draft lengths to consider: powers of two below `most`, and `most`, in tokens."""
-    found = []
+    lengths = []
     length = 1
     while length < most:
-        found.append(length)
+        lengths.append(length)
         length *= 2
-    return *found, most
+    return *lengths, most

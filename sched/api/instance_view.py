@@ -135,13 +135,13 @@ class InstanceMemo(Generic[T]):
         self._compute = compute
         self._memo: WeakKeyDictionary[InstanceView, tuple[Hashable, T]] = WeakKeyDictionary()
 
-    def of(self, one: InstanceView, now: float) -> T:
+    def of(self, instance: InstanceView, now: float) -> T:
         """Return the result for an instance, computed again only if the instance changed."""
-        start = max(now, one.ends)
-        state = (start, one.version)
-        before = self._memo.get(one)
+        start = max(now, instance.ends)
+        state = (start, instance.version)
+        before = self._memo.get(instance)
         if before is not None and before[0] == state:
             return before[1]
-        found = self._compute(one, start)
-        self._memo[one] = state, found
-        return found
+        result = self._compute(instance, start)
+        self._memo[instance] = state, result
+        return result

@@ -53,6 +53,6 @@ def within(type_: Any, label: str = "", **options: Any) -> Any:
 def metrics_of(snapshot: Any) -> Iterator[Metric]:
     """Yield the rows of a class: those of its fields, then those in its `DERIVED`, of properties."""
     for each in fields(snapshot):
-        if (found := each.metadata.get(KEY)) is not None:
-            yield Metric(**{**vars(found), "attribute": each.name})
+        if (metric := each.metadata.get(KEY)) is not None:
+            yield Metric(**{**vars(metric), "attribute": each.name})
     yield from getattr(snapshot, "DERIVED", ())

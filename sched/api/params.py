@@ -99,7 +99,7 @@ class SamplingParams:
             ("stop", all(self.stop), "strings that are not empty"),
             (
                 "stop",
-                len(self.stop) <= MAX_STOPS and all(len(one) <= MAX_STOP_LENGTH for one in self.stop),
+                len(self.stop) <= MAX_STOPS and all(len(stop) <= MAX_STOP_LENGTH for stop in self.stop),
                 f"at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters each; "
                 f"there are {len(self.stop)}, the longest of {max(map(len, self.stop), default=0)}",
             ),
@@ -195,19 +195,19 @@ class SamplingParams:
 def _strings(name: str, given: Any) -> tuple[str, ...]:
     if isinstance(given, str):
         return (given,)  # a string is iterable, but it is one stop string
-    made = _listed(name, given, "a string or a list of strings")
-    if not all(isinstance(one, str) for one in made):
+    strings = _listed(name, given, "a string or a list of strings")
+    if not all(isinstance(string, str) for string in strings):
         raise InvalidValue(f"{name}={given!r} must be a string or a list of strings", name)
-    return made
+    return strings
 
 
 def _token_ids(name: str, given: Any) -> tuple[int, ...]:
-    made = _listed(name, given, "a list of token ids")
-    if set(map(type, made)) <= {int}:  # as always but from other libraries; there may be a whole vocabulary of them
-        return made
-    if not all(isinstance(one, Integral) and not isinstance(one, bool) for one in made):
+    ids = _listed(name, given, "a list of token ids")
+    if set(map(type, ids)) <= {int}:  # as always but from other libraries; there may be a whole vocabulary of them
+        return ids
+    if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
         raise InvalidValue(f"{name}={given!r} must be a list of token ids", name)
-    return tuple(map(int, made))
+    return tuple(map(int, ids))
 
 
 def _biases(name: str, given: Any) -> tuple[tuple[int, float], ...]:
@@ -221,10 +221,10 @@ def _biases(name: str, given: Any) -> tuple[tuple[int, float], ...]:
 
 def _processors(name: str, given: Any) -> tuple[tuple[str, float], ...]:
     allowed = 'a list of names, or of objects with "name" and "argument" (a number that float32 holds), each name once'
-    made = tuple(map(_processor, _listed(name, given, allowed)))
-    if None in made or len({one for one, _ in filter(None, made)}) < len(made):
+    processors = tuple(map(_processor, _listed(name, given, allowed)))
+    if None in processors or len({processor for processor, _ in filter(None, processors)}) < len(processors):
         raise InvalidValue(f"{name}={short(given)} must be {allowed}", name)
-    return tuple(filter(None, made))
+    return tuple(filter(None, processors))
 
 
 def _processor(given: Any) -> tuple[str, float] | None:

@@ -94,7 +94,7 @@ class StructuredOutputs:
     def size(self) -> int:
         """The number of bytes to compile."""
         given = getattr(self, self.kind)
-        return sum(len(one.encode(errors="replace")) for one in ((given,) if isinstance(given, str) else self.choice))
+        return sum(len(text.encode(errors="replace")) for text in ((given,) if isinstance(given, str) else self.choice))
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputs:
@@ -121,8 +121,8 @@ class StructuredOutputs:
 
 def _schema(given: Any) -> Any:
     """Return the JSON schema of a pydantic model; anything else as it is."""
-    made = getattr(given, "model_json_schema", None)
-    return made() if callable(made) else given
+    method = getattr(given, "model_json_schema", None)
+    return method() if callable(method) else given
 
 
 def _json_text(name: str, given: Any) -> str | None:
@@ -143,7 +143,7 @@ def _choices(given: Any) -> tuple[str, ...]:
     allowed = f"a list of 1 to {MAX_CHOICES} texts that are not empty"
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise InvalidValue(f"choice={short(given)} must be {allowed}", "choice")
-    made = tuple(given)
-    if len(made) > MAX_CHOICES or not all(isinstance(one, str) and one for one in made):
-        raise InvalidValue(f"choice={short(list(made))} must be {allowed}", "choice")
-    return made
+    choices = tuple(given)
+    if len(choices) > MAX_CHOICES or not all(isinstance(text, str) and text for text in choices):
+        raise InvalidValue(f"choice={short(list(choices))} must be {allowed}", "choice")
+    return choices

@@ -79,10 +79,10 @@ class ThinkingMarkers:
 
     def _following(self, prompt: Sequence[int]) -> ThinkingEnd:
         """Return a detector primed with the end of the prompt: a marker may begin there and end in the output."""
-        made, most = ThinkingEnd(self.closes), max(map(len, self.closes))
+        detector, most = ThinkingEnd(self.closes), max(map(len, self.closes))
         for token in prompt[max(0, len(prompt) - most + 1) :]:
-            made.feed(token)
-        return made
+            detector.feed(token)
+        return detector
 
 
 def _ends(prompt: Sequence[int], tokens: frozenset[int]) -> Iterator[int]:

@@ -217,8 +217,8 @@ class Cluster:
             return self.ttft_predictions.predicted(request)
         fleet, role = self.kv_transfers.fleet(), core.scheduler.role
         later = fleet.transfer(request.prompt_length) if self._hold_first and role is not Role.DECODE else 0.0
-        found = waits(request, core.scheduler, fleet.now) if at is None else Waits(own=at - fleet.now)
-        self.ttft_predictions.note(request, role, fleet.now, found, later)
+        prediction = waits(request, core.scheduler, fleet.now) if at is None else Waits(own=at - fleet.now)
+        self.ttft_predictions.note(request, role, fleet.now, prediction, later)
         return self.ttft_predictions.predicted(request)
 
     def _refuse(self, request: Request, on_output: OnOutput) -> None:
@@ -257,7 +257,7 @@ class Cluster:
         unknown = sorted(index for index in roles if index not in range(len(self.cores)))
         if unknown:
             raise InvalidValue(f"instance={unknown[0]!r} must be 0 to {len(self.cores) - 1}", "instance")
-        check_roles([roles.get(index, one.role) for index, one in enumerate(self._schedulers)])
+        check_roles([roles.get(index, scheduler.role) for index, scheduler in enumerate(self._schedulers)])
         turned = [index for index, role in roles.items() if role is not self._schedulers[index].role]
         now = self.kv_transfers.fleet().now if self._hold_first else None
         self.role_changes += len(turned)
@@ -276,7 +276,7 @@ class Cluster:
 
     def _place_again(self, core: Core) -> None:
         """Move waiting prompts without computed tokens away from an instance that became a decode instance."""
-        waiting = [one for one in core.scheduler if one.state is State.WAITING]
+        waiting = [prompt for prompt in core.scheduler if prompt.state is State.WAITING]
         for request in waiting:
             if request.drops or request.generated:
                 continue  # it resumes on the instance that dropped its KV
@@ -385,8 +385,8 @@ class Cluster:
         if self._covered and not any(scheduler.hung for scheduler in self._schedulers):
             self.set_roles(dict(enumerate(self._covered)))
         self.kv_transfers.place()
-        for one in self.cores:
-            one.wake()
+        for instance in self.cores:
+            instance.wake()
 
     @property
     def ailment(self) -> str | None:

@@ -54,8 +54,8 @@ class CopyOut:
             return
         digests = request.digests
         core = max(self._cores, key=lambda core: core.scheduler.blocks.match(digests))
-        found = core.scheduler.blocks.match(digests)
-        new = [at for at in range(found) if digests[at] not in store]
+        matched = core.scheduler.blocks.match(digests)
+        new = [at for at in range(matched) if digests[at] not in store]
         if not new:
             return
         copies = [PageCopy(digests[at], digests[at - 1] if at else b"", cost) for at, cost in self._costs(core, new)]

@@ -39,18 +39,18 @@ class Waits(NamedTuple):
     own: float = 0.0
 
 
-def waits(request: Request, one: InstanceView, now: float) -> Waits:
+def waits(request: Request, instance: InstanceView, now: float) -> Waits:
     """Return what a prompt that arrives now on this instance may have to wait for.
 
     On an instance with running decodes, prompts are computed in mixed steps as long as the tightest
     tpot allows. Policies differ in this and in their order; `Shares` learns the difference.
     """
-    view = one.view(now, max(now, one.ends))
+    view = instance.view(now, max(now, instance.ends))
     rows, begun = view.prefill, view.start - now + sum(task.seconds for task in view.suspended)
     work, deadline = remaining_work(view, rows, rows.standard), promised(rows, rows.deadline)
     before = deadline <= request.arrival + request.slo.ttft
     late = before & (view.start + work > deadline)
-    own = request.prompt_length - min(one.cached_tokens(request), request.prompt_length - 1)
+    own = request.prompt_length - min(instance.cached_tokens(request), request.prompt_length - 1)
     context = request.prompt_length - own
     if view.role is Role.PREFILL or not len(view.decode):
         alone = view.perf.prefill_times(np.array([float(own)]), np.array([float(context)]), view.limits.tokens)

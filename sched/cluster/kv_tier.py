@@ -111,16 +111,16 @@ class KVTier:
         wanted = wanted[: self.index.match(wanted)]
         self.index.use(wanted)
         pages = await self._medium.read(wanted)
-        found = next((count for count, page in enumerate(pages) if page is None), len(pages))
-        if found < len(wanted):
+        readable = next((count for count, page in enumerate(pages) if page is None), len(pages))
+        if readable < len(wanted):
             self.stats.missing += 1
-            self._drop(wanted[found])
-        if not found:
+            self._drop(wanted[readable])
+        if not readable:
             return None
-        kv_buffer = await self._codec.join(pages[:found])
+        kv_buffer = await self._codec.join(pages[:readable])
         took = self._clock() - began
-        self._each += LEARNING * (took / found - self._each)
-        self.stats.hits += found
+        self._each += LEARNING * (took / readable - self._each)
+        self.stats.hits += readable
         self.stats.fetches += 1
         self.stats.seconds += took
         return kv_buffer
@@ -134,23 +134,23 @@ class KVTier:
         mine: list[Stored] = []
         evicted: list[Stored] = []
         homeless: list[Stored] = []
-        for one in several:
-            copy = one.copy
+        for stored in several:
+            copy = stored.copy
             if copy.digest in self.index:
                 continue
-            while not self.index.add(copy.digest, copy.parent, copy.cost, one.uses):
+            while not self.index.add(copy.digest, copy.parent, copy.cost, stored.uses):
                 least = self.index.evict(copy.parent)
                 if least is None:
-                    homeless.append(one)
+                    homeless.append(stored)
                     break
                 digest, entry = least
                 evicted.append(
                     Stored(PageCopy(digest, entry.parent, entry.cost), self._medium.take(digest), entry.uses)
                 )
             else:
-                mine.append(one)
+                mine.append(stored)
         written = set(await self._medium.write(mine))
-        for digest in (one.copy.digest for one in mine):
+        for digest in (page.copy.digest for page in mine):
             if digest in written and digest in self.index:
                 self.index.written(digest)
             else:

@@ -179,22 +179,22 @@ class KVTransferManager:
             if transfer.reservation is None and transfer.nearly and not self._reserve(transfer):
                 break
         self._keep([transfer for transfer in ranked if transfer.complete and transfer.reservation is None])
-        lacking = sum(one.complete and one.reservation is None for one in self._going.values())
+        lacking = sum(pending.complete and pending.reservation is None for pending in self._going.values())
         for scheduler in self._schedulers:
             scheduler.set_kv_waiting(lacking if scheduler.role is Role.DECODE else 0)
 
     def _ranked(self) -> list[KVTransfer]:
         fleet = self.fleet()
 
-        def rank(one: KVTransfer) -> tuple[bool, float]:
-            return one.request.tier == BEST_EFFORT, self._router.decode_priority(one.request, fleet)
+        def rank(transfer: KVTransfer) -> tuple[bool, float]:
+            return transfer.request.tier == BEST_EFFORT, self._router.decode_priority(transfer.request, fleet)
 
         return sorted(self._going.values(), key=rank)
 
     def _keep(self, waiting: Sequence[KVTransfer]) -> None:
         """Let requests that stay decode in place, and the first without room, if the router agrees."""
         asked = islice((transfer for transfer in waiting if not transfer.stays), KEPT)
-        for transfer in [*(one for one in waiting if one.stays), *asked]:
+        for transfer in [*(staying for staying in waiting if staying.stays), *asked]:
             request, fleet = transfer.request, self.fleet()
             if transfer.stays or self._router.decode_in_place(request, self._cores.index(transfer.source), fleet):
                 transfer.source.scheduler.decode_in_place(request.id, fleet.now if self._held(request.id) else None)

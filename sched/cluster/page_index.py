@@ -98,13 +98,13 @@ class PageIndex:
         """Yield the pages that can be found, the most valuable first, but each after the pages before it."""
         done: set[bytes] = set()
         ready = ((digest, entry) for digest, entry in self._pages.items() if entry.ready)
-        for digest, _ in sorted(ready, key=lambda one: one[1].key, reverse=True):
+        for digest, _ in sorted(ready, key=lambda item: item[1].key, reverse=True):
             line = []
             while digest in self._pages and digest not in done:
                 done.add(digest)
                 line.append(digest)
                 digest = self._pages[digest].parent
-            yield from ((one, self._pages[one]) for one in reversed(line) if self._pages[one].ready)
+            yield from ((page, self._pages[page]) for page in reversed(line) if self._pages[page].ready)
 
     def written(self, digest: bytes) -> None:
         """Record that a page can be found from now on."""
@@ -136,7 +136,7 @@ class PageIndex:
     def _least(self, parent: bytes) -> bytes | None:
         """Return the page of least value that may be evicted: written, without successors, not `parent`."""
         spared: list[tuple[float, int, bytes]] = []
-        found = None
+        least = None
         while self._heap:
             value, order, digest = item = heappop(self._heap)
             entry = self._pages.get(digest)
@@ -146,11 +146,11 @@ class PageIndex:
                 spared.append(item)
                 continue
             self._age = max(self._age, value)
-            found = digest
+            least = digest
             break
         for item in spared:
             heappush(self._heap, item)
-        return found
+        return least
 
     def _value(self, digest: bytes, entry: Entry) -> None:
         self._order += 1

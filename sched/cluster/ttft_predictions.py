@@ -106,7 +106,7 @@ class TTFTPredictions:
     @property
     def accuracy(self) -> dict[str, Accuracy]:
         """Accuracy so far, by path."""
-        return {path: one.accuracy for path, one in self._paths.items()}
+        return {path: record.accuracy for path, record in self._paths.items()}
 
     def note(self, request: Request, role: Role, now: float, waits: Waits, later: float = 0.0) -> None:
         """Predict the first token of a request that is placed now, on an instance of this role.
@@ -133,10 +133,10 @@ class TTFTPredictions:
 
         None if there was no prediction, no token came, or the request asked for best effort.
         """
-        made, first = self._open.get(request.id), request.first_token_at
-        if made is None or first is None or request.asked.tier == BEST_EFFORT or first <= request.arrival:
+        prediction, first = self._open.get(request.id), request.first_token_at
+        if prediction is None or first is None or request.asked.tier == BEST_EFFORT or first <= request.arrival:
             return None
-        return made.at - request.arrival, first - request.arrival
+        return prediction.at - request.arrival, first - request.arrival
 
     def predicted(self, request: Request) -> float | None:
         """Return the predicted seconds to the first token of a request before it is `over`; None if there is none."""
@@ -153,13 +153,13 @@ class TTFTPredictions:
         if request.id not in self._awaited:
             return
         self._awaited.discard(request.id)
-        made, first = self._open[request.id], request.first_token_at
-        if first is not None and first > made.now + made.later and request.tier != BEST_EFFORT:
-            self._of(made.path, request).learn(made.waits, first - made.now - made.later)
+        prediction, first = self._open[request.id], request.first_token_at
+        if first is not None and first > prediction.now + prediction.later and request.tier != BEST_EFFORT:
+            self._of(prediction.path, request).learn(prediction.waits, first - prediction.now - prediction.later)
 
     def over(self, request: Request) -> None:
         """Record the accuracy of a request that has ended, for any reason."""
         self.came(request)
-        pair, made = self.of(request), self._open.pop(request.id, None)
-        if pair is not None and made is not None:
-            self._paths[made.path].add(*pair)
+        pair, prediction = self.of(request), self._open.pop(request.id, None)
+        if pair is not None and prediction is not None:
+            self._paths[prediction.path].add(*pair)

@@ -83,10 +83,10 @@ class InFlightSteps:
 
     def tasks(self, requests: Mapping[int, Request]) -> tuple[Task, ...]:
         """Return the suspended steps, as policies see them."""
-        return tuple(task(one, one.left, requests) for one in self._suspended.values())
+        return tuple(task(step, step.left, requests) for step in self._suspended.values())
 
 
 def task(submitted: Submitted, left: float, requests: Mapping[int, Request], since: float = 0.0) -> Task:
     alive = (requests[span.request] for span in submitted.plan.spans)
-    requests_left = tuple(one for one in alive if one.state is not State.FINISHED)
+    requests_left = tuple(request for request in alive if request.state is not State.FINISHED)
     return Task(submitted.plan.step, requests_left, left, submitted.seconds, since)

@@ -46,8 +46,10 @@ class PrefixGroups:
         starts = np.array([span.start for span in spans])
         # Pages that a request adds later are its own: no prompt that runs beside it can contain its output.
         full = np.minimum(starts // self._size, self._known[slots])
-        found = grouped(self._tables, slots, full, -(-LEAST_TOKENS // self._size))
-        return tuple(SharedPrefix(*group, sum(self._decodes(spans[index]) for index in group.spans)) for group in found)
+        groups = grouped(self._tables, slots, full, -(-LEAST_TOKENS // self._size))
+        return tuple(
+            SharedPrefix(*group, sum(self._decodes(spans[index]) for index in group.spans)) for group in groups
+        )
 
     def _decodes(self, span: Span) -> bool:
         return span.length == 1 + span.draft and span.start >= int(self._prompts[span.slot])
@@ -66,10 +68,10 @@ def grouped(tables: Ints, slots: Ints, full: Ints, least_pages: int) -> list[Gro
     tables [slots, P]: pages of each slot. slots [S]: those of the rows. full [S]: how many leading
     pages of each row may be shared.
     """
-    found: list[Group] = []
+    groups: list[Group] = []
     for part in _parts(tables, slots, np.flatnonzero(full), 0)[0]:
-        found += _best(tables, slots, full, part, 1, least_pages)[1]
-    return sorted(found)
+        groups += _best(tables, slots, full, part, 1, least_pages)[1]
+    return sorted(groups)
 
 
 def _best(tables: Ints, slots: Ints, full: Ints, rows: Ints, depth: int, least_pages: int) -> tuple[int, list[Group]]:

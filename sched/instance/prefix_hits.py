@@ -61,8 +61,8 @@ class PrefixHits:
         """Assert that every hit equals a fresh lookup."""
         if not self._kv.blocks.changed:
             for request in self._requests.values():
-                found = len(self._kv.cached(request)) * self._kv.blocks.page_size
-                assert request.hit == found, f"{request} has a hit of {request.hit} tokens, but {found} are cached"
+                cached = len(self._kv.cached(request)) * self._kv.blocks.page_size
+                assert request.hit == cached, f"{request} has a hit of {request.hit} tokens, but {cached} are cached"
 
     def _pages(self, request: Request, pages: int) -> int:
         """Return the cached pages of the prefix, searching from the previous count `pages`."""

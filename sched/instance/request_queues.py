@@ -165,7 +165,8 @@ class RequestQueue:
             rows.append(row)
         self.version += 1
         self._data[DEADLINE, rows] = [
-            one.first_token_at + one.budget if one.first_token_at is not None else one.deadline for one in requests
+            decoding.first_token_at + decoding.budget if decoding.first_token_at is not None else decoding.deadline
+            for decoding in requests
         ]
         self._data[CONTEXT, rows] = [request.computed for request in requests]
 
@@ -413,13 +414,13 @@ class RequestQueues:
             )
         for table in (self.prefill, self.decode):
             table.check()
-            assert table.standard == sum(one.tier != BEST_EFFORT for one in table), "best effort is miscounted"
+            assert table.standard == sum(queued.tier != BEST_EFFORT for queued in table), "best effort is miscounted"
         assert len(self.prefill) + len(self.decode) == len(self._filed), "queues and index disagree"
         assert self._filed.keys() <= self.requests.keys(), "a request that left is still in a queue"
         assert not self.room or len(self._order) == self._shown, (
             "a request is hidden from the policy although there is room to show it"
         )
-        waiting = {id for id, one in self.requests.items() if one.state is State.WAITING and id not in self.room}
+        waiting = {id for id, queued in self.requests.items() if queued.state is State.WAITING and id not in self.room}
         assert waiting == set(self.hits), "prefix hits do not track exactly the waiting requests"
         self.hits.check()
 

@@ -205,9 +205,9 @@ class Scheduler:
             if not self._queues.demote(id):
                 continue
             self.counters.demotions += 1
-            one = self._queues.requests[id]
-            needs = rest_of_prompt(self.perf, one, self.limits.tokens) * self._drift.ratio + start - now
-            self._log("demoted", id=id, due=one.deadline - now, needs=needs)
+            request = self._queues.requests[id]
+            needs = rest_of_prompt(self.perf, request, self.limits.tokens) * self._drift.ratio + start - now
+            self._log("demoted", id=id, due=request.deadline - now, needs=needs)
 
     def cancel(self, id: int, reason: str, error: str | None = None) -> Delta | None:
         """End a request early. Returns None if it is not here or has finished."""
@@ -226,7 +226,7 @@ class Scheduler:
     def reserve(self, request: Request) -> Reservation | None:
         """Reserve pages and a slot for a request whose prompt another instance computes."""
         self._log("reserve", id=request.id)
-        if request.id in self._reservations or any(one.comes_back for one in self._queues.requests.values()):
+        if request.id in self._reservations or any(other.comes_back for other in self._queues.requests.values()):
             return None  # an earlier transfer has not ended, or requests that lost their KV here come first
         reservation, dropped = reserve(request, self._queues, self._kv, len(self._reservations))
         self._queues.refresh_hits()

@@ -125,9 +125,9 @@ class Counters:
     def total(cls, several: Iterable[Counters]) -> Counters:
         """Return the sum over instances."""
         result = cls()
-        for one in several:
+        for counters in several:
             for each in fields(cls):
-                setattr(result, each.name, getattr(result, each.name) + getattr(one, each.name))
+                setattr(result, each.name, getattr(result, each.name) + getattr(counters, each.name))
         return result
 
 

@@ -177,7 +177,7 @@ class StepBuilder:
         last = [filed(grant.request) and requests[grant.request].tier == BEST_EFFORT for grant in decision.grants]
         order = sorted(range(len(last)), key=last.__getitem__)
         behind = [requests[grant.request] for grant, late in zip(decision.grants, last, strict=True) if late]
-        kept = 0 if decision.separate else sum(one.generated > 0 and one.remaining == 1 for one in behind)
+        kept = 0 if decision.separate else sum(request.generated > 0 and request.remaining == 1 for request in behind)
         return replace(decision, grants=tuple(decision.grants[index] for index in order)), kept
 
     def _draft(self, request: Request, wanted: int, budget: int) -> int:

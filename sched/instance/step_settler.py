@@ -127,10 +127,10 @@ class StepSettler:
     def _condemn(self, request: Request, why: str) -> list[Delta]:
         """End a request whose row failed, and all requests that share pages it computed."""
         own = self._kv.condemn(request)
-        others = (one for one in self._queues.requests.values() if one is not request)
+        others = (other for other in self._queues.requests.values() if other is not request)
         condemned = [request, *(other for other in others if not own.isdisjoint(other.pages))]
-        alive = [one for one in condemned if one.state is not State.FINISHED]
-        return [finish(one, self._queues, self._kv, "error", why) for one in alive]
+        alive = [failed for failed in condemned if failed.state is not State.FINISHED]
+        return [finish(failed, self._queues, self._kv, "error", why) for failed in alive]
 
 
 def finish(request: Request, queues: RequestQueues, memory: KVManager, reason: str, error: str | None = None) -> Delta:

@@ -25,7 +25,7 @@ class Trials:
         request.trial = max(request.trial, end)
         if request not in self._requests:
             self._requests.append(request)
-        self._requests.sort(key=lambda one: (len(one.output), -one.arrival, one.id))
+        self._requests.sort(key=lambda suspect: (len(suspect.output), -suspect.arrival, suspect.id))
 
     @staticmethod
     def passed(request: Request, end: int) -> None:

@@ -113,8 +113,8 @@ class Padded:
         if not np.logical_or.reduce(full):  # most prompts are shorter than a chunk
             result: Array = speeds * (ends + quadratic * last * (context + 0.5 * last))
             return result
-        whole, one = full * chunk, Load().add_chunk(chunk, 0)
-        program, padded = self.buckets.placed(one)
+        whole, load = full * chunk, Load().add_chunk(chunk, 0)
+        program, padded = self.buckets.placed(load)
         each = self.coefficients.step_time(padded) - quadratic * padded.quadratic
         speed = 1.0 if self.factors is None else self.factors[program]
         before = quadratic * whole * (context + 0.5 * whole)
@@ -143,10 +143,10 @@ class Padded:
         return sizes, seconds, self._speeds[first : first + len(sizes) + 1]  # the factor of size 0 does not matter
 
     def _unpadded(self, tokens: Array) -> Array:
-        one = self.coefficients
-        result: Array = one.fixed + one.prefill * tokens
-        if one.w_moe:
-            result = result + one.w_moe * (1.0 - (1.0 - one.p_moe) ** tokens)
+        coefficients = self.coefficients
+        result: Array = coefficients.fixed + coefficients.prefill * tokens
+        if coefficients.w_moe:
+            result = result + coefficients.w_moe * (1.0 - (1.0 - coefficients.p_moe) ** tokens)
         return result
 
     @cached_property

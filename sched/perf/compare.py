@@ -59,7 +59,9 @@ def _score(
         return Score(name, problem=str(error))
     errors = np.array([_error(model, *steps[index]) for index in judged])
     kinds = np.array([kind(steps[index][0]) for index in judged])
-    by_kind = {one: float(errors[kinds == one].mean()) for one in ("prefill", "decode", "mixed") if one in kinds}
+    by_kind = {
+        label: float(errors[kinds == label].mean()) for label in ("prefill", "decode", "mixed") if label in kinds
+    }
     online = []
     for load, seconds in steps:
         online.append(_error(learning, load, seconds))

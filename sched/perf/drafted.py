@@ -79,7 +79,7 @@ class Drafted:
         cell = _cell(load)
         if cell in self._ratios or not self._ratios:
             return self._ratios.get(cell, FIRST)
-        nearest = min(self._ratios, key=lambda one: (4 * abs(one[0] - cell[0]) + abs(one[1] - cell[1]), one))
+        nearest = min(self._ratios, key=lambda other: (4 * abs(other[0] - cell[0]) + abs(other[1] - cell[1]), other))
         return self._ratios[nearest]
 
 

@@ -69,10 +69,10 @@ def solve(points: Sequence[Point], assumed: Mapping[str, float], chunk: int = 81
     given = np.array([0.0 if name in unknown else assumed.get(name, 0.0) for name in LINEAR])
     columns = [LINEAR.index(name) for name in unknown]
     target = (seconds - table @ given) / seconds
-    found, rank = _least_squares(table[:, columns] / seconds[:, None], target)
+    solution, rank = _least_squares(table[:, columns] / seconds[:, None], target)
     if rank < len(unknown):
         raise InvalidValue(f"the points cannot tell {', '.join(unknown)} apart: assume some of them", "points")
-    values = dict(zip(unknown, found.tolist(), strict=True))
+    values = dict(zip(unknown, solution.tolist(), strict=True))
     negative = [f"{name}={value:.3g}" for name, value in values.items() if value < 0]
     if negative:
         raise InvalidValue(f"the points and the assumed values make {', '.join(negative)} negative", "points")
@@ -83,8 +83,8 @@ def _least_squares(table: Array, target: Array) -> tuple[Array, int]:
     """As numpy's, after scaling the columns to one norm: their magnitudes range from 1 to tokens squared."""
     size = np.linalg.norm(table, axis=0)
     size[size == 0] = 1.0
-    found, _, rank, _ = np.linalg.lstsq(table / size, target, rcond=1e-10)
-    result: Array = found / size
+    solution, _, rank, _ = np.linalg.lstsq(table / size, target, rcond=1e-10)
+    result: Array = solution / size
     return result, int(rank)
 
 
@@ -110,12 +110,12 @@ def fit(measured: Iterable[tuple[Load, float]], p_moe: float = 0.0, buckets: Buc
         raise InvalidValue("no measured steps to fit", "measured")
     seconds = np.array([time for _, time in steps])
     table = np.array([row(load, p_moe) for load, _ in steps], dtype=float)
-    found = proportional(table, seconds)
-    predicted = table @ found
+    solution = proportional(table, seconds)
+    predicted = table @ solution
     error = np.abs(predicted / seconds - 1)
     kinds = np.array([kind(load) for load, _ in steps])
     by_kind = {name: float(error[kinds == name].mean()) for name in ("prefill", "decode", "mixed") if name in kinds}
-    coefficients = Coefficients(**dict(zip(LINEAR, found.tolist(), strict=True)), p_moe=p_moe)
+    coefficients = Coefficients(**dict(zip(LINEAR, solution.tolist(), strict=True)), p_moe=p_moe)
     return Fit(coefficients, float(error.mean()), float(error.max()), by_kind, len(steps))
 
 
@@ -135,25 +135,25 @@ def proportional(table: Array, seconds: Array) -> Array:
 
     seconds: all positive.
     """
-    found = nonnegative(table / seconds[:, None], np.ones(len(seconds)))
-    predicted = table @ found
+    solution = nonnegative(table / seconds[:, None], np.ones(len(seconds)))
+    predicted = table @ solution
     if not np.all(predicted > 0):
-        return found  # rows of zeros: the coefficients cannot explain these steps
-    found *= float(np.exp(np.mean(np.log(seconds / predicted))))
-    error = log_error(table @ found, seconds)
+        return solution  # rows of zeros: the coefficients cannot explain these steps
+    solution *= float(np.exp(np.mean(np.log(seconds / predicted))))
+    error = log_error(table @ solution, seconds)
     for _ in range(ROUNDS):
-        predicted = table @ found
+        predicted = table @ solution
         aim = nonnegative(table / predicted[:, None], 1.0 + np.log(seconds / predicted))
-        trials = [found + step * (aim - found) for step in (1.0, 0.5, 0.1, 0.01)]
+        trials = [solution + step * (aim - solution) for step in (1.0, 0.5, 0.1, 0.01)]
         errors = [log_error(table @ trial, seconds) for trial in trials]
         best = int(np.argmin(errors))
         gained = error - errors[best]
         if gained <= 0:
             break
-        found, error = trials[best], errors[best]
+        solution, error = trials[best], errors[best]
         if gained <= 1e-9 * error:
             break
-    return found
+    return solution
 
 
 def log_error(predicted: Array, seconds: Array) -> float:
@@ -161,14 +161,16 @@ def log_error(predicted: Array, seconds: Array) -> float:
     return float(np.sum(np.log(predicted / seconds) ** 2)) if np.all(predicted > 0) else float("inf")
 
 
-def to_total(found: Coefficients, measured: Iterable[tuple[Load, float]], buckets: Buckets = NONE) -> Coefficients:
+def to_total(
+    coefficients: Coefficients, measured: Iterable[tuple[Load, float]], buckets: Buckets = NONE
+) -> Coefficients:
     """Scale the coefficients so that all steps together take as long as measured.
 
     A fit describes the usual step, but slow moments of a machine are rare and long.
     """
     steps = [(buckets.placed(load)[1], seconds) for load, seconds in measured]
-    ratio = sum(seconds for _, seconds in steps) / sum(found.step_time(load) for load, _ in steps)
-    return replace(found, **{name: ratio * getattr(found, name) for name in LINEAR})
+    ratio = sum(seconds for _, seconds in steps) / sum(coefficients.step_time(load) for load, _ in steps)
+    return replace(coefficients, **{name: ratio * getattr(coefficients, name) for name in LINEAR})
 
 
 def nonnegative(table: Array, target: Array) -> Array:
@@ -181,9 +183,9 @@ def nonnegative(table: Array, target: Array) -> Array:
     table = table / np.where(size > 0, size, 1.0)
     count = table.shape[1]
     inside = np.zeros(count, dtype=bool)
-    found: Array = np.zeros(count)
+    solution: Array = np.zeros(count)
     for _ in range(10 * count):
-        pull = table.T @ (target - table @ found)
+        pull = table.T @ (target - table @ solution)
         pull[inside | (size == 0)] = -np.inf
         best = int(np.argmax(pull))
         if pull[best] <= 1e-10 * max(1.0, float(np.linalg.norm(target))):
@@ -194,10 +196,10 @@ def nonnegative(table: Array, target: Array) -> Array:
             trial[inside] = np.linalg.lstsq(table[:, inside], target, rcond=1e-10)[0]
             below = inside & (trial <= 0)
             if not below.any():
-                found = trial
+                solution = trial
                 break
-            step = np.min(found[below] / np.maximum(found[below] - trial[below], 1e-300))
-            found = np.maximum(found + step * (trial - found), 0.0)
-            inside &= found > 1e-12
-    result: Array = found / np.where(size > 0, size, 1.0)
+            step = np.min(solution[below] / np.maximum(solution[below] - trial[below], 1e-300))
+            solution = np.maximum(solution + step * (trial - solution), 0.0)
+            inside &= solution > 1e-12
+    result: Array = solution / np.where(size > 0, size, 1.0)
     return result

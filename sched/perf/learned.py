@@ -162,8 +162,8 @@ class LearnedModel:
 
     def _formed(self) -> Padded:
         values = (self._learning.weights / SCALE).tolist()
-        made = Coefficients(**dict(zip(LINEAR, values, strict=True)), p_moe=self._p_moe)
-        return Padded(made, self._buckets, tuple(self._factors))
+        coefficients = Coefficients(**dict(zip(LINEAR, values, strict=True)), p_moe=self._p_moe)
+        return Padded(coefficients, self._buckets, tuple(self._factors))
 
 
 def _shrunk(ratios: Sequence[tuple[int, float]], programs: int) -> tuple[list[float], list[int]]:
@@ -175,7 +175,7 @@ def _shrunk(ratios: Sequence[tuple[int, float]], programs: int) -> tuple[list[fl
     factors, seen = [1.0] * programs, [0] * programs
     if not ratios:
         return factors, seen
-    which, ratio = np.array([one for one, _ in ratios]), np.array([one for _, one in ratios])
+    which, ratio = np.array([index for index, _ in ratios]), np.array([value for _, value in ratios])
     counts = np.bincount(which, minlength=programs)
     there = np.flatnonzero(counts)
     means = np.bincount(which, ratio, programs)[there] / counts[there]

@@ -117,15 +117,15 @@ def _drafting(limits: Limits, max_model_len: int) -> Iterator[Probe]:
 
 def spans(probe: Probe, limits: Limits) -> tuple[Span, ...]:
     """Return the spans of a probe over an empty pool. They write garbage into pages that no request holds."""
-    made, page = [], 0
+    planned, page = [], 0
     for slot, (start, length, draft) in enumerate(probe.rows):
         prompt = start if slot < probe.decode else start + length
         pages = range(page, page + (start + length - 1) // limits.page_size + 1)
         page = pages.stop
         begin = Begin(SamplingParams(temperature=0.0), 0, (), (), prompt, ())
         tokens = (0,) * (length - draft)
-        made.append(Span(-1 - slot, slot, start, length, tuple(pages), tokens, draft, True, begin))
-    return tuple(made)
+        planned.append(Span(-1 - slot, slot, start, length, tuple(pages), tokens, draft, True, begin))
+    return tuple(planned)
 
 
 async def measure(
@@ -170,7 +170,7 @@ async def measure(
                 warm.add(program)
             rates[kind(load)] = max(rates.get(kind(load), 0.0), took / padded)
     executor.release(sorted({slot for probe in todo for slot in range(len(probe.rows))}))
-    return [(todo[index].load, median(found)) for index, found in sorted(times.items())]
+    return [(todo[index].load, median(durations)) for index, durations in sorted(times.items())]
 
 
 def priced(loads: Iterable[Load], step_time: Callable[[Load], float]) -> list[Point]:

@@ -38,14 +38,14 @@ class Recipe:
     def make(self) -> PerfModel:
         """Create the model. Raises InvalidValue if the points do not determine it."""
         plain = [step for step in self.points if not step[0].drafts]
-        made: PerfModel
+        model: PerfModel
         if self.coefficients is not None and self.kind == "learned":
-            made = LearnedModel(plain, self.buckets, coefficients=self.coefficients)
+            model = LearnedModel(plain, self.buckets, coefficients=self.coefficients)
         elif self.coefficients is not None:
-            made = make(self.kind, self.coefficients, buckets=self.buckets)
+            model = make(self.kind, self.coefficients, buckets=self.buckets)
         else:
-            made = make(self.kind, points=plain, p_moe=self.p_moe, buckets=self.buckets)
-        return Drafted(made, self.points) if self.drafts else made
+            model = make(self.kind, points=plain, p_moe=self.p_moe, buckets=self.buckets)
+        return Drafted(model, self.points) if self.drafts else model
 
     def padded(self, buckets: Buckets) -> Recipe:
         """Return the recipe for an engine that pads steps to other sizes.

@@ -80,12 +80,12 @@ def _nonnegative(normal: Array, pulled: Array) -> Array:
     The variables that would be negative are removed and the rest is solved again. Clipping them instead
     would leave the others too large.
     """
-    found = np.linalg.solve(normal, pulled).astype(float, copy=False)
-    if found.min() >= 0:
-        return found
+    weights = np.linalg.solve(normal, pulled).astype(float, copy=False)
+    if weights.min() >= 0:
+        return weights
     inside = np.ones(len(pulled), dtype=bool)
-    while found.min() < 0:
-        inside &= found >= 0
-        found = np.zeros(len(pulled))
-        found[inside] = np.linalg.solve(normal[np.ix_(inside, inside)], pulled[inside])
-    return found
+    while weights.min() < 0:
+        inside &= weights >= 0
+        weights = np.zeros(len(pulled))
+        weights[inside] = np.linalg.solve(normal[np.ix_(inside, inside)], pulled[inside])
+    return weights

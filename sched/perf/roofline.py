@@ -82,7 +82,7 @@ class Roofline:
         tokens = np.array([load.tokens for load, _ in steps])
         starts = [np.zeros(len(steps), dtype=np.intp)]  # a single term: the result is never worse than linear
         starts += [np.digitize(tokens, np.quantile(tokens, _cuts(split, terms))) for split in SPLITS if terms > 1]
-        best = min((_alternate(table, read, seconds, start) for start in starts), key=lambda found: found[0])
+        best = min((_alternate(table, read, seconds, start) for start in starts), key=lambda attempt: attempt[0])
         return cls(tuple(Term(*row) for row in best[1].tolist()), best[2])
 
 
@@ -100,12 +100,12 @@ def _alternate(table: Array, read: Array, seconds: Array, owner: Owner) -> tuple
     best: tuple[float, Array, float] = (float("inf"), np.zeros((terms, 3)), 0.0)
     for _ in range(ROUNDS):
         parts = [table * (owner == term)[:, None] for term in range(terms)]
-        found = proportional(np.hstack([*parts, read]), seconds)
-        made, context = found[:-1].reshape(terms, 3), float(found[-1])
-        times = table @ made.T
+        solution = proportional(np.hstack([*parts, read]), seconds)
+        rows, context = solution[:-1].reshape(terms, 3), float(solution[-1])
+        times = table @ rows.T
         error = log_error(times.max(axis=1) + read[:, 0] * context, seconds)
         if error < best[0]:
-            best = (error, made, context)
+            best = (error, rows, context)
         slowest = times.argmax(axis=1)
         if np.array_equal(slowest, owner):
             break

@@ -169,9 +169,9 @@ class TableModel:
             return
         rows, longest = np.meshgrid(self._batches, self._lengths, indexing="ij")
         table = np.stack([np.ones_like(rows), rows, longest], axis=-1)
-        found = nonnegative(table[seen], self._seconds[seen])
+        solution = nonnegative(table[seen], self._seconds[seen])
         least = np.min(self._seconds[seen])  # the fit must not fall below every measured step
-        self._filled = np.where(seen, self._seconds, np.maximum(table @ found, least))
+        self._filled = np.where(seen, self._seconds, np.maximum(table @ solution, least))
 
 
 def _place(axis: Array, values: Array) -> tuple[np.ndarray[tuple[int], np.dtype[np.intp]], Array]:

@@ -105,7 +105,7 @@ class Drafting:
 
     def _chosen(self, view: View, decision: Decision) -> dict[int, int]:
         """Choose the number of tokens to draft, by request."""
-        decoding = {one.id: row for row, one in enumerate(view.decode)}
+        decoding = {request.id: row for row, request in enumerate(view.decode)}
         rows = [decoding[grant.request] for grant in decision.grants if grant.request in decoding]
         mine = [view.decode[row] for row in rows]
         if not self._adaptive and mine:
@@ -116,13 +116,13 @@ class Drafting:
             return {}
         batch = _Batch.of(view, mine, rows, _beside(view, decision, decoding))
         idle = _Best(batch.count / batch.alone, 0, batch.able)
-        found = [batch.best(draft, idle.rate) for draft in draft_lengths(view.limits.draft)]
-        best = max((one for one in found if one is not None), key=lambda one: one.rate, default=idle)
+        choices = [batch.best(draft, idle.rate) for draft in draft_lengths(view.limits.draft)]
+        best = max((choice for choice in choices if choice is not None), key=lambda choice: choice.rate, default=idle)
         best = best if best.rate > WORTH * idle.rate else idle
         if not batch.beside.prefill:  # step times are learned from steps of decodes only
             best = self._tried(batch, best, idle)
         drafting = zip(mine, best.rows.tolist(), strict=True)
-        return {one.id: best.draft for one, drafts in drafting if drafts} if best.draft else {}
+        return {request.id: best.draft for request, drafts in drafting if drafts} if best.draft else {}
 
     def _tried(self, batch: _Batch, best: _Best, idle: _Best) -> _Best:
         """Return `best`, or from time to time an alternative to measure, less often the more it costs.

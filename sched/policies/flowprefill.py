@@ -75,7 +75,7 @@ class FlowPrefill:
         if view.running is not None:
             return Decision(preempt=self._stops(view, view.running, head, rank))
         owed = next((task for task in view.suspended if self._owed(view, task)), None)
-        task = owed or min(view.suspended, key=lambda one: self._rank(view, one), default=None)
+        task = owed or min(view.suspended, key=lambda suspended: self._rank(view, suspended), default=None)
         if task is not None and (owed or head is None or self._rank(view, task) <= rank):
             return Decision(resume=task.step)
         if head is None:
@@ -210,7 +210,7 @@ class _Guard:
             for request in task.requests
             if request.tier != BEST_EFFORT
         )
-        stopped = [one.arrival + one.slo.ttft - view.start - seconds for seconds, one in tasks]
+        stopped = [request.arrival + request.slo.ttft - view.start - seconds for seconds, request in tasks]
         self._slack: list[float] = slack.tolist()
         self._outside: list[float] = np.sort(np.concatenate([slack, stopped])).tolist()
 

@@ -54,12 +54,12 @@ class _Loader(SourceFileLoader):
 
 def resolved(text: str) -> str:
     """Return the name of a policy with absolute paths, as other processes take it. Other names are unchanged."""
-    return _PATH.sub(lambda found: f"{found[1]}{Path(found[2]).expanduser().resolve()}", text)
+    return _PATH.sub(lambda match: f"{match[1]}{Path(match[2]).expanduser().resolve()}", text)
 
 
 def shown(text: str) -> str:
     """Return the name of a policy without folders, which clients of a server need not know."""
-    return _PATH.sub(lambda found: f"{found[1]}{Path(found[2]).name}", text)
+    return _PATH.sub(lambda match: f"{match[1]}{Path(match[2]).name}", text)
 
 
 def from_files(text: str) -> bool:
@@ -121,8 +121,8 @@ def _classes(path: Path, what: str) -> str:
     module = _module(path, what)
     names = [
         name
-        for name, one in vars(module).items()
-        if isinstance(one, type) and one.__module__ == module.__name__ and hasattr(one, "decide")
+        for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "decide")
     ]
     return f"; its policies: {', '.join(names)}" if names else ", and none with a method decide(self, view)"
 

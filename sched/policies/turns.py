@@ -107,7 +107,7 @@ def coarse(view: View, prompts: Decision) -> tuple[Grant, ...]:
     if not prompts.grants or not isfinite(bound):
         return prompts.grants
     first, others = prompts.grants[0], prompts.grants[1:]
-    request = next(one for one in view.prefill if one.id == first.request)
+    request = next(queued for queued in view.prefill if queued.id == first.request)
     left = min(first.tokens, request.remaining)
     tokens = largest_chunk(view.perf.step_time, Load(), request.context, left, bound) or min(left, GRID)
     return (Grant(first.request, tokens), *others)

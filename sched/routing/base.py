@@ -24,12 +24,20 @@ class Fleet(NamedTuple):
     @property
     def entries(self) -> list[int]:
         """Indices of the instances that prefill new prompts and accept requests."""
-        return [index for index, one in enumerate(self.instances) if one.role is not Role.DECODE and one.accepting]
+        return [
+            index
+            for index, instance in enumerate(self.instances)
+            if instance.role is not Role.DECODE and instance.accepting
+        ]
 
     @property
     def decoders(self) -> list[int]:
         """Indices of the decode instances that accept requests."""
-        return [index for index, one in enumerate(self.instances) if one.role is Role.DECODE and one.accepting]
+        return [
+            index
+            for index, instance in enumerate(self.instances)
+            if instance.role is Role.DECODE and instance.accepting
+        ]
 
 
 class Scalars(NamedTuple):

@@ -123,15 +123,15 @@ class Deflect(LeastWork):
             return []
         instances, now = fleet.instances, fleet.now
         every = [(index, self._lost.of(instances[index], now)) for index in fleet.entries]
-        lost = [(index, one) for index, one in every if one.requests]
+        lost = [(index, prompts) for index, prompts in every if prompts.requests]
         if not lost:
             return []
         hosts = [self._hosts.of(instances[index], now) for index in decoders]
-        best, ends = self._paths.best(hosts, [one for _, one in lost])
-        wanted = np.flatnonzero(ends - now <= 0.9 * (np.concatenate([one.deadlines for _, one in lost]) - now))
+        best, ends = self._paths.best(hosts, [prompts for _, prompts in lost])
+        wanted = np.flatnonzero(ends - now <= 0.9 * (np.concatenate([prompts.deadlines for _, prompts in lost]) - now))
         if not len(wanted):
             return []
-        behind = list(accumulate(len(one.requests) for _, one in lost))  # end of the prompts of each instance
+        behind = list(accumulate(len(prompts.requests) for _, prompts in lost))  # end of the prompts of each instance
         moves: list[tuple[int, Move]] = []
         for host in np.unique(best[wanted]).tolist():
             for at in wanted[best[wanted] == host].tolist():
@@ -143,23 +143,23 @@ class Deflect(LeastWork):
         return [move for _, move in sorted(moves)]
 
     def _prefill_path(self, request: Request, fleet: Fleet, index: int) -> float:
-        one = fleet.instances[index]
-        view = one.view(fleet.now, max(fleet.now, one.ends))
-        new = request.prompt_length - one.cached_tokens(request)
+        instance = fleet.instances[index]
+        view = instance.view(fleet.now, max(fleet.now, instance.ends))
+        new = request.prompt_length - instance.cached_tokens(request)
         queue = float(remaining_work(view, view.prefill).sum())
         own = view.perf.prefill_times(np.array([float(new)]), np.array([0.0]), view.limits.tokens)
         return view.start + queue + float(own[0])
 
-    def _host(self, one: InstanceView, start: float) -> Host:
-        view = one.view(start, start)
+    def _host(self, instance: InstanceView, start: float) -> Host:
+        view = instance.view(start, start)
         queue = float(view.prefill.remaining.sum()) if len(view.prefill) else 0.0
-        free = view.free_pages * one.limits.page_size
+        free = view.free_pages * instance.limits.page_size
         bound = mixed_bound(view, gap=self.mixed_share, share=self.mixed_share, stretch=self.mixed_share)
-        return Host(start, free, queue, bound, decode_load(view.decode), view.perf, one.limits.tokens)
+        return Host(start, free, queue, bound, decode_load(view.decode), view.perf, instance.limits.tokens)
 
 
-def _lost(one: InstanceView, start: float) -> Lost:
-    view = one.view(start, start)
+def _lost(instance: InstanceView, start: float) -> Lost:
+    view = instance.view(start, start)
     rows = view.prefill
     work = remaining_work(view, rows)
     able = (start + work <= rows.deadline) & (rows.best_effort == 0)
@@ -178,8 +178,8 @@ def ends_on(hosts: Sequence[Host], length: int) -> Array:
             for probe in PROBES
         )
         start, free, queue, bound, most = np.array([(*host[:4], host.most) for host in busy]).T
-        found = _ends(start, bound, queue + length, first, second, most)
-        ends[[host.bound < inf for host in hosts]] = np.where(free < length, inf, found)
+        times = _ends(start, bound, queue + length, first, second, most)
+        ends[[host.bound < inf for host in hosts]] = np.where(free < length, inf, times)
     return ends
 
 
@@ -200,9 +200,11 @@ class Paths:
 
     def best(self, hosts: list[Host], lost: Sequence[Lost]) -> tuple[Order, Array]:
         """Return, per prompt of `lost`, the best host (an index into `hosts`) and the first-token time there."""
-        if len(hosts) != len(self._hosts) or len(self._places) > 256 + 4 * sum(len(one.requests) for one in lost):
+        if len(hosts) != len(self._hosts) or len(self._places) > 256 + 4 * sum(
+            len(prompts.requests) for prompts in lost
+        ):
             self._forget()
-        columns = np.concatenate([self._columns_of(one) for one in lost])
+        columns = np.concatenate([self._columns_of(prompts) for prompts in lost])
         self._update(hosts)
         best = np.argmin(self._ends, axis=0)
         ends = self._ends[best, np.arange(len(best))]
@@ -211,8 +213,8 @@ class Paths:
     def _columns_of(self, lost: Lost) -> Order:
         columns, places = self._columns.get(lost), self._places
         if columns is None:
-            found = [places.setdefault(length, len(places)) for length in lost.lengths.tolist()]
-            columns = self._columns[lost] = np.array(found, dtype=np.intp)
+            indices = [places.setdefault(length, len(places)) for length in lost.lengths.tolist()]
+            columns = self._columns[lost] = np.array(indices, dtype=np.intp)
         return columns
 
     def _update(self, hosts: list[Host]) -> None:

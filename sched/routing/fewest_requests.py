@@ -34,5 +34,5 @@ class FewestRequests(Router):
         return score
 
     def _score(self, index: int, fleet: Fleet) -> int:
-        one = fleet.instances[index]
-        return WAITING * one.waiting + one.running
+        instance = fleet.instances[index]
+        return WAITING * instance.waiting + instance.running

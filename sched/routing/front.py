@@ -128,28 +128,30 @@ class Front:
 
     def _refresh(self, group: range) -> None:
         """Show the snapshots of a group with what was sent since."""
-        known = [(index, one) for index in group if (one := self._taken[index]) is not None]
-        decoders = [one for _, one in known if one.role is Role.DECODE]
+        known = [(index, snapshot) for index in group if (snapshot := self._taken[index]) is not None]
+        decoders = [decoder for _, decoder in known if decoder.role is Role.DECODE]
         entries = max(1, len(known) - len(decoders))
         running, context = (
             sum(getattr(decoder, name) for decoder in decoders) // entries for name in ("running", "decode_context")
         )
-        for index, one in known:
-            if decoders and one.role is not Role.DECODE:
-                one = replace(one, running=one.running + running, decode_context=one.decode_context + context)
-            self._show(index, one.plus(list(self._sent[index].values())))
+        for index, snapshot in known:
+            if decoders and snapshot.role is not Role.DECODE:
+                snapshot = replace(
+                    snapshot, running=snapshot.running + running, decode_context=snapshot.decode_context + context
+                )
+            self._show(index, snapshot.plus(list(self._sent[index].values())))
 
-    def _show(self, index: int, one: Snapshot) -> None:
-        self._shown[index], self._since[index] = one, []
+    def _show(self, index: int, snapshot: Snapshot) -> None:
+        self._shown[index], self._since[index] = snapshot, []
         self._table[:, index] = (
-            one.role is not Role.DECODE and one.accepting,
-            one.ends,
-            one.prefill_backlog,
-            one.perf.prefill_rate,
-            busy(one),
-            one.running,
-            one.waiting,
-            one.decode_context,
+            snapshot.role is not Role.DECODE and snapshot.accepting,
+            snapshot.ends,
+            snapshot.prefill_backlog,
+            snapshot.perf.prefill_rate,
+            busy(snapshot),
+            snapshot.running,
+            snapshot.waiting,
+            snapshot.decode_context,
         )
 
     # routing
@@ -225,20 +227,23 @@ class Front:
     def _decoders(self, without: Collection[int]) -> list[int]:
         """Return the decode instances with the least context."""
         shown = [
-            (one.decode_context, index)
-            for index, one in enumerate(self._shown)
-            if one is not None and one.role is Role.DECODE and one.accepting and self._group[index] not in without
+            (snapshot.decode_context, index)
+            for index, snapshot in enumerate(self._shown)
+            if snapshot is not None
+            and snapshot.role is Role.DECODE
+            and snapshot.accepting
+            and self._group[index] not in without
         ]
         return [index for _, index in sorted(shown)[: self._shortlist]]
 
 
-def busy(one: Snapshot) -> float:
+def busy(snapshot: Snapshot) -> float:
     """Return the share of the time that steps of the decodes alone take, if each just keeps the tightest objective."""
-    rows = one.decode
+    rows = snapshot.decode
     if not len(rows):
         return 0.0
     pace = tightest_pace(rows)
-    return min(one.perf.step_time(decode_load(rows)) / pace, BUSIEST) if pace < inf else 0.0
+    return min(snapshot.perf.step_time(decode_load(rows)) / pace, BUSIEST) if pace < inf else 0.0
 
 
 def _no_transfer(tokens: int) -> float:

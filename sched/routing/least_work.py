@@ -19,9 +19,9 @@ class LeastWork(Router):
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         def work(index: int) -> tuple[int, int, int]:
-            one = fleet.instances[index]
-            new = request.prompt_length - one.cached_tokens(request)
-            return (one.prefill_backlog + new, one.decode_context, index)
+            instance = fleet.instances[index]
+            new = request.prompt_length - instance.cached_tokens(request)
+            return (instance.prefill_backlog + new, instance.decode_context, index)
 
         return sorted(fleet.entries, key=work)
 

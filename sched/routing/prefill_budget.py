@@ -26,10 +26,10 @@ class PrefillBudget(Router):
         left: dict[int, float] = {}
         behind: dict[int, int] = {}  # prompt tokens to compute, including its own
         for index in fleet.entries:
-            one = fleet.instances[index]
-            new = request.prompt_length - one.cached_tokens(request)
-            left[index] = self._promised.of(one, fleet.now).budget(request.deadline, new) - new
-            behind[index] = one.prefill_backlog + new
+            instance = fleet.instances[index]
+            new = request.prompt_length - instance.cached_tokens(request)
+            left[index] = self._promised.of(instance, fleet.now).budget(request.deadline, new) - new
+            behind[index] = instance.prefill_backlog + new
         for index, other in self._sent.unseen(fleet):
             if index not in left:
                 continue  # its role has changed since, or its step hangs
@@ -40,5 +40,5 @@ class PrefillBudget(Router):
         return order
 
 
-def _promised(one: InstanceView, start: float) -> Promised:
-    return Promised(one.view(start, start))
+def _promised(instance: InstanceView, start: float) -> Promised:
+    return Promised(instance.view(start, start))

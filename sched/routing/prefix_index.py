@@ -69,18 +69,18 @@ class PrefixIndex:
     def _search(self, request: Request) -> Hits:
         if not self._holders or request.params.whole_prompt:
             return self._nothing
-        found, tokens = self._nothing.copy(), 0
+        hits, tokens = self._nothing.copy(), 0
         have = (1 << self._instances) - 1
         for digest in self._digests(request):
             holders = self._holders.get(digest[:KEPT], 0) & have
             if holders != have:
-                found[self._bits(have & ~holders)] = tokens
+                hits[self._bits(have & ~holders)] = tokens
                 have = holders
                 if not have:
-                    return found
+                    return hits
             tokens += self._page_size
-        found[self._bits(have)] = tokens
-        return found
+        hits[self._bits(have)] = tokens
+        return hits
 
     def _digests(self, request: Request) -> Iterator[bytes]:
         """Yield the digests of the pages that a hit may have: one token is left to compute."""

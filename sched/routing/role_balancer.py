@@ -58,7 +58,7 @@ class RoleBalancer:
         most = self._share * len(fleet.decoders) / len(instances)
         if self._lent or not all(_quick(instances[index], fleet.now, most) for index in fleet.decoders):
             return {}
-        self._apart = {index: one.role for index, one in enumerate(instances)}
+        self._apart = {index: instance.role for index, instance in enumerate(instances)}
         return dict.fromkeys(self._apart, Role.MIXED)
 
     def _given_back(self, fleet: Fleet, offered: float) -> Mapping[int, Role]:
@@ -74,11 +74,11 @@ class RoleBalancer:
         return {back: Role.PREFILL}
 
 
-def _lacks_rows(one: InstanceView) -> bool:
-    return one.kv_waiting > 0 and one.running >= FULL * one.limits.rows
+def _lacks_rows(instance: InstanceView) -> bool:
+    return instance.kv_waiting > 0 and instance.running >= FULL * instance.limits.rows
 
 
-def _quick(one: InstanceView, now: float, share: float) -> bool:
+def _quick(instance: InstanceView, now: float, share: float) -> bool:
     """Return whether a step of all running decodes takes at most `share` of the tightest tpot or tbt."""
-    rows = one.view(now, max(now, one.ends)).decode
-    return one.perf.step_time(decode_load(rows)) <= share * tightest_pace(rows)
+    rows = instance.view(now, max(now, instance.ends)).decode
+    return instance.perf.step_time(decode_load(rows)) <= share * tightest_pace(rows)

@@ -141,8 +141,8 @@ class Rows:
 
     def plus(self, requests: Sequence[Request], hits: Sequence[int]) -> Rows:
         """Return these rows and waiting requests behind them, before best effort unless they are best effort."""
-        own = [one for one in zip(requests, hits, strict=True) if one[0].tier != BEST_EFFORT]
-        last = [one for one in zip(requests, hits, strict=True) if one[0].tier == BEST_EFFORT]
+        own = [pair for pair in zip(requests, hits, strict=True) if pair[0].tier != BEST_EFFORT]
+        last = [pair for pair in zip(requests, hits, strict=True) if pair[0].tier == BEST_EFFORT]
         places = [self.standard] * len(own) + [len(self)] * len(last)
         new = np.array([_waiting(request, hit) for request, hit in own + last]).T
         columns = {name: np.insert(getattr(self, name), places, new[at]) for at, name in enumerate(COLUMNS)}
@@ -251,7 +251,7 @@ class Snapshot:
 
     def later(self, seconds: float) -> Snapshot:
         """Return this snapshot with all times moved by `seconds`, to the clock of another process."""
-        rows = [replace(one, deadline=one.deadline + seconds) for one in (self.prefill, self.decode)]
+        rows = [replace(queue, deadline=queue.deadline + seconds) for queue in (self.prefill, self.decode)]
         return replace(
             self, taken=self.taken + seconds, ends=self.ends + seconds, prefill=rows[0], decode=rows[1],
             others=tuple(replace(other, deadline=other.deadline + seconds) for other in self.others),

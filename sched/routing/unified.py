@@ -79,9 +79,9 @@ class Unified(Router):
         work = {index: _prompt_time(request, fleet.instances[index], hit) for index, hit in hits.items()}
 
         def done(index: int) -> tuple[float, int, int]:
-            one = fleet.instances[index]
-            server = self._servers.of(one, fleet.now)
-            return server.start + server.behind + work[index], one.decode_context, index
+            instance = fleet.instances[index]
+            server = self._servers.of(instance, fleet.now)
+            return server.start + server.behind + work[index], instance.decode_context, index
 
         order = sorted(entries, key=done) if len(entries) > 1 else entries
         self._offered.add(work[order[0]], fleet.now, fleet.instances[order[0]].limits.rows)
@@ -95,10 +95,10 @@ class Unified(Router):
         """
         if request.tier == BEST_EFFORT or not self._quiet(fleet):
             return False
-        one = fleet.instances[index]
-        rows = one.view(fleet.now, max(fleet.now, one.ends)).decode
+        instance = fleet.instances[index]
+        rows = instance.view(fleet.now, max(fleet.now, instance.ends)).decode
         load = joined(decode_load(rows), np.array([float(request.prompt_length + request.generated)]))
-        step, prompt = one.perf.step_time(load), _prompt_time(request, one, _hit(request, one))
+        step, prompt = instance.perf.step_time(load), _prompt_time(request, instance, _hit(request, instance))
         pace = min(tightest_pace(rows), tightest(request, request.tpot))
         return step + prompt <= min(request.slo.ttft, self._share * pace)
 
@@ -122,19 +122,19 @@ class Unified(Router):
             return moves
         servers: dict[int, _Server] = {}
         for index in fleet.entries:
-            one = fleet.instances[index]
-            seen = (len(one), one.steps)
+            instance = fleet.instances[index]
+            seen = (len(instance), instance.steps)
             if self._seen.get(index) != seen:  # skip instances without an arrival, an end or a step
                 self._seen[index] = seen
-                moves += self._relieve(index, one, fleet, servers)
+                moves += self._relieve(index, instance, fleet, servers)
         return moves
 
-    def _relieve(self, index: int, one: InstanceView, fleet: Fleet, servers: dict[int, _Server]) -> list[Move]:
+    def _relieve(self, index: int, instance: InstanceView, fleet: Fleet, servers: dict[int, _Server]) -> list[Move]:
         """Return moves of waiting prompts that free this instance of late first tokens.
 
         servers: where prompts may move, by instance, with those that moved there just now; filled if it is empty.
         """
-        view = one.view(fleet.now, max(fleet.now, one.ends))
+        view = instance.view(fleet.now, max(fleet.now, instance.ends))
         rows = view.prefill
         if not len(rows):
             return []
@@ -179,16 +179,16 @@ class Unified(Router):
     def _open(self, fleet: Fleet) -> dict[int, _Server]:
         """Return the instances that take prompts from others."""
         return {
-            index: self._servers.of(one, fleet.now)
-            for index, one in enumerate(fleet.instances)
-            if one.accepting and not one.kv_waiting and one.running < FULL * one.limits.rows
+            index: self._servers.of(instance, fleet.now)
+            for index, instance in enumerate(fleet.instances)
+            if instance.accepting and not instance.kv_waiting and instance.running < FULL * instance.limits.rows
         }
 
-    def _server(self, one: InstanceView, start: float) -> _Server:
-        view = one.view(start, start)
+    def _server(self, instance: InstanceView, start: float) -> _Server:
+        view = instance.view(start, start)
         rows = view.prefill
         work, due = remaining_work(view, rows, rows.standard), promised(rows, rows.deadline)
-        if one.role is Role.DECODE and len(view.decode):
+        if instance.role is Role.DECODE and len(view.decode):
             bound = mixed_bound(view, GAP, self._share, self._stretch)
             speed, load = max(SLOWEST, piggyback_speed(view, bound)), decode_load(view.decode)
             server = _Server(view.perf, start, float(work.sum()) / speed, NONE, NONE, speed, load, bound)
@@ -249,14 +249,14 @@ class _Lately:
         return now - arrival > self._most * each
 
 
-def _hit(request: Request, one: InstanceView) -> int:
+def _hit(request: Request, instance: InstanceView) -> int:
     """Return how many prompt tokens an instance need not compute. The last one is always computed."""
-    return min(one.cached_tokens(request), request.prompt_length - 1)
+    return min(instance.cached_tokens(request), request.prompt_length - 1)
 
 
-def _prompt_time(request: Request, one: InstanceView, hit: int) -> float:
+def _prompt_time(request: Request, instance: InstanceView, hit: int) -> float:
     """Return the seconds that an instance takes for a prompt alone, after its prefix hit."""
-    return prompt_time(one.perf, request.prompt_length - hit, hit, one.limits.tokens)
+    return prompt_time(instance.perf, request.prompt_length - hit, hit, instance.limits.tokens)
 
 
 @dataclass(slots=True)

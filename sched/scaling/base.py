@@ -32,7 +32,7 @@ class Arriving(NamedTuple):
         timely = [outcome for outcome in several if outcome.ttft < inf]
         return cls(
             tokens,
-            _mean([(one.ttft, one.tokens) for one in timely], inf),
+            _mean([(outcome.ttft, outcome.tokens) for outcome in timely], inf),
             _mean([(outcome.prompt, outcome.tokens) for outcome in several], PROMPT),
         )
 

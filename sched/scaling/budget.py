@@ -45,9 +45,9 @@ class ByBudget:
         return max((taken + expected) / (self._target * mean), pages / PAGES)
 
 
-def _promises(one: InstanceView, now: float, window: float, prompt: int) -> tuple[float, float, float]:
+def _promises(instance: InstanceView, now: float, window: float, prompt: int) -> tuple[float, float, float]:
     """Return the idle budget of an instance, what is taken of it, and the share of its pages in use."""
-    view = one.view(now, max(now, one.ends))
+    view = instance.view(now, max(now, instance.ends))
     idle = max(1.0, idle_budget(view.perf, window, prompt, view.limits.tokens))
     left = Promised(view).budget(view.start + window, prompt)
     return idle, min(MOST * idle, max(0.0, idle - left)), 1.0 - view.free_pages / max(1, view.limits.pages)

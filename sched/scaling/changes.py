@@ -31,7 +31,7 @@ def changes(target: int, standing: Sequence[Standing], requests: Sequence[int]) 
     replica that starts counts, and none of those that serve drains before there are more than `target`.
     """
     serving, starting, draining, stopped = (
-        [at for at, one in enumerate(standing) if one is what]
+        [at for at, state in enumerate(standing) if state is what]
         for what in (Standing.SERVING, Standing.STARTING, Standing.DRAINING, Standing.STOPPED)
     )
     missing = max(0, target - len(serving) - len(starting))

@@ -37,32 +37,32 @@ class Again(NamedTuple):
 def again(replayed: Replay, seed: int = 0) -> Again:
     """Simulate the run recorded in a journal. Raises InvalidValue if no request in it has finished."""
     requests = sorted(replayed.requests.values(), key=lambda request: (request.arrival, request.id))
-    done = [one for one in requests if one.finish_reason in ("stop", "length") and one.key != REHEARSAL]
+    done = [request for request in requests if request.finish_reason in ("stop", "length") and request.key != REHEARSAL]
     if not done:
         raise InvalidValue("no request of the journal has finished", "journal")
-    made = list(replayed.instances.values())
+    instances = list(replayed.instances.values())
     latency, fitted = measured_latency(replayed)
-    limits = made[0]["limits"]
+    limits = instances[0]["limits"]
     mesh = Mesh.parse(
-        f"{len(made)}x1",
-        prefill=sum(one["role"] == "prefill" for one in made) or None,
-        colocated=any(one["role"] == "mixed" for one in made),
+        f"{len(instances)}x1",
+        prefill=sum(instance["role"] == "prefill" for instance in instances) or None,
+        colocated=any(instance["role"] == "mixed" for instance in instances),
     )
     options = Options(
-        perf=made[0]["perf"]["kind"],
+        perf=instances[0]["perf"]["kind"],
         tokens=limits["tokens"],
         rows=limits["rows"],
         prompts=limits["prompts"],
         suspended=limits["suspended"],
         stop_within=limits["stop_within"],
-        prefix_caching=made[0]["prefix_caching"],
-        **made[0]["options"],
+        prefix_caching=instances[0]["prefix_caching"],
+        **instances[0]["options"],
     )
     first = done[0].arrival
     arrivals = [_arrival(request, first, limits["page_size"], replayed.thoughts.get(request.id, 0)) for request in done]
-    report = simulate(arrivals, made[0]["policy"], mesh, latency, seed, options=options)
+    report = simulate(arrivals, instances[0]["policy"], mesh, latency, seed, options=options)
     served = summarize(tuple(measure(request, request.class_, stage_allowance(request)) for request in done))
-    busy = _busy(replayed, first, max(one.token_times[-1] for one in done))
+    busy = _busy(replayed, first, max(request.token_times[-1] for request in done))
     return Again(served, report, fitted, latency.noise, busy)
 
 
@@ -71,8 +71,8 @@ def measured_latency(replayed: Replay) -> tuple[Latency, Fit]:
 
     Raises InvalidValue if no step was measured.
     """
-    made = next(iter(replayed.instances.values()))
-    recipe, limits = Recipe.of(made["perf"]), made["limits"]
+    instance = next(iter(replayed.instances.values()))
+    recipe, limits = Recipe.of(instance["perf"]), instance["limits"]
     fitted = fit(replayed.timed, recipe.p_moe, recipe.buckets)
     truth = to_total(fitted.coefficients, replayed.timed, recipe.buckets)
     latency = Latency(

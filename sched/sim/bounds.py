@@ -60,24 +60,24 @@ def goodput_bounds(
     goal: float = GOAL,
 ) -> list[float]:
     """Return per seed the rate, in requests per second, from which on no policy reaches the goal."""
-    found = []
+    rates = []
     for seed in seeds:
         rate = None if isinstance(workload, Sequence) else 1.0
         arrivals, asked = _promised(workload, rate, num_requests, seed)
         highest = goodput_bound(arrivals, latency.solve(), **_servers(mesh, latency, options), goal=goal)
         counted = arrivals[options.skip : len(arrivals) - options.skip]
         came = (len(counted) - 1) / (counted[-1].time - counted[0].time)  # the rate as the bound computes it
-        found.append(highest * asked / came)
-    return found
+        rates.append(highest * asked / came)
+    return rates
 
 
 def _promised(
     workload: Drawn | Sequence[Arrival], rate: float | None, count: int | None, seed: int
 ) -> tuple[list[Arrival], float]:
     arrivals, actual = arrivals_of(workload, rate, count, seed)
-    if any(one.after is not None for one in arrivals):
+    if any(arrival.after is not None for arrival in arrivals):
         raise InvalidValue("no bound exists for requests that come in rounds", "bound")
-    return [one for one in arrivals if min(one.slo.ttft, one.slo.tpot) < inf], actual
+    return [arrival for arrival in arrivals if min(arrival.slo.ttft, arrival.slo.tpot) < inf], actual
 
 
 def _servers(mesh: Mesh | str, latency: Latency, options: Options) -> dict[str, Any]:

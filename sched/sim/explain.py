@@ -41,7 +41,9 @@ def explain(recorder: Recorder, id: int) -> list[str]:
         known = f"0 to {max(recorder.requests)}" if recorder.requests else "none"
         raise InvalidValue(f"request {id} must be one of those that arrived: {known}", "explain")
     lengths = prompt_lengths(recorder)
-    pieces = [Piece(one, span) for one in recorder.stretches for span in one.plan.spans if span.request == id]
+    pieces = [
+        Piece(stretch, span) for stretch in recorder.stretches for span in stretch.plan.spans if span.request == id
+    ]
     prompt = [piece for piece in pieces if not decodes(piece.span, lengths)]
     rows = [piece for piece in pieces if decodes(piece.span, lengths)]
     moves = [move for move in transfers(recorder) if move.request == id]
@@ -78,22 +80,22 @@ def _placed(recorder: Recorder, request: Request) -> Iterator[Line]:
 
 
 def _demoted(recorder: Recorder, request: Request) -> Iterator[Line]:
-    found = recorder.demoted.get(request.id)
-    if found is None:
+    demotion = recorder.demoted.get(request.id)
+    if demotion is None:
         return
-    if found.due is None:
+    if demotion.due is None:
         why = "admission control did not expect to keep its objectives beside those promised before"
     else:
-        token = "first" if request.first_token_at is None or request.first_token_at > found.at else "next"
-        needs = f"needs {_time(found.needs)} even if nothing else runs"
-        if found.due <= 0:
-            why = f"its {token} token was due {_time(-found.due)} ago, and {needs}"
-        elif found.needs > found.due:
-            why = f"its {token} token is due in {_time(found.due)}, but {needs}"
+        token = "first" if request.first_token_at is None or request.first_token_at > demotion.at else "next"
+        needs = f"needs {_time(demotion.needs)} even if nothing else runs"
+        if demotion.due <= 0:
+            why = f"its {token} token was due {_time(-demotion.due)} ago, and {needs}"
+        elif demotion.needs > demotion.due:
+            why = f"its {token} token is due in {_time(demotion.due)}, but {needs}"
         else:
-            due = f", due in {_time(found.due)}," if isfinite(found.due) else ""
+            due = f", due in {_time(demotion.due)}," if isfinite(demotion.due) else ""
             why = f"the policy did not expect its {token} token{due} on time beside other requests"
-    yield Line(found.at, f"became best effort on {found.instance}: {why}")
+    yield Line(demotion.at, f"became best effort on {demotion.instance}: {why}")
 
 
 def _computed(recorder: Recorder, request: Request, pieces: Sequence[Piece]) -> Iterator[Line]:
@@ -151,13 +153,13 @@ def _decoded(recorder: Recorder, request: Request, rows: Sequence[Piece]) -> Ite
     for instance, pieces in by_instance.items():
         begin, end = pieces[0].stretch.start, pieces[-1].stretch.end
         mine = {id(piece.stretch) for piece in pieces}
-        others = [one for one in _between(recorder, instance, begin, end) if id(one) not in mine]
+        others = [stretch for stretch in _between(recorder, instance, begin, end) if id(stretch) not in mine]
         inside = sum(piece.stretch.end - piece.stretch.start for piece in pieces)
         text = f"{instance} decoded it in {len(pieces)} steps of {_time(inside / len(pieces))} on average"
         drafted = sum(piece.span.draft for piece in pieces)
         text += f", {drafted} tokens drafted" if drafted else ""
         if others:
-            left = sum(one.end - one.start for one in others)
+            left = sum(stretch.end - stretch.start for stretch in others)
             text += f"; {len(others)} steps ran without it for {_time(left)} in all"
         yield Line(begin, text)
     gaps = [(late - early, early) for early, late in zip(request.token_times, request.token_times[1:], strict=False)]
@@ -190,7 +192,7 @@ def _verdict(
     if not measured.ttft_attained and request.token_times:
         first = request.token_times[0]
         before = [piece.stretch for piece in prompt if piece.stretch.end <= first]
-        computing = sum(one.end - one.start for one in before)
+        computing = sum(stretch.end - stretch.start for stretch in before)
         late = measured.ttft - request.slo.ttft
         if late > 0 and not before:
             yield f"Missed TTFT by {_time(late)}: the steps that computed it are no longer recorded."
@@ -215,20 +217,20 @@ def _verdict(
 
 def _between(recorder: Recorder, instance: str, begin: float, end: float) -> Iterator[Stretch]:
     """Yield the stretches of an instance in an interval."""
-    for one in recorder.stretches:
-        if one.instance == instance and one.end > begin and one.start < end:
-            yield one
+    for stretch in recorder.stretches:
+        if stretch.instance == instance and stretch.end > begin and stretch.start < end:
+            yield stretch
 
 
 def _blame(recorder: Recorder, id: int, instance: str, begin: float, end: float) -> str:
     """Name the requests that an instance worked on in an interval. A step's time is split by tokens."""
     seconds: dict[int, float] = {}
     busy = 0.0
-    for one in _between(recorder, instance, begin, end):
-        overlap = min(one.end, end) - max(one.start, begin)
-        tokens = sum(span.length for span in one.plan.spans)
+    for stretch in _between(recorder, instance, begin, end):
+        overlap = min(stretch.end, end) - max(stretch.start, begin)
+        tokens = sum(span.length for span in stretch.plan.spans)
         busy += overlap
-        for span in one.plan.spans:
+        for span in stretch.plan.spans:
             if span.request != id:
                 seconds[span.request] = seconds.get(span.request, 0.0) + overlap * span.length / tokens
     named = [other for other in seconds if other not in recorder.hidden]

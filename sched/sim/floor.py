@@ -98,16 +98,16 @@ def objectives(regime: str, latency: Latency, shape: FloorCase) -> tuple[SLO, ..
     shortest prompt alone. both: below and first. default: the default SLO of a server. classes: between
     and none.
     """
-    one, every = decode_step(latency, shape, 1), decode_step(latency, shape, shape.rows)
+    single, every = decode_step(latency, shape, 1), decode_step(latency, shape, shape.rows)
     ample, late = 40.0 * shape.rows * alone(latency, shape, shape.prompt), 0.5 * alone(latency, shape, shape.prompts[0])
-    between = SLO(ample, (one + every) / 2)
+    between = SLO(ample, (single + every) / 2)
     return {
         "none": (NO_SLO,),
-        "below": (SLO(ample, 0.5 * one),),
-        "above": (SLO(ample, one + 0.1 * (every - one)),),
+        "below": (SLO(ample, 0.5 * single),),
+        "above": (SLO(ample, single + 0.1 * (every - single)),),
         "between": (between,),
         "first": (SLO(late, 4.0 * every),),
-        "both": (SLO(late, 0.5 * one),),
+        "both": (SLO(late, 0.5 * single),),
         "default": (SLO(),),
         "classes": (between, NO_SLO),
     }[regime]
@@ -173,6 +173,6 @@ def plain(split: bool) -> str:
     return "distserve" if split else "vllm"
 
 
-def kept(found: Floor, base: Floor) -> bool:
+def kept(result: Floor, base: Floor) -> bool:
     """Return whether the law holds: as many tokens as plain batching, or more attained requests."""
-    return found.tokens >= LEAST * base.tokens or found.attained > base.attained
+    return result.tokens >= LEAST * base.tokens or result.attained > base.attained

@@ -75,14 +75,14 @@ class Fronts(Router):
                     front.update(index, {index: snapshot}, picture.mark)
 
     def _changed(self, fleet: Fleet) -> dict[int, Snapshot]:
-        found = {}
-        for index, one in enumerate(fleet.instances):
-            state = _state(one)
+        changed = {}
+        for index, instance in enumerate(fleet.instances):
+            state = _state(instance)
             if state != self._last[index]:
                 self._last[index] = state
-                found[index] = Snapshot.of(one, fleet.now, identify=False)
-        return found
+                changed[index] = Snapshot.of(instance, fleet.now, identify=False)
+        return changed
 
 
-def _state(one: InstanceView) -> Hashable:
-    return one.version, one.ends, one.accepting
+def _state(instance: InstanceView) -> Hashable:
+    return instance.version, instance.ends, instance.accepting

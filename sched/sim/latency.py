@@ -30,7 +30,7 @@ class Assumed:
     draft: float | None = None
 
     def given(self) -> dict[str, float]:
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {coefficient.name: getattr(self, coefficient.name) for coefficient in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -107,7 +107,7 @@ class Latency:
         it is replaced, and the points no longer hold. Raises InvalidValue for an unknown name, or if no
         coefficients reproduce the points.
         """
-        allowed = [one.name for one in fields(Coefficients)]
+        allowed = [coefficient.name for coefficient in fields(Coefficients)]
         for name in values:
             if name not in allowed:
                 raise InvalidValue(f"coefficient {name!r} must be one of {', '.join(allowed)}", name)
@@ -123,8 +123,9 @@ class Latency:
         """Multiply the times of prompt tokens and of all else: reading weights and KV, launches, sampling."""
         truth = self.solve()
         values = {
-            one.name: getattr(truth, one.name) * (prefill if one.name in ("prefill", "quadratic") else decode)
-            for one in fields(Coefficients)
+            coefficient.name: getattr(truth, coefficient.name)
+            * (prefill if coefficient.name in ("prefill", "quadratic") else decode)
+            for coefficient in fields(Coefficients)
         }
         values["p_moe"] = truth.p_moe
         return replace(self, points=(), assumed=Assumed(), derived=None, coefficients=Coefficients(**values))

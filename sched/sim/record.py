@@ -138,10 +138,21 @@ class Recorder:
         self.roles.append(RoleFrom(-inf, name, scheduler.role.value))
 
     def _level(self, name: str, now: float) -> None:
-        one = self._schedulers[name]
-        slack = least_slack([(max(now, one.ends), one)]) if self._slack else inf
-        backlog = one.prefill_backlog
-        self.levels.append(Level(now, name, one.blocks.held, one.waiting, one.running, one.kv_waiting, backlog, slack))
+        scheduler = self._schedulers[name]
+        slack = least_slack([(max(now, scheduler.ends), scheduler)]) if self._slack else inf
+        backlog = scheduler.prefill_backlog
+        self.levels.append(
+            Level(
+                now,
+                name,
+                scheduler.blocks.held,
+                scheduler.waiting,
+                scheduler.running,
+                scheduler.kv_waiting,
+                backlog,
+                slack,
+            )
+        )
 
     def _stretch(self, name: str, plans: dict[int, StepPlan], result: StepResult | Suspended) -> None:
         stopped = isinstance(result, Suspended)
@@ -149,9 +160,9 @@ class Recorder:
         self.stretches.append(Stretch(name, plans.pop(result.step), result.started, end, stopped))
 
     def _place(self, name: str, now: float, request: Request, predicted: float | None) -> None:
-        one = self._schedulers[name]
+        scheduler = self._schedulers[name]
         if predicted is not None:
             self.predicted[request.id] = predicted
         if request.id not in self.demoted and (demoted := demoted_on_arrival(request, now, name)) is not None:
             self.demoted[request.id] = demoted
-        self.placed.append(Placed(now, name, request.id, one.waiting, one.prefill_backlog))
+        self.placed.append(Placed(now, name, request.id, scheduler.waiting, scheduler.prefill_backlog))

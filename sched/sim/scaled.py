@@ -23,7 +23,7 @@ class ScaledReplicas:
         """Let the first `begin` replicas serve. Raises InvalidValue, also unless all instances are mixed."""
         schedulers = [core.scheduler for core in cluster.cores]
         most = len(schedulers)
-        if any(one.role is not Role.MIXED for one in schedulers):
+        if any(replica.role is not Role.MIXED for replica in schedulers):
             raise InvalidValue("scaling needs instances that prefill and decode: colocated", "scaling")
         if not options.least <= options.begin <= most:
             raise InvalidValue(
@@ -54,16 +54,18 @@ class ScaledReplicas:
     def _decide(self) -> None:
         now, standing = self._loop.now, [self._standing(at) for at in range(len(self._schedulers))]
         fleet = self._cluster.kv_transfers.fleet()
-        serving = [one for one, what in zip(fleet.instances, standing, strict=True) if what is Standing.SERVING]
+        serving = [
+            instance for instance, what in zip(fleet.instances, standing, strict=True) if what is Standing.SERVING
+        ]
         target = self._target.at(now, self._scaler.needed(fleet._replace(instances=serving), self._arrivals))
-        made = changes(target, standing, [len(one) for one in self._schedulers])
-        for at in made.start:
+        changed = changes(target, standing, [len(scheduler) for scheduler in self._schedulers])
+        for at in changed.start:
             self._since[at] = now
             self._starting.add(at)
             self._loop.at(now + self._options.startup, clock.EVENT, self._ready, at)
-        for at in made.resume:
+        for at in changed.resume:
             self._schedulers[at].draining = False
-        for at in made.drain:
+        for at in changed.drain:
             self._schedulers[at].draining = True
         self._settle(now)
         self._loop.at(now + self._options.period, clock.EVENT, self._decide)
@@ -82,6 +84,6 @@ class ScaledReplicas:
     def _settle(self, now: float) -> None:
         """Stop the replicas that have drained."""
         for at in list(self._since):
-            one = self._schedulers[at]
-            if one.draining and at not in self._starting and not len(one):
+            scheduler = self._schedulers[at]
+            if scheduler.draining and at not in self._starting and not len(scheduler):
                 self._seconds += now - self._since.pop(at)

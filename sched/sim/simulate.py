@@ -234,12 +234,12 @@ class _Simulation:
         self._progress = progress
         self._logs = logs
         self._recorder = recorder
-        self._outputs = {id: one.output_tokens for id, one in enumerate(arrivals)}
-        self._thoughts = {id: one.thinking_tokens for id, one in enumerate(arrivals) if one.thinking_tokens}
+        self._outputs = {id: arrival.output_tokens for id, arrival in enumerate(arrivals)}
+        self._thoughts = {id: arrival.thinking_tokens for id, arrival in enumerate(arrivals) if arrival.thinking_tokens}
         self._rounds: dict[int, list[int]] = {}  # next rounds by request
-        for id, one in enumerate(arrivals):
-            if one.after is not None:
-                self._rounds.setdefault(one.after, []).append(id)
+        for id, turn in enumerate(arrivals):
+            if turn.after is not None:
+                self._rounds.setdefault(turn.after, []).append(id)
         caching = options.prefix_caching
         self._caching = any(arrival.hash_ids for arrival in arrivals) if caching is None else caching
         self._over = 0
@@ -270,7 +270,7 @@ class _Simulation:
         machine = asyncio.create_task(cluster.run(), name="cluster")
         for at, roles in self._options.turns:
             loop.at(at, clock.EVENT, cluster.set_roles, dict(enumerate(roles)))
-        self._arrive((id, one) for id, one in enumerate(self._arrivals) if one.after is None)
+        self._arrive((id, arrival) for id, arrival in enumerate(self._arrivals) if arrival.after is None)
         waited = self._options.horizon
         await asyncio.wait([machine, self._done], timeout=waited, return_when=asyncio.FIRST_COMPLETED)
         if machine.done():
@@ -348,9 +348,9 @@ class _Simulation:
         return Instance(name, scheduler, executor)
 
     def _new_policy(self) -> Policy:
-        made = policies.make(self._policy) if isinstance(self._policy, str) else self._policy()
+        policy = policies.make(self._policy) if isinstance(self._policy, str) else self._policy()
         timer = self._options.timer
-        return made if timer is None else Timed(made, timer, self.decisions)
+        return policy if timer is None else Timed(policy, timer, self.decisions)
 
     def _arrive(self, left: Iterator[tuple[int, Arrival]]) -> None:
         """Set the timer of the next arrival. Only one is set at a time, which keeps them in order."""

@@ -60,7 +60,7 @@ class Stale(Router):
     def _past(self, fleet: Fleet) -> Fleet:
         pictures, now = self._pictures, fleet.now
         if not pictures or now - pictures[-1].at >= self._age / OFTEN:
-            pictures.append(Picture(now, tuple(Snapshot.of(one, now) for one in fleet.instances)))
+            pictures.append(Picture(now, tuple(Snapshot.of(instance, now) for instance in fleet.instances)))
         while len(pictures) > 1 and pictures[1].at <= now - self._age:
             pictures.popleft()
         return fleet._replace(instances=pictures[0].instances)

@@ -129,7 +129,7 @@ def goodput_search(
     cell = Cell(workload, mesh, latency, num_requests, options)
     searches = [_search(start, tolerance) for _ in policies]
     rates: dict[int, float] = {index: next(search) for index, search in enumerate(searches)}
-    found = [0.0] * len(policies)
+    best = [0.0] * len(policies)
     reports: list[list[Report]] = [[] for _ in policies]
     while rates:
         cases = [Case(policies[index], rate, seed) for index, rate in rates.items() for seed in seeds]
@@ -142,15 +142,15 @@ def goodput_search(
         for index, rate in list(rates.items()):
             mine, came = came[: len(seeds)], came[len(seeds) :]
             reports[index] += mine
-            reached = fmean(value(one.summary) for one in mine) >= goal
-            found[index] = max(found[index], rate) if reached else found[index]
+            reached = fmean(value(simulated.summary) for simulated in mine) >= goal
+            best[index] = max(best[index], rate) if reached else best[index]
             try:
                 rates[index] = searches[index].send(reached)
             except StopIteration:
                 del rates[index]
     return {
         policy_name(policy): Goodput(rate, tuple(sorted(tried, key=_order)))
-        for policy, rate, tried in zip(policies, found, reports, strict=True)
+        for policy, rate, tried in zip(policies, best, reports, strict=True)
     }
 
 

@@ -40,18 +40,18 @@ class Tiers:
     def make(self, device: Device, loop: VirtualLoop) -> list[KVTier]:
         """Return the tiers, the fastest first. Each passes what it evicts to the next."""
         size, codec = device.page_size * device.kv_bytes_per_token, SimCodec()
-        found: list[KVTier] = []
+        tiers: list[KVTier] = []
         for name, room, bandwidth, latency in (
             ("disk", self.disk_size, self.disk_bandwidth, self.disk_latency),
             ("host", self.host_memory, self.host_bandwidth, self.host_latency),
         ):
             if room:
                 medium = SimMedium(size, bandwidth, latency, loop)
-                below = found[0] if found else None
+                below = tiers[0] if tiers else None
                 seconds = size / bandwidth
                 tier = KVTier(name, room // size, size, medium, codec, lambda: loop.now, seconds=seconds, below=below)
-                found.insert(0, tier)
-        return found
+                tiers.insert(0, tier)
+        return tiers
 
 
 NO_TIERS = Tiers()
@@ -81,7 +81,7 @@ class SimMedium:
     async def write(self, several: Sequence[Stored]) -> Sequence[bytes]:
         self._write_free = max(self._write_free, self._loop.now) + self._latency + len(several) * self._each
         await self._until(self._write_free)
-        return [one.copy.digest for one in several]
+        return [page.copy.digest for page in several]
 
     async def read(self, digests: Sequence[bytes]) -> Sequence[int | None]:
         self._read_free = max(self._read_free, self._loop.now) + self._latency + len(digests) * self._each

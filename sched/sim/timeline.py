@@ -39,11 +39,11 @@ def transfers(recorder: Recorder) -> list[Transfer]:
         for span in stretch.plan.spans:
             if span.samples and not stretch.stopped and not decodes(span, lengths):
                 prompts.setdefault(span.request, []).append(stretch.end)
-    found = []
+    moves = []
     for at, request, source, target, reserved in recorder.moves:
         start = max([reserved, *(end for end in prompts.get(request, ()) if end <= at)])
-        found.append(Transfer(request, source, target, reserved, start, at))
-    return found
+        moves.append(Transfer(request, source, target, reserved, start, at))
+    return moves
 
 
 def trace(recorder: Recorder) -> dict[str, Any]:
@@ -83,9 +83,9 @@ def prompt_lengths(recorder: Recorder) -> dict[int, int]:
 
 def mixed_steps(recorder: Recorder) -> list[float]:
     """Return the seconds of the steps in which a decode instance computed prompts beside running decodes."""
-    lengths, decoders = prompt_lengths(recorder), {one.instance for one in recorder.roles if one.role == "decode"}
-    kinds = [(one, {decodes(span, lengths) for span in one.plan.spans}) for one in recorder.stretches]
-    return [one.end - one.start for one, kind in kinds if one.instance in decoders and len(kind) == 2]
+    lengths, decoders = prompt_lengths(recorder), {turn.instance for turn in recorder.roles if turn.role == "decode"}
+    kinds = [(stretch, {decodes(span, lengths) for span in stretch.plan.spans}) for stretch in recorder.stretches]
+    return [stretch.end - stretch.start for stretch, kind in kinds if stretch.instance in decoders and len(kind) == 2]
 
 
 def _slice(stretch: Stretch, pid: int, lengths: Mapping[int, int]) -> Event:
@@ -113,18 +113,18 @@ def _name(chunks: Sequence[Span], rows: Sequence[Span]) -> str:
 
 
 def _arguments(plan: StepPlan, chunks: Sequence[Span], rows: Sequence[Span]) -> Event:
-    found: Event = {}
+    arguments: Event = {}
     if plan.resume is not None:
-        found["resumes"] = plan.resume
+        arguments["resumes"] = plan.resume
     if chunks:
-        found["chunks"] = [f"request {s.request}: {s.start} to {s.start + s.length}" for s in chunks]
+        arguments["chunks"] = [f"request {s.request}: {s.start} to {s.start + s.length}" for s in chunks]
     if rows:
-        found["rows"] = " ".join(str(span.request) for span in rows)
-        found["longest"] = max(span.start for span in rows)
+        arguments["rows"] = " ".join(str(span.request) for span in rows)
+        arguments["longest"] = max(span.start for span in rows)
         drafted = sum(span.draft for span in rows)
         if drafted:
-            found["drafted"] = drafted
-    return found
+            arguments["drafted"] = drafted
+    return arguments
 
 
 def _transfer(move: Transfer, pid: int, lane: int) -> Event:

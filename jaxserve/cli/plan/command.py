@@ -147,8 +147,8 @@ def _setting(args: argparse.Namespace, config: ServeConfig, name: str, count: in
     from jaxserve.models.registry import spec_from_config
 
     device = devices()[name]
-    found, source = find_config(args.model)
-    spec = spec_from_config(found).quantized_as(config.quantization)
+    model_config, source = find_config(args.model)
+    spec = spec_from_config(model_config).quantized_as(config.quantization)
     spec = replace(spec, kv_scales=kv.scaled(config.kv_cache_dtype))
     length = config.max_model_len or spec.max_positions
     if length > spec.max_positions:

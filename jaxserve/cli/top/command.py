@@ -98,11 +98,11 @@ async def once(reader: Reader, interval: float, console: Console) -> int:
     try:
         before = await reader.read()
         await asyncio.sleep(interval)
-        found = Interval(await reader.read(), before)
+        latest = Interval(await reader.read(), before)
     except Away as error:
         print(f"jaxserve top: error: {reader.url}: {printable_line(str(error))}", file=sys.stderr)
         return 1
-    console.print(_title(reader.url, found, since_start=False), view(found, console))
+    console.print(_title(reader.url, latest, since_start=False), view(latest, console))
     return 0
 
 

@@ -110,10 +110,10 @@ def with_kv_scales(spec: ModelSpec, trees: Sequence[Tree], meshes: Sequence[Mesh
     return [placed[mesh] for mesh in meshes]
 
 
-def _placed(tree: Tree, found: Sequence[dict[str, Floats]], where: NamedSharding) -> Tree:
+def _placed(tree: Tree, by_layer: Sequence[dict[str, Floats]], where: NamedSharding) -> Tree:
     layers = [
         {**layer, "attention": {**layer["attention"], **jax.device_put(scales, where)}}
-        for layer, scales in zip(tree["layers"], found, strict=True)
+        for layer, scales in zip(tree["layers"], by_layer, strict=True)
     ]
     return {**tree, "layers": layers}
 

@@ -30,15 +30,15 @@ def condensed(steps: Sequence[Step], id: int, first_token_at: float | None) -> l
     longest = max(decoded, key=lambda step: step.end - step.start, default=None)
     early = [(step, mine) for step, mine in zip(steps, own, strict=True) if step.start < border]
     many = sum(step.spans for step, _ in early) > SPANS
-    made = list(_joined(early, id, longest) if many else (step for step, _ in early))
+    kept = list(_joined(early, id, longest) if many else (step for step, _ in early))
     for step, mine in zip(steps, own, strict=True):
         if step.start >= border:
-            made.append(step if step is longest else step.alone(id) if mine else step.empty())
-    return made
+            kept.append(step if step is longest else step.alone(id) if mine else step.empty())
+    return kept
 
 
 def _joined(steps: Sequence[tuple[Step, bool]], id: int, longest: Step | None) -> Iterator[Step]:
-    for (mine, _), group in groupby(steps, key=lambda one: (one[1], one[0].instance)):
+    for (mine, _), group in groupby(steps, key=lambda pair: (pair[1], pair[0].instance)):
         run = [step for step, _ in group]
         if mine:
             yield from (step if step.chunks_of(id) or step is longest else step.alone(id) for step in run)

@@ -239,11 +239,11 @@ def _draft(
     last, before = tokens[mine, 0], history[mine, jnp.maximum(starts - 1, 0)]
 
     def drawn_at(hidden: jax.Array, ahead: Any, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        told, found = SamplingRows(drawn.at[:, Column.POSITION].add(ahead)), logits(weights, hidden)
+        told, predicted = SamplingRows(drawn.at[:, Column.POSITION].add(ahead)), logits(weights, hidden)
         if scores.shape[1]:
             told = salted(told, GUESSED)
-            scores = scores.at[slots, ahead].set(found, mode="drop")
-        return jnp.maximum(draw(found, told, thresholds), 0), scores
+            scores = scores.at[slots, ahead].set(predicted, mode="drop")
+        return jnp.maximum(draw(predicted, told, thresholds), 0), scores
 
     ids = jnp.maximum(jnp.stack([before, last], axis=1).reshape(-1), 0)
     ragged = _pairs(starts, counts > 0, tables, limits)
@@ -256,8 +256,8 @@ def _draft(
         drafted, pools, scores = state
         ragged = _singles(starts + index, counts > index, tables, limits)
         hidden, pools = registry.forward(spec, weights, pools, drafted[:, index - 1], ragged, attention=attention)
-        found, scores = drawn_at(hidden, index, scores)
-        return drafted.at[:, index].set(found), pools, scores
+        proposed, scores = drawn_at(hidden, index, scores)
+        return drafted.at[:, index].set(proposed), pools, scores
 
     drafted, pools, scores = lax.fori_loop(1, jnp.max(counts), more, (drafted, pools, scores))
     return drafted_into(tokens, slots, drafted), pools, scores
@@ -290,5 +290,5 @@ def _ragged(
     owners = jnp.where(real, row, rows)
     starts = jnp.minimum(row[:, 0] * each, jnp.sum(lengths, dtype=jnp.int32))
     ragged = Ragged(positions.reshape(-1), owners.reshape(-1), write.reshape(-1), starts, lengths, contexts, tables)
-    made: Ragged = lax.optimization_barrier(ragged)
-    return made
+    fenced: Ragged = lax.optimization_barrier(ragged)
+    return fenced

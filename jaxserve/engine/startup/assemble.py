@@ -321,8 +321,8 @@ def build(
     early: bool = False,
 ) -> Built:
     """Load and compile. early: see `assemble`. Raises JaxserveError with the remedy."""
-    found, path = find_model(config.model_source, config.revision, config.load_format)
-    spec = found.quantized_as(config.quantization)
+    published, path = find_model(config.model_source, config.revision, config.load_format)
+    spec = published.quantized_as(config.quantization)
     head = b""
     if path is not None and config.load_format != DUMMY:
         head = score_head(path, config.overrides, lambda: tokenizer_json(config))
@@ -363,7 +363,7 @@ def build(
         processors=processors.load(config.logits_processors, spec.vocab),
         markers=markers_of(config, path, spec.eos),
     )
-    executors, made = build_early(built, progress, early=early)
+    executors, climber = build_early(built, progress, early=early)
     drafted = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     limits = Limits(
         tokens,
@@ -379,7 +379,7 @@ def build(
         cascade=executors[0].state.programs.limits.cascade,
         session_timeout=config.session_timeout,
     )
-    return Built(built, path, executors, limits, length, made, head)
+    return Built(built, path, executors, limits, length, climber, head)
 
 
 def _weights(load_format: str, seed: int, folder: Path | None, progress: Progress | None = None) -> LoadWeights:

@@ -177,19 +177,19 @@ def build_early(
     backends = resolve_backends(config, spec, dtype, meshes[0])
     spec = backends.pooled(spec)
     limits = _limits(config, spec, dtype, meshes, trees[0], backends)
-    made = states(config, spec, limits, backends, dtype, meshes, trees)
+    device_states = states(config, spec, limits, backends, dtype, meshes, trees)
     ladder, ready = None, None
     if config.warm:
         kept = _kept(config, spec, limits, backends, meshes[0], dtype, stored)
-        ladder = Ladder(made, kept, early=early and config.speculative is None, exchanges=config.exchanges)
+        ladder = Ladder(device_states, kept, early=early and config.speculative is None, exchanges=config.exchanges)
         ladder.begin(progress)
         ready = ladder.first.buckets
     else:
-        for state in made:
+        for state in device_states:
             state.rebuild()
     executors = [
         JaxExecutor(f"{role.value}-{i}", state, config.compiler, config.markers, ready)
-        for i, (role, state) in enumerate(zip(config.mesh.roles, made, strict=True))
+        for i, (role, state) in enumerate(zip(config.mesh.roles, device_states, strict=True))
     ]
     return executors, ladder
 

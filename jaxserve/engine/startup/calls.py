@@ -249,5 +249,5 @@ def inner_calls(state: DeviceState) -> list[Call]:
 
 def inside(state: DeviceState) -> int:
     """Return the number of `inner_calls`."""
-    made = state.segments
-    return 0 if made is None else len(made.buckets) * (1 + len({link.kind for link in made.links}))
+    segments = state.segments
+    return 0 if segments is None else len(segments.buckets) * (1 + len({link.kind for link in segments.links}))

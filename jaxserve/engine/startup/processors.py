@@ -57,14 +57,14 @@ def _checked(name: str, loaded: object, vocab: int) -> Processor:
     wants = "it must be a JAX function of logits [rows, vocab] float32 and arguments [rows] float32"
     try:
         program = jax.jit(loaded)
-        made = jax.eval_shape(program, rows[:2], arguments)
-        shape, dtype = getattr(made, "shape", None), getattr(made, "dtype", None)
+        result = jax.eval_shape(program, rows[:2], arguments)
+        shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", None)
         if (shape, dtype) == (rows[:2].shape, jnp.float32):
             first, again = (np.asarray(program(rows[[0, other]], arguments))[0] for other in (1, 2))
     except Exception as error:  # of the package's own code
         raise InvalidValue(f"{SETTING}={name!r} raised {type(error).__name__}: {error}; {wants}", SETTING) from error
     if (shape, dtype) != (rows[:2].shape, jnp.float32):
-        gave = type(made).__name__ if shape is None else f"{dtype}{list(shape)}"
+        gave = type(result).__name__ if shape is None else f"{dtype}{list(shape)}"
         raise InvalidValue(
             f"{SETTING}={name!r} returns {gave} for logits float32{list(rows[:2].shape)}: it must return "
             "logits of the same shape and type",

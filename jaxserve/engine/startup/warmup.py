@@ -76,7 +76,7 @@ class Ladder:
         if early and self._platform != "cpu" and not self._all_kept():
             # Compiling for an accelerator tunes on it, in memory that the KV pool has by then.
             self._rungs = [rungs(state, early=False) for state in states]
-        self._total = sum(len(rung.calls) for made in self._rungs for rung in made)
+        self._total = sum(len(rung.calls) for ladder in self._rungs for rung in ladder)
         self._total += sum(len(state.allocation) + inside(state) for state in states)
         self._lock = threading.Lock()  # guards `done` while several threads load
         self._climbing: threading.Thread | None = None
@@ -86,7 +86,7 @@ class Ladder:
     def _all_kept(self) -> bool:
         kept = self.kept
         return kept is not None and all(
-            kept.has(call) for made in self._rungs for rung in made[1:] for call in rung.calls
+            kept.has(call) for ladder in self._rungs for rung in ladder[1:] for call in rung.calls
         )
 
     @property
@@ -120,7 +120,7 @@ class Ladder:
         first = self._total
         if self.rest:
             first = sum(len(state.allocation) for state in self._states) + sum(
-                len(made[0].calls) for made in self._rungs
+                len(ladder[0].calls) for ladder in self._rungs
             )
         with uncollected(), threads as pool:
 
@@ -186,7 +186,7 @@ class Ladder:
             with ThreadPoolExecutor(several, "jaxserve-ladder") as pool:
                 for at in range(1, 1 + self.rest):
                     pairs = list(zip(self._states, self._rungs, strict=True))
-                    list(pool.map(self._later, [(call, state) for state, made in pairs for call in made[at].calls]))
+                    list(pool.map(self._later, [(call, state) for state, ladder in pairs for call in ladder[at].calls]))
                     if (rung := self._rungs[0][at]).last:
                         list(
                             pool.map(self._later, [(call, state) for state, _ in pairs for call in inner_calls(state)])

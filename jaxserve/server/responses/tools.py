@@ -133,7 +133,7 @@ def _chosen(given: Any, tools: Mapping[str, Tool]) -> list[str]:
         return [flat for flat, tool in tools.items() if tool.namespace == name]
     flat = name if kind == "local_shell" else function_of(given, "tool_choice")
     if flat not in tools:  # a tool of a namespace by its own name, if there is one only
-        names = [one for one, tool in tools.items() if tool.name == name]
+        names = [qualified for qualified, tool in tools.items() if tool.name == name]
         flat = names[0] if len(names) == 1 else flat
     return [flat]
 

@@ -80,8 +80,8 @@ def demand(perf: PerfModel, tokens: Array, context: Array, chunk: int) -> Array:
     size = min(chunk, 2048)
     probes = np.concatenate(([1.0, size / 2, size], tokens)), np.concatenate(([0.0, 0.0, 0.0], context))
     seconds = perf.prefill_times(*probes, chunk)
-    one, half, whole = seconds[:3].tolist()
-    each, overall = (whole - half) / (size / 2), (whole - one) / size
+    single, half, whole = seconds[:3].tolist()
+    each, overall = (whole - half) / (size / 2), (whole - single) / size
     if each < STAIR * overall:  # both sizes are padded to the same bucket: only the overall price is meaningful
         each = overall
     if not each > 0:

@@ -127,10 +127,10 @@ def _cells(most: tuple[int, ...]) -> tuple[np.ndarray, list[int]]:
 
     Returns the counts [cells, kinds], and for each kind the distance in cells to one more prompt.
     """
-    sizes = [1 + one for one in most]
+    sizes = [1 + count for count in most]
     cells = np.indices(sizes).reshape(len(sizes), -1).T
     cells.flags.writeable = False
-    return cells, [prod(sizes[one + 1 :]) for one in range(len(sizes))]
+    return cells, [prod(sizes[kind + 1 :]) for kind in range(len(sizes))]
 
 
 def _past(left: Array, gained: Array, cost: Array) -> Array:

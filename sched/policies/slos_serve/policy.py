@@ -148,9 +148,9 @@ class SlosServe:
             return NO_ROWS
         promised = self._promised
         if len(promised) > 64 + 4 * count:
-            promised.intersection_update([one.id for one in islice(rows, count)])
+            promised.intersection_update([queued.id for queued in islice(rows, count)])
         new = []
-        for row in [row for row, one in enumerate(islice(rows, count)) if one.id not in promised]:
+        for row in [row for row, queued in enumerate(islice(rows, count)) if queued.id not in promised]:
             request = rows[row]
             if request.state is State.WAITING and not request.generated:
                 new.append(row)
@@ -300,7 +300,7 @@ class _Step:
         if len(self._lengths) and int(self._lengths[order].sum()) <= limits.tokens:
             lengths = self._lengths[order].tolist()
             tokens, drafts = sum(lengths), max(lengths) - 1
-            self._grants += [Grant(one.id, 1, length - 1) for one, length in zip(named, lengths, strict=True)]
+            self._grants += [Grant(request.id, 1, length - 1) for request, length in zip(named, lengths, strict=True)]
         else:
             self._grants += one_each(named)
         load = joined(self.load, rows.context[order], tokens)

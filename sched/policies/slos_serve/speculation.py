@@ -112,7 +112,7 @@ class PrefillSupply:
 
     def __init__(self, terms: StepCosts, tpot: Sequence[float], load: Load, rows: int, each: float) -> None:
         self._terms = terms
-        self._tpot = [min(one, NEVER) for one in tpot]
+        self._tpot = [min(pace, NEVER) for pace in tpot]
         self._load = load
         self._rows = rows
         self._each = each
@@ -209,8 +209,8 @@ class PrefillSupply:
         for choice in self._choices:
             if any(here and not length for here, length in zip(always, choice.lengths, strict=True)):
                 continue  # too slow for a tier that is always present
-            for here, found in self._rates(choice, flat, present, rows):
-                np.maximum(best, found, out=best, where=here)
+            for here, rates in self._rates(choice, flat, present, rows):
+                np.maximum(best, rates, out=best, where=here)
         result: Array = np.where(rows > 0, best, self._empty.rate).reshape(counts.shape[:-1])
         return result
 

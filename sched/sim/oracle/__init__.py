@@ -132,27 +132,27 @@ class _Case:
 
     def bound(self, stretch: float = 1.0, priced_at: float | None = None) -> Bound:
         """Bound with arrivals stretched by a factor, and work priced as if by `priced_at` (None: the same)."""
-        found = [(len(self._jobs), "alone"), *self._bounds(stretch, stretch if priced_at is None else priced_at)]
-        attained, which = min(found, key=lambda one: one[0])
+        candidates = [(len(self._jobs), "alone"), *self._bounds(stretch, stretch if priced_at is None else priced_at)]
+        attained, which = min(candidates, key=lambda candidate: candidate[0])
         return Bound(attained, self._requests, which, self._requests - len(self._jobs))
 
     def _bounds(self, stretch: float, priced_at: float) -> Iterator[tuple[int, str]]:
-        one, server, arrival = self._jobs, self._server, self._jobs.arrival * stretch
-        if not len(one):
+        able, server, arrival = self._jobs, self._server, self._jobs.arrival * stretch
+        if not len(able):
             return
-        due, end, ready = arrival + one.ttft, arrival + one.span, arrival + one.alone
-        prompt = prompts_alone(one, server) / self._prefill
+        due, end, ready = arrival + able.ttft, arrival + able.span, arrival + able.alone
+        prompt = prompts_alone(able, server) / self._prefill
         if in_agreement(arrival, due):
             yield most_on_time(arrival, due, prompt.tolist()), "first tokens"
         else:
             yield _most(arrival, due, prompt), "prompts"
         if self._decode:
-            yield _most(ready, end, decodes_alone(one, server, one.arrival * priced_at) / self._decode), "decodes"
+            yield _most(ready, end, decodes_alone(able, server, able.arrival * priced_at) / self._decode), "decodes"
         if self._both:
-            costs = shared(one, server, one.arrival * priced_at)
+            costs = shared(able, server, able.arrival * priced_at)
             work = np.concatenate(costs) / self._prefill
             both = costs.prompt + costs.decode
-            share = np.divide(costs.prompt, both, out=np.ones(len(one)), where=both > 0)
+            share = np.divide(costs.prompt, both, out=np.ones(len(able)), where=both > 0)
             # Two jobs per request, each worth its share of the work: a request that attains its SLO gets both.
             starts, ends = np.concatenate((arrival, ready)), np.concatenate((due, end))
             yield _most(starts, ends, work, np.concatenate((share, 1.0 - share))), "all work"

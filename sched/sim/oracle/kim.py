@@ -28,7 +28,7 @@ def most_on_time(release: Sequence[float] | Array, deadline: Sequence[float] | A
     Preemption gains nothing: earliest deadline first completes every feasible set, and never preempts, since
     a job released later is due later. Raises InvalidValue if the orders differ.
     """
-    releases, deadlines, work = (np.asarray(one, dtype=float) for one in (release, deadline, seconds))
+    releases, deadlines, work = (np.asarray(times, dtype=float) for times in (release, deadline, seconds))
     if not len(releases) == len(deadlines) == len(work):
         raise InvalidValue(f"{len(releases)} releases, {len(deadlines)} deadlines, {len(work)} seconds must be as many")
     if not np.all(work >= 0):

@@ -85,9 +85,9 @@ def _marginal(jobs: Jobs, server: Server, arrival: Array) -> Array:
     Contexts L cost context·ΣL + (longest - context)·max L. If no more than A(θ) requests with a prompt of θ or more
     can be decoding at once, then max L >= ∫ 1[max L >= θ] dθ >= Σ φ(prompt) with φ(p) = ∫ dθ / A(θ) over [0, p].
     """
-    one = server.coefficients
-    if one.longest <= one.context or not len(jobs):
-        return jobs.decode + one.longest * jobs.attended
+    coefficients = server.coefficients
+    if coefficients.longest <= coefficients.context or not len(jobs):
+        return jobs.decode + coefficients.longest * jobs.attended
     top = float(jobs.length.max())
     levels = np.unique(np.concatenate(([0.0], np.geomspace(min(16.0, top), top, LEVELS))))
     area = [0.0]
@@ -96,4 +96,8 @@ def _marginal(jobs: Jobs, server: Server, arrival: Array) -> Array:
         crowd = _crowds(long, server, arrival[jobs.length >= low]).max()
         area.append(area[-1] + (high - low) / float(crowd))
     part = np.interp(jobs.length, levels, area)
-    return jobs.decode + one.context * jobs.attended + (one.longest - one.context) * part * jobs.steps
+    return (
+        jobs.decode
+        + coefficients.context * jobs.attended
+        + (coefficients.longest - coefficients.context) * part * jobs.steps
+    )

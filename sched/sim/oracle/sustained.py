@@ -49,14 +49,15 @@ def sustained_bound(
     if len(able) < count:
         return 0.0
     together = np.zeros(len(able))  # all requests at once: the lowest price
-    found = [(prompts_alone(able, server), prefill_servers + deflection * decode_servers)]
+    loads = [(prompts_alone(able, server), prefill_servers + deflection * decode_servers)]
     if decode_servers:
-        found.append((decodes_alone(able, server, together), decode_servers))
+        loads.append((decodes_alone(able, server, together), decode_servers))
     if deflection and decode_servers:
-        found += [
-            (one.prompt + one.decode, prefill_servers + decode_servers) for one in shared_prices(able, server, together)
+        loads += [
+            (price.prompt + price.decode, prefill_servers + decode_servers)
+            for price in shared_prices(able, server, together)
         ]
-    return min(_rate(work, servers, count, len(every)) for work, servers in found)
+    return min(_rate(work, servers, count, len(every)) for work, servers in loads)
 
 
 def _rate(work: Array, servers: int, count: int, every: int) -> float:

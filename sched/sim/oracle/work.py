@@ -57,8 +57,8 @@ class Server:
 
     def overhead(self, tokens: float) -> float:
         """Return the seconds of a step that do not depend on which requests its tokens belong to. Concave."""
-        one = self.coefficients
-        return float(one.fixed + one.w_moe * (1.0 - (1.0 - one.p_moe) ** tokens))
+        coefficients = self.coefficients
+        return float(coefficients.fixed + coefficients.w_moe * (1.0 - (1.0 - coefficients.p_moe) ** tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def jobs(arrivals: Sequence[Arrival], server: Server, *, prefix_caching: bool = 
     The steps of one request are sequential. So a prompt alone takes at least its full chunks and a rest,
     and the outputs take at least one step per 1 + draft tokens.
     """
-    ordered = sorted(arrivals, key=lambda one: one.time)
+    ordered = sorted(arrivals, key=lambda arrival: arrival.time)
     cached = np.array(list(_cached(ordered)) if prefix_caching else [0] * len(ordered), dtype=float)
     lengths = np.array([arrival.prompt_tokens for arrival in ordered], dtype=float)
     outputs = np.array([_outputs(arrival, server) for arrival in ordered], dtype=float)
@@ -111,14 +111,14 @@ def jobs(arrivals: Sequence[Arrival], server: Server, *, prefix_caching: bool = 
     ttft = np.array([arrival.slo.ttft for arrival in ordered]) + GRACE
     with np.errstate(invalid="ignore"):
         allowed = np.where(outputs > 0, outputs * tpot, 0.0) + GRACE
-    one, fresh, chunk = server.coefficients, lengths - cached, server.tokens
-    prompt = one.prefill * fresh + one.quadratic * (lengths**2 - cached**2) / 2
+    coefficients, fresh, chunk = server.coefficients, lengths - cached, server.tokens
+    prompt = coefficients.prefill * fresh + coefficients.quadratic * (lengths**2 - cached**2) / 2
     full, rest = np.divmod(fresh, chunk)
     last = np.array([server.overhead(tokens) if tokens else 0.0 for tokens in rest.tolist()])
     alone = prompt + full * server.overhead(chunk) + last
     steps = np.ceil(outputs / (1 + server.draft))
     attended = steps * lengths + steps * (steps - 1) / 2
-    decode = one.decode * outputs
+    decode = coefficients.decode * outputs
     return Jobs(
         arrival=np.array([arrival.time for arrival in ordered], dtype=float),
         ttft=ttft,
@@ -131,7 +131,7 @@ def jobs(arrivals: Sequence[Arrival], server: Server, *, prefix_caching: bool = 
         attended=attended,
         decode=decode,
         alone=alone,
-        alone_decoding=steps * server.overhead(1) + decode + one.longest * attended,
+        alone_decoding=steps * server.overhead(1) + decode + coefficients.longest * attended,
     )
 
 

@@ -80,15 +80,15 @@ def draw(
             "duration",
             "num_prompts",
         )
-    made = 0
+    drawn = 0
     for window in range(int(start // WINDOW) * WINDOW, last + 1, WINDOW):
-        if window >= end or made == count:
+        if window >= end or drawn == count:
             break
         for arrival in _window(clients, window, seed, slo):
-            if start <= arrival.time < end and made != count:
-                made += 1
+            if start <= arrival.time < end and drawn != count:
+                drawn += 1
                 yield arrival
-    tell(f"{folder}: {made} requests drawn with seed {seed} from the statistics of {len(clients)} clients")
+    tell(f"{folder}: {drawn} requests drawn with seed {seed} from the statistics of {len(clients)} clients")
 
 
 def _window(clients: list[_Client], window: int, seed: int, slo: SLO) -> Iterator[Arrival]:
