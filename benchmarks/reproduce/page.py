@@ -171,7 +171,7 @@ def blocks(path: Path, document: Mapping[str, Any]) -> dict[str, str]:
     minutes = sum(table["seconds"] for table in tables.values()) / 60
     link = f"[`{path.name}`](../../benchmarks/results/{path.name})"
     digests = {table.get("source") for table in tables.values()}
-    state = f" at one state of the source ({digests.pop()})" if len(digests) == 1 and None not in digests else ""
+    state = " at one state of the source" if len(digests) == 1 and None not in digests else ""
     says = (
         f"`{document['command']}` made the tables below and {link}{state} in {minutes:.0f} minutes of processor time."
     )

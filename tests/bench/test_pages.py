@@ -56,7 +56,7 @@ def test_tables_of_another_state_of_the_source_are_made_again(
     for name in "ab":
         page.save("one", name, page.Table("A", ["x"], [[1.0]]), 60.0)
     assert page.missing("one", ["a", "b"]) == [] and len(list(tmp_path.glob("*.json"))) == 1
-    assert "at one state of the source (new) in 2 minutes" in (tmp_path / "one.md").read_text()
+    assert "at one state of the source in 2 minutes" in (tmp_path / "one.md").read_text()
     monkeypatch.setattr(page, "source", lambda: "newer")
     assert page.missing("one", ["a", "b"]) == ["a", "b"]
 
