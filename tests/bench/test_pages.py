@@ -33,6 +33,12 @@ def test_a_page_shows_its_newest_results(page: ModuleType, repo: Path, paper: st
         assert found == blocks[name] + "\n" if name in blocks else found.startswith("Of 20"), name
 
 
+def test_all_tables_are_of_one_state_of_the_source(page: ModuleType) -> None:
+    """A table that is made again, after a policy has changed, takes the others with it: `python benchmarks/reproduce`."""
+    tables = [table for paper in PAPERS for table in json.loads(page.newest(paper).read_text())["tables"].items()]
+    assert len({table["source"] for _, table in tables}) == 1
+
+
 @pytest.mark.parametrize("paper", PAPERS)
 def test_pictures_of_a_page_exist_and_are_small(repo: Path, paper: str) -> None:
     folder = repo / "docs" / "research"
