@@ -478,12 +478,8 @@ class ServeConfig(OperationSettings):
     @cached_property
     def class_objectives(self) -> Mapping[str, SLO]:
         """The objectives of the request classes that have some: `default`, and each tier but best effort."""
-        named = (
-            resolved
-            for name, resolved in self._resolved_tiers.items()
-            if name not in PLAIN and not resolved.tier.best_effort
-        )
-        return {DEFAULT: self.slo, **{resolved.name: resolved.slo for resolved in named}}
+        tiers = (tier for name, tier in self._resolved_tiers.items() if name not in PLAIN)
+        return {DEFAULT: self.slo, **{tier.name: tier.slo for tier in tiers if not tier.tier.best_effort}}
 
     @cached_property
     def _resolved_tiers(self) -> Mapping[str, ResolvedTier]:

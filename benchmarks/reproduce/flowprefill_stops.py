@@ -158,4 +158,4 @@ def varying(args: argparse.Namespace) -> Table:
 
 
 if __name__ == "__main__":
-    raise SystemExit(page.run(__doc__, "flowprefill", (blocking, behind, colocated, varying)))
+    raise SystemExit(page.run(__doc__, "flowprefill", (blocking, behind, colocated, varying), sized=False))

@@ -60,20 +60,20 @@ def run(
     makers: Sequence[Maker],
     parser: argparse.ArgumentParser | None = None,
     also: Sequence[Maker] = (),
+    sized: bool = True,
 ) -> int:
     """Make the tables named on the command line, or all; a table has the name of its maker.
 
     Makers get the parsed arguments: `requests` and `seeds` (None unless given), `jobs`, and the arguments of `parser`.
-    also: makers that `all` leaves out.
+    also: makers that `all` leaves out. sized: whether the makers heed `requests` and `seeds`.
     """
     tables = {maker.__name__: maker for maker in (*makers, *also)}
     parser = parser or argparse.ArgumentParser()
     parser.description, parser.formatter_class = about, argparse.RawDescriptionHelpFormatter
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"all, or {', '.join(tables)} [all]")
-    parser.add_argument(
-        "--requests", type=int, metavar="N", help="per simulation; only print the tables [each table's own]"
-    )
-    parser.add_argument("--seeds", type=int, metavar="N", help="per cell; only print the tables [each table's own]")
+    parser.set_defaults(requests=None, seeds=None)
+    for name, per in (("--requests", "simulation"), ("--seeds", "cell")) if sized else ():
+        parser.add_argument(name, type=int, metavar="N", help=f"per {per}; only print the tables [each table's own]")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes [all cores]")
     parser.add_argument("--missing", action="store_true", help="only tables that are not of this state of the source")
     parser.add_argument("--list", action="store_true", help="only list them")

@@ -144,4 +144,4 @@ MAKERS: tuple[page.Maker, ...] = (
 
 
 if __name__ == "__main__":
-    raise SystemExit(page.run(__doc__, "slos_serve", MAKERS))
+    raise SystemExit(page.run(__doc__, "slos_serve", MAKERS, sized=False))

@@ -140,19 +140,8 @@ class Recorder:
     def _level(self, name: str, now: float) -> None:
         scheduler = self._schedulers[name]
         slack = least_slack([(max(now, scheduler.ends), scheduler)]) if self._slack else inf
-        backlog = scheduler.prefill_backlog
-        self.levels.append(
-            Level(
-                now,
-                name,
-                scheduler.blocks.held,
-                scheduler.waiting,
-                scheduler.running,
-                scheduler.kv_waiting,
-                backlog,
-                slack,
-            )
-        )
+        counts = scheduler.blocks.held, scheduler.waiting, scheduler.running, scheduler.kv_waiting
+        self.levels.append(Level(now, name, *counts, scheduler.prefill_backlog, slack))
 
     def _stretch(self, name: str, plans: dict[int, StepPlan], result: StepResult | Suspended) -> None:
         stopped = isinstance(result, Suspended)

@@ -217,16 +217,12 @@ class Machine:
 
         limits: of the schedulers, tighter than those of the executors. None: the same.
         """
-        for field in fields(config):
-            mine, given = getattr(self.config, field.name), getattr(config, field.name)
-            if mine != given and field.name not in SCHEDULING:
-                raise InvalidValue(
-                    f"{field.name}={given!r} must be {mine!r}, as built into these executors", field.name
-                )
+        for name in (field.name for field in fields(config)):
+            mine, given = getattr(self.config, name), getattr(config, name)
+            if mine != given and name not in SCHEDULING:
+                raise InvalidValue(f"{name}={given!r} must be {mine!r}, as built into these executors", name)
         mesh = plan_of(config)
-        places = tuple(
-            replace(instance, role=role.value) for instance, role in zip(self.info.instances, mesh.roles, strict=True)
-        )
+        places = tuple(replace(at, role=role.value) for at, role in zip(self.info.instances, mesh.roles, strict=True))
         info = replace(self.info, instances=places, policy=policies.shown(config.policy), routing=config.routing)
         limits = limits or self.limits
         return Machine(config, mesh, self.executors, limits, self._measured, info, self.compiler, lent=True)
