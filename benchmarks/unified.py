@@ -148,7 +148,7 @@ def run(case: Case) -> tuple[Case, float, float]:
         [system.policy],
         replace(mesh, colocated=system.colocated),
         latency,
-        seeds=range(case.seeds),
+        seeds=range(1 if isinstance(load, Sequence) else case.seeds),  # a trace is one load
         num_requests=case.requests,
         options=Options(routing=system.routing, boundary=system.boundary, skip=case.skip, **options),
         goal=GOAL,
@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("--mesh", action="append", metavar="RxT", help="may be repeated, as in 2x4 (1P+1D) [2x4]")
     parser.add_argument("--systems", default="all", help="all, or kinds and names with semicolons: published;unified")
     parser.add_argument("--requests", type=int, default=1000, metavar="N")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="of workloads; a trace is one load [1]")
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="uncounted requests at either end [0]")
     parser.add_argument("--no-bounds", action="store_true", help="omit the clairvoyant bounds")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
