@@ -65,7 +65,7 @@ SYSTEMS = {
     "flowprefill": System("repaired", "flowprefill", boundary="op"),
     "fairbatching": System("repaired", "fairbatching:on_time_set", colocated=True),
     "unified": System("unified", "unified", "unified", boundary="layer"),
-    "unified, mixed instances": System("unified", "unified", colocated=True, boundary="layer"),
+    "unified, mixed instances": System("unified", "unified", "unified", colocated=True, boundary="layer"),
 }
 
 
