@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import atexit
+from functools import partial
+from typing import TYPE_CHECKING
 
 from jaxserve.cli import flags
 from jaxserve.config import ServeConfig
+
+if TYPE_CHECKING:
+    from jaxserve.fleet.processes import EngineProcess
 
 DESCRIPTION = "Serve a model with OpenAI's API under per-request latency objectives."
 
@@ -76,13 +81,28 @@ def _leave(status: int) -> None:
 
 def serve(config: ServeConfig) -> int:
     """Load, warm up, and serve until SIGTERM or SIGINT."""
+    ahead = None
+    if config.ray is None and config.api_server_count:
+        from jaxserve.fleet.processes import EngineProcess
+
+        ahead = EngineProcess()  # imports jax while this process imports the server and checks the settings
+    try:
+        return _run(config, ahead)
+    finally:
+        if ahead is not None:
+            ahead.close()
+
+
+def _run(config: ServeConfig, ahead: EngineProcess | None) -> int:
     from jaxserve.models.source import check_names
 
     check_names(config)
-    from jaxserve.server.main import run  # imports jax, which --help must not wait for
+    from jaxserve.server.main import run  # late: --help must not wait for it
 
-    if config.ray is None:
-        return run(config)
-    from jaxserve.ray.engines import RayEngines
+    if config.ray is not None:
+        from jaxserve.ray.engines import RayEngines
 
-    return run(config, RayEngines)
+        return run(config, RayEngines)
+    from jaxserve.fleet.processes import EngineProcesses
+
+    return run(config, partial(EngineProcesses, ahead=ahead))

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 from jaxserve.config import ServeConfig
+from jaxserve.engine.runtime.gc_control import uncollected
 from jaxserve.engine.startup.environment import gpus_here
 from jaxserve.errors import JaxserveError
 from jaxserve.fleet.devices import visible
@@ -38,21 +39,23 @@ HUNG = 300  # looks in a row without one, POLL seconds apart, after which a proc
 RETIRED = 3  # exit status of an engine that a front has asked to start again
 
 
+class EngineOrders(NamedTuple):
+    """What an engine in a process of its own is, and where it serves."""
+
+    config: ServeConfig
+    place: Place
+    gpus: str | None = None  # see devices.py
+    share: KVShare | None = None  # how it exchanges KV with others; None: it does not
+
+
 class EngineProcess:
     """A child process with an engine. `close` may be called while another thread waits."""
 
-    def __init__(
-        self, config: ServeConfig, place: Place, gpus: str | None = None, share: KVShare | None = None
-    ) -> None:
-        """Start the process; `wait` waits until the engine is ready.
-
-        gpus: see devices.py. share: how it exchanges KV with others; None: it does not.
-        """
+    def __init__(self) -> None:
+        """Start the process, which imports what an engine needs; `begin` says what it serves."""
         spawn = multiprocessing.get_context("spawn")  # a fork would copy threads' locks
         self._control, theirs = spawn.Pipe()
-        process: Any = spawn.Process(
-            target=_serve, args=(config, place, gpus, share, theirs), name=f"jaxserve-{place.name}"
-        )
+        process: Any = spawn.Process(target=_serve, args=(theirs,), name="jaxserve-engine")
         process.daemon = True
         self._process = process
         self._reaping = threading.Lock()  # the exit status can be collected once
@@ -62,6 +65,11 @@ class EngineProcess:
         theirs.close()
         self.pid: int = process.pid
         self.sentinel: int = process.sentinel  # readable once the process has ended
+
+    def begin(self, orders: EngineOrders) -> None:
+        """Start the engine; `wait` waits until it is ready."""
+        with suppress(OSError):  # the process has ended, as `wait` will say
+            self._control.send(orders)
 
     def wait(self, told: Callable[[StartProgress], None] = lambda progress: None) -> None:
         """Wait until the engine is ready; `told` gets its progress. Raises what kept it from starting."""
@@ -136,10 +144,12 @@ class EngineProcess:
 class LocalReplica:
     """A Replica in a child process."""
 
-    def __init__(self, config: ServeConfig, place: Place, gpus: str | None, share: KVShare | None) -> None:
-        self.place = place
+    def __init__(self, orders: EngineOrders, ahead: EngineProcess | None = None) -> None:
+        """ahead: a process that has not begun, for the first start."""
+        self.place = orders.place
         self.progress = StartProgress()
-        self._own = config, place, gpus, share  # arguments of each EngineProcess
+        self._orders = orders
+        self._ahead = ahead
         self._process: EngineProcess | None = None
         self._lock = threading.Lock()  # between the start of a process and `close`
         self._closed = False
@@ -157,7 +167,8 @@ class LocalReplica:
                 raise JaxserveError("the server closes")
             if self._process is None:
                 self.place.address.vacate()
-                self._process = EngineProcess(*self._own)
+                self._process, self._ahead = self._ahead or EngineProcess(), None
+                self._process.begin(self._orders)
             return self._process
 
     def start(self, closing: Closing) -> None:
@@ -192,18 +203,18 @@ class LocalReplica:
 class EngineProcesses(Engines):
     """The engines of a server in processes of this machine."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, ahead: EngineProcess | None = None) -> None:
         """Start the processes; `wait` waits until all engines are ready.
 
-        Raises InvalidValue if there are too few GPUs.
+        ahead: a process for the first of them, which has not begun. Raises InvalidValue if there are too few GPUs.
         """
         super().__init__(len(config.replica_roles))
         gpus = visible(config, gpus_here(), os.environ.get(CUDA))
         self._folder = tempfile.mkdtemp(prefix="jaxserve-")  # only this user may enter it
-        replicas = [
-            LocalReplica(own_settings(config, at), self._place(at, len(gpus) > 1), *own)
-            for at, own in enumerate(zip(gpus, KVShare.each(config), strict=True))
-        ]
+        replicas = []
+        for at, (own, share) in enumerate(zip(gpus, KVShare.each(config), strict=True)):
+            orders = EngineOrders(own_settings(config, at), self._place(at, len(gpus) > 1), own, share)
+            replicas.append(LocalReplica(orders, None if at else ahead))
         self._keep(replicas)
         for replica in replicas[: self.begin]:
             replica.launch()
@@ -218,19 +229,22 @@ class EngineProcesses(Engines):
         return closed
 
 
-def _serve(
-    config: ServeConfig, place: Place, gpus: str | None, share: KVShare | None, control: Connection[Any, Any]
-) -> None:
-    """Start an engine, serve it until the parent says so or ends, and end this process."""
+def _serve(control: Connection[Any, Any]) -> None:
+    """Start the engine that the parent orders, serve it until the parent says so or ends, and end this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with uncollected():  # a seventh of the time of the imports
+        from jaxserve.engine.engine import Engine  # imports jax
+        from jaxserve.fleet.engine_server import EngineServer
+    try:
+        config, place, gpus, share = control.recv()
+    except (EOFError, OSError):  # the parent has ended
+        _leave(1)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from now on the parent drains, then says when to close
     if gpus is not None:
-        os.environ[CUDA] = gpus  # before jax is imported
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent drains, then says when to close
-        signal.signal(number, signal.SIG_IGN)
+        os.environ[CUDA] = gpus  # before jax starts
     log_to_stderr(config.log_level)
     over, ready, retired = threading.Event(), threading.Event(), threading.Event()
     threading.Thread(target=_watch, args=(control, ready, over), name="jaxserve-parent", daemon=True).start()
-    from jaxserve.engine.engine import Engine  # imports jax
-    from jaxserve.fleet.engine_server import EngineServer
 
     parent = _Parent(control)
     try:
@@ -302,7 +316,7 @@ def _watch(control: Connection[Any, Any], ready: threading.Event, over: threadin
     over.set()
 
 
-def _leave(status: int) -> None:
+def _leave(status: int) -> NoReturn:
     """End the process at once: threads that wait for devices could keep the interpreter from exiting."""
     logging.shutdown()
     os._exit(status)

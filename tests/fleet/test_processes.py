@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.fleet import processes
-from jaxserve.fleet.processes import LocalReplica
+from jaxserve.fleet.processes import EngineOrders, LocalReplica
 from jaxserve.wire.address import Address, Place
 from tests.support import hanging
 
@@ -19,7 +19,7 @@ def test_a_process_that_hangs_is_killed(repo: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(processes, "POLL", 0.02)
     monkeypatch.setattr(processes, "HUNG", 60)
     place = Place(Address(path=str(tmp_path / "socket")), b"key", "replica 0")
-    replica = LocalReplica(ServeConfig(), place, None, None)
+    replica = LocalReplica(EngineOrders(ServeConfig(), place))
     replica.start(lambda: False)
     process = replica.launch()
     looks = [process.look() for _ in range(hanging.BEATS + processes.HUNG)]

@@ -20,7 +20,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.fleet import processes
 from jaxserve.fleet.messages import Failure
-from jaxserve.fleet.processes import EngineProcess
+from jaxserve.fleet.processes import EngineOrders, EngineProcess
 from jaxserve.report.start import StartProgress
 from jaxserve.wire.address import Address, Place
 from tests.support.server.processes import JOIN, alive, children
@@ -168,7 +168,8 @@ def test_a_front_that_dies_is_replaced_by_one_that_waits(tmp_path: Path) -> None
 
 def test_an_engine_that_is_not_ready_ends_at_once(tmp_path: Path) -> None:
     place = Place(Address(path=str(tmp_path / "socket")), b"key", "the engine process")
-    process = EngineProcess(ServeConfig.load(), place)
+    process = EngineProcess()
+    process.begin(EngineOrders(ServeConfig.load(), place))
     failures: list[JaxserveError] = []
 
     def start() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 BEATS = 3
 
 
-def serve(config: Any, place: Any, gpus: Any, share: Any, control: Any) -> None:
+def serve(control: Any) -> None:
     """Take the place of `_serve` in fleet/processes.py."""
     for _ in range(1 + BEATS):
         control.send(None)
