@@ -60,6 +60,7 @@ MECHANISMS: dict[str, list[Without]] = {
     "sharing steps": [Without(POLICY, "Unified._together", nothing(1))],
     "riders": [Without(POLICY, "Unified._riders", nothing(NONE))],
     "stops": [Without(POLICY, "Unified._stops", nothing(False))],
+    "steps of rows that joined late": [Without(POLICY, "late_joiners", nothing(NONE))],
     "short steps after late joins": [Without(POLICY, "joiners_bound", nothing(inf))],
     "short steps for new prompts": [Without(POLICY, "spare_time", nothing(inf))],
     "longer steps under pressure": [Without(POLICY, "PRESSED", 0.0)],

@@ -352,6 +352,32 @@ def joiners_bound(view: View, alone: float, few: int) -> float:
     return float(np.minimum.reduce(first, initial=inf, where=np.logical_or.reduce(able, axis=0)))
 
 
+def late_joiners(view: View, lately: int) -> Order:
+    """Return rows with one token that would be late with the next two in steps of all rows, but not in one of theirs.
+
+    They joined during a long step, and a short answer has no later tokens to catch up with. Returns no rows if
+    another row would become late, or if the other steps leave no time for such ones, as often as rows joined within
+    the last `lately` tokens.
+    """
+    rows = view.decode
+    decoded = promised(rows, rows.context - rows.length)
+    fresh = np.flatnonzero(decoded <= 1)
+    if not len(fresh) or len(fresh) == len(rows):
+        return NO_ROWS
+    slack = promised(rows, rows.deadline) - view.start
+    every = view.perf.step_time(decode_load(rows))
+    late = fresh[MARGIN * (slack[fresh] + rows.tpot[fresh]) < 2.0 * every]
+    if not len(late):
+        return NO_ROWS
+    alone = view.perf.step_time(load_of(rows.context[late]))
+    if np.count_nonzero(decoded <= lately) * alone > lately * (tightest_pace(rows) - every) * len(late):
+        return NO_ROWS
+    late = late[slack[late] + rows.tpot[late] >= alone + every]  # on time with this token or the next one
+    on_time = (slack >= every) & (slack < alone + every)
+    on_time[late] = False
+    return NO_ROWS if on_time.any() else late
+
+
 def keeps_objectives(rows: QueueView, start: float, seconds: float) -> bool:
     """Return whether some row can keep its objectives in steps of `seconds`.
 

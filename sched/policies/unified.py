@@ -28,6 +28,7 @@ from ..api.request import BEST_EFFORT, State
 from ..feasibility import (
     BEHIND,
     MARGIN,
+    NO_ROWS,
     PRESSED,
     SHARE,
     Mask,
@@ -37,6 +38,7 @@ from ..feasibility import (
     joiners_bound,
     keeps_objectives,
     largest_chunk,
+    late_joiners,
     left_behind,
     load_of,
     mixed_bound,
@@ -94,6 +96,9 @@ class Unified:
         if view.running is not None:
             return Decision(preempt=self._preempt and self._stops(view, view.running))
         hope = self._hope(view)
+        late = late_joiners(view, int(self._patience)) if hope and view.role is Role.DECODE else NO_ROWS
+        if len(late):
+            return Decision(one_each(view.decode[row] for row in late.tolist()))
         longest = self._longest(view, hope)
         queue = self._queue(view, longest)
         if view.role is Role.PREFILL or not len(view.decode):

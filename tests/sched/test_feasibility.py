@@ -19,6 +19,7 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.feasibility import (
     decode_load,
     joiners_bound,
+    late_joiners,
     mixed_bound,
     on_time_set,
     piggyback_speed,
@@ -120,6 +121,23 @@ def test_the_step_bound_lets_rows_that_joined_late_catch_up() -> None:
     old.output, old.computed = [1] * 5, old.computed + 4
     assert bound(old) == inf
     assert bound(old, few=4) == pytest.approx(0.97 * 0.030)
+
+
+def test_a_row_that_joined_late_decodes_alone_where_the_others_can_wait() -> None:
+    """A step of ten rows takes 21.9 ms, one of the first 12 ms, of TPOTs of 40 ms."""
+
+    def alone(due: float, *, others: float = 0.2, tokens: int = 9) -> list[int]:
+        old = [row(id, others, 0.04) for id in range(1, 10)]
+        for one in old:
+            one.output, one.computed = [1] * tokens, one.computed + tokens - 1
+        return late_joiners(view([], [row(0, due, 0.04), *old]), 4).tolist()
+
+    assert alone(0.0) == [0]  # after two steps of all rows it would be 4 ms late, and 6 ms early after its own
+    assert alone(0.006) == []  # on time with its next token but one
+    assert alone(-0.010) == []  # too late for either
+    assert alone(0.0, others=0.030) == []  # which would be late behind it
+    assert alone(0.0, others=0.020) == [0]  # which are late anyway
+    assert alone(0.0, tokens=3) == []  # ten such steps in four tokens take 120 ms, of which 72 are left
 
 
 def test_piggybacked_prefill_gets_the_time_left_by_decodes() -> None:
