@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,11 +44,27 @@ def connect(address: str, cpus: int) -> None:
     """
     if address == LOCAL:
         most = max(cpus, os.cpu_count() or 1)
-        _init(address, address="local", num_cpus=most, **own_options())
+        _in_lasting_thread(partial(_init, address, address="local", num_cpus=most, **own_options()))
         return
     if address != AUTO:
         _reach(address)
     _init(address, address=address)
+
+
+def _in_lasting_thread(work: Callable[[], None]) -> None:
+    """Run work in a thread that stays: Linux kills what Ray starts when the thread that has started it ends."""
+    over: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            over.set_result(work())
+        except BaseException as error:
+            over.set_exception(error)
+            return
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="jaxserve-ray", daemon=True).start()
+    over.result()
 
 
 def own_options() -> dict[str, Any]:

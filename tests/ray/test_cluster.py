@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import socket
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
-from tests.support.timing import until
+from tests.support.timing import PATIENCE, until
 
 QUICK = 15.0  # seconds, most of them Ray's import on a busy machine
 
@@ -130,3 +132,21 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ImportError, match=r"ray is not installed: pip install .*\[ray\]'") as found:
         importlib.import_module("jaxserve.ray")
     assert isinstance(found.value, InvalidValue)
+
+
+def test_a_cluster_outlives_the_thread_that_asked_for_it(repo: Path) -> None:
+    """Linux kills processes with the thread that has started them, where they ask for that as Ray's do."""
+    code = """if True:
+        import threading, time
+        import ray
+        from jaxserve.ray.cluster import connect
+        from tests.ray.conftest import left
+
+        asking = threading.Thread(target=connect, args=("local", 1))
+        asking.start()
+        asking.join()
+        time.sleep(0.5)
+        assert len(left()) == 2, left()
+        ray.shutdown()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE, cwd=repo)
