@@ -57,10 +57,11 @@ def _in_lasting_thread(work: Callable[[], None]) -> None:
 
     def run() -> None:
         try:
-            over.set_result(work())
+            work()
         except BaseException as error:
             over.set_exception(error)
             return
+        over.set_result(None)
         threading.Event().wait()
 
     threading.Thread(target=run, name="jaxserve-ray", daemon=True).start()
