@@ -236,4 +236,5 @@ def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(
 def test_an_engine_closes_while_its_programs_are_made() -> None:
     engine = Engine.start(ServeConfig.load(mesh="1x1", max_num_seqs=4, **SHAPE))
     assert engine.close()
-    assert not any(thread.name.startswith("jaxserve-ladder") for thread in threading.enumerate())
+    # A compilation cannot be stopped, and closing does not wait for one that takes long on a busy machine.
+    until(lambda: not any(thread.name.startswith("jaxserve-ladder") for thread in threading.enumerate()))

@@ -261,3 +261,22 @@ def test_the_end_of_a_prompt_is_sought_once_for_all_outputs() -> None:
     assert tokenizer.asked < 3000
     Names(job, tokenizer)
     assert tokenizer.asked < 4500
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_each_output_has_the_scores_of_the_echo_whichever_comes_first(
+    tokenizer: Tokenizer, order: tuple[int, ...]
+) -> None:
+    prompt, output = tuple(tokenizer.encode("def f")), tuple(tokenizer.encode(" x"))
+    job = Submission(NewRequest(prompt, SamplingParams(n=3, logprobs=1), SLO()), "def f")
+    answer = Answer("r", "m", False, [job], tokenizer, 1, False, True)
+    chunks = []
+    for index in order:
+        before = scored(prompt[1:]) if index == 0 else ()  # the first output computes them
+        choice = Choice(Ended(), tokenizer, job, index)  # type: ignore[arg-type]
+        piece = choice.feed(Delta(0, output, scored(output), before, "length"))
+        chunks += [chunk["choices"][0] for chunk in answer.chunks(0, piece)]
+    for index in range(3):
+        own = [chunk for chunk in chunks if chunk["index"] == index]
+        assert joined(own, "token_logprobs") == [None, *[-0.5] * (len(prompt) - 1 + len(output))]
+        assert own[-1]["finish_reason"] == "length"
