@@ -238,13 +238,13 @@ def main() -> None:
 
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         waiting = {
-            pool.submit(runs, variant, name, rate, range(args.seeds), args.traces, number): variant
+            pool.submit(runs, variant, name, rate, cells.seeds(name, args), args.traces, number): variant
             for variant, number in variants.items()
             for name, cell in cells.CELLS.items()
             if args.traces is not None or name not in cells.TRACES
             for rate in cell.rates
             if any(text in f"{name}@{rate:g}" for text in args.cells.split(","))
-            and f"{name}@{rate:g} seed {args.seeds - 1}" not in found.get(variant, {})
+            and f"{name}@{rate:g} seed {cells.seeds(name, args)[-1]}" not in found.get(variant, {})
         }
         for count, done in enumerate(as_completed(waiting), 1):
             found.setdefault(waiting[done], {}).update(done.result())

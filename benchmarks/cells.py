@@ -121,6 +121,11 @@ def attained(cell: Cell, rate: float, seed: int, args: argparse.Namespace) -> fl
     return float(report.summary.attained)
 
 
+def seeds(name: str, args: argparse.Namespace) -> range:
+    """Return the seeds of a cell: a trace is one load, unless step times vary."""
+    return range(1 if name in TRACES and not getattr(args, "noise", None) else args.seeds)
+
+
 def row(name: str, rate: float, runs: dict[str, float], before: dict[str, float]) -> list[Any]:
     """Return the mean over seeds, the mean of the seeds that both results have, and the difference in points."""
     keys = [key for key in runs if key.startswith(f"{name}@{rate:g} ")]
@@ -154,7 +159,7 @@ def main() -> None:
         for rate in cell.rates:
             if not any(text in f"{name}@{rate:g}" for text in args.only.split(",")):
                 continue
-            for seed in range(1 if name in TRACES and not args.noise else args.seeds):  # a trace is one load
+            for seed in seeds(name, args):
                 key = f"{name}@{rate:g} seed {seed}"
                 if key not in runs:
                     runs[key] = round(attained(cell, rate, seed, args), 4)

@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 CUDA = "CUDA_VISIBLE_DEVICES"
 CLOSE = "close"
-INTERRUPT = (signal.SIGINT,)
 TELLING = 0.1  # seconds between two reports of progress to the parent, at least
 BEAT = 5.0  # seconds between two signs of life
 HUNG = 300  # looks in a row without one, POLL seconds apart, after which a process is killed
@@ -62,11 +61,7 @@ class EngineProcess:
         self._reaping = threading.Lock()  # the exit status can be collected once
         self._ready = False
         self._silent = 0  # looks since the last sign of life: not a time, as this process may have stood still itself
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT)  # it inherits that Ctrl-C waits, and ignores it
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        start_blocked(process, signal.SIGINT)  # it ignores Ctrl-C
         theirs.close()
         self.pid: int = process.pid
         self.sentinel: int = process.sentinel  # readable once the process has ended
@@ -234,10 +229,19 @@ class EngineProcesses(Engines):
         return closed
 
 
+def start_blocked(process: Any, *signals: int) -> None:
+    """Start a process that inherits that these signals wait, and lets them in when it can handle them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _serve(control: Connection[Any, Any]) -> None:
     """Start the engine that the parent orders, serve it until the parent says so or ends, and end this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPT)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     with uncollected():  # a seventh of the time of the imports
         from jaxserve.engine.engine import Engine  # imports jax
         from jaxserve.fleet.engine_server import EngineServer

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +26,9 @@ KINDS = ("GPU", "TPU")  # resources that jax prefers over CPUs, in this order
 
 Facts = Mapping[str, Any]
 
+# Linux kills what Ray starts when the thread that has started it ends, so one that stays starts clusters.
+_lasting = ThreadPoolExecutor(1, "jaxserve-ray")
+
 
 class Node(NamedTuple):
     """A node that is alive."""
@@ -44,28 +45,11 @@ def connect(address: str, cpus: int) -> None:
     """
     if address == LOCAL:
         most = max(cpus, os.cpu_count() or 1)
-        _in_lasting_thread(partial(_init, address, address="local", num_cpus=most, **own_options()))
+        _lasting.submit(_init, address, address="local", num_cpus=most, **own_options()).result()
         return
     if address != AUTO:
         _reach(address)
     _init(address, address=address)
-
-
-def _in_lasting_thread(work: Callable[[], None]) -> None:
-    """Run work in a thread that stays: Linux kills what Ray starts when the thread that has started it ends."""
-    over: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            over.set_exception(error)
-            return
-        over.set_result(None)
-        threading.Event().wait()
-
-    threading.Thread(target=run, name="jaxserve-ray", daemon=True).start()
-    over.result()
 
 
 def own_options() -> dict[str, Any]:

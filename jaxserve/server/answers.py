@@ -72,7 +72,7 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
     outputs: list[list[Gathered]] = field(default_factory=list)
     _begun: set[int] = field(default_factory=set)  # submissions with a piece
-    _waiting: list[tuple[int, Piece]] = field(default_factory=list)  # of outputs whose echo waits for its scores
+    _waiting: dict[int, list[Piece]] = field(default_factory=dict)  # by submission: their echo waits for its scores
 
     def __post_init__(self) -> None:
         for job in self.jobs:
@@ -182,13 +182,11 @@ class Answer:
         """
         first = self.outputs[number][0]
         if self.echo and self.top is not None and piece.choice and not first.begun:
-            self._waiting.append((number, piece))
+            self._waiting.setdefault(number, []).append(piece)
             return []
         chunks = self._chunks_of(number, piece)
         if self._waiting and first.begun:
-            due = [waiting for waiting in self._waiting if waiting[0] == number]
-            self._waiting = [waiting for waiting in self._waiting if waiting[0] != number]
-            chunks += [chunk for waiting in due for chunk in self._chunks_of(*waiting)]
+            chunks += [chunk for waiting in self._waiting.pop(number, ()) for chunk in self._chunks_of(number, waiting)]
         return chunks
 
     def _chunks_of(self, number: int, piece: Piece) -> list[dict[str, Any]]:

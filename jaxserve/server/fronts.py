@@ -30,6 +30,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.gc_control import GCControl
 from jaxserve.errors import JaxserveError
 from jaxserve.fleet.messages import Failure
+from jaxserve.fleet.processes import start_blocked
 from jaxserve.fleet.replicas import Replicas
 from jaxserve.fleet.supervisor import LASTING, pause
 from jaxserve.models.source import find_tokenizer
@@ -197,12 +198,7 @@ class Fronts:
         theirs, ours = self._spawn.Pipe()
         args = (index, self._config, self._start._replace(over=self._settled), theirs, self._sock)
         process: Any = self._spawn.Process(target=_front, args=args, name=f"jaxserve-front-{index}", daemon=True)
-        # It inherits that signals wait, and lets them in when it can handle them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        start_blocked(process, *SIGNALS)
         theirs.close()
         self._alive[index] = front = _Front(process, ours)
         front.tell(self._told)

@@ -21,6 +21,20 @@ def unchanged():
     compile_counter().writable = writable
 
 
+@pytest.mark.parametrize(("given", "kept"), [(None, 0), ("3", 10)])
+def test_programs_are_kept_without_call_stacks_unless_asked_for(tmp_path, monkeypatch, unchanged, given, kept):
+    before = jax.config.jax_traceback_in_locations_limit
+    monkeypatch.delenv(compiled.FRAMES)
+    if given is not None:
+        monkeypatch.setenv(compiled.FRAMES, given)
+    try:
+        jax.config.update(compiled.FRAMES.lower(), 10)
+        use_persistent_cache(tmp_path)
+        assert jax.config.jax_traceback_in_locations_limit == kept
+    finally:
+        jax.config.update(compiled.FRAMES.lower(), before)
+
+
 def test_an_unwritable_cache_folder_is_reported_once(tmp_path, caplog, unchanged):
     (tmp_path / "file").write_text("not a folder")
     folder, counter = tmp_path / "file" / "cache", compile_counter()

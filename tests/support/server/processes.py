@@ -54,9 +54,9 @@ class Running:
 
     def __init__(self, process: subprocess.Popen[str], url: str, replicas: int, log: Path) -> None:
         self.process, self.url, self.log = process, url, log
-        first, *made = children(process.pid)  # the main thread starts an engine and the fronts, others more engines
-        fronts = len(made) - (replicas - 1)
-        self.fronts, self.engines = made[:fronts], [first, *made[fronts:]]
+        made = children(process.pid)  # the main thread starts an engine and the fronts, others more engines
+        more = len(made) - (replicas - 1)
+        self.fronts, self.engines = made[1:more], made[:1] + made[more:]
 
     def total(self, name: str) -> float:
         """Return the sum of a metric over its labels, asked over a connection of its own."""
