@@ -95,9 +95,12 @@ class Timed:
 class Steady:
     """A scheduler kept at `running` plus `waiting` requests: an arrival replaces each request that ends."""
 
-    def __init__(self, name: str, running: int, waiting: int, answer: int = 0, seed: int = 0, perf: str = PERF) -> None:
-        self.random = np.random.default_rng(seed)
+    def __init__(
+        self, name: str, running: int, waiting: int, answer: int = 0, classes: int = 0, perf: str = PERF
+    ) -> None:
+        self.random = np.random.default_rng(0)
         self.answer = answer or running
+        self.slos = [self.slo() for _ in range(classes)]
         self.policy = Timed(policies.make(name))
         self.total = running + waiting
         self.now = 0.0
@@ -117,11 +120,14 @@ class Steady:
         self._observe(load, seconds)
         self.observed.append(time.process_time() - began)
 
+    def slo(self) -> SLO:
+        return SLO(ttft=float(self.random.uniform(0.5, 8)), tpot=float(self.random.uniform(0.02, 0.1)))
+
     def arrive(self) -> None:
         """Add one request: 32 to 4096 prompt tokens, an output of 0.5 to 1.5 times `answer`."""
         prompt = int(np.exp(self.random.uniform(np.log(32), np.log(4096))))
         output = int(self.random.integers(self.answer // 2, self.answer * 3 // 2)) + 1
-        slo = SLO(ttft=float(self.random.uniform(0.5, 8)), tpot=float(self.random.uniform(0.02, 0.1)))
+        slo = self.slos[self.count % len(self.slos)] if self.slos else self.slo()
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         self.scheduler.add(Request(self.count, NewRequest(range(prompt), params, slo), self.now, seed=self.count))
         self.count += 1
@@ -173,9 +179,11 @@ def undisturbed() -> Iterator[None]:
     gc.unfreeze()
 
 
-def measure(name: str, running: int, waiting: int, steps: int, answer: int = 0, perf: str = PERF) -> dict[str, object]:
+def measure(
+    name: str, running: int, waiting: int, steps: int, answer: int = 0, classes: int = 0, perf: str = PERF
+) -> dict[str, object]:
     """Return the milliseconds of CPU time over `steps` steps, after warm-up steps to reach the steady state."""
-    steady = Steady(name, running, waiting, answer, perf=perf)
+    steady = Steady(name, running, waiting, answer, classes, perf)
     for _ in range(max(steps, 2 * steady.answer)):
         steady.step()
     steady.policy.seconds.clear()
@@ -304,6 +312,7 @@ def main() -> int:
         metavar="N",
         help="mean output tokens per request [the number of running requests]",
     )
+    parser.add_argument("--classes", type=int, default=0, metavar="N", help="pairs of objectives [one per request]")
     common.add_output(parser, "scheduler_cost")
     parser.add_argument("--perf", default=PERF, choices=KINDS, metavar="NAME", help=f"step-time model [{PERF}]")
     parser.add_argument("--routers", nargs="*", default=PLACED)
@@ -323,7 +332,11 @@ def main() -> int:
     rows = best(
         "median_decide_ms",
         [
-            [measure(n, *size, args.steps, args.answer, args.perf) for size in sizes for n in args.policies]
+            [
+                measure(n, *size, args.steps, args.answer, args.classes, args.perf)
+                for size in sizes
+                for n in args.policies
+            ]
             for _ in rounds
         ],
     )
