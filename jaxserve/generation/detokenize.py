@@ -55,41 +55,30 @@ class Detokenizer:
         self._skip = skip_special_tokens
         # Tokens decoded together: some as context, then the new ones.
         self._window = end_of(tokenizer, reversed(prompt), skip_special_tokens)
-        self._prompt: str | None = self._decode() if self._window else ""  # of the window, until text is emitted
+        self._prompt = tuple(self._window)  # until text is emitted
         self._shown = 0  # characters of the window's text that were emitted, or belong to the prompt
-        self._run = False  # the window ends in byte-fallback tokens
 
-    def add(self, token: int) -> str:
-        """Add a token and return the text that is now certain, possibly none."""
-        if not self._tokenizer.has_text(token, self._skip):
-            return ""  # as context it would push out tokens that have text
-        self._window.append(token)
-        self._run = token in self._tokenizer.byte_fallback
-        return "" if self._run else self._emit(final=False)
-
-    def flush(self) -> str:
-        """Return the remaining text; called once, after the last token."""
-        return self._emit(final=True)
-
-    def _emit(self, *, final: bool) -> str:
-        text = self._decode()
+    def add(self, tokens: Sequence[int], *, final: bool = False) -> str:
+        """Add tokens and return the text that is now certain, possibly none. final: these are the last tokens."""
+        # As context, tokens without text would push out those that have some.
+        added = [token for token in tokens if self._tokenizer.has_text(token, self._skip)]
+        self._window += added
+        if not final and (not added or added[-1] in self._tokenizer.byte_fallback):
+            return ""
+        text = self._tokenizer.decode(self._window, self._skip)
         end = len(text)
         if text.endswith(_BROKEN) and not final:
             if len(self._window) < _WINDOW:
                 return ""  # the last character may be incomplete
             end -= 1  # only the last character can be incomplete; earlier ones are invalid for good
-        if self._prompt is not None:  # not just its length: the output may have completed its last character
-            self._shown, self._prompt = common(self._prompt, text), None
+        if self._prompt:  # its text and not just its length: the output may have completed its last character
+            self._shown, self._prompt = common(self._tokenizer.decode(self._prompt, self._skip), text), ()
         new = text[self._shown : end]
         self._shown = max(self._shown, end)
         if len(self._window) >= _WINDOW and not final:
-            held = len(text) - end
             del self._window[:-_CONTEXT]
-            self._shown = len(self._decode()) - held
+            self._shown = len(self._tokenizer.decode(self._window, self._skip)) - (len(text) - end)
         return new
-
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
 
 
 class Gain(NamedTuple):
@@ -132,18 +121,21 @@ class TextStream:
         final: these are the last tokens. stop_token: the last token if it ended the output; like a stop
         string, it is part of the tokens, but of the text only if stop strings are included.
         """
+        shown = tokens
+        if stop_token is not None and not self._include and tokens and tokens[-1] == stop_token:
+            shown = tokens[:-1]
+        if self._stops is None and self._thoughts is None:  # nothing asks which token a text came with
+            return Gain(self._detokenizer.add(shown, final=final), len(tokens))
         parts: list[str] = []
-        silent = stop_token is not None and not self._include
-        for used, token in enumerate(tokens, 1):
+        for used, token in enumerate(shown, 1):
             self._count += 1
-            if silent and used == len(tokens) and token == stop_token:
-                break
-            out, stop = self._push(self._detokenizer.add(token))
+            out, stop = self._push(self._detokenizer.add((token,)))
             parts.append(out)
             if stop is not None:
                 return Gain("".join(parts), used, stop, self._thought)
+        self._count += len(tokens) - len(shown)
         if final:
-            out, stop = self._push(self._detokenizer.flush())
+            out, stop = self._push(self._detokenizer.add((), final=True))
             parts.append(out)
             if stop is None and self._thoughts is not None:
                 out, stop = self._stop(self._thoughts.flush())

@@ -36,8 +36,8 @@ def fallback() -> Tokenizer:
 
 def streamed(tokenizer, ids, prompt=(), skip=True):
     detokenizer = Detokenizer(tokenizer, skip, prompt)
-    parts = [detokenizer.add(id) for id in ids]
-    return [*parts, detokenizer.flush()]
+    parts = [detokenizer.add([id]) for id in ids]
+    return [*parts, detokenizer.add([], final=True)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,6 +56,9 @@ def test_text_is_what_transformers_decodes_less_the_prompt(kind, data):
     )
     # The output may complete a character of the prompt, whose text is then no beginning of the whole.
     assert "".join(streamed(tokenizer, output, prompt, skip)) == whole[common(before, whole) :]
+    stream, cut = Detokenizer(tokenizer, skip, prompt), data.draw(st.integers(0, len(output)))
+    together = stream.add(output[:cut]) + stream.add(output[cut:], final=True)
+    assert together == whole[common(before, whole) :], "tokens added together have another text"
 
 
 @pytest.mark.parametrize("kind", KINDS)
