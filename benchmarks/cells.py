@@ -85,6 +85,7 @@ CELLS = {
     "mix2 on H100, colocated": Cell(lambda traces: MIX2, 500, (26.0,), colocated=True, latency="h100"),
     "K128": Cell(named("K128"), 400, (7.0, 11.0)),
     "K128 colocated": Cell(named("K128"), 400, (7.5,), colocated=True),
+    "K128, slow contexts": Cell(named("K128"), 1000, (4.0, 9.0), latency="contexts"),
     "FlowPrefill's mix": Cell(named("flowprefill-llama3-70b"), 500, (36.0,)),
     "SLOs-Serve's mix": Cell(named("slos-serve-mixed"), 500, (21.0,)),
     "Azure conversation": Cell(trace(CONVERSATION, 2.0), 500, (33.0,)),
@@ -97,7 +98,7 @@ TRACES = ("Azure conversation", "Azure code", "Mooncake conversation", "Mooncake
 
 @cache
 def latency(name: str) -> Latency:
-    """Return step times: a preset, the same with far slower decodes, or those assumed for an 8B model on H100."""
+    """Return step times: a preset, the same with slower decodes or contexts, or those assumed for an 8B model."""
     if name == "h100":
         return Latency(
             "h100-8b", 131_072, 430_000, tensor_parallel=1, page_size=16, link_bandwidth=50e9, link_latency=1e-3,
@@ -107,7 +108,8 @@ def latency(name: str) -> Latency:
             ),
         )  # fmt: skip
     minimax = load_yaml(preset("latency", "minimax-m2.5-h200-tp4"), Latency)
-    return minimax if name == "minimax" else minimax.with_coefficients({"context": 60e-9, "decode": 1e-4})
+    slower = {"minimax": {}, "slow": {"context": 60e-9, "decode": 1e-4}, "contexts": {"context": 40e-9}}
+    return minimax.with_coefficients(slower[name])
 
 
 def attained(cell: Cell, rate: float, seed: int, args: argparse.Namespace) -> float:

@@ -30,6 +30,7 @@ from ..feasibility import (
     MARGIN,
     NO_ROWS,
     PRESSED,
+    ROUNDING,
     SHARE,
     Mask,
     deadlines,
@@ -55,7 +56,6 @@ from .ordered import checked_share
 
 STRETCH = 1.2  # of the TPOT: see feasibility.mixed_bound
 GAP = 0.45  # of the TBT: a request that joins waits for the running step and for its own
-SLOWEST = 0.05  # of an instance's speed: least speed assumed for piggybacked prompts, so that they can be ordered
 
 
 class Unified:
@@ -178,7 +178,7 @@ class Unified:
         work, deadline = remaining_work(view, rows), deadlines(rows)
         hopeless = view.start + work > deadline  # late even if nothing else runs
         if longest.mixed:
-            slow = work / max(SLOWEST, piggyback_speed(view, longest.mixed))
+            slow = work / max(ROUNDING, piggyback_speed(view, longest.mixed))
             brief = longest.brief < longest.mixed  # decodes that can wait then skip the steps of a prompt
             work = np.where(work <= longest.mixed, work, slow) if brief else slow
         jobs = [_job(view, task) for task in view.suspended]

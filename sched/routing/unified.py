@@ -30,7 +30,7 @@ from ..feasibility import (
     tightest_pace,
     with_prompt,
 )
-from ..policies.unified import GAP, SLOWEST, STRETCH
+from ..policies.unified import GAP, STRETCH
 from .base import Fleet, Move, Router
 from .role_balancer import FULL, QUIET, RoleBalancer
 
@@ -190,7 +190,9 @@ class Unified(Router):
         work, due = remaining_work(view, rows, rows.standard), promised(rows, rows.deadline)
         if instance.role is Role.DECODE and len(view.decode):
             bound = mixed_bound(view, GAP, self._share, self._stretch)
-            speed, load = max(SLOWEST, piggyback_speed(view, bound)), decode_load(view.decode)
+            speed, load = piggyback_speed(view, bound), decode_load(view.decode)
+            if not speed:
+                return _Server(view.perf, start, inf, NONE, NONE, bound=bound)
             server = _Server(view.perf, start, float(work.sum()) / speed, NONE, NONE, speed, load, bound)
             for row in range(rows.standard):
                 server.load = server.joined(rows[row], int(rows.hit[row]))

@@ -118,6 +118,15 @@ def test_unified_moves_the_longest_prompt_that_another_instance_gains(
     assert not unified.redirect(fleet(instances))  # nothing has changed since
 
 
+@pytest.mark.parametrize(("tpot", "moves"), [(0.05, True), (0.009, False)])
+def test_unified_moves_no_prompt_to_decodes_that_leave_it_no_time(tpot: float, moves: bool) -> None:
+    """A step of the one row takes 11 ms, and one with prompts at most 1.2 of its TPOT."""
+    late, decoding = busy(P, 100, 100, 100), instance(D)
+    late.set_ends(7.0)  # of 8 s
+    decodes(decoding, 90, 50, tpot=tpot)
+    assert bool(routing.make("unified").redirect(fleet([late, decoding]))) is moves
+
+
 @given(
     prompts=st.lists(
         st.tuples(st.integers(1, 60), st.floats(0, 0.02), st.sampled_from([0.003, 0.01, 1.0])), max_size=12
