@@ -8,34 +8,26 @@ with LLM(mesh="2x1") as llm:
 from __future__ import annotations
 
 import asyncio
-import queue
 import secrets
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from jaxserve.config import ServeConfig
-from jaxserve.errors import InvalidValue, JaxserveError, QueueFull, short
+from jaxserve.errors import InvalidValue, JaxserveError, short
 from jaxserve.generation.bad_words import with_bad_words
+from jaxserve.generation.batch import Names, add_piece, blank_output, no_bar, run_batch, snapshot
 from jaxserve.generation.beam_search import BeamSearchOutput, BeamSearchParams, search
-from jaxserve.generation.detokenize import end_of
 from jaxserve.generation.generate import (
-    Choice,
-    EngineLike,
     GenerationFailed,
     Mailbox,
     Piece,
     Submission,
-    cancel,
-    gathered,
     pieces,
-    submit_all,
 )
-from jaxserve.generation.pieces import Pieces
 from jaxserve.generation.prompts import Parsed, Prompt, listed, parse_prompt, parse_prompts
 from jaxserve.generation.sharing import salt_of, session_of
 from jaxserve.generation.stops import thinking_of
@@ -49,12 +41,11 @@ from jaxserve.outputs import (
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
-    logprob_dicts,
 )
 from jaxserve.report.progress import bar
 from jaxserve.sched.api.new_request import STANDARD, NewRequest, check_length
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import GIVEN_UP, Delta
+from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.sched.api.policy import roles_of
 from jaxserve.sched.api.pooling import LAST
 from jaxserve.sched.api.slo import SLO
@@ -234,7 +225,7 @@ class LLM(_Base):
         """Generate for each prompt. given: the arguments of `_job`, one for all prompts or one per prompt."""
         columns = (_each(value, len(many), name) for name, value in given.items())
         jobs = [self._job(*row) for row in zip(many, *columns, strict=True)]
-        with bar("generating") if use_tqdm else nullcontext(_no_bar) as progress:
+        with bar("generating") if use_tqdm else nullcontext(no_bar) as progress:
             return run_batch(self.engine, self.tokenizer, jobs, progress, self._metrics)
 
     def chat(
@@ -505,106 +496,3 @@ def _each(given: Any, count: int, name: str) -> list[Any]:
     if len(given) != count:
         raise InvalidValue(f"{name} has {len(given)} entries for {count} prompts: give one, or one per prompt", name)
     return list(given)
-
-
-def _no_bar(done: float, total: float, note: str = "") -> None:
-    """Replace the progress bar with nothing."""
-
-
-class _Full(Exception):
-    """The engine accepts no more requests for now."""
-
-
-def run_batch(
-    engine: EngineLike,
-    tokenizer: Tokenizer,
-    jobs: Sequence[Submission],
-    progress: Callable[..., None],
-    metrics: Metrics,
-) -> list[RequestOutput]:
-    """Run all jobs, as many at a time as the engine's queue accepts."""
-    outputs = [blank_output(job) for job in jobs]
-    names = [Names(job, tokenizer) for job in jobs]
-    news: queue.SimpleQueue[tuple[int, Choice, Delta]] = queue.SimpleQueue()
-    running: dict[int, list[Choice]] = {}
-    waiting = deque(enumerate(jobs))
-
-    def start(number: int, job: Submission) -> None:
-        try:
-            deliver = gathered(job.request.params, lambda choice, delta: news.put((number, choice, delta)))
-            running[number] = submit_all(engine, tokenizer, job, deliver)
-            metrics.begun(job)
-        except QueueFull as error:
-            if not running:
-                raise  # none of these jobs will free a place in the queue
-            raise _Full from error
-
-    try:
-        while waiting or running:
-            with suppress(_Full):
-                while waiting:
-                    start(*waiting[0])
-                    waiting.popleft()
-            number, choice, delta = news.get()
-            if choice.finished or choice not in running.get(number, ()):
-                continue
-            piece = choice.feed(delta)
-            metrics.news(jobs[number], piece)
-            add_piece(outputs[number], outputs[number].outputs[choice.index], piece, names[number])
-            if all(choice.finished for choice in running[number]):
-                del running[number]
-                outputs[number].finished = True
-                progress(len(jobs) - len(waiting) - len(running), len(jobs))
-    finally:
-        for choices in running.values():
-            cancel(engine, choices)
-    return outputs
-
-
-def blank_output(job: Submission) -> RequestOutput:
-    """Return the output of a job before its first piece."""
-    outputs = [CompletionOutput(index) for index in range(job.request.params.n)]
-    return RequestOutput(job.request.key, job.text, list(job.request.prompt), outputs)
-
-
-class Names:
-    """The texts of a job's tokens for its log-probabilities, if it asks for some. Writer: the reader of its pieces."""
-
-    def __init__(self, job: Submission, tokenizer: Tokenizer) -> None:
-        prompt, params = job.request.prompt, job.request.params
-        self.prompt = None if params.prompt_logprobs is None else Pieces(tokenizer, False, prompt[:1])
-        self.outputs: list[Pieces] = []
-        if params.logprobs is not None:
-            skip = params.skip_special_tokens
-            before = end_of(tokenizer, reversed(prompt), skip)  # once for all outputs
-            self.outputs = [Pieces(tokenizer, skip, reversed(before)) for _ in range(params.n)]
-
-
-def add_piece(whole: RequestOutput, output: CompletionOutput, piece: Piece, names: Names) -> None:
-    """Append a piece to an output of a job."""
-    output.text += piece.text
-    output.token_ids.extend(piece.tokens)
-    if piece.logprobs:
-        output.logprobs = output.logprobs or []
-        output.logprobs.extend(logprob_dicts(piece.logprobs, names.outputs[piece.choice]))
-        output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(at.logprob for at in piece.logprobs)
-    if piece.prompt_logprobs and names.prompt is not None:
-        whole.prompt_logprobs = whole.prompt_logprobs or [None]  # the first token has no log-probability
-        whole.prompt_logprobs.extend(logprob_dicts(piece.prompt_logprobs, names.prompt))
-    if piece.finish_reason is not None:
-        output.pooled = piece.pooled
-        output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
-        output.error, output.metrics = piece.error, piece.metrics
-
-
-def snapshot(whole: RequestOutput) -> RequestOutput:
-    """Copy the growing parts, so that a yielded output does not change later."""
-    outputs = [
-        replace(
-            output,
-            token_ids=list(output.token_ids),
-            logprobs=None if output.logprobs is None else list(output.logprobs),
-        )
-        for output in whole.outputs
-    ]
-    return replace(whole, outputs=outputs)

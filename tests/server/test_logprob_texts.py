@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.generation.batch import Names, add_piece, blank_output
 from jaxserve.generation.generate import Choice, Piece, Submission, submit_all
-from jaxserve.llm import Names, add_piece, blank_output
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
