@@ -205,7 +205,7 @@ class Replay:
 
 
 class Watcher(Protocol):
-    """What is told of a replay as it goes; a `Recorder` (sim/record.py) makes timelines of it."""
+    """What is told of a replay as it goes; a `Recorder` (recorded/) makes timelines of it."""
 
     requests: dict[int, Request]
 

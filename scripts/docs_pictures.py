@@ -18,9 +18,9 @@ import matplotlib.pyplot as plt
 from jaxserve.config import load_yaml, preset
 from jaxserve.report.colors import styles
 from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.recorded.record import Recorder
+from jaxserve.sched.recorded.timeline import decodes, prompt_lengths
 from jaxserve.sched.sim import Arrival, Latency, simulate
-from jaxserve.sched.sim.record import Recorder
-from jaxserve.sched.sim.timeline import decodes, prompt_lengths
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

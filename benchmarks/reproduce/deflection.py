@@ -22,11 +22,11 @@ from jaxserve.config import load_yaml, preset
 from jaxserve.sched.api.log import Log
 from jaxserve.sched.api.policy import Limits
 from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.recorded.record import Recorder
+from jaxserve.sched.recorded.timeline import decodes, mixed_steps, prompt_lengths
 from jaxserve.sched.sim import Latency, Options, Report, simulate
 from jaxserve.sched.sim.clock import VirtualLoop
-from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.scenarios import NAMED
-from jaxserve.sched.sim.timeline import decodes, mixed_steps, prompt_lengths
 
 LATENCY = load_yaml(preset("latency", "deepseek-v2-lite-a100"), Latency)
 RATES = (6.0, 10.0, 14.0, 18.0)

@@ -14,8 +14,8 @@ from page import Table
 from jaxserve.report import plot
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.perf.fit import proportional
-from jaxserve.sched.sim.record import Recorder
-from jaxserve.sched.sim.timeline import decodes, prompt_lengths
+from jaxserve.sched.recorded.record import Recorder
+from jaxserve.sched.recorded.timeline import decodes, prompt_lengths
 
 SLO = SLOS["qwen"]
 LOAD = 0.5  # share of the rate that prefill alone would allow: "medium"

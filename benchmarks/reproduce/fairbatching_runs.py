@@ -23,8 +23,8 @@ import page
 from jaxserve.config import preset
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.metrics import FINISHED, ROUNDING
+from jaxserve.sched.recorded.record import Recorder
 from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, Workload, load_trace, simulate
-from jaxserve.sched.sim.record import Recorder
 from jaxserve.yamlio import load_yaml
 
 H20, A800 = "qwen3-14b-h20", "llama3-8b-a800"

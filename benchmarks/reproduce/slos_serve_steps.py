@@ -30,8 +30,8 @@ from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.policy import Decision, View
 from jaxserve.sched.perf import Perf, make
 from jaxserve.sched.policies.slos_serve.policy import SlosServe
+from jaxserve.sched.recorded.record import Recorder
 from jaxserve.sched.sim import Report, simulate
-from jaxserve.sched.sim.record import Recorder
 
 SIZES = (0, 64, 128, 256, 512, 1024, 2048, 8192)  # edges of the histogram of tokens per step
 NOISE = 0.05  # relative noise of the simulated devices' step times in Figure 10b

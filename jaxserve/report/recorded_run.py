@@ -12,8 +12,8 @@ from jaxserve.report.snapshot_form import LATELY, Outcome, number, present_class
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.journal import REHEARSAL
 from jaxserve.sched.metrics import Measured, measure, stage_allowance
-from jaxserve.sched.sim.record import Level, Recorder, Stretch
-from jaxserve.sched.sim.timeline import decodes, prompt_lengths
+from jaxserve.sched.recorded.record import Level, Recorder, Stretch
+from jaxserve.sched.recorded.timeline import decodes, prompt_lengths
 from jaxserve.version import __version__
 
 SNAPSHOTS = 240

@@ -14,7 +14,7 @@ from jaxserve.report.dashboard_page import ABOUT, HEADERS, PREFIX, File, about, 
 from jaxserve.report.recorded_run import NONE, present_ended, present_run
 from jaxserve.report.request_timeline import request_timeline
 from jaxserve.report.snapshot_form import number
-from jaxserve.sched.sim.record import Recorder
+from jaxserve.sched.recorded.record import Recorder
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")  # other names in Host are of pages elsewhere (DNS rebinding)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.metrics import measure, stage_allowance
-from jaxserve.sched.sim.explain import explain
-from jaxserve.sched.sim.record import Recorder
-from jaxserve.sched.sim.timeline import decodes, prompt_lengths, transfers
+from jaxserve.sched.recorded.explain import explain
+from jaxserve.sched.recorded.record import Recorder
+from jaxserve.sched.recorded.timeline import decodes, prompt_lengths, transfers
 
 CLOSE = 0.005  # of the life of a request: two steps so close are drawn as one bar
 BARS = 400  # at most, of each kind

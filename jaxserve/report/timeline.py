@@ -12,9 +12,9 @@ from typing import Any
 from jaxserve.errors import InvalidValue
 from jaxserve.report.recorded_server import show_run
 from jaxserve.sched.metrics import Measured
-from jaxserve.sched.sim.explain import explain
-from jaxserve.sched.sim.record import Recorder
-from jaxserve.sched.sim.timeline import trace
+from jaxserve.sched.recorded.explain import explain
+from jaxserve.sched.recorded.record import Recorder
+from jaxserve.sched.recorded.timeline import trace
 from jaxserve.whole_file import check_output
 
 DASHBOARD = 8100  # port

@@ -25,6 +25,7 @@ from ..instance.scheduler import Scheduler
 from ..instance.stats import Counters
 from ..metrics import FINISHED, Measured, Spread, Summary, measure, spread, stage_allowance, summarize
 from ..perf.buckets import Padded
+from ..recorded.record import Recorder
 from ..routing.base import Router
 from . import clock
 from .executor import END_THINKING, EOS, SimExecutor
@@ -32,7 +33,6 @@ from .fronts import Fronts
 from .latency import Latency
 from .options import DEFAULT, Mesh, Options
 from .predict import perf_model
-from .record import Recorder
 from .scaled import ScaledReplicas
 from .stale import Stale
 from .workload import Arrival, validate
@@ -117,7 +117,7 @@ def simulate(
     workload: a distribution, from which `num_requests` (default 1000) are drawn at `qps`; or arrivals, of
         which the first `num_requests` are taken, with times stretched to `qps` if given.
     policy: a name, or a factory that is called once per instance.
-    recorder: records the run, for a timeline (timeline.py) or the life of a request (explain.py).
+    recorder: records the run, for a timeline or the life of a request (`sched.recorded`).
 
     Raises InvalidValue for invalid arguments, and Deadlock if nothing can proceed.
     """

@@ -13,8 +13,8 @@ from jaxserve.engine.runtime.step_record import Step
 from jaxserve.report.recorded_server import RecordedServer
 from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.recorded.record import Demoted, Placed, Recorder
 from jaxserve.sched.sim import simulate
-from jaxserve.sched.sim.record import Demoted, Placed, Recorder
 from tests.support.browser import END, ENTER, HOME, LEFT, RIGHT, TABS, Page
 from tests.support.sched.presets import CHAT, TINY
 from tests.support.server.live import Live

@@ -19,9 +19,9 @@ from jaxserve.cli.main import main
 from jaxserve.errors import InvalidValue
 from jaxserve.report.recorded_run import SNAPSHOTS, present_run
 from jaxserve.report.recorded_server import RecordedServer
+from jaxserve.sched.recorded.explain import explain
+from jaxserve.sched.recorded.record import Recorder
 from jaxserve.sched.sim import Report, simulate
-from jaxserve.sched.sim.explain import explain
-from jaxserve.sched.sim.record import Recorder
 from tests.support.sched.harness import Job
 from tests.support.sched.presets import CHAT, TINY
 from tests.support.sched.recorded import recorded as recorded_journal

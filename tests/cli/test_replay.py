@@ -15,10 +15,10 @@ from jaxserve.cli.main import main
 from jaxserve.cli.replay import perf_of
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.perf.recipe import Recipe
+from jaxserve.sched.recorded.explain import explain
+from jaxserve.sched.recorded.record import Recorder
+from jaxserve.sched.recorded.timeline import trace, transfers
 from jaxserve.sched.sim import Options, simulate
-from jaxserve.sched.sim.explain import explain
-from jaxserve.sched.sim.record import Recorder
-from jaxserve.sched.sim.timeline import trace, transfers
 from tests.support.parity.asks import ROOMY, asks, setup
 from tests.support.sched.harness import Job
 from tests.support.sched.presets import CHAT, TINY

@@ -12,8 +12,8 @@ from jaxserve.sched.api.log import Log
 from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.policy import Limits
 from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.recorded.record import Recorder
 from jaxserve.sched.sim import simulate
-from jaxserve.sched.sim.record import Recorder
 from tests.support.sched.presets import CHAT, TINY
 
 

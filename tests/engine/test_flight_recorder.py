@@ -18,9 +18,9 @@ from jaxserve.sched.api.policy import Limits
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.recorded.explain import explain
+from jaxserve.sched.recorded.record import Recorder
 from jaxserve.sched.sim import Arrival, Options, Report, simulate
-from jaxserve.sched.sim.explain import explain
-from jaxserve.sched.sim.record import Recorder
 from tests.support.sched.presets import CHAT, TINY
 
 

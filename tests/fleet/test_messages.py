@@ -50,7 +50,7 @@ from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.slo import NO_SLO, SLO, THINKING
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.sched.instance.stats import Counters
-from jaxserve.sched.sim.record import Moved, Placed
+from jaxserve.sched.recorded.record import Moved, Placed
 from jaxserve.wire.message import encode
 
 

@@ -15,7 +15,7 @@ import pytest
 from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife
 from jaxserve.engine.runtime.step_record import Step
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.sim.record import Placed
+from jaxserve.sched.recorded.record import Placed
 from jaxserve.server import live as feed
 from tests.support.server.live import Live, connect
 from tests.support.timing import until

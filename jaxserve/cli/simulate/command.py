@@ -22,6 +22,7 @@ from jaxserve.report import progress, timeline
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.recorded.record import Recorder
 from jaxserve.sched.sim import (
     Arrival,
     Latency,
@@ -35,7 +36,6 @@ from jaxserve.sched.sim import (
     sweep,
 )
 from jaxserve.sched.sim.bounds import STAYING, bounds, goodput_bounds
-from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.simulate import check_mesh
 from jaxserve.sched.sim.sweep import Case, Cell, Run, goodput_search
 from jaxserve.sched.sim.tiers import Tiers

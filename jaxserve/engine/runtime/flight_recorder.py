@@ -24,7 +24,7 @@ from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.metrics import measure, stage_allowance
-from jaxserve.sched.sim.record import Demoted, Moved, Placed, Recorder, Stretch, demoted_on_arrival
+from jaxserve.sched.recorded.record import Demoted, Moved, Placed, Recorder, Stretch, demoted_on_arrival
 
 STEPS = 30_000
 ROWS = 4_000_000  # running decodes in these steps, 4 bytes each

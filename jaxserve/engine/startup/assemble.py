@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -44,9 +44,11 @@ from jaxserve.sched.journal import Journal
 from jaxserve.sched.perf.buckets import Padded
 from jaxserve.sched.perf.profile import priced, probes
 from jaxserve.sched.perf.recipe import DEFAULT, Recipe
-from jaxserve.sched.sim.latency import Latency
 from jaxserve.structured.compiler import Compiler
 from jaxserve.tokenizer import template_of
+
+if TYPE_CHECKING:
+    from jaxserve.sched.sim.latency import Latency  # the simulator, which an engine does not import
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.perf.model import Coefficients
+from jaxserve.sched.recorded.record import Recorder
 from jaxserve.sched.sim import Latency, Mesh, Options, Report, simulate
-from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.workload import Lengths, Mix, Share, Workload
 from tests.support.examples import examples
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from jaxserve.sched.recorded.record import Recorder
+from jaxserve.sched.recorded.timeline import mixed_steps
 from jaxserve.sched.sim import Options, simulate
-from jaxserve.sched.sim.record import Recorder
-from jaxserve.sched.sim.timeline import mixed_steps
 from jaxserve.sched.sim.workload import Lengths, Workload
 from tests.support.sched.presets import TINY
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.recorded.record import Recorder
 from jaxserve.sched.routing import ROUTERS
 from jaxserve.sched.sim import Arrival, Mesh, Options, simulate
-from jaxserve.sched.sim.record import Recorder
 from tests.support.examples import examples
 from tests.support.sched.presets import CHAT, TINY
 

@@ -15,10 +15,10 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Decision, Grant, View
 from jaxserve.sched.api.slo import SLO, THINKING
 from jaxserve.sched.perf.model import Coefficients
+from jaxserve.sched.recorded.record import Recorder
 from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, simulate
 from jaxserve.sched.sim.executor import END_THINKING
 from jaxserve.sched.sim.options import Scaling
-from jaxserve.sched.sim.record import Recorder
 from jaxserve.yamlio import load_yaml
 from tests.support.examples import examples
 from tests.support.sched.cost import calls

@@ -13,10 +13,10 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Decision, Grant, View
 from jaxserve.sched.api.preemption import LEAD
 from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.recorded.explain import explain
+from jaxserve.sched.recorded.record import Recorder
+from jaxserve.sched.recorded.timeline import trace
 from jaxserve.sched.sim import Arrival, Options, Report, simulate
-from jaxserve.sched.sim.explain import explain
-from jaxserve.sched.sim.record import Recorder
-from jaxserve.sched.sim.timeline import trace
 from tests.support.sched.presets import CHAT, TINY
 
 QUIET = replace(TINY, noise=0.0)
