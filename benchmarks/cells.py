@@ -43,6 +43,7 @@ class Cell(NamedTuple):
     rates: tuple[float, ...]
     colocated: bool = False
     latency: str = "minimax"
+    kv_scale: float = 1.0  # of the pages that an instance has
 
 
 def lognormal(mean: float, std: float, low: int, high: int) -> Lengths:
@@ -86,6 +87,7 @@ CELLS = {
     "K128": Cell(named("K128"), 400, (7.0, 11.0)),
     "K128 colocated": Cell(named("K128"), 400, (7.5,), colocated=True),
     "K128, slow contexts": Cell(named("K128"), 1000, (4.0, 9.0), latency="contexts"),
+    "K128, half the KV": Cell(named("K128"), 1000, (4.0, 6.0), kv_scale=0.5),
     "FlowPrefill's mix": Cell(named("flowprefill-llama3-70b"), 500, (36.0,)),
     "SLOs-Serve's mix": Cell(named("slos-serve-mixed"), 500, (21.0,)),
     "Azure conversation": Cell(trace(CONVERSATION, 2.0), 500, (33.0,)),
@@ -116,7 +118,7 @@ def attained(cell: Cell, rate: float, seed: int, args: argparse.Namespace) -> fl
     times = latency(cell.latency)
     mesh = Mesh(2, times.tensor_parallel, None, colocated=cell.colocated)
     more = {name: vars(args)[name] for name in ("perf", "prediction_error", "noise") if name in args}
-    options = Options(routing=args.routing, boundary="layer", **more)
+    options = Options(routing=args.routing, boundary="layer", kv_scale=cell.kv_scale, **more)
     report = simulate(
         cell.source(args.traces), args.policy, mesh, times, seed, qps=rate, num_requests=cell.requests, options=options
     )

@@ -264,7 +264,7 @@ class Unified:
         rows = view.decode
         count, context = len(rows), rows.context
         limit = MARGIN * tightest_pace(rows)
-        if view.kv_waiting or view.perf.step_time(decode_load(rows)) <= limit:
+        if view.perf.step_time(decode_load(rows)) <= limit:
             return one_each(rows)
         order = np.argsort(context, kind="stable")
         sorted_: Array = context[order]

@@ -91,9 +91,14 @@ class Unified(Router):
         """Return whether the request decodes where its prompt was computed, until there is room elsewhere.
 
         It does if prompts take little of the time, a step of all decodes there plus a prompt like
-        this one fits its TTFT, and the same sum fits `share` of the tightest tpot or tbt.
+        this one fits its TTFT, and the same sum fits `share` of the tightest tpot or tbt. It does in any
+        case once it has waited for pages as long as its TTFT, since shorter ones pass it.
         """
-        if request.tier == BEST_EFFORT or not self._quiet(fleet):
+        if request.tier == BEST_EFFORT:
+            return False
+        if _overdue(request, fleet):
+            return True
+        if not self._quiet(fleet):
             return False
         instance = fleet.instances[index]
         rows = instance.view(fleet.now, max(fleet.now, instance.ends)).decode
@@ -106,11 +111,15 @@ class Unified(Router):
         """Return the rank of a request that waits for room to decode.
 
         While requests decode in place, the longest of them goes first, since waiting ones can
-        decode in place instead, and steps of short contexts have room for more requests.
+        decode in place instead, and steps of short contexts have room for more requests. Of those
+        that wait for pages the shortest goes first: behind one that needs most of them many would be
+        late. One that has waited too long is asked before, and then decodes in place.
         """
-        if request.decodes_in_place and self._quiet(fleet):
-            return -float(request.computed)
-        return float(request.decodes_in_place)
+        if request.decodes_in_place:
+            return -float(request.computed) if self._quiet(fleet) else inf
+        if _overdue(request, fleet):
+            return -inf
+        return float(request.computed) if _has_slots(fleet) else 0.0
 
     def _quiet(self, fleet: Fleet) -> bool:
         """Return whether prefills took little of the time lately, so that decodes may stay on prefill instances."""
@@ -206,6 +215,18 @@ class Unified(Router):
         """Return deadlines that leave time for prompts to come, where a prompt alone can keep them."""
         soon = start + (1.0 - self._reserve) * (due - start)
         return np.where(start + work > soon, due, soon)
+
+
+def _has_slots(fleet: Fleet) -> bool:
+    """Return whether a decode instance has free slots, so that requests wait for its pages only."""
+    decoders = [fleet.instances[index] for index in fleet.decoders]
+    return any(instance.running < FULL * instance.limits.rows for instance in decoders)
+
+
+def _overdue(request: Request, fleet: Fleet) -> bool:
+    """Return whether a request has waited for pages as long as its TTFT; without one, it has at once."""
+    last, ttft = request.last_token_at, request.slo.ttft
+    return last is not None and _has_slots(fleet) and (not isfinite(ttft) or fleet.now - last > ttft)
 
 
 class _Prompt(NamedTuple):

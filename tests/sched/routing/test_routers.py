@@ -127,6 +127,26 @@ def test_unified_moves_no_prompt_to_decodes_that_leave_it_no_time(tpot: float, m
     assert bool(routing.make("unified").redirect(fleet([late, decoding]))) is moves
 
 
+def test_shorter_requests_pass_one_that_waits_for_pages_until_it_decodes_in_place() -> None:
+    unified, instances = routing.make("unified"), [instance(P), instance(D, rows=2)]
+    long, short = (request(id, tokens, ttft=8.0) for id, tokens in enumerate((5000, 100)))
+    for waiting in (long, short):
+        waiting.computed, waiting.first_token_at = waiting.prompt_length, 0.0
+        waiting.token_times.append(0.0)
+
+    def seen(now: float) -> tuple[bool, bool]:
+        """Return whether the short one goes first, and whether the long one decodes in place."""
+        at = Fleet(now, instances, lambda tokens: 0.0)
+        ranks = [unified.decode_priority(waiting, at) for waiting in (long, short)]
+        return ranks[1] < ranks[0], unified.decode_in_place(long, 0, at)
+
+    assert seen(7.9) == (True, False)
+    assert seen(8.1) == (False, True), "it has waited as long as its TTFT"
+    decodes(instances[1], 10, 50)
+    decodes(instances[1], 11, 50)
+    assert seen(7.9) == seen(8.1) == (False, False), "slots are scarce: in the order of arrival"
+
+
 @given(
     prompts=st.lists(
         st.tuples(st.integers(1, 60), st.floats(0, 0.02), st.sampled_from([0.003, 0.01, 1.0])), max_size=12
