@@ -83,6 +83,7 @@ CELLS = {
     "mix3": Cell(lambda traces: MIX3, 500, (5.0, 10.0, 25.0)),
     "mix3 colocated": Cell(lambda traces: MIX3, 300, (3.0, 5.0), colocated=True),
     "mix3, slow decodes": Cell(lambda traces: MIX3, 300, (4.0,), latency="slow"),
+    "mix3, half the KV": Cell(lambda traces: MIX3, 500, (3.0,), kv_scale=0.5),
     "mix2 on H100, colocated": Cell(lambda traces: MIX2, 500, (26.0,), colocated=True, latency="h100"),
     "K128": Cell(named("K128"), 400, (7.0, 11.0)),
     "K128 colocated": Cell(named("K128"), 400, (7.5,), colocated=True),

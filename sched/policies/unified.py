@@ -260,11 +260,18 @@ class Unified:
         return keeps_objectives(rows, view.start, (among * alone + every) / (among + 1.0))
 
     def _shed(self, view: View) -> tuple[Grant, ...]:
-        """Decode all rows, or all but the longest if the joint step would not keep the tightest TPOT."""
+        """Decode all rows, or all but the longest if the joint step would not keep the tightest TPOT.
+
+        While requests wait for pages, which rows hold until they end, only if another row would be late.
+        """
         rows = view.decode
         count, context = len(rows), rows.context
         limit = MARGIN * tightest_pace(rows)
-        if view.perf.step_time(decode_load(rows)) <= limit:
+        every = view.perf.step_time(decode_load(rows))
+        if every <= limit:
+            return one_each(rows)
+        slack = promised(rows, rows.deadline) - view.start
+        if view.kv_waiting and not ((slack < every) & (slack > -BEHIND * promised(rows, rows.tpot))).any():
             return one_each(rows)
         order = np.argsort(context, kind="stable")
         sorted_: Array = context[order]

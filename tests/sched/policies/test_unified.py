@@ -98,7 +98,9 @@ def test_a_slow_joint_decode_step_leaves_out_the_longest_row_but_not_forever() -
     assert granted(Unified().decide(at)) == [0]
     waited = [rows[0], decoding(1, 60_000, due=1.0, last=-0.2)]
     assert granted(Unified().decide(view([], waited, role=Role.DECODE, limits=LIMITS))) == [0, 1]
-    assert granted(Unified().decide(replace(at, kv_waiting=1))) == [0], "also if requests wait for its pages"
+    assert granted(Unified().decide(replace(at, kv_waiting=1))) == [0, 1], "its pages are waited for"
+    late = view([], [decoding(0, 1000, due=0.05, last=-0.01), rows[1]], role=Role.DECODE, limits=LIMITS)
+    assert granted(Unified().decide(replace(late, kv_waiting=1))) == [0], "with it the other would be late"
 
 
 def test_a_piggybacked_prompt_gets_the_time_that_rows_leave() -> None:
