@@ -13,7 +13,7 @@ import numpy as np
 from ..api.instance_view import InstanceMemo, InstanceView
 from ..api.perf import Array, Load, PerfModel
 from ..api.policy import Role
-from ..api.request import BEST_EFFORT, Request, RequestView, tightest
+from ..api.request import BEST_EFFORT, Request, RequestView, State, tightest
 from ..feasibility import (
     MARGIN,
     NO_ROWS,
@@ -224,9 +224,10 @@ def _has_slots(fleet: Fleet) -> bool:
 
 
 def _overdue(request: Request, fleet: Fleet) -> bool:
-    """Return whether a request has waited for pages as long as its TTFT; without one, it has at once."""
-    last, ttft = request.last_token_at, request.slo.ttft
-    return last is not None and _has_slots(fleet) and (not isfinite(ttft) or fleet.now - last > ttft)
+    """Return whether a computed prompt has waited for pages as long as its TTFT; without one, it has at once."""
+    ttft, last = request.slo.ttft, request.last_token_at
+    waited = fleet.now - (request.arrival if last is None else last) > ttft  # None: its first token is held
+    return request.state is State.TRANSFERRING and _has_slots(fleet) and (waited or not isfinite(ttft))
 
 
 class _Prompt(NamedTuple):

@@ -131,7 +131,7 @@ def test_shorter_requests_pass_one_that_waits_for_pages_until_it_decodes_in_plac
     unified, instances = routing.make("unified"), [instance(P), instance(D, rows=2)]
     long, short = (request(id, tokens, ttft=8.0) for id, tokens in enumerate((5000, 100)))
     for waiting in (long, short):
-        waiting.computed, waiting.first_token_at = waiting.prompt_length, 0.0
+        waiting.computed, waiting.state = waiting.prompt_length, State.TRANSFERRING
         waiting.token_times.append(0.0)
 
     def seen(now: float) -> tuple[bool, bool]:
@@ -142,6 +142,8 @@ def test_shorter_requests_pass_one_that_waits_for_pages_until_it_decodes_in_plac
 
     assert seen(7.9) == (True, False)
     assert seen(8.1) == (False, True), "it has waited as long as its TTFT"
+    long.token_times.clear()
+    assert seen(8.1) == (False, True), "its first token is held, and late"
     decodes(instances[1], 10, 50)
     decodes(instances[1], 11, 50)
     assert seen(7.9) == seen(8.1) == (False, False), "slots are scarce: in the order of arrival"
