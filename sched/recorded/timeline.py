@@ -91,16 +91,17 @@ def mixed_steps(recorder: Recorder) -> list[float]:
 def _slice(stretch: Stretch, pid: int, lengths: Mapping[int, int]) -> Event:
     chunks = [span for span in stretch.plan.spans if not decodes(span, lengths)]
     rows = [span for span in stretch.plan.spans if decodes(span, lengths)]
+    name = _name(chunks, rows) + (", stopped" if stretch.stopped else "")
     return {
-        "ph": "X",
-        "pid": pid,
-        "tid": STEPS,
-        "ts": _us(stretch.start),
-        "dur": _us(stretch.end - stretch.start),
-        "name": _name(chunks, rows) + (", stopped" if stretch.stopped else ""),
+        **_between(stretch.start, stretch.end, pid, STEPS),
+        "name": name,
         "cat": "step",
         "args": {"step": stretch.plan.step, **_arguments(stretch.plan, chunks, rows)},
     }
+
+
+def _between(start: float, end: float, pid: int, tid: int) -> Event:
+    return {"ph": "X", "pid": pid, "tid": tid, "ts": _us(start), "dur": _us(end - start)}
 
 
 def _name(chunks: Sequence[Span], rows: Sequence[Span]) -> str:
@@ -129,11 +130,7 @@ def _arguments(plan: StepPlan, chunks: Sequence[Span], rows: Sequence[Span]) -> 
 
 def _transfer(move: Transfer, pid: int, lane: int) -> Event:
     return {
-        "ph": "X",
-        "pid": pid,
-        "tid": lane,
-        "ts": _us(move.start),
-        "dur": _us(move.end - move.start),
+        **_between(move.start, move.end, pid, lane),
         "name": f"KV of {move.request}",
         "cat": "transfer",
         "args": {"request": move.request, "from": move.source, "reserved at": move.reserved},

@@ -74,8 +74,13 @@ class RoleBalancer:
         return {back: Role.PREFILL}
 
 
+def slots_taken(instance: InstanceView) -> bool:
+    """Return whether (nearly) all slots of an instance are taken."""
+    return instance.running >= FULL * instance.limits.rows
+
+
 def _lacks_rows(instance: InstanceView) -> bool:
-    return instance.kv_waiting > 0 and instance.running >= FULL * instance.limits.rows
+    return instance.kv_waiting > 0 and slots_taken(instance)
 
 
 def _quick(instance: InstanceView, now: float, share: float) -> bool:

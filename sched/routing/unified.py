@@ -32,7 +32,7 @@ from ..feasibility import (
 )
 from ..policies.unified import GAP, STRETCH
 from .base import Fleet, Move, Router
-from .role_balancer import FULL, QUIET, RoleBalancer
+from .role_balancer import QUIET, RoleBalancer, slots_taken
 
 NONE: Array = np.zeros(0)
 
@@ -190,7 +190,7 @@ class Unified(Router):
         return {
             index: self._servers.of(instance, fleet.now)
             for index, instance in enumerate(fleet.instances)
-            if instance.accepting and not instance.kv_waiting and instance.running < FULL * instance.limits.rows
+            if instance.accepting and not instance.kv_waiting and not slots_taken(instance)
         }
 
     def _server(self, instance: InstanceView, start: float) -> _Server:
@@ -219,15 +219,15 @@ class Unified(Router):
 
 def _has_slots(fleet: Fleet) -> bool:
     """Return whether a decode instance has free slots, so that requests wait for its pages only."""
-    decoders = [fleet.instances[index] for index in fleet.decoders]
-    return any(instance.running < FULL * instance.limits.rows for instance in decoders)
+    decoders = (instance for instance in fleet.instances if instance.role is Role.DECODE and instance.accepting)
+    return not all(map(slots_taken, decoders))
 
 
 def _overdue(request: Request, fleet: Fleet) -> bool:
     """Return whether a computed prompt has waited for pages as long as its TTFT; without one, it has at once."""
     ttft, last = request.slo.ttft, request.last_token_at
-    waited = fleet.now - (request.arrival if last is None else last) > ttft  # None: its first token is held
-    return request.state is State.TRANSFERRING and _has_slots(fleet) and (waited or not isfinite(ttft))
+    waited = fleet.now - (request.arrival if last is None else last)  # None: its first token is held
+    return request.state is State.TRANSFERRING and (waited > ttft or not isfinite(ttft)) and _has_slots(fleet)
 
 
 class _Prompt(NamedTuple):

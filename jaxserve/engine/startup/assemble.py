@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -46,9 +46,6 @@ from jaxserve.sched.perf.profile import priced, probes
 from jaxserve.sched.perf.recipe import DEFAULT, Recipe
 from jaxserve.structured.compiler import Compiler
 from jaxserve.tokenizer import template_of
-
-if TYPE_CHECKING:
-    from jaxserve.sched.sim.latency import Latency  # the simulator, which an engine does not import
 
 log = logging.getLogger(__name__)
 
@@ -392,7 +389,7 @@ def _recipe(config: ServeConfig, built: Built, progress: Progress | None) -> tup
     executor = built.executors[0]
     plain = plain_recipe(config, built)
     if config.perf_preset is not None:
-        return _from_preset(config, config.perf_preset, built, plain), None
+        return _from_preset(config, built, plain), None
     ready = profile.buckets_of(executor)
     seconds = config.profile_time or profile.default_seconds(jax.default_backend(), early=ready != plain.buckets)
     kept = profile.ProfileCache(profile.facts(built.config, executor, config.model_source))
@@ -423,8 +420,10 @@ def plain_recipe(config: ServeConfig, built: Built) -> Recipe:
     )
 
 
-def _from_preset(config: ServeConfig, preset: Latency, built: Built, plain: Recipe) -> Recipe:
-    """Return the recipe of a latency preset. Raises InvalidValue for another model, device or mesh."""
+def _from_preset(config: ServeConfig, built: Built, plain: Recipe) -> Recipe:
+    """Return the recipe of the latency preset. Raises InvalidValue for another model, device or mesh."""
+    preset = config.perf_preset
+    assert preset is not None
     profile.check_measured_on(config.perf, preset.measured_on.known(), {"model": plain.model, "device": plain.device})
     mesh = built.config.mesh
     if preset.tensor_parallel != mesh.tp:
@@ -436,8 +435,7 @@ def _from_preset(config: ServeConfig, preset: Latency, built: Built, plain: Reci
     if not preset.measured_on.known():
         log.warning("perf=%s does not say on which model and device it was measured: used unchecked", config.perf)
     form = Padded(preset.solve(), plain.buckets)
-    points = priced(_loads(built, plain), form.step_time)
-    return replace(plain, points=tuple(points), coefficients=form.coefficients)
+    return replace(plain, points=tuple(priced(_loads(built, plain), form.step_time)), coefficients=form.coefficients)
 
 
 def _loads(built: Built, plain: Recipe) -> list[Load]:
