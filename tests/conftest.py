@@ -44,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     marks = str(config.getoption("markexpr", default=""))
     if "gpu" not in marks or "not gpu" in marks:
         os.environ["JAX_PLATFORMS"] = "cpu"
+        # What tests compile on demand is optimized as much as what a server compiles ahead (`options_for`).
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
     whole = "full" in marks.replace("not full", "")
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "full" if whole else "bare"))
     defaults = {

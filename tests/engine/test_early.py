@@ -27,12 +27,14 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import NO_SLO
 from jaxserve.sched.journal import replay
 from jaxserve.sched.perf.recipe import Recipe
-from tests.support.engine.steps import GREEDY, Job, early_executors, executors, generate, run
+from tests.support.engine.steps import GREEDY, LENGTH, PAGE, POOL, SLOTS, Job, early_executors, executors, generate, run
 from tests.support.timing import until
 
 TOKENS = 100  # programs for 64, 96 and 100 tokens with prompts, and for 1, 4 and 8 decodes
+# An engine with the programs of `executors`, which compile once.
 SHAPE: dict[str, Any] = {
-    "max_num_batched_tokens": 128, "max_model_len": 256, "kv_cache_memory": "16MiB", "profile_time": 0.2,
+    "mesh": "2x1", "max_num_seqs": SLOTS, "max_num_batched_tokens": TOKENS, "max_model_len": LENGTH, "block_size": PAGE,
+    "kv_cache_memory": 2 * POOL, "profile_time": 0.2,
 }  # fmt: skip
 KINDS = {
     "greedy": GREEDY,
@@ -197,27 +199,28 @@ def test_hidden_states_of_prompts_come_from_programs_for_prompts() -> None:
 
 
 def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assemble, "TAUGHT", 20)
     monkeypatch.setattr(warmup, "REST", 0.0)  # requests run all the time
     path = tmp_path / "journal"
     monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))  # no profile of an earlier start
-    engine = Engine.start(ServeConfig.load(mesh="2x1", max_num_seqs=8, journal=str(path), **SHAPE))
+    config = ServeConfig.load(model=str(tiny), journal=str(path), **SHAPE)
+    engine = Engine.start(config)
     try:
         ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         first, cache = engine.stats(), engine.machine.profile
         assert cache is not None
         measured = cache.load() or []
         few = engine.machine.recipe.buckets
-        assert few.mixed == (64, 128) and len(few.decode) == 2, "steps are predicted for the programs that are ready"
+        assert few.mixed == (64, 100) and len(few.decode) == 2, "steps are predicted for the programs that are ready"
         assert first.programs_ready < first.programs and first.programs_later == 0
         asked = 0
         while (stats := engine.stats()).programs_ready < stats.programs or asked < 20:
-            for length in (3, 40, 100):
+            for length in (3, 40, 60):
                 params = SamplingParams(temperature=0.0, max_tokens=4)
                 engine.submit(
-                    NewRequest(range(5, 5 + length), params, NO_SLO),
+                    NewRequest([5 + at % 90 for at in range(length)], params, NO_SLO),
                     lambda delta: delta.finish_reason and ended.put(delta.error),
                 )
             assert [ended.get(timeout=60) for _ in range(3)] == [None] * 3
@@ -225,7 +228,7 @@ def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(
         assert stats.programs_later > 0 and stats.compilations_after_warmup == 0
     finally:
         engine.close()
-    assert engine.machine.recipe.buckets.mixed == (64, 96, 128)
+    assert engine.machine.recipe.buckets.mixed == (64, 96, 100)
     assert len(cache.load() or []) > len(measured) > 3, "what serving taught is kept for the next start"
     text = path.read_text()
     assert text.count('"kind":"adopt"') >= 2, "each instance sees the ladder grow"
@@ -233,8 +236,8 @@ def test_a_served_journal_records_the_ladder_and_replays_to_the_same_plans(
     assert replayed.plans > 20 and not replayed.differences
 
 
-def test_an_engine_closes_while_its_programs_are_made() -> None:
-    engine = Engine.start(ServeConfig.load(mesh="1x1", max_num_seqs=4, **SHAPE))
+def test_an_engine_closes_while_its_programs_are_made(tiny: Path) -> None:
+    engine = Engine.start(ServeConfig.load(model=str(tiny), **SHAPE))
     assert engine.close()
     # A compilation cannot be stopped, and closing does not wait for one that takes long on a busy machine.
     until(lambda: not any(thread.name.startswith("jaxserve-ladder") for thread in threading.enumerate()))
