@@ -17,9 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.engine.memory import kv, room
 from jaxserve.engine.memory.transfer import cut, piece_sizes
 from jaxserve.engine.programs import compat
-from jaxserve.engine.programs.inputs import Limits
 from jaxserve.engine.programs.mesh import plan_mesh, sub_meshes
-from jaxserve.engine.startup.build import ExecutorConfig, build_executors, random_init, temporaries
+from jaxserve.engine.startup.build import ExecutorConfig, build_executors, random_init, resolve, temporaries
 from jaxserve.engine.startup.compiled import compile_counter, use_persistent_cache
 from jaxserve.models import registry
 from jaxserve.models.dummy import random_weights
@@ -172,9 +171,8 @@ def test_the_pool_of_an_accelerator_fits_its_memory() -> None:
 
 def test_temporaries_are_measured_before_the_pool_is_allocated(tiny: Path) -> None:
     spec, mesh = registry.load_spec(tiny), Mesh(np.array(jax.devices()[:1]), ("tp",))
-    limits = Limits(slots=4, tokens=32, pages=16, page_size=4, row_pages=16, vocab=96)
-    tree = random_weights(spec, jnp.float32, [mesh])[0]
-    measured = temporaries(spec, mesh, limits, tree, jnp.float32)
+    config = ExecutorConfig(spec, random_init(), plan_mesh("1x1"), 4, 32, 64, page_size=4, persistent_cache=False)
+    measured = temporaries(resolve(config, spec, mesh, jnp.float32), random_weights(spec, jnp.float32, [mesh])[0])
     assert 4 * 96 * 2 + 32 * 32 * 4 < measured < 1 << 20
 
 

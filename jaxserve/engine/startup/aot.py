@@ -18,19 +18,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.engine.memory import kv
-from jaxserve.engine.programs.backends import Backends, resolve_backends
-from jaxserve.engine.programs.inputs import Bucket, Limits
+from jaxserve.engine.programs.inputs import Bucket
 from jaxserve.engine.programs.mesh import plan_mesh
 from jaxserve.engine.programs.sampling import ADJUSTED, Adjust, Column, SamplingRows, draw, draw_full, only_allowed
 from jaxserve.engine.programs.step import Tree
 from jaxserve.engine.runtime.device_state import DeviceState
 from jaxserve.engine.speculation.drafters import Call
-from jaxserve.engine.startup.build import ExecutorConfig, limits_of, random_init, states
+from jaxserve.engine.startup.build import ExecutorConfig, Resolved, random_init, resolve, states
 from jaxserve.engine.startup.calls import drafting_calls, draw_calls, inner_calls, step_calls
 from jaxserve.models import registry
 from jaxserve.models.layers import Info, Part
 from jaxserve.models.published import published_spec
-from jaxserve.models.spec import ModelSpec
 from jaxserve.settings.speculative import Speculative
 from jaxserve.structured.token_filter import words
 from pallas_kernels.gate.cases import Case, Step, shapes
@@ -301,18 +299,9 @@ class Described(DeviceState):
         return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), values)
 
 
-class Inputs(NamedTuple):
-    """What the programs of an instance are made from, besides its config."""
-
-    spec: ModelSpec
-    limits: Limits
-    backends: Backends
-    weights: Tree  # abstract
-
-
-def inputs(config: ExecutorConfig, mesh: Mesh) -> Inputs:
-    """Return what `build_executors` would resolve `config` to, with as many pages as fit on the devices."""
-    tp, page, stored = config.mesh.tp, config.page_size, kv.pool_dtype(config.kv_cache_dtype, DTYPE)
+def inputs(config: ExecutorConfig, mesh: Mesh) -> tuple[Resolved, Tree]:
+    """Return what `build_executors` would resolve `config` to, with as many pages as fit, and the abstract weights."""
+    tp = config.mesh.tp
     spec = replace(config.spec.for_tp(tp), kv_scales=kv.scaled(config.kv_cache_dtype))
     weights = jax.tree.map(
         lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(mesh, info.partition(tp))),
@@ -329,16 +318,15 @@ def inputs(config: ExecutorConfig, mesh: Mesh) -> Inputs:
         sharing=1,
         memory=memory_of(mesh.devices.flat[0].device_kind),
     )
-    backends = resolve_backends(config, spec, DTYPE, mesh)
-    spec = backends.pooled(spec)
-    pages = kv.fit_pages(spec, page, stored, pool_bytes=room, max_model_len=config.max_model_len)
-    return Inputs(spec, replace(limits_of(config, spec, backends), pages=pages), backends, weights)
+    made = resolve(config, spec, mesh, DTYPE)
+    pages = kv.fit_pages(made.spec, config.page_size, made.stored, pool_bytes=room, max_model_len=config.max_model_len)
+    return replace(made, limits=replace(made.limits, pages=pages)), weights
 
 
 def described(config: ExecutorConfig, mesh: Mesh) -> DeviceState:
     """Return the state of an instance on a mesh of devices that are not there."""
-    spec, limits, backends, weights = inputs(config, mesh)
-    [state] = states(config, spec, limits, backends, DTYPE, [mesh], [weights], Described)
+    resolved, weights = inputs(config, mesh)
+    [state] = states(resolved, [mesh], [weights], Described)
     return state
 
 

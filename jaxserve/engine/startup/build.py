@@ -149,6 +149,63 @@ def auto_dtype(device: jax.Device) -> str:
     return "float16" if capability and float(capability) < 8.0 else "bfloat16"
 
 
+@dataclass(frozen=True)
+class Resolved:
+    """What the programs of an instance are made from: a config, and what it leaves to the devices."""
+
+    config: ExecutorConfig
+    spec: ModelSpec  # split for the mesh, laid out for its platform
+    backends: Backends
+    limits: Limits
+    mesh: Mesh  # of one instance
+    dtype: Any  # of weights and activations
+
+    @property
+    def stored(self) -> Any:
+        """The data type of the pools."""
+        return kv.pool_dtype(self.config.kv_cache_dtype, self.dtype)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether programs and their sizes are kept for the next start.
+
+        Logits processors are code of the user, which no digest covers; several hosts would have to agree on what each
+        has.
+        """
+        return self.config.persistent_cache and not self.config.processors and jax.process_count() == 1
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What determines the programs."""
+        return facts_of(
+            self.mesh.devices.flat[0],
+            spec=repr(self.spec),
+            draft=repr(self.config.draft_spec),
+            limits=repr(self.limits),
+            backends=repr(self.backends),
+            mesh=repr(self.mesh.abstract_mesh),
+            dtypes=[str(self.dtype), str(self.stored)],
+            preempt=self.config.preempt_boundary,
+            speculative=repr(self.config.speculative),
+            interpret=self.config.interpret,
+        )
+
+    @property
+    def folder(self) -> Path:
+        """The folder of what is kept."""
+        return self.config.cache_folder or cache_folder()
+
+    def programs(self) -> Programs:
+        """Create the programs of steps, which equal instances share."""
+        return Programs(self.spec, self.mesh, self.limits, self.backends, tuple(self.config.processors.values()))
+
+    def segments(self) -> Segments | None:
+        """Create the programs of preemptible steps; None without preemption inside of them."""
+        boundary = Boundary.parse(self.config.preempt_boundary)
+        short = SHORT_ON_CPU if self.mesh.devices.flat[0].platform == "cpu" else SHORT
+        return Segments(self.spec, self.mesh, self.limits, boundary, self.backends, short) if boundary.layers else None
+
+
 def build_executors(config: ExecutorConfig, progress: Progress | None = None) -> list[JaxExecutor]:
     """Build one warm executor per instance, in the order of `config.mesh.roles`."""
     return build_early(config, progress, early=False)[0]
@@ -171,16 +228,13 @@ def build_early(
     dtype = jnp.dtype(auto_dtype(meshes[0].devices.flat[0]) if config.dtype == "auto" else config.dtype)
     room.check_weights(spec, dtype, meshes)
     trees = config.load(spec, dtype, meshes)
-    stored = kv.pool_dtype(config.kv_cache_dtype, dtype)
     if spec.kv_scales:
-        trees = with_kv_scales(spec, trees, meshes, stored)
-    backends = resolve_backends(config, spec, dtype, meshes[0])
-    spec = backends.pooled(spec)
-    limits = _limits(config, spec, dtype, meshes, trees[0], backends)
-    device_states = states(config, spec, limits, backends, dtype, meshes, trees)
+        trees = with_kv_scales(spec, trees, meshes, kv.pool_dtype(config.kv_cache_dtype, dtype))
+    resolved = _with_pages(resolve(config, spec, meshes[0], dtype), meshes, trees[0])
+    device_states = states(resolved, meshes, trees)
     ladder, ready = None, None
     if config.warm:
-        kept = _kept(config, spec, limits, backends, meshes[0], dtype, stored)
+        kept = Executables(resolved.folder, resolved.facts, config.shipped) if resolved.keeps else None
         ladder = Ladder(device_states, kept, early=early and config.speculative is None, exchanges=config.exchanges)
         ladder.begin(progress)
         ready = ladder.first.buckets
@@ -194,54 +248,34 @@ def build_early(
     return executors, ladder
 
 
+def resolve(config: ExecutorConfig, spec: ModelSpec, mesh: Mesh, dtype: Any) -> Resolved:
+    """Choose the backends and limits of instances that have as many pages as one request needs."""
+    backends = resolve_backends(config, spec, dtype, mesh)
+    spec = backends.pooled(spec)
+    pages = -(-config.max_model_len // config.page_size)
+    limits = Limits(
+        slots=config.max_num_seqs,
+        tokens=config.max_num_batched_tokens,
+        pages=pages,
+        page_size=config.page_size,
+        row_pages=pages,
+        vocab=spec.vocab,
+        draft=0 if config.speculative is None else config.speculative.num_speculative_tokens,
+        scores=config.speculative is not None and config.speculative.rejection_sample_method == "probabilistic",
+        ladder=config.ladder,
+        cascade=backends.cascade(config.cascade_attention),
+        processors=tuple(config.processors),
+    )
+    return Resolved(config, spec, backends, limits, mesh, dtype)
+
+
 def states(
-    config: ExecutorConfig,
-    spec: ModelSpec,
-    limits: Limits,
-    backends: Backends,
-    dtype: Any,
-    meshes: Sequence[Mesh],
-    trees: Sequence[Tree],
-    kind: type[DeviceState] = DeviceState,
+    resolved: Resolved, meshes: Sequence[Mesh], trees: Sequence[Tree], kind: type[DeviceState] = DeviceState
 ) -> list[DeviceState]:
     """Return the states of equal instances on `meshes`, with one weight tree each, which share their traces."""
-    stored = kv.pool_dtype(config.kv_cache_dtype, dtype)
-    programs = Programs(spec, meshes[0], limits, backends, tuple(config.processors.values()))
-    segments = _segments(config, spec, meshes[0], limits, backends)
-    drafters = _drafters(config, dtype, meshes, limits)
-    each = zip(meshes, trees, drafters, strict=True)
-    return [kind(programs, mesh, tree, stored, segments, drafter) for mesh, tree, drafter in each]
-
-
-def _kept(
-    config: ExecutorConfig, spec: ModelSpec, limits: Limits, backends: Backends, mesh: Mesh, dtype: Any, stored: Any
-) -> Executables | None:
-    """Return the executables of earlier starts; None if the engine keeps none.
-
-    Logits processors are code of the user, which no digest covers; several hosts would have to agree on what each has.
-    """
-    if not config.persistent_cache or config.processors or jax.process_count() > 1:
-        return None
-    facts = facts_about(config, spec, limits, backends, mesh, dtype, stored)
-    return Executables(config.cache_folder or cache_folder(), facts, config.shipped)
-
-
-def facts_about(
-    config: ExecutorConfig, spec: ModelSpec, limits: Limits, backends: Backends, mesh: Mesh, dtype: Any, stored: Any
-) -> dict[str, Any]:
-    """Return what determines the programs of an engine."""
-    return facts_of(
-        mesh.devices.flat[0],
-        spec=repr(spec),
-        draft=repr(config.draft_spec),
-        limits=repr(limits),
-        backends=repr(backends),
-        mesh=repr(mesh.abstract_mesh),
-        dtypes=[str(dtype), str(stored)],
-        preempt=config.preempt_boundary,
-        speculative=repr(config.speculative),
-        interpret=config.interpret,
-    )
+    programs, segments = resolved.programs(), resolved.segments()
+    each = zip(meshes, trees, _drafters(resolved, meshes), strict=True)
+    return [kind(programs, mesh, tree, resolved.stored, segments, drafter) for mesh, tree, drafter in each]
 
 
 def _laid_out(config: ExecutorConfig, spec: ModelSpec, platform: str) -> ModelSpec:
@@ -250,23 +284,9 @@ def _laid_out(config: ExecutorConfig, spec: ModelSpec, platform: str) -> ModelSp
     return replace(spec, transposed=cpu, whole=cpu and config.mesh.tp == 1)
 
 
-def _segments(
-    config: ExecutorConfig, spec: ModelSpec, mesh: Mesh, limits: Limits, backends: Backends
-) -> Segments | None:
-    boundary = Boundary.parse(config.preempt_boundary)
-    short = SHORT_ON_CPU if mesh.devices.flat[0].platform == "cpu" else SHORT
-    return Segments(spec, mesh, limits, boundary, backends, short) if boundary.layers else None
-
-
-def held_ahead(config: ExecutorConfig, segments: Segments | None, tree: Tree) -> int:
-    """Return the bytes per device that preemption needs: activations of suspended steps and segments."""
-    if segments is None:
-        return 0
-    return (config.suspended + UNKNOWN + 1) * segments.held_bytes(outside(tree))
-
-
-def _drafters(config: ExecutorConfig, dtype: Any, meshes: Sequence[Mesh], limits: Limits) -> list[Drafter | None]:
+def _drafters(resolved: Resolved, meshes: Sequence[Mesh]) -> list[Drafter | None]:
     """Return one drafter per instance, or None for each without speculation."""
+    config, limits, dtype = resolved.config, resolved.limits, resolved.dtype
     asked, draft = config.speculative, config.draft_spec
     if asked is None:
         return [None] * len(meshes)
@@ -282,67 +302,36 @@ def _drafters(config: ExecutorConfig, dtype: Any, meshes: Sequence[Mesh], limits
     return [NGram(mesh, limits, least=least, most=most) for mesh in meshes]
 
 
-def limits_of(config: ExecutorConfig, spec: ModelSpec, backends: Backends) -> Limits:
-    """Return the limits of an instance that has as many pages as one request needs."""
-    return Limits(
-        slots=config.max_num_seqs,
-        tokens=config.max_num_batched_tokens,
-        pages=-(-config.max_model_len // config.page_size),
-        page_size=config.page_size,
-        row_pages=-(-config.max_model_len // config.page_size),
-        vocab=spec.vocab,
-        draft=0 if config.speculative is None else config.speculative.num_speculative_tokens,
-        scores=config.speculative is not None and config.speculative.rejection_sample_method == "probabilistic",
-        ladder=config.ladder,
-        cascade=backends.cascade(config.cascade_attention),
-        processors=tuple(config.processors),
-    )
-
-
-def _limits(
-    config: ExecutorConfig, spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], tree: Tree, backends: Backends
-) -> Limits:
-    limits = limits_of(config, spec, backends)
-    name, stored = "kv_cache_memory", kv.pool_dtype(config.kv_cache_dtype, dtype)
-    if meshes[0].devices.flat[0].platform == "cpu" or config.kv_cache_memory is not None:
+def _with_pages(resolved: Resolved, meshes: Sequence[Mesh], tree: Tree) -> Resolved:
+    """Give each instance as many pages as fit beside its weights, the largest step and what preemption needs."""
+    config, dtype, device = resolved.config, resolved.dtype, resolved.mesh.devices.flat[0]
+    name = "kv_cache_memory"
+    if device.platform == "cpu" or config.kv_cache_memory is not None:
         size = kv.cpu_pool_bytes(config.kv_cache_memory, len(meshes))
     else:
         name = "gpu_memory_utilization"
+        needed = temporaries(resolved, tree)
+        if (segments := resolved.segments()) is not None:  # activations of suspended steps and segments
+            needed += (config.suspended + UNKNOWN + 1) * segments.held_bytes(outside(tree))
         size = kv.device_pool_bytes(
-            meshes[0],
+            resolved.mesh,
             utilization=config.gpu_memory_utilization,
             weights=_bytes(tree) + _draft_bytes(config, dtype),
-            temporaries=_temporaries(config, spec, limits, backends, meshes[0], tree, dtype, stored)
-            + held_ahead(config, _segments(config, spec, meshes[0], limits, backends), tree),
-            sharing=sum(meshes[0].devices.flat[0] in mesh.devices.flat for mesh in meshes),
-            reserved=reserved_share() if meshes[0].devices.flat[0].platform == "gpu" else 1.0,
+            temporaries=needed,
+            sharing=sum(device in mesh.devices.flat for mesh in meshes),
+            reserved=reserved_share() if device.platform == "gpu" else 1.0,
         )
     draft = config.draft_spec
     pages = kv.fit_pages(
-        spec,
+        resolved.spec,
         config.page_size,
-        stored,
-        pool_bytes=kv.without_states(spec, config.max_num_seqs, size),
+        resolved.stored,
+        pool_bytes=kv.without_states(resolved.spec, config.max_num_seqs, size),
         max_model_len=config.max_model_len,
         name=name,
         more=0 if draft is None else kv.page_bytes(draft, config.page_size, dtype),
     )
-    return replace(limits, pages=pages)
-
-
-def _temporaries(
-    config: ExecutorConfig, spec: ModelSpec, limits: Limits, backends: Backends, mesh: Mesh, tree: Tree, dtype: Any,
-    stored: Any,
-) -> int:  # fmt: skip
-    """Return `temporaries`, which compile three programs, as measured at an earlier start."""
-
-    def measured() -> int:
-        return temporaries(spec, mesh, limits, tree, dtype, backends, stored=stored, processors=config.processors)
-
-    if not config.persistent_cache or config.processors or jax.process_count() > 1:
-        return measured()
-    facts = facts_about(config, spec, limits, backends, mesh, dtype, stored)
-    return remembered(config.cache_folder or cache_folder(), facts, measured)
+    return replace(resolved, limits=replace(resolved.limits, pages=pages))
 
 
 def _bytes(tree: Tree) -> int:
@@ -355,29 +344,25 @@ def _draft_bytes(config: ExecutorConfig, dtype: Any) -> int:
     return 0 if config.draft_spec is None else room.weight_bytes(config.draft_spec, dtype, 1)
 
 
-def temporaries(
-    spec: ModelSpec,
-    mesh: Mesh,
-    limits: Limits,
-    tree: Tree,
-    dtype: Any,
-    backends: Backends | None = None,
-    *,
-    stored: Any = None,
-    processors: Mapping[str, Processor] | None = None,
-) -> int:
-    """Return the bytes per device that the largest step needs beyond weights and pool.
+def temporaries(resolved: Resolved, tree: Tree) -> int:
+    """Return the bytes per device that the largest step needs beyond weights and pool, token counts included.
 
-    Measured on compiled programs, independently of the pool's size; includes token counts.
-    stored: dtype of the pool; None: `dtype`. processors: as in `ExecutorConfig`.
+    As measured on three compiled programs, now or at an earlier start, independently of the pool's size.
     """
-    programs, slots = Programs(spec, mesh, limits, backends, tuple((processors or {}).values())), SlotTable(limits)
+    if resolved.keeps:
+        return remembered(resolved.folder, resolved.facts, lambda: _measured(resolved, tree))
+    return _measured(resolved, tree)
+
+
+def _measured(resolved: Resolved, tree: Tree) -> int:
+    spec, mesh, limits, dtype = resolved.spec, resolved.mesh, resolved.limits, resolved.dtype
+    programs, slots = resolved.programs(), SlotTable(limits)
     whole = NamedSharding(mesh, PartitionSpec())
 
     def described(shape: tuple[int, ...], kind: Any, sharding: Any = whole) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
 
-    pools = EmptyPools(spec.cache, mesh, limits, stored or dtype).described
+    pools = EmptyPools(spec.cache, mesh, limits, resolved.stored).described
     carry, bucket = Carry.made(limits, described), limits.buckets[-1]
     batch = idle_batch(bucket, slots, full=True)
     step = programs.step[bucket].lower(tree, pools, carry.tokens, batch.packed).compile()

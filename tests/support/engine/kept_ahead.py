@@ -28,7 +28,6 @@ def main() -> int:
     prepare(target)
 
     from jaxserve.engine.startup import aot
-    from jaxserve.engine.startup.build import facts_about
     from jaxserve.engine.startup.calls import rungs
     from jaxserve.engine.startup.compiled import compile_counter
     from jaxserve.engine.startup.executables import Executables
@@ -36,8 +35,8 @@ def main() -> int:
 
     mesh = mesh_of(target.devices()[:1])
     config = aot.config_of(aot.Served(args.model, 1, layers=args.layers), "mosaic_gpu")
-    spec, limits, backends, _ = aot.inputs(config, mesh)
-    kept = Executables(args.folder, facts_about(config, spec, limits, backends, mesh, aot.DTYPE, aot.DTYPE))
+    resolved, _ = aot.inputs(config, mesh)
+    kept = Executables(args.folder, resolved.facts)
     state = aot.described(config, mesh)
     [rung] = rungs(state, early=False, alone=True)
     calls = [call for call in rung.calls if not args.programs or call.label in args.programs]
