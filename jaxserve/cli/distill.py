@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxserve.cli.flags import add_setting, settings_of
+from jaxserve.cli.flags import add_flags, add_setting, settings_of
 from jaxserve.errors import InvalidValue
 from jaxserve.install import needs
 from jaxserve.yamlio import seed_of
@@ -79,22 +79,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _training(group: Any) -> None:
-    group.add_argument("--steps", type=int, default=1000, metavar="N", help="[1000]")
-    group.add_argument("--rows", type=int, default=8, metavar="N", help="rows of --length tokens in a step [8]")
-    group.add_argument(
-        "--long-length", type=int, metavar="N", help="tokens of a row in long steps [the target's, at most 2048]"
-    )
-    group.add_argument("--long-share", type=float, default=0.1, metavar="X", help="share of long steps [0.1]")
-    group.add_argument("--rate", type=float, default=3e-3, metavar="X", help="peak learning rate [0.003]")
-    group.add_argument(
-        "--warm-up", type=float, default=0.02, metavar="X", help="share of steps with a rising learning rate [0.02]"
-    )
-    group.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="on matrices [0.1]")
-    group.add_argument(
-        "--tv-share", type=float, default=0.3, metavar="X",
-        help="share of steps, at the end, that minimize rejections instead of the KL divergence [0.3]",
+    add_flags(
+        group,
+        ("--steps", int, 1000, "N", "[1000]"),
+        ("--rows", int, 8, "N", "rows of --length tokens in a step [8]"),
+        ("--long-length", int, None, "N", "tokens of a row in long steps [the target's, at most 2048]"),
+        ("--long-share", float, 0.1, "X", "share of long steps [0.1]"),
+        ("--rate", float, 3e-3, "X", "peak learning rate [0.003]"),
+        ("--warm-up", float, 0.02, "X", "share of steps with a rising learning rate [0.02]"),
+        ("--weight-decay", float, 0.1, "X", "on matrices [0.1]"),
+        ("--tv-share", float, 0.3, "X", "share of steps, at the end, that minimize rejections instead of the KL "
+         "divergence [0.3]"),
+        ("--seed", seed_of, 0, "N", "seed of text, weights and order [0]"),
     )  # fmt: skip
-    group.add_argument("--seed", type=seed_of, default=0, metavar="N", help="seed of text, weights and order [0]")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -128,6 +128,25 @@ def _shortened(action: argparse.Action) -> argparse.Action:
     return short
 
 
+def add_flags(group: Any, *rows: tuple[str, Any, Any, str | None, str]) -> None:
+    """Add flags from rows of name, kind, default, metavar and help text.
+
+    kind: what parses a value (None: nothing), `bool` for a switch, `list` for a flag that may be repeated,
+    BooleanOptionalAction, or the allowed values.
+    """
+    for name, kind, default, metavar, text in rows:
+        more: dict[str, Any] = {"default": default, "help": text or None}
+        if kind is bool:
+            more |= {"action": "store_true", "default": False}
+        elif kind is argparse.BooleanOptionalAction:
+            more["action"] = kind
+        elif kind is list:
+            more |= {"action": "append", "default": [], "metavar": metavar}
+        else:
+            more |= {"type" if kind is None or callable(kind) else "choices": kind, "metavar": metavar}
+        group.add_argument(name, **more)
+
+
 def add_arguments(parser: TeachingParser) -> None:
     """Add `--config`, the positional model, and a flag for every field of ServeConfig."""
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="same as --model")
