@@ -12,6 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from jaxserve.tools.reasoning import opened
+from jaxserve.tools.scan import Finder, Marks
+
 
 class Automaton:
     """A trie of the stop strings with failure links; its states are nodes, 0 is the root. Immutable."""
@@ -103,42 +106,34 @@ class Thoughts:
     """
 
     def __init__(self, thinking: Thinking) -> None:
-        self._openings, self._closings, begun = thinking
-        self.state: Literal["unknown", "thinking", "answer"] = "thinking" if begun else "unknown"
-        self._longest = max(map(len, self._closings))
-        self._before: list[str] = []  # text before the first tag: whitespace, if it is not known yet
-        self._tail = ""  # what may be the beginning of a tag; of the last tag it has been emitted
+        self.state: Literal["unknown", "thinking", "answer"] = "thinking" if thinking.begun else "unknown"
+        self._begin = opened(thinking.openings)
+        self._end = Finder(Marks(*thinking.closings))
+        self._held: list[str] = []  # while it may begin with the first tag
 
     def add(self, text: str) -> tuple[str, str]:
         """Return the text of the thinking and that of the answer."""
+        if self.state == "unknown":
+            at = self._begin.read(text, 0)
+            self._held.append(text[:at])
+            if not self._begin.decided:
+                return "", ""
+            begun, text = self.flush(), text[at:]
+            if self._begin.failed:
+                self.state = "answer"
+                return "", begun + text
+            self.state = "thinking"
+            thinking, answer = self.add(text)
+            return begun + thinking, answer
         if self.state == "answer":
             return "", text
-        if self.state == "unknown":
-            text, self._tail = self._tail + text, ""
-            start = text.lstrip()
-            self._before.append(text[: len(text) - len(start)])
-            if not start.startswith(self._openings):
-                if any(opening.startswith(start) for opening in self._openings):
-                    self._tail = start
-                    return "", ""
-                self.state, self._tail = "answer", start
-                return "", self.flush()
-            self.state, text = "thinking", self.flush() + start
-        seen = self._tail + text
-        ends = [at + len(closing) for closing in self._closings if (at := seen.find(closing)) >= 0]
-        if not ends:
-            self._tail = seen[max(0, len(seen) - self._longest + 1) :]
-            return text, ""
-        self.state, end = "answer", min(ends) - len(self._tail)
-        self._tail = ""
+        _, mark, end = self._end.read(text, 0)  # only the answer waits for what may be a tag
+        self.state = "answer" if mark else "thinking"
         return text[:end], text[end:]
 
     def flush(self) -> str:
         """Return the text that was held back."""
-        if self.state == "thinking":
-            held, self._before = "".join(self._before), []
-            return held
-        held, self._before, self._tail = "".join(self._before) + self._tail, [], ""
+        held, self._held = "".join(self._held), []
         return held
 
 
