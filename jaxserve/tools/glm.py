@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from jaxserve.tools.events import Call, Parser, Schemas, written
-from jaxserve.tools.hermes import MARKERS
+from jaxserve.tools.json_calls import HERMES
 from jaxserve.tools.llama import WholeOutput
 from jaxserve.tools.marked import Marked
 from jaxserve.tools.pattern import NAME, SPACE, Pattern, text
@@ -34,7 +34,7 @@ def glm4(schemas: Schemas) -> Parser:
 
 def glm45(schemas: Schemas) -> Parser:
     """Return a parser of one output."""
-    return Marked(MARKERS, partial(_read, schemas), json=False)
+    return Marked(HERMES, partial(_read, schemas), json=False)
 
 
 def _read(schemas: Schemas, body: Cursor) -> list[Call] | None:

@@ -5,7 +5,7 @@ openai-harmony reads token ids of one vocabulary, which it downloads; here text 
 
 from __future__ import annotations
 
-from jaxserve.tools.events import Call, Event, Parser, Schemas
+from jaxserve.tools.events import Call, Event
 from jaxserve.tools.pattern import SPACE, Match, Pattern, either, text
 from jaxserve.tools.scan import Cursor, Finder, Marks, Scan
 
@@ -107,8 +107,3 @@ class Harmony:
     def _end(self) -> list[Event]:
         self._await_header()
         return Call(self._name, "{}").events() if self._kind == "call" else []
-
-
-def gpt_oss(schemas: Schemas) -> Parser:
-    """Return a parser of one output."""
-    return Harmony()

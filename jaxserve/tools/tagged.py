@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jaxserve.tools.events import Call, Event, Markers, Parser, Schemas, loaded, written
-from jaxserve.tools.hermes import MARKERS as QWEN
+from jaxserve.tools.json_calls import HERMES as QWEN
 from jaxserve.tools.marked import Content, Marked
 from jaxserve.tools.scan import Cursor, Finder, Marks
 from jaxserve.tools.streamed import HEAD
@@ -29,11 +29,6 @@ BARE, CLOSING = Marks(*QWEN, *FUNCTION, *EQUAL), Marks(QWEN.closing)
 def minimax_m2(schemas: Schemas) -> Parser:
     """Return a parser of one output."""
     return Marked(MINIMAX, partial(_read, schemas, INVOKE, NAMED), json=False)
-
-
-def qwen3_coder(schemas: Schemas) -> Parser:
-    """Return a parser of one output."""
-    return Coder(schemas)
 
 
 class Coder:
