@@ -11,12 +11,11 @@ from jaxserve.tools import json_calls
 from jaxserve.tools.definitions import Tools
 from jaxserve.tools.events import Event, Maker, Parser
 from jaxserve.tools.forced import Named, Required
-from jaxserve.tools.glm import KEY, glm4, glm45
 from jaxserve.tools.harmony import CHANNEL, Harmony
-from jaxserve.tools.llama import OLMO, TAG, llama3_json, olmo3, pythonic
+from jaxserve.tools.llama import OLMO, TAG, glm4, llama3_json, olmo3, pythonic
 from jaxserve.tools.prompt import knows_tools
 from jaxserve.tools.reasoning import GRANITE, MISTRAL, RESPONSE, THINK, Chain, Plain, Tags, Thinking
-from jaxserve.tools.tagged import MINIMAX, Coder, minimax_m2
+from jaxserve.tools.tagged import KEY, MINIMAX, Coder, glm45, minimax_m2
 
 TOOL_PARSERS: dict[str, Maker] = {
     "hermes": json_calls.hermes,
@@ -141,7 +140,7 @@ _TOOLS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("minimax_m2", lambda text: MINIMAX.opening in text or "minimax:tool_call" in text),
     ("deepseek_v3", lambda text: json_calls.DEEPSEEK.opening in text),
     ("mistral", lambda text: json_calls.MISTRAL.opening in text),
-    ("glm45", lambda text: KEY[0] in text),
+    ("glm45", lambda text: KEY.opening in text),
     ("granite", lambda text: ROLE in text and (json_calls.PHI.opening in text or "</tool_call>" not in text)),
     ("olmo3", lambda text: OLMO.opening in text),
     ("phi4_mini_json", lambda text: json_calls.FUNCTOOLS.opening in text),

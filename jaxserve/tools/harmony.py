@@ -67,7 +67,6 @@ class Harmony:
         return self._add(text) + self._end()
 
     def _add(self, text: str) -> list[Event]:
-        """Read the text of a message."""
         if not text:
             return []
         if self._kind in ("call", "arguments"):

@@ -1,4 +1,4 @@
-"""MiniMax-M2 and Qwen3-Coder: calls as tags with one tag per parameter, whose text has the type of the schema."""
+"""MiniMax-M2, Qwen3-Coder and GLM-4.5: calls as tags with a tag per parameter, whose text has the schema's type."""
 
 from __future__ import annotations
 
@@ -23,12 +23,17 @@ class Tag(NamedTuple):
 
 INVOKE, NAMED = Tag("<invoke name=", "</invoke>"), Tag("<parameter name=", "</parameter>")
 FUNCTION, EQUAL = Tag("<function=", "</function>"), Tag("<parameter=", "</parameter>")
+KEY, VALUE = Tag("<arg_key>", "</arg_key>"), Tag("<arg_value>", "</arg_value>")
 BARE, CLOSING = Marks(*QWEN, *FUNCTION, *EQUAL), Marks(QWEN.closing)
 
 
 def minimax_m2(schemas: Schemas) -> Parser:
-    """Return a parser of one output."""
     return Marked(MINIMAX, partial(_read, schemas, INVOKE, NAMED), json=False)
+
+
+def glm45(schemas: Schemas) -> Parser:
+    """Return a parser of one output, with tags around each key and each value."""
+    return Marked(QWEN, partial(_read_pairs, schemas), json=False)
 
 
 class Coder:
@@ -136,6 +141,24 @@ def _read(schemas: Schemas, function: Tag, parameter: Tag, body: Cursor) -> list
         calls.append(Call(name, written(arguments)))
         body.skip()
     return calls if calls and body.done else None
+
+
+def _read_pairs(schemas: Schemas, body: Cursor) -> list[Call] | None:
+    body.skip()
+    name, arguments = body.word(), dict[str, Any]()
+    known = schemas.get(name, {}).get("properties", {})
+    body.skip()
+    while body.take(KEY.opening):
+        key, closed = body.until(KEY.closing)
+        body.skip()
+        if not (closed and body.take(VALUE.opening)):
+            return None
+        value, closed = body.until(VALUE.closing)
+        if not closed:
+            return None
+        arguments[key.strip()] = value_of(value, known.get(key.strip()))
+        body.skip()
+    return [Call(name, written(arguments))] if name and body.done else None
 
 
 def _opened(body: Cursor, tag: Tag) -> str:
