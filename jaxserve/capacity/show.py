@@ -26,7 +26,6 @@ class Plan:
 
 
 def tables(plan: Plan) -> None:
-    """Print the plan."""
     spec, setting, device = plan.spec, plan.setting, plan.setting.device
     some = next((fit.costs for fit in plan.fits if fit.costs is not None), None)
     if some is not None:
