@@ -117,7 +117,6 @@ def statistics(values: Sequence[float], metric: str, percentiles: Sequence[float
 
 
 def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    """Return the largest number of concurrent requests."""
     marks = [(outcome.start, 1) for outcome in outcomes] + [(o.start + o.latency, -1) for o in outcomes]
     running = most = 0
     for _, change in sorted(marks):
