@@ -98,7 +98,6 @@ class Tokenizer:
 
     @property
     def hf(self) -> Any:
-        """The transformers tokenizer."""
         return self._hf
 
     def __len__(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from jaxserve.bench.plan import DATASETS, FILES, Plan
 from jaxserve.bench.result import METRICS
 from jaxserve.bench.session import Session
 from jaxserve.bench.slo_file import load_slo_file
-from jaxserve.cli.flags import add_flags
+from jaxserve.cli.flags import add_flags, checked
 from jaxserve.cli.simulate.workloads import find_workload
 from jaxserve.errors import InvalidValue
 from jaxserve.yamlio import seconds, seed_of
 
+_SECONDS = checked(seconds)
 EPILOG = """examples:
   jaxserve bench --base-url http://other:8080 --num-prompts 50 --request-rate 2 --tokenizer FOLDER
   jaxserve bench --dataset-name multi-turn --dataset-path chats.json --think-time 5s --request-rate 1
@@ -57,7 +57,7 @@ def _add_server(group: Any) -> None:
          "lengths, and tokens are counted where the server does not report them. Without it, the -chat and openai "
          "backends send common words, about one token each, the others send token ids, and texts of files are taken "
          "to have a token for four characters"),
-        ("--ready-check-timeout-sec", _seconds, 600.0, "TIME", "longest wait for a jaxserve server that says that it "
+        ("--ready-check-timeout-sec", _SECONDS, 600.0, "TIME", "longest wait for a jaxserve server that says that it "
          "starts; 0: do not look [600]"),
         ("--api-key", None, "none", None, ""),
     )  # fmt: skip
@@ -86,7 +86,7 @@ def _add_requests(group: Any) -> None:
         ("--max-len", int, None, "TOKENS", "files: skip longer prompts with outputs [sharegpt: 2048]"),
         ("--prompt-column", None, "prompt", "NAME", "hf: column of texts or conversations [prompt]"),
         ("--output-column", None, None, "NAME", "hf: column of answers, or of numbers of output tokens"),
-        ("--think-time", _seconds, 0.0, "TIME", "multi-turn: mean time before each further question, exponential, as "
+        ("--think-time", _SECONDS, 0.0, "TIME", "multi-turn: mean time before each further question, exponential, as "
          "in 5s; the file's delays come first [0]"),
         ("--max-turns", int, None, "N", "multi-turn: most questions of a conversation [all]"),
         ("--num-prompts", int, None, "N", "requests; of multi-turn and workload, sessions [100; trace: all]"),
@@ -111,7 +111,7 @@ def _add_load(group: Any) -> None:
         ("--max-concurrency", int, None, "N", "most concurrent calls; waits count as the client's delay"),
         ("--num-warmups", int, 0, "N", "requests sent first, not counted"),
         ("--num-runs", int, 1, "N", "repeat with other prompts and arrival times [1]"),
-        ("--time-limit", _seconds, None, "TIME", "end then, as with Ctrl-C, with what has been measured"),
+        ("--time-limit", _SECONDS, None, "TIME", "end then, as with Ctrl-C, with what has been measured"),
         ("--find-goodput", bool, None, None, "search for the highest rate that reaches --attainment"),
         ("--attainment", float, 0.9, "SHARE", ""),
     )  # fmt: skip
@@ -120,13 +120,13 @@ def _add_load(group: Any) -> None:
 def _add_objectives(group: Any) -> None:
     add_flags(
         group,
-        ("--ttft-slo", _seconds, None, "8s", "TTFT objective of requests without their own; sent to jaxserve, and "
+        ("--ttft-slo", _SECONDS, None, "8s", "TTFT objective of requests without their own; sent to jaxserve, and "
          "judged here for any backend"),
-        ("--tpot-slo", _seconds, None, "50ms", "TPOT objective, likewise"),
+        ("--tpot-slo", _SECONDS, None, "50ms", "TPOT objective, likewise"),
     )  # fmt: skip
     group.add_argument(
         "--slo-class",
-        type=_checked(parse_slo_class),
+        type=checked(parse_slo_class),
         action="append",
         default=[],
         metavar="NAME=SHARE,ttft:MS,tpot:MS",
@@ -156,20 +156,6 @@ def _add_results(group: Any) -> None:
     group.add_argument(
         "--metadata", nargs="+", default=[], type=_pair, metavar="NAME=VALUE", help="saved in the JSON file"
     )
-
-
-def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def checked(text: str) -> Any:
-        try:
-            return parse(text)
-        except InvalidValue as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return checked
-
-
-def _seconds(text: str) -> float:
-    return float(_checked(seconds)(text))
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -37,7 +37,6 @@ DEMO = "the embedded demo model"  # the name in settings and reports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `jaxserve distill`."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
         "--model", metavar="NAME|PATH", help="target model: Hugging Face name, or folder [the demo model]"
@@ -48,39 +47,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", action=argparse.BooleanOptionalAction, help="continue from a checkpoint in --work [if there is one]"
     )
     text = parser.add_argument_group("text")
-    text.add_argument("--prompts", type=Path, metavar="FILE", help="text or JSONL, one per line [the target's own]")
-    text.add_argument("--samples", type=int, default=2048, metavar="N", help="answers to generate [2048]")
-    text.add_argument(
-        "--length", type=int, metavar="N", help="tokens of a prompt and its answer [512, or fewer positions]"
-    )
-    text.add_argument(
-        "--temperatures",
-        type=float,
-        nargs="+",
-        default=[0.0, 0.7, 1.0],
-        metavar="T",
-        help="temperatures of the answers, one for each [0 0.7 1]",
-    )
-    draft = parser.add_argument_group("draft model")
-    draft.add_argument("--layers", type=int, metavar="N", help=f"[the target's / {DEPTH}, at least 1]")
-    draft.add_argument("--dim", type=int, metavar="N", help=f"width [the target's / {WIDTH}]")
-    draft.add_argument("--head-dim", type=int, metavar="N", help="of an attention head [the target's]")
-    draft.add_argument("--heads", type=int, metavar="N", help="query heads [dim / head-dim]")
-    draft.add_argument("--kv-heads", type=int, metavar="N", help="[the target's query heads per kv head]")
-    draft.add_argument("--ff-dim", type=int, metavar="N", help="of the feed-forward [8/3 of dim, to a multiple of 32]")
-    _training(parser.add_argument_group("training"))
-    report = parser.add_argument_group("report")
-    report.add_argument("--drafted", type=int, default=8, metavar="K", help="tokens per rollout [8]")
-    report.add_argument("--report-every", type=int, default=50, metavar="N", help="steps between lines [50]")
-    report.add_argument("--save-every", type=float, default=2.0, metavar="MIN", help="minutes between checkpoints [2]")
-    engine = parser.add_argument_group("target engine (as for `jaxserve serve`)")
-    for name in ("revision", "mesh", "dtype", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory"):
-        add_setting(engine, name)
-
-
-def _training(group: Any) -> None:
     add_flags(
-        group,
+        text,
+        ("--prompts", Path, None, "FILE", "text or JSONL, one per line [the target's own]"),
+        ("--samples", int, 2048, "N", "answers to generate [2048]"),
+        ("--length", int, None, "N", "tokens of a prompt and its answer [512, or fewer positions]"),
+    )
+    temperatures = "temperatures of the answers, one for each [0 0.7 1]"
+    text.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], metavar="T", help=temperatures)
+    add_flags(
+        parser.add_argument_group("draft model"),
+        ("--layers", int, None, "N", f"[the target's / {DEPTH}, at least 1]"),
+        ("--dim", int, None, "N", f"width [the target's / {WIDTH}]"),
+        ("--head-dim", int, None, "N", "of an attention head [the target's]"),
+        ("--heads", int, None, "N", "query heads [dim / head-dim]"),
+        ("--kv-heads", int, None, "N", "[the target's query heads per kv head]"),
+        ("--ff-dim", int, None, "N", "of the feed-forward [8/3 of dim, to a multiple of 32]"),
+    )
+    add_flags(
+        parser.add_argument_group("training"),
         ("--steps", int, 1000, "N", "[1000]"),
         ("--rows", int, 8, "N", "rows of --length tokens in a step [8]"),
         ("--long-length", int, None, "N", "tokens of a row in long steps [the target's, at most 2048]"),
@@ -92,6 +77,15 @@ def _training(group: Any) -> None:
          "divergence [0.3]"),
         ("--seed", seed_of, 0, "N", "seed of text, weights and order [0]"),
     )  # fmt: skip
+    add_flags(
+        parser.add_argument_group("report"),
+        ("--drafted", int, 8, "K", "tokens per rollout [8]"),
+        ("--report-every", int, 50, "N", "steps between lines [50]"),
+        ("--save-every", float, 2.0, "MIN", "minutes between checkpoints [2]"),
+    )
+    engine = parser.add_argument_group("target engine (as for `jaxserve serve`)")
+    for name in ("revision", "mesh", "dtype", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory"):
+        add_setting(engine, name)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -53,7 +53,6 @@ class Profile(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `jaxserve fit`."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("profile", type=Path, metavar="PROFILE", help="journal, CSV or JSONL of steps")
     parser.add_argument("--p-moe", type=float, default=0.0, metavar="P", help="share of experts that a token uses [0]")

@@ -10,6 +10,7 @@ import re
 import sys
 import textwrap
 import typing
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -169,15 +170,20 @@ def add_setting(group: Any, name: str) -> None:
         more["choices"] = choices(hint)
     else:
         more["metavar"] = field.metadata.get("metavar") or _METAVARS.get(parser_of(hint) or kind, "TEXT")
-        more |= {"nargs": "+"} if typing.get_origin(kind) is tuple else {"type": partial(_converted, hint)}
+        more |= {"nargs": "+"} if typing.get_origin(kind) is tuple else {"type": checked(partial(convert, hint=hint))}
     group.add_argument("--" + name.replace("_", "-"), **more)
 
 
-def _converted(hint: Any, text: str) -> Any:
-    try:
-        return convert(text, hint)
-    except InvalidValue as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser of flags that says why a value is invalid."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except InvalidValue as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxserve.report import timeline
+from jaxserve.cli import timeline
 from jaxserve.report.table import print_table
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.perf import PerfModel
@@ -31,7 +31,6 @@ POOR = 0.5  # mean error of the fitted step times above which the simulation say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `jaxserve replay`."""
     parser.description, parser.epilog = SUMMARY, EPILOG
     parser.add_argument("journal", type=Path, help="File that a server wrote with --journal.")
     parser.add_argument("--no-simulate", action="store_true", help="Only compare plans.")

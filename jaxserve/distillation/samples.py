@@ -94,7 +94,6 @@ def _write(file: Path, samples: Sequence[Sample]) -> None:
 
 
 def read(file: Path) -> list[Sample]:
-    """Read the samples of a file."""
     with np.load(file) as archive:
         rows = np.split(archive["tokens"], np.cumsum(archive["lengths"])[:-1])
         columns = (archive["prompts"].tolist(), archive["temperatures"].tolist(), rows, archive["asked"].tolist())

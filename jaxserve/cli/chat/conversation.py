@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -136,8 +135,5 @@ class Conversation:
             reply.promised = {name: float(value) for name, value in promised.items() if isinstance(value, int | float)}
             reply.tokens = max(0, int(float(usage.get("completion_tokens") or 0)))
 
-    @asynccontextmanager
-    async def _open(self) -> AsyncIterator[aiohttp.ClientSession]:
-        headers = {"Authorization": f"Bearer {self.target.api_key}"}
-        async with aiohttp.ClientSession(headers=headers, timeout=TIMEOUT) as http:
-            yield http
+    def _open(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.target.api_key}"}, timeout=TIMEOUT)

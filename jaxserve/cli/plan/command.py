@@ -50,7 +50,6 @@ SETTINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `jaxserve plan`."""
     parser.description = __doc__.split(": ", 1)[1] if __doc__ else None
     parser.epilog = EXAMPLES
     asked = parser.add_argument_group("model and devices")

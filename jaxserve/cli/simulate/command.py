@@ -11,6 +11,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxserve.cli import timeline
 from jaxserve.cli.simulate.flags import add_arguments
 from jaxserve.cli.simulate.pool import count, processes
 from jaxserve.cli.simulate.report import goodput, print_report, write_report
@@ -18,7 +19,7 @@ from jaxserve.cli.simulate.results import VALUES, Results
 from jaxserve.cli.simulate.workloads import common_slo, describe, find_workload
 from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
-from jaxserve.report import progress, timeline
+from jaxserve.report import progress
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.slo import SLO
@@ -89,7 +90,6 @@ class _Tick:
 
 
 def _announcement(args: argparse.Namespace, study: Study) -> str:
-    """Return the line that is printed before the first simulation."""
     what = f"{', '.join(study.policies)} on {args.workload}, {study.mesh} of {study.latency.name}"
     if args.goodput:
         return f"searching for the goodput of {what}; each step simulates {len(study.seeds)} seeds of each policy"

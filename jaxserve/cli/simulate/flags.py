@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from jaxserve.cli import timeline
 from jaxserve.cli.flags import add_flags
-from jaxserve.report import timeline
 from jaxserve.sched.admission import ADMISSIONS
 from jaxserve.sched.api.preemption import LEAD
 from jaxserve.sched.perf import KINDS
@@ -54,7 +54,6 @@ A latency preset gives the step times (configs/latency/*.yaml), a workload prese
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `jaxserve simulate`."""
     parser.description = "Serve a workload in virtual time with the scheduler that serves in real time."
     parser.epilog = EXAMPLES
     _what(parser.add_argument_group("policies and rates"))
