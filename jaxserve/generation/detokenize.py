@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxserve.generation.stops import Automaton, StopStrings, Thinking, Thoughts
+from jaxserve.generation.stops import StopStrings, Thinking, Thoughts
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.tokenizer import Tokenizer, common
+from jaxserve.tools.scan import Automaton
 
 _WINDOW = 16  # most tokens decoded together: bounds the work per token
 _CONTEXT = 4  # tokens kept as context for the next ones; a character has at most 4 bytes

@@ -62,7 +62,7 @@ class Parsers(NamedTuple):
         ):
             if name not in ("auto", "none", *known):
                 raise InvalidValue(f"{field}={short(name)} must be auto, none, or one of {', '.join(known)}", field)
-        chosen = _tool_family(template) if tools == "auto" else tools
+        chosen = next((name for name, fits in _TOOLS if fits(template)), "hermes") if tools == "auto" else tools
         thinking = _reasoning_family(template) if reasoning == "auto" else reasoning
         return cls(None if chosen == "none" else chosen, None if thinking == "none" else thinking)
 
@@ -151,10 +151,6 @@ _TOOLS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("pythonic", lambda text: "<|header_start|>" in text),
     ("llama3_json", lambda text: TAG in text or "<|start_header_id|>" in text),
 )
-
-
-def _tool_family(template: str) -> str:
-    return next((name for name, fits in _TOOLS if fits(template)), "hermes")
 
 
 def _reasoning_family(template: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from jaxserve.tools.events import Call, Event
 from jaxserve.tools.pattern import SPACE, Match, Pattern, either, text
-from jaxserve.tools.scan import Cursor, Finder, Marks, Scan
+from jaxserve.tools.scan import Automaton, Cursor, Finder, Scan
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 TO = "to="
@@ -15,7 +15,7 @@ HEADER = Pattern(
     (SPACE, text(MESSAGE)),
     (SPACE, either(*map(text, (START, CHANNEL, "assistant", "analysis", "commentary", "final", TO)))),
 )
-HEADED, ENDED = Marks(MESSAGE), Marks("<|end|>", "<|call|>", "<|return|>", START)
+HEADED, ENDED = Automaton([MESSAGE]), Automaton(["<|end|>", "<|call|>", "<|return|>", START])
 
 
 class Harmony:

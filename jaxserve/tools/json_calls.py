@@ -155,13 +155,12 @@ def _deepseek_more(body: Cursor) -> bool:
     return body.take(BEGIN)
 
 
-def _read_deepseek(body: Cursor) -> list[Call] | None:
-    return _read_named(body, _deepseek_name, _deepseek_more) if body.until(BEGIN)[1] else None
-
-
 _BETWEEN = (many(character(lambda char: char.isspace() or char == "`")), maybe(text(END)), SPACE)
 _NAMED = (text(BEGIN), SPACE, maybe(text("function"), text(SEPARATOR)), NAME)
 _OPENED = (either(sequence(SPACE, text(FENCE)), text(SEPARATOR)), SPACE)
 deepseek_v3 = _family(
-    DEEPSEEK, _read_deepseek, Form((*_BETWEEN, *_NAMED, *_OPENED), _deepseek_head, False), idle=_end_deepseek
+    DEEPSEEK,
+    lambda body: _read_named(body, _deepseek_name, _deepseek_more) if body.until(BEGIN)[1] else None,
+    Form((*_BETWEEN, *_NAMED, *_OPENED), _deepseek_head, False),
+    idle=_end_deepseek,
 )

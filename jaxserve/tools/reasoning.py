@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxserve.tools.events import Event, Parser
 from jaxserve.tools.pattern import SPACE, Match, Pattern, text
-from jaxserve.tools.scan import Finder, Marks, Trim
+from jaxserve.tools.scan import Automaton, Finder, Trim
 
 
 class Tags(NamedTuple):
@@ -37,7 +37,7 @@ class Thinking:
         self._state = "thinking" if prompt.rstrip().endswith(tags.openings) else "begin"
         self._begin = opened(tags.openings)
         self._held: list[str] = []  # while it may begin with the first tag
-        self._end = Finder(Marks(*tags.closings))
+        self._end = Finder(Automaton(tags.closings))
         self._part = Trim(True)  # the thinking
         self._trim = False  # drop whitespace at the beginning of the answer
         self._around = around
@@ -93,7 +93,7 @@ class Inside:
     def __init__(self, tags: Tags) -> None:
         self._begin = opened(tags.openings)
         self._held: list[str] = []  # while it may be the first tag
-        self._end = Finder(Marks(*tags.closings))
+        self._end = Finder(Automaton(tags.closings))
         self._part = Trim(True)
         self._plain = False
 

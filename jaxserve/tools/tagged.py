@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxserve.tools.events import Call, Event, Markers, Parser, Schemas, loaded, written
 from jaxserve.tools.json_calls import HERMES as QWEN
 from jaxserve.tools.marked import Content, Marked
-from jaxserve.tools.scan import Cursor, Finder, Marks
+from jaxserve.tools.scan import Automaton, Cursor, Finder
 from jaxserve.tools.streamed import HEAD
 
 MINIMAX = Markers("<minimax:tool_call>", "</minimax:tool_call>")
@@ -24,7 +24,7 @@ class Tag(NamedTuple):
 INVOKE, NAMED = Tag("<invoke name=", "</invoke>"), Tag("<parameter name=", "</parameter>")
 FUNCTION, EQUAL = Tag("<function=", "</function>"), Tag("<parameter=", "</parameter>")
 KEY, VALUE = Tag("<arg_key>", "</arg_key>"), Tag("<arg_value>", "</arg_value>")
-BARE, CLOSING = Marks(*QWEN, *FUNCTION, *EQUAL), Marks(QWEN.closing)
+BARE, CLOSING = Automaton([*QWEN, *FUNCTION, *EQUAL]), Automaton([QWEN.closing])
 
 
 def minimax_m2(schemas: Schemas) -> Parser:
