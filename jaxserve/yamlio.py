@@ -13,7 +13,7 @@ import json
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union
@@ -152,10 +152,12 @@ def load_fields(path: str | Path, cls: type[Any]) -> dict[str, Any]:
     return {} if node is None else _Reader(str(path)).fields(node, cls, "")
 
 
-@cache
 def hints_of(cls: Any) -> dict[str, Any]:
     """Return the types of the fields of a class, with their annotations."""
-    return typing.get_type_hints(cls, include_extras=True)
+    return _hints(cls)
+
+
+_hints = cache(partial(typing.get_type_hints, include_extras=True))
 
 
 def parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:

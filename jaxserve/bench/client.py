@@ -244,15 +244,12 @@ async def events(received: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]
                 if said == b"[DONE]":
                     return
                 if said:
-                    yield _decoded(said)
+                    try:
+                        event = msgspec.json.decode(said)
+                    except RecursionError:
+                        raise BrokeOff("an event is nested too deeply") from None
+                    yield event
     raise BrokeOff("the stream broke off before [DONE]")
-
-
-def _decoded(said: bytes) -> Any:
-    try:
-        return msgspec.json.decode(said)
-    except RecursionError:
-        raise BrokeOff("an event is nested too deeply") from None
 
 
 async def _read_stream(received: AsyncIterable[bytes], clock: Clock) -> str:

@@ -127,6 +127,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def job_of(args: argparse.Namespace) -> Any:
     """Build the run, a `distillation.job.DistillationRun`, from the flags."""
+    import jax
+
     from jaxserve.config import ServeConfig, parse_mesh
     from jaxserve.demo import model_path
     from jaxserve.distillation.job import DataSettings, DistillationRun, TrainingSettings
@@ -149,6 +151,8 @@ def job_of(args: argparse.Namespace) -> Any:
     long_length = args.long_length or max(length, min(2048, spec.max_positions))
     prompts = None if args.prompts is None else str(args.prompts.resolve())
     dtype = engine.get("dtype", "auto")
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return DistillationRun(
         path=path,
         demo=path.resolve() == model_path().resolve(),
@@ -163,17 +167,11 @@ def job_of(args: argparse.Namespace) -> Any:
         ),
         engine=engine,
         devices=devices,
-        dtype=_dtype() if dtype == "auto" else dtype,
+        dtype=dtype,
         drafted=args.drafted,
         report_every=args.report_every,
         save_every=args.save_every,
     )  # fmt: skip
-
-
-def _dtype() -> str:
-    import jax
-
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def _check_out(out: Path, model: Path) -> None:

@@ -86,7 +86,7 @@ def show(replayed: Replay, seed: int) -> dict[str, Any]:
     print_table(
         "served, and simulated again with the measured step times",
         ["", "served", "simulated", "simulated/served"],
-        [(name, _number(a), _number(b), f"{b / a:.2f}" if a else "") for name, a, b in table],
+        [(name, f"{a:.4g}", f"{b:.4g}", f"{b / a:.2f}" if a else "") for name, a, b in table],
     )
     fit = outcome.fit
     print(
@@ -101,10 +101,6 @@ def show(replayed: Replay, seed: int) -> dict[str, Any]:
         "fit": {"mape": fit.mape, "by_kind": dict(fit.by_kind), "steps": fit.steps, "noise": outcome.noise},
         "busy": {"served": outcome.busy, "simulated": outcome.simulated.busy},
     }
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"
 
 
 def _shares(busy: tuple[float, ...]) -> str:

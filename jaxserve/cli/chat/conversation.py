@@ -13,7 +13,7 @@ import msgspec
 
 from jaxserve.bench.backends import OWNERS
 from jaxserve.bench.client import BrokeOff, Target, beginning, events, refusal
-from jaxserve.bench.discover import models, unreachable
+from jaxserve.bench.discover import models, reaching
 from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.report.printable import printable
 
@@ -65,10 +65,8 @@ class Conversation:
     async def meet(self) -> None:
         """Ask the server for its model and what it is. Raises InvalidValue if it cannot be reached."""
         async with self._open() as http:
-            try:
+            with reaching(self.target):
                 listed = await models(http, self.target)
-            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-                raise unreachable(self.target, error) from error
         names = [str(entry["id"]) for entry in listed if entry.get("id")]
         if not self.target.model and not names:
             raise InvalidValue(f"{self.target.base_url}/v1/models lists no model: set --model", "model")

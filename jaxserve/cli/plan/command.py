@@ -98,7 +98,13 @@ def main(args: argparse.Namespace) -> int:
     config = ServeConfig(**given | {"model": args.model})
     args.model = config.model_source
     if args.qps is not None:
-        return _serve_load(args, config, name, count)
+        from jaxserve.cli.plan import load
+        from jaxserve.models.published import repository_of
+
+        spec, _, setting = _setting(args, config, name, count)
+        hub = repository_of(args.model)
+        only = None if config.mesh is None else parse_mesh(config.mesh)
+        return load.run(args, config, spec, (args.model, hub, hub.rpartition("/")[2]), setting, only)
     asked = _asked(config.mesh, count, args.devices)
     if args.compile:
         if config.mesh is None and count > 1:
@@ -170,17 +176,6 @@ def _setting(args: argparse.Namespace, config: ServeConfig, name: str, count: in
         tpot=args.tpot_ms / 1000,
     )
     return spec, source, setting
-
-
-def _serve_load(args: argparse.Namespace, config: ServeConfig, name: str, count: int) -> int:
-    """Answer the question of --qps."""
-    from jaxserve.cli.plan import load
-    from jaxserve.models.published import repository_of
-
-    spec, _, setting = _setting(args, config, name, count)
-    hub = repository_of(args.model)
-    only = None if config.mesh is None else parse_mesh(config.mesh)
-    return load.run(args, config, spec, (args.model, hub, hub.rpartition("/")[2]), setting, only)
 
 
 def _within(length: int, given: int | None, usual: int, name: str) -> int:

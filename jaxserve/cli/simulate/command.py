@@ -24,18 +24,7 @@ from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.recorded.record import Recorder
-from jaxserve.sched.sim import (
-    Arrival,
-    Latency,
-    Mesh,
-    Mix,
-    Options,
-    Report,
-    Workload,
-    load_trace,
-    simulate,
-    sweep,
-)
+from jaxserve.sched.sim import Arrival, Latency, Mesh, Mix, Options, Report, Workload, load_trace, simulate, sweep
 from jaxserve.sched.sim.bounds import STAYING, bounds, goodput_bounds
 from jaxserve.sched.sim.simulate import check_mesh
 from jaxserve.sched.sim.sweep import Case, Cell, Run, goodput_search

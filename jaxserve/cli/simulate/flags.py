@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxserve.cli import timeline
 from jaxserve.cli.flags import add_flags
+from jaxserve.cli.simulate.results import VALUES
 from jaxserve.sched.admission import ADMISSIONS
 from jaxserve.sched.api.preemption import LEAD
 from jaxserve.sched.perf import KINDS
@@ -16,8 +17,6 @@ from jaxserve.sched.routing import ROUTERS
 from jaxserve.sched.sim import NAMED
 from jaxserve.sched.sim.tiers import NO_TIERS
 from jaxserve.yamlio import seconds, seed_of, size
-
-SHARES = ("both", "ttft", "tpot", "worst", "window", "tokens")  # values of --attain
 
 EXAMPLES = """
 examples:
@@ -76,7 +75,7 @@ def _what(group: Any) -> None:
          "seeds, reaches --goal; the search starts at the first rate of --qps, if given"),
         ("--goal", float, 0.9, "SHARE", "attainment required for goodput [0.9]"),
         ("--tolerance", float, 0.02, "SHARE", "precision of the search [0.02]"),
-        ("--attain", SHARES, "both", None, "requests that count as attained for goodput: both objectives; TTFT or "
+        ("--attain", VALUES, "both", None, "requests that count as attained for goodput: both objectives; TTFT or "
          "TPOT alone; TTFT and the worst mean TPOT from the first token on (FairBatching); TTFT and the worst mean "
          "over 10 tokens (SLOs-Serve); both, weighted by prompt tokens [both]"),
         ("--bound", bool, None, None, "also compute an upper bound on the attainment of any policy on these "
