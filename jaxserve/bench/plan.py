@@ -174,8 +174,6 @@ class Plan(Reading):
 
     def slowed(self, alone: Callable[[float], float]) -> Workload | Mix | None:
         """Return the workload with slowdowns of a server that takes `alone(tokens)` seconds for a prompt."""
-        return (
-            None
-            if self.workload is None
-            else for_server(self.workload, lambda tokens: alone(tokens / self.prompt_scale))
-        )
+        if self.workload is None:
+            return None
+        return for_server(self.workload, lambda tokens: alone(tokens / self.prompt_scale))
