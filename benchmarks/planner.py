@@ -18,9 +18,8 @@ from typing import Any
 import common
 
 from jaxserve.capacity import fit as fitting
-from jaxserve.capacity.candidates import candidates
 from jaxserve.capacity.devices import devices
-from jaxserve.capacity.search import Searcher
+from jaxserve.capacity.search import Searcher, candidates
 from jaxserve.capacity.trial import Load, Runner, Trial
 from jaxserve.cli.plan.load import Fits
 from jaxserve.cli.simulate.workloads import find_workload

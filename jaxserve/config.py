@@ -200,9 +200,7 @@ class ServeConfig(OperationSettings):
         "priority, agent, batch (configs/slo/tiers.yaml).", metavar="FILE",
     )  # fmt: skip
     max_num_seqs: Count | None = flag(
-        None,
-        "scheduling",
-        "Most running requests on an instance. Default: 256 on accelerators, 64 on CPU.",
+        None, "scheduling", "Most running requests on an instance. Default: 256 on accelerators, 64 on CPU."
     )
     max_num_batched_tokens: Count | None = flag(
         None, "scheduling", "Most new tokens in a step. Default: 8192 on accelerators, 512 on CPU."
@@ -259,9 +257,14 @@ class ServeConfig(OperationSettings):
     def __post_init__(self) -> None:
         self.check_http()
         self.check_operations()
-        self._check_steps()
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
+            raise InvalidValue(f"block_size={self.block_size} must be a power of two", "block_size")
+        Boundary.parse(self.preempt_boundary)
         self._check_names()
-        self._check_mesh()
+        if self.mesh is not None:
+            self.roles(parse_mesh(self.mesh)[0])
+        elif self.prefill is not None:
+            raise InvalidValue(f"prefill={self.prefill} needs a mesh, as in --mesh 4x2 --prefill 1", "prefill")
         self._check_tiers()
         self._check_replicas()
         self._check_scaling()
@@ -281,11 +284,6 @@ class ServeConfig(OperationSettings):
             if getattr(self, name) and not self.enable_prefix_caching:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} needs enable_prefix_caching", name)
 
-    def _check_steps(self) -> None:
-        if self.block_size is not None and self.block_size & (self.block_size - 1):
-            raise InvalidValue(f"block_size={self.block_size} must be a power of two", "block_size")
-        Boundary.parse(self.preempt_boundary)
-
     def _check_names(self) -> None:
         """Check names and options of policies and routers before anything is loaded."""
         object.__setattr__(self, "policy", policies.resolved(self.policy))  # other processes may run in other folders
@@ -302,12 +300,6 @@ class ServeConfig(OperationSettings):
             what = "a list of names of entry points, each once"
             raise InvalidValue(f"logits_processors={names!r} must be {what}", "logits_processors")
         object.__setattr__(self, "logits_processors", tuple(names))
-
-    def _check_mesh(self) -> None:
-        if self.mesh is not None:
-            self.roles(parse_mesh(self.mesh)[0])
-        elif self.prefill is not None:
-            raise InvalidValue(f"prefill={self.prefill} needs a mesh, as in --mesh 4x2 --prefill 1", "prefill")
 
     def _check_replicas(self) -> None:
         counts = self.prefill_replicas, self.decode_replicas

@@ -21,13 +21,7 @@ from jaxserve.errors import InvalidValue, JaxserveError, short
 from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.batch import Names, add_piece, blank_output, no_bar, run_batch, snapshot
 from jaxserve.generation.beam_search import BeamSearchOutput, BeamSearchParams, search
-from jaxserve.generation.generate import (
-    GenerationFailed,
-    Mailbox,
-    Piece,
-    Submission,
-    pieces,
-)
+from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, pieces
 from jaxserve.generation.prompts import Parsed, Prompt, listed, parse_prompt, parse_prompts
 from jaxserve.generation.sharing import salt_of, session_of
 from jaxserve.generation.stops import thinking_of

@@ -142,13 +142,10 @@ class Piecewise(Protocol):
 
 def logprob_dicts(positions: Iterable[TokenLogprobs], pieces: Piecewise) -> list[dict[int, Logprob]]:
     """Convert positions to vLLM's form: {token id: Logprob} of the sampled and the best tokens."""
-    return [_logprob_dict(at, pieces) for at in positions]
-
-
-def _logprob_dict(position: TokenLogprobs, pieces: Piecewise) -> dict[int, Logprob]:
-    entries = {
-        token: Logprob(logprob, rank, pieces.text(token)) for rank, (token, logprob) in enumerate(position.top, 1)
-    }
-    entries[position.token] = Logprob(position.logprob, position.rank, pieces.text(position.token))
-    pieces.add(position.token)
-    return entries
+    dicts: list[dict[int, Logprob]] = []
+    for at in positions:
+        entries = {token: Logprob(logprob, rank, pieces.text(token)) for rank, (token, logprob) in enumerate(at.top, 1)}
+        entries[at.token] = Logprob(at.logprob, at.rank, pieces.text(at.token))
+        pieces.add(at.token)
+        dicts.append(entries)
+    return dicts

@@ -98,7 +98,6 @@ class Tokenizer:
 
     @property
     def hf(self) -> Any:
-        """The transformers tokenizer."""
         return self._hf
 
     def __len__(self) -> int:
@@ -162,7 +161,8 @@ class Tokenizer:
                 "this model has no chat template: use /v1/completions, or give --chat-template", "messages"
             )
         text = template or self.template_text
-        given = [_without_no_calls(message) for message in messages]
+        # Some templates check the length of a list of calls, even if it is empty.
+        given = [{key: value for key, value in message.items() if key != "tool_calls" or value} for message in messages]
         if (tools or has_calls(given)) and not knows_tools(text):
             given, tools = as_text(given, tools or ()), None
         if unusual(given):
@@ -319,11 +319,6 @@ class Tokenizer:
 def common(a: str, b: str) -> int:
     """Return the number of characters with which both texts begin."""
     return next((at for at, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))
-
-
-def _without_no_calls(message: Message) -> dict[str, Any]:
-    """Return a message without an empty list of calls, whose length some templates check."""
-    return {name: value for name, value in message.items() if name != "tool_calls" or value}
 
 
 def _first_that_renders(render: Callable[[Sequence[Message]], str], forms: Iterable[Sequence[Message]]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -97,14 +97,6 @@ class Target:
         return body | dict(self.extra_body)
 
 
-class Sender(Protocol):
-    async def send(self, call: Call, began: float) -> Outcome:
-        """Send a call and read its stream to the end; never raises for the server's behavior.
-
-        began: perf_counter at the start of the run.
-        """
-
-
 class Clock:
     """Records the arrival of tokens in an outcome."""
 
@@ -190,7 +182,7 @@ def refusal(status: int, body: str) -> str:
     return f"HTTP {status}: {text[:SHOWN]}"
 
 
-class HttpSender:
+class Sender:
     """Sends calls with aiohttp and a JSON parser: what a client spends would count as the server's time."""
 
     def __init__(self, client: Any, target: Target) -> None:
@@ -198,6 +190,10 @@ class HttpSender:
         self._target = target
 
     async def send(self, call: Call, began: float) -> Outcome:
+        """Send a call and read its stream to the end; never raises for the server's behavior.
+
+        began: perf_counter at the start of the run.
+        """
         outcome, target = Outcome(call), self._target
         body = target.standard(call) | target.extra(call)
         clock = Clock(outcome, began)
@@ -248,15 +244,12 @@ async def events(received: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]
                 if said == b"[DONE]":
                     return
                 if said:
-                    yield _decoded(said)
+                    try:
+                        event = msgspec.json.decode(said)
+                    except RecursionError:
+                        raise BrokeOff("an event is nested too deeply") from None
+                    yield event
     raise BrokeOff("the stream broke off before [DONE]")
-
-
-def _decoded(said: bytes) -> Any:
-    try:
-        return msgspec.json.decode(said)
-    except RecursionError:
-        raise BrokeOff("an event is nested too deeply") from None
 
 
 async def _read_stream(received: AsyncIterable[bytes], clock: Clock) -> str:
@@ -278,4 +271,4 @@ async def open_sender(target: Target, connections: int = 4096) -> AsyncIterator[
         timeout=aiohttp.ClientTimeout(total=TIMEOUT),
         connector=aiohttp.TCPConnector(limit=connections),
     ) as http:
-        yield HttpSender(http, target)
+        yield Sender(http, target)

@@ -273,23 +273,17 @@ def read_rows(path: Path, skipped: Skipped | None = None) -> Iterator[Row]:
         raise InvalidValue(f"dataset_path={str(path)!r} is not a file", "dataset_path")
     if path.suffix == ".parquet":
         return _parquet(path)
-    rows = _text_rows(path)
-    return _strictly(rows) if skipped is None else _counted(rows, skipped)
+    return _objects(_text_rows(path), skipped)
 
 
-def _strictly(rows: Iterable[Row | Unusable]) -> Iterator[Row]:
+def _objects(rows: Iterable[Row | Unusable], skipped: Skipped | None) -> Iterator[Row]:
     for row in rows:
-        if isinstance(row, Unusable):
-            raise row
-        yield row
-
-
-def _counted(rows: Iterable[Row | Unusable], skipped: Skipped) -> Iterator[Row]:
-    for row in rows:
-        if isinstance(row, Unusable):
-            skipped.add(row)
-        else:
+        if not isinstance(row, Unusable):
             yield row
+        elif skipped is None:
+            raise row
+        else:
+            skipped.add(row)
 
 
 def _text_rows(path: Path) -> Iterator[Row | Unusable]:

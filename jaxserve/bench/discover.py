@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -57,14 +57,12 @@ async def choose_backend(target: Target, chat: bool = False) -> str:
     Raises InvalidValue if it cannot be reached.
     """
     async with _open(target) as http:
-        try:
+        with reaching(target):
             listed = await models(http, target)
             own = next((entry for entry in listed if entry.get("id") == target.model), listed[0] if listed else {})
             # An empty body is refused by every server that has the path, and costs it nothing.
             async with http.post(target.base_url + "/v1/completions", json={}) as answer:
                 completions = answer.status not in ABSENT
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise unreachable(target, error) from error
     return backends.choose(own, completions, chat)
 
 
@@ -74,7 +72,7 @@ async def discover(target: Target, vocabulary: Sequence[int]) -> tuple[Target, S
     Raises InvalidValue if the server cannot be reached.
     """
     async with _open(target) as http:
-        try:
+        with reaching(target):
             if not target.model:
                 listed = await models(http, target)
                 if not listed or "id" not in listed[0]:
@@ -87,10 +85,6 @@ async def discover(target: Target, vocabulary: Sequence[int]) -> tuple[Target, S
                 tokens = said.get("tokens") if isinstance(said, dict) else None
                 usable = isinstance(tokens, list) and all(type(token) is int for token in tokens)
                 vocabulary = sorted(set(tokens)) if tokens and usable else FALLBACK
-        except InvalidValue:
-            raise
-        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as error:
-            raise unreachable(target, error) from error
     return target, vocabulary
 
 
@@ -110,10 +104,16 @@ async def models(http: aiohttp.ClientSession, target: Target) -> list[dict[str, 
     return [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
 
 
-def unreachable(target: Target, error: Exception) -> InvalidValue:
-    """Return the error for a server that does not list its models."""
-    if isinstance(error, aiohttp.ClientResponseError):
+@contextmanager
+def reaching(target: Target) -> Iterator[None]:
+    """Raise InvalidValue for a server that does not list its models."""
+    try:
+        yield
+    except InvalidValue:
+        raise
+    except aiohttp.ClientResponseError as error:
         hint = ": set --api-key" if error.status in (401, 403) else ""
-        return InvalidValue(f"{target.base_url}/v1/models answers HTTP {error.status}{hint}")
-    problem = f"{type(error).__name__}: {error}"
-    return InvalidValue(f"no OpenAI-compatible server responds at {target.base_url} ({problem})")
+        raise InvalidValue(f"{target.base_url}/v1/models answers HTTP {error.status}{hint}") from error
+    except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise InvalidValue(f"no OpenAI-compatible server responds at {target.base_url} ({problem})") from error

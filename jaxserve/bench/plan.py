@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from jaxserve.bench import load, result, texts
 from jaxserve.bench.backends import AUTO, BACKENDS
@@ -82,28 +83,15 @@ class Plan(Reading):
 
         tokens: counts the tokens of a text of a file. Raises InvalidValue.
         """
+        shared: dict[str, Any] = {"vocabulary": vocabulary, "seed": seed}
+        shared |= {"prompt_scale": self.prompt_scale, "output_scale": self.output_scale}
         if self.dataset_name == "trace":
             assert self.dataset_path is not None
-            calls = load.trace_calls(
-                self.dataset_path,
-                count=self.num_prompts,
-                vocabulary=vocabulary,
-                time_scale=self.time_scale,
-                prompt_scale=self.prompt_scale,
-                output_scale=self.output_scale,
-                seed=seed,
-            )
+            calls = load.trace_calls(self.dataset_path, count=self.num_prompts, time_scale=self.time_scale, **shared)
         elif self.dataset_name == "workload":
             assert self.workload is not None
-            calls = load.workload_calls(
-                self.workload,
-                count=self.num_prompts or 100,
-                rate=self.request_rate,
-                vocabulary=vocabulary,
-                prompt_scale=self.prompt_scale,
-                output_scale=self.output_scale,
-                seed=seed,
-            )
+            count = self.num_prompts or 100
+            calls = load.workload_calls(self.workload, count=count, rate=self.request_rate, **shared)
         else:
             calls = self._untimed(vocabulary, seed, tokens)
             times = load.arrivals(load.starts(calls), self.request_rate, self.burstiness, seed)
@@ -186,8 +174,6 @@ class Plan(Reading):
 
     def slowed(self, alone: Callable[[float], float]) -> Workload | Mix | None:
         """Return the workload with slowdowns of a server that takes `alone(tokens)` seconds for a prompt."""
-        return (
-            None
-            if self.workload is None
-            else for_server(self.workload, lambda tokens: alone(tokens / self.prompt_scale))
-        )
+        if self.workload is None:
+            return None
+        return for_server(self.workload, lambda tokens: alone(tokens / self.prompt_scale))

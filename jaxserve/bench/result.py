@@ -17,13 +17,6 @@ from jaxserve.sched.metrics import Measured, summarize
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 STAGES = (THINKING, ANSWER)
-TITLES = {
-    "ttft": "time to first token",
-    "tpot": "time per output token",
-    "itl": "inter-token latency",
-    "e2el": "end-to-end latency",
-    "client_lag": "client's own delay",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +110,6 @@ def statistics(values: Sequence[float], metric: str, percentiles: Sequence[float
 
 
 def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    """Return the largest number of concurrent requests."""
     marks = [(outcome.start, 1) for outcome in outcomes] + [(o.start + o.latency, -1) for o in outcomes]
     running = most = 0
     for _, change in sorted(marks):
@@ -265,15 +257,6 @@ def detail(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "classes": [o.call.slo.name for o in outcomes],
         "errors": [o.error for o in outcomes],
     }
-
-
-def rows(figures: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> list[list[object]]:
-    """Return the latencies of a summary as table rows, one per metric."""
-    names = ["mean", "median", "std", *map(percentile_name, percentiles)]
-    return [
-        [TITLES[metric], *(float(figures[f"{name}_{metric}_ms"]) for name in names)]
-        for metric in (*metrics, "client_lag")
-    ]
 
 
 def errors(outcomes: Sequence[Outcome], most: int = 5) -> list[str]:

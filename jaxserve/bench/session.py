@@ -211,7 +211,6 @@ class Session:
         }
 
     def show(self, run: Run, figures: dict[str, Any]) -> None:
-        """Print the tables of a run, and its errors."""
         plan = self.plan
         title = f"{self.target.model} at {self.target.base_url}"
         tables.show(title, figures, plan.percentile_metrics, plan.metric_percentiles)

@@ -11,6 +11,13 @@ from jaxserve.bench import result
 from jaxserve.bench.drive import Probe
 from jaxserve.report.table import print_table
 
+TITLES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "inter-token latency",
+    "e2el": "end-to-end latency",
+    "client_lag": "client's own delay",
+}
 COMPARED = (  # figures of runs that are repeated
     "request_throughput",
     "output_throughput",
@@ -24,7 +31,11 @@ COMPARED = (  # figures of runs that are repeated
 def show(title: str, figures: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> None:
     """Print latencies, throughput, attainment, and a row for each class."""
     names = ["mean", "median", "std", *map(result.percentile_name, percentiles)]
-    print_table(f"{title}, ms", ["", *names], result.rows(figures, metrics, percentiles))
+    rows = [
+        [TITLES[metric], *(float(figures[f"{name}_{metric}_ms"]) for name in names)]
+        for metric in (*metrics, "client_lag")
+    ]
+    print_table(f"{title}, ms", ["", *names], rows)
     facts = [
         ["requests completed / failed", f"{figures['completed']} / {figures['failed']}"],
         ["duration, s", figures["duration"]],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from jaxserve.bench.load import Call
 from jaxserve.tokenizer import Tokenizer
@@ -19,19 +18,6 @@ SAMPLE = (
 ROUNDS = 8  # attempts to bring a text to its length
 
 
-class Writer(Protocol):
-    """Converts token ids to text."""
-
-    @property
-    def vocabulary(self) -> Sequence[int]:
-        """The known ids."""
-        ...
-
-    def write(self, tokens: Sequence[int]) -> tuple[str, int]:
-        """Return the text of some ids and its length in tokens, 0 if only the server knows it."""
-        ...
-
-
 class WordWriter:
     """Writes a common word for each id: about the right length for most models, without a tokenizer."""
 
@@ -40,9 +26,11 @@ class WordWriter:
 
     @property
     def vocabulary(self) -> Sequence[int]:
+        """The known ids."""
         return range(len(self._words))
 
     def write(self, tokens: Sequence[int]) -> tuple[str, int]:
+        """Return the text of some ids; its length in tokens is 0, as only the server knows it."""
         return " ".join(self._words[token] for token in tokens), 0
 
 
@@ -81,6 +69,9 @@ class TokenizerWriter:
             missing = wanted - len(encoded)
             given = encoded[:wanted] + [tokens[(turn + at) % wanted] for at in range(missing)]
         return text, len(encoded)
+
+
+Writer = WordWriter | TokenizerWriter
 
 
 def as_text(calls: Sequence[Call], writer: Writer) -> list[Call]:

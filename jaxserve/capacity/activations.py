@@ -8,7 +8,7 @@ in place. Llama-3-8B at 8,192 tokens: 906 MB, where XLA's plan for an H200 has 9
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -63,7 +63,8 @@ def adjusted(spec: ModelSpec, rows: int) -> int:
 
 def _module(module: Tree, spec: ModelSpec, tp: int, item: int) -> float:
     """Return the bytes per token of a module's matrices."""
-    matrices = [info for info in _infos(module) if is_matrix(info)]
+    infos = jax.tree.leaves(module, is_leaf=lambda x: isinstance(x, Info))
+    matrices = [info for info in infos if is_matrix(info)]
     routed = [info for info in matrices if "experts" in info.axes]
     in_place = any(info.axes == ("dim", "ff") for info in matrices)
     dense = [info for info in matrices if info not in routed and "dim" in info.axes]
@@ -90,7 +91,3 @@ def _width(info: Info, spec: ModelSpec, tp: int) -> float:
     return (
         prod(size // tp if axis else size for size, axis in zip(info.shape, info.partition(tp), strict=True)) / spec.dim
     )
-
-
-def _infos(module: Tree) -> Iterator[Info]:
-    yield from jax.tree.leaves(module, is_leaf=lambda x: isinstance(x, Info))

@@ -46,7 +46,6 @@ class _Table:
 
 @cache
 def devices() -> Mapping[str, Device]:
-    """Return the known devices by name."""
     return load_yaml(preset("device", "published"), _Table).devices
 
 

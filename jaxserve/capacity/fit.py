@@ -80,28 +80,16 @@ class Fit:
 
 def fit(spec: ModelSpec, setting: Setting, instances: int, tp: int, measured: Activations | None = None) -> Fit:
     """Compute the fit of a model on a mesh. measured: activations of compiled programs, not estimates."""
-    nothing = Fit(instances, tp, None, None, 0, 0, setting.page_size, None, "")
+    found = Fit(instances, tp, None, None, 0, 0, setting.page_size, None, "")
     try:
         costs = Costs.of(spec, tp, setting.dtype, kv.pool_dtype(setting.kv_cache_dtype, setting.dtype))
-    except InvalidValue as error:
-        return replace(nothing, refusal=str(error))
-    held = measured or Activations.counted(
-        spec,
-        tp,
-        setting.dtype,
-        setting.max_num_batched_tokens,
-        setting.max_num_seqs,
-    )
-    weighed = replace(nothing, costs=costs, activations=held)
-    try:
+        tokens, rows = setting.max_num_batched_tokens, setting.max_num_seqs
+        held = measured or Activations.counted(spec, tp, setting.dtype, tokens, rows)
+        found = replace(found, costs=costs, activations=held)
         room, name = _room(setting, instances, tp, costs, held)
         room = kv.without_states(costs.spec, setting.max_num_seqs, room)
-    except InvalidValue as error:
-        return replace(weighed, refusal=str(error))
-    with_pool = replace(
-        weighed, pool=room // tp, pages=room // kv.page_bytes(costs.spec, setting.page_size, costs.cache_dtype)
-    )
-    try:
+        page = kv.page_bytes(costs.spec, setting.page_size, costs.cache_dtype)
+        found = replace(found, pool=room // tp, pages=room // page)
         pages = kv.fit_pages(
             costs.spec,
             setting.page_size,
@@ -111,9 +99,8 @@ def fit(spec: ModelSpec, setting: Setting, instances: int, tp: int, measured: Ac
             name=name,
         )
     except InvalidValue as error:
-        return replace(with_pool, refusal=str(error))
-    used = pages * kv.page_bytes(costs.spec, setting.page_size, costs.cache_dtype) // tp
-    return replace(with_pool, pool=used, pages=pages, batch=largest(costs, setting, pages))
+        return replace(found, refusal=str(error))
+    return replace(found, pool=pages * page // tp, pages=pages, batch=largest(costs, setting, pages))
 
 
 def _room(setting: Setting, instances: int, tp: int, costs: Costs, held: Activations) -> tuple[int, str]:

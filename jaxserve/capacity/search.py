@@ -17,12 +17,19 @@ Equal arguments give equal results: trials have a fixed seed, and their order do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.capacity.trial import AS_IT_IS, Candidate, Load, Outcome, Scale, Trial, loosest
+from jaxserve.sched.policies import HALVES, WHOLE
+
+if TYPE_CHECKING:
+    from jaxserve.capacity.fit import Fit
+
+POLICIES = ("unified", "distserve", "sarathi")  # the default, and the usual ones of split and of mixed instances
+CHUNKS = (8192, 2048)  # tokens of a step
 
 
 class Rung(NamedTuple):
@@ -42,6 +49,34 @@ RUNGS = (Rung(1 / 8, 8, 4, 0.15), Rung(1 / 3, 4, 2, 0.05), Rung(1.0, 1, 1, 0.0))
 
 Simulate = Callable[[Sequence[Trial]], Iterable[Outcome]]  # in the order of the trials
 Bound = Callable[[Trial], float]
+
+
+def candidates(
+    devices: int, fits: Mapping[int, Fit], policies: Sequence[str], chunks: Sequence[int]
+) -> Iterator[Candidate]:
+    """Yield every set-up that uses all `devices`, of the T that `fits` has. The order decides ties.
+
+    A policy for mixed instances is tried colocated only, one with halves split only (alone on a single instance),
+    `unified` in both ways.
+    """
+    for tp in sorted(fits):
+        if devices % tp or not fits[tp].fits:
+            continue
+        instances = devices // tp
+        splits = [None, *range(1, instances)]
+        for prefill in splits:
+            for policy in policies:
+                if _suits(policy.partition(":")[0], instances, prefill):
+                    for chunk in chunks:
+                        yield Candidate(instances, tp, prefill, policy, chunk)
+
+
+def _suits(policy: str, instances: int, prefill: int | None) -> bool:
+    if policy in WHOLE and policy != "unified":
+        return prefill is None
+    if policy in HALVES or "=" in policy:
+        return prefill is not None or instances == 1
+    return True
 
 
 class Step(NamedTuple):

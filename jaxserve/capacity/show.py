@@ -26,7 +26,6 @@ class Plan:
 
 
 def tables(plan: Plan) -> None:
-    """Print the plan."""
     spec, setting, device = plan.spec, plan.setting, plan.setting.device
     some = next((fit.costs for fit in plan.fits if fit.costs is not None), None)
     if some is not None:
@@ -42,18 +41,7 @@ def tables(plan: Plan) -> None:
         print(f"note: {note}")
     print_table(
         f"Meshes (weights and KV in GB per device; decode with {setting.context} tokens of context, at the floor)",
-        [
-            "mesh",
-            "fits",
-            "weights",
-            "activations",
-            "KV pages",
-            "KV tokens",
-            "rows in TPOT",
-            "limit",
-            "tokens/s",
-            "",
-        ],
+        ["mesh", "fits", "weights", "activations", "KV pages", "KV tokens", "rows in TPOT", "limit", "tokens/s", ""],
         [_row(fit, fit is plan.taken) for fit in plan.fits],
     )
     for fit in plan.fits:

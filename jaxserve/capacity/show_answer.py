@@ -47,7 +47,6 @@ class Rows:
 
 
 def row(outcome: Outcome) -> str:
-    """Return a row of the table of outcomes."""
     candidate, scale = outcome.candidate, outcome.trial.scale
     times = "" if scale == AS_IT_IS else f" (step times × {scale.decode:.3g})"
     return (
@@ -223,7 +222,6 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
 
 
 def candidate_json(candidate: Candidate) -> dict[str, Any]:
-    """Return a set-up as JSON."""
     return {
         "mesh": str(candidate.mesh),
         "devices": candidate.devices,

@@ -214,8 +214,8 @@ class Runner:
     def _options(self, trial: Trial, arrivals: Sequence[Arrival]) -> Options:
         """Return options that end a simulation when the last request that keeps its objectives must have ended."""
         horizon = max(
-            arrival.time + arrival.slo.ttft + max(arrival.slo.tpot, *_stages(arrival)) * arrival.output_tokens
-            for arrival in arrivals
+            each.time + each.slo.ttft + max(each.slo.tpot, 0, *dict(each.slo.stages).values()) * each.output_tokens
+            for each in arrivals
         )
         known = isfinite(horizon) and all(arrival.after is None for arrival in arrivals)
         return Options(
@@ -234,7 +234,3 @@ def loosest(candidate: Candidate, chunk: int) -> Candidate:
     if candidate.prefill is None or policies.routing(candidate.policy).partition(":")[0] in TURNING:
         return replace(candidate, prefill=None, policy="unified", chunk=chunk)
     return replace(candidate, policy="distserve", chunk=chunk)
-
-
-def _stages(arrival: Arrival) -> list[float]:
-    return [tpot for _, tpot in arrival.slo.stages] or [0.0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,12 @@ from jaxserve.bench.plan import DATASETS, FILES, Plan
 from jaxserve.bench.result import METRICS
 from jaxserve.bench.session import Session
 from jaxserve.bench.slo_file import load_slo_file
+from jaxserve.cli.flags import add_flags, checked
 from jaxserve.cli.simulate.workloads import find_workload
 from jaxserve.errors import InvalidValue
 from jaxserve.yamlio import seconds, seed_of
 
+_SECONDS = checked(seconds)
 EPILOG = """examples:
   jaxserve bench --base-url http://other:8080 --num-prompts 50 --request-rate 2 --tokenizer FOLDER
   jaxserve bench --dataset-name multi-turn --dataset-path chats.json --think-time 5s --request-rate 1
@@ -42,190 +43,119 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_server(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--backend",
-        choices=(AUTO, *BACKENDS),
-        default=AUTO,
-        help="request format: openai has standard fields and text only; vllm and sglang add token ids and "
-        "ignore_eos; jaxserve adds objectives; -chat uses /v1/chat/completions with text; auto asks the server what "
-        "it is, and is openai or openai-chat if it does not say [auto]",
+    add_flags(
+        group,
+        ("--backend", (AUTO, *BACKENDS), AUTO, None, "request format: openai has standard fields and text only; vllm "
+         "and sglang add token ids and ignore_eos; jaxserve adds objectives; -chat uses /v1/chat/completions with "
+         "text; auto asks the server what it is, and is openai or openai-chat if it does not say [auto]"),
+        ("--base-url", None, None, "URL", "instead of --host and --port"),
+        ("--host", None, "127.0.0.1", None, ""),
+        ("--port", int, 8000, None, ""),
+        ("--endpoint", None, None, "PATH", "instead of /v1/completions or /v1/chat/completions"),
+        ("--model", None, None, None, "model name in requests [the first of /v1/models]"),
+        ("--tokenizer", None, None, "NAME", "model folder or Hugging Face name: random prompts are texts of exact "
+         "lengths, and tokens are counted where the server does not report them. Without it, the -chat and openai "
+         "backends send common words, about one token each, the others send token ids, and texts of files are taken "
+         "to have a token for four characters"),
+        ("--ready-check-timeout-sec", _SECONDS, 600.0, "TIME", "longest wait for a jaxserve server that says that it "
+         "starts; 0: do not look [600]"),
+        ("--api-key", None, "none", None, ""),
+    )  # fmt: skip
+    group.add_argument(
+        "--header", nargs="+", default=[], type=_pair, metavar="NAME=VALUE", help="sent with every request"
     )
-    add("--base-url", metavar="URL", help="instead of --host and --port")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000)
-    add("--endpoint", metavar="PATH", help="instead of /v1/completions or /v1/chat/completions")
-    add("--model", help="model name in requests [the first of /v1/models]")
-    add(
-        "--tokenizer",
-        metavar="NAME",
-        help="model folder or Hugging Face name: random prompts are texts of exact lengths, and tokens are counted "
-        "where the server does not report them. Without it, the -chat and openai backends send common words, about one "
-        "token each, the others send token ids, and texts of files are taken to have a token for four characters",
-    )
-    add(
-        "--ready-check-timeout-sec",
-        type=_seconds,
-        default=600.0,
-        metavar="TIME",
-        help="longest wait for a jaxserve server that says that it starts; 0: do not look [600]",
-    )
-    add("--api-key", default="none")
-    add("--header", nargs="+", default=[], type=_pair, metavar="NAME=VALUE", help="sent with every request")
-    add("--extra-body", type=_object, default={}, metavar="JSON", help="fields added to every request")
+    add_flags(group, ("--extra-body", _object, {}, "JSON", "fields added to every request"))
 
 
 def _add_requests(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--dataset-name",
-        choices=DATASETS,
-        default="random",
-        help="custom, sharegpt, hf and multi-turn read --dataset-path; trace and workload have flags of their own "
-        "[random]",
-    )
-    add(
-        "--dataset-path",
-        type=Path,
-        metavar="FILE",
-        help="JSON list or JSON lines; hf and multi-turn also parquet. custom: prompt and optional output_tokens, "
-        "ttft_slo_ms, tpot_slo_ms, tbt_slo_ms, service_tier, class. sharegpt and multi-turn: conversations of "
-        "{from, value} or messages of {role, content}, with an optional delay in seconds before a question",
-    )
-    add("--trace", type=Path, metavar="FILE", help="Azure, Mooncake or plain CSV; implies --dataset-name trace")
-    add(
-        "--workload",
-        metavar="NAME|FILE",
-        help="lengths, objectives, classes and rounds (tool calls) of a workload of `jaxserve simulate`, as in "
-        "slos-serve-toolllm; implies --dataset-name workload and needs --request-rate",
-    )
-    add(
-        "--own-slowdown",
-        action="store_true",
-        help="workload: base objectives that are slowdowns on the TTFT of this server when idle, which is measured "
-        "first, instead of the paper's",
-    )
-    _add_files(add)
-    add(
-        "--num-prompts",
-        type=int,
-        default=None,
-        metavar="N",
-        help="requests; of multi-turn and workload, sessions [100; trace: all]",
-    )
-    add("--random-input-len", type=int, default=128, metavar="TOKENS")
-    add("--random-output-len", type=int, default=32, metavar="TOKENS")
-    add("--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths uniform in mean·(1±R) [0]")
-    add("--random-ids", type=_range, metavar="LOW:HIGH", help="token ids of prompts [those of a text, from /tokenize]")
-    add("--prompt-scale", type=float, default=1.0, metavar="X", help="trace, workload: divide prompt lengths by X")
-    add("--output-scale", type=float, default=1.0, metavar="X", help="trace, workload: divide output lengths by X")
-    add(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        help="generate outputs of the requested length; not in OpenAI's API [on, except for openai and openai-chat]",
-    )
-    add("--seed", type=seed_of, default=0)
-
-
-def _add_files(add: Callable[..., Any]) -> None:
-    """Add the flags of data sets that are files."""
-    add("--output-len", type=int, metavar="TOKENS", help="output length of all requests, not that of the data set")
-    add("--max-len", type=int, metavar="TOKENS", help="files: skip longer prompts with outputs [sharegpt: 2048]")
-    add("--prompt-column", default="prompt", metavar="NAME", help="hf: column of texts or conversations [prompt]")
-    add("--output-column", metavar="NAME", help="hf: column of answers, or of numbers of output tokens")
-    add(
-        "--think-time",
-        type=_seconds,
-        default=0.0,
-        metavar="TIME",
-        help="multi-turn: mean time before each further question, exponential, as in 5s; the file's delays come first "
-        "[0]",
-    )
-    add("--max-turns", type=int, metavar="N", help="multi-turn: most questions of a conversation [all]")
+    add_flags(
+        group,
+        ("--dataset-name", DATASETS, "random", None, "custom, sharegpt, hf and multi-turn read --dataset-path; trace "
+         "and workload have flags of their own [random]"),
+        ("--dataset-path", Path, None, "FILE", "JSON list or JSON lines; hf and multi-turn also parquet. custom: "
+         "prompt and optional output_tokens, ttft_slo_ms, tpot_slo_ms, tbt_slo_ms, service_tier, class. sharegpt and "
+         "multi-turn: conversations of {from, value} or messages of {role, content}, with an optional delay in "
+         "seconds before a question"),
+        ("--trace", Path, None, "FILE", "Azure, Mooncake or plain CSV; implies --dataset-name trace"),
+        ("--workload", None, None, "NAME|FILE", "lengths, objectives, classes and rounds (tool calls) of a workload "
+         "of `jaxserve simulate`, as in slos-serve-toolllm; implies --dataset-name workload and needs "
+         "--request-rate"),
+        ("--own-slowdown", bool, None, None, "workload: base objectives that are slowdowns on the TTFT of this "
+         "server when idle, which is measured first, instead of the paper's"),
+        ("--output-len", int, None, "TOKENS", "output length of all requests, not that of the data set"),
+        ("--max-len", int, None, "TOKENS", "files: skip longer prompts with outputs [sharegpt: 2048]"),
+        ("--prompt-column", None, "prompt", "NAME", "hf: column of texts or conversations [prompt]"),
+        ("--output-column", None, None, "NAME", "hf: column of answers, or of numbers of output tokens"),
+        ("--think-time", _SECONDS, 0.0, "TIME", "multi-turn: mean time before each further question, exponential, as "
+         "in 5s; the file's delays come first [0]"),
+        ("--max-turns", int, None, "N", "multi-turn: most questions of a conversation [all]"),
+        ("--num-prompts", int, None, "N", "requests; of multi-turn and workload, sessions [100; trace: all]"),
+        ("--random-input-len", int, 128, "TOKENS", ""),
+        ("--random-output-len", int, 32, "TOKENS", ""),
+        ("--random-range-ratio", float, 0.0, "R", "lengths uniform in mean·(1±R) [0]"),
+        ("--random-ids", _range, None, "LOW:HIGH", "token ids of prompts [those of a text, from /tokenize]"),
+        ("--prompt-scale", float, 1.0, "X", "trace, workload: divide prompt lengths by X"),
+        ("--output-scale", float, 1.0, "X", "trace, workload: divide output lengths by X"),
+        ("--ignore-eos", argparse.BooleanOptionalAction, None, None, "generate outputs of the requested length; not "
+         "in OpenAI's API [on, except for openai and openai-chat]"),
+        ("--seed", seed_of, 0, None, ""),
+    )  # fmt: skip
 
 
 def _add_load(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--request-rate",
-        type=float,
-        default=inf,
-        metavar="RPS",
-        help="requests, or sessions, per second [inf: all at once]",
-    )
-    add("--burstiness", type=float, default=1.0, metavar="SHAPE", help="shape of gamma gaps; 1 is Poisson [1]")
-    add(
-        "--time-scale",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="trace: multiply arrival times by X (0.5: twice as fast)",
-    )
-    add("--max-concurrency", type=int, metavar="N", help="most concurrent calls; waits count as the client's delay")
-    add("--num-warmups", type=int, default=0, metavar="N", help="requests sent first, not counted")
-    add("--num-runs", type=int, default=1, metavar="N", help="repeat with other prompts and arrival times [1]")
-    add("--time-limit", type=_seconds, metavar="TIME", help="end then, as with Ctrl-C, with what has been measured")
-    add("--find-goodput", action="store_true", help="search for the highest rate that reaches --attainment")
-    add("--attainment", type=float, default=0.9, metavar="SHARE")
+    add_flags(
+        group,
+        ("--request-rate", float, inf, "RPS", "requests, or sessions, per second [inf: all at once]"),
+        ("--burstiness", float, 1.0, "SHAPE", "shape of gamma gaps; 1 is Poisson [1]"),
+        ("--time-scale", float, 1.0, "X", "trace: multiply arrival times by X (0.5: twice as fast)"),
+        ("--max-concurrency", int, None, "N", "most concurrent calls; waits count as the client's delay"),
+        ("--num-warmups", int, 0, "N", "requests sent first, not counted"),
+        ("--num-runs", int, 1, "N", "repeat with other prompts and arrival times [1]"),
+        ("--time-limit", _SECONDS, None, "TIME", "end then, as with Ctrl-C, with what has been measured"),
+        ("--find-goodput", bool, None, None, "search for the highest rate that reaches --attainment"),
+        ("--attainment", float, 0.9, "SHARE", ""),
+    )  # fmt: skip
 
 
 def _add_objectives(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--ttft-slo",
-        type=_seconds,
-        metavar="8s",
-        help="TTFT objective of requests without their own; sent to jaxserve, and judged here for any backend",
-    )
-    add("--tpot-slo", type=_seconds, metavar="50ms", help="TPOT objective, likewise")
-    add(
+    add_flags(
+        group,
+        ("--ttft-slo", _SECONDS, None, "8s", "TTFT objective of requests without their own; sent to jaxserve, and "
+         "judged here for any backend"),
+        ("--tpot-slo", _SECONDS, None, "50ms", "TPOT objective, likewise"),
+    )  # fmt: skip
+    group.add_argument(
         "--slo-class",
-        type=_checked(parse_slo_class),
+        type=checked(parse_slo_class),
         action="append",
         default=[],
         metavar="NAME=SHARE,ttft:MS,tpot:MS",
         help="objectives of a share of the requests; repeat for each class. Also tbt:MS, thinking:MS and answer:MS "
         "(TPOT of a stage, judged by the server) and tier:NAME (sent; judged here by the other objectives)",
     )
-    add(
-        "--slo-file",
-        type=Path,
-        metavar="FILE",
-        help="YAML with `classes`, each with share, ttft, tpot, tbt, stages, tier, or best_effort; or the server's "
-        "file of tiers. Requests that name a class (custom, trace, workload) get its objectives",
-    )
-    add(
-        "--goodput",
-        nargs="+",
-        default=[],
-        metavar="METRIC:MS",
-        help="objectives of requests without their own: ttft, tpot, tbt, e2el; not sent",
-    )
+    add_flags(
+        group,
+        ("--slo-file", Path, None, "FILE", "YAML with `classes`, each with share, ttft, tpot, tbt, stages, tier, or "
+         "best_effort; or the server's file of tiers. Requests that name a class (custom, trace, workload) get its "
+         "objectives"),
+    )  # fmt: skip
+    text = "objectives of requests without their own: ttft, tpot, tbt, e2el; not sent"
+    group.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help=text)
 
 
 def _add_results(group: Any) -> None:
-    add = group.add_argument
-    add("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="NAMES", help=f"from {','.join(METRICS)}")
-    add("--metric-percentiles", default="99", metavar="NUMBERS", help="for example 50,90,99 [99]")
-    add("--save-result", action="store_true", help="write a JSON file and a plot")
-    add("--save-detailed", action="store_true", help="with an entry for each request")
-    add("--result-dir", type=Path, default=Path("."), metavar="DIR")
-    add("--result-filename", metavar="NAME", help="[backend-rate-model-time.json]")
-    add("--metadata", nargs="+", default=[], type=_pair, metavar="NAME=VALUE", help="saved in the JSON file")
-
-
-def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def checked(text: str) -> Any:
-        try:
-            return parse(text)
-        except InvalidValue as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return checked
-
-
-def _seconds(text: str) -> float:
-    return float(_checked(seconds)(text))
+    add_flags(
+        group,
+        ("--percentile-metrics", None, "ttft,tpot,itl,e2el", "NAMES", f"from {','.join(METRICS)}"),
+        ("--metric-percentiles", None, "99", "NUMBERS", "for example 50,90,99 [99]"),
+        ("--save-result", bool, None, None, "write a JSON file and a plot"),
+        ("--save-detailed", bool, None, None, "with an entry for each request"),
+        ("--result-dir", Path, Path("."), "DIR", ""),
+        ("--result-filename", None, None, "NAME", "[backend-rate-model-time.json]"),
+    )
+    group.add_argument(
+        "--metadata", nargs="+", default=[], type=_pair, metavar="NAME=VALUE", help="saved in the JSON file"
+    )
 
 
 def _pair(text: str) -> tuple[str, str]:

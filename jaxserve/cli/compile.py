@@ -21,7 +21,6 @@ All flags of `jaxserve serve` that affect a program apply, and must be the same 
 
 
 def add_arguments(parser: flags.TeachingParser) -> None:
-    """Add the flags of `jaxserve compile`."""
     parser.description, parser.epilog, parser.usage = DESCRIPTION, EPILOG, "%(prog)s [MODEL] --out DIR [flags]"
     parser.first = ("out", "model", "mesh", "quantization", "max_model_len", "max_num_seqs", "config")
     group = parser.add_argument_group("output")

@@ -26,7 +26,6 @@ examples
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `jaxserve convert`."""
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
     parser.add_argument("--model", required=True, metavar="NAME|PATH", help="Hugging Face name, or folder")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="output folder, new or empty")

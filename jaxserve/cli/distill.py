@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxserve.cli.flags import add_setting, settings_of
+from jaxserve.cli.flags import add_flags, add_setting, settings_of
 from jaxserve.errors import InvalidValue
 from jaxserve.install import needs
 from jaxserve.yamlio import seed_of
@@ -37,7 +37,6 @@ DEMO = "the embedded demo model"  # the name in settings and reports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `jaxserve distill`."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
         "--model", metavar="NAME|PATH", help="target model: Hugging Face name, or folder [the demo model]"
@@ -48,53 +47,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", action=argparse.BooleanOptionalAction, help="continue from a checkpoint in --work [if there is one]"
     )
     text = parser.add_argument_group("text")
-    text.add_argument("--prompts", type=Path, metavar="FILE", help="text or JSONL, one per line [the target's own]")
-    text.add_argument("--samples", type=int, default=2048, metavar="N", help="answers to generate [2048]")
-    text.add_argument(
-        "--length", type=int, metavar="N", help="tokens of a prompt and its answer [512, or fewer positions]"
+    add_flags(
+        text,
+        ("--prompts", Path, None, "FILE", "text or JSONL, one per line [the target's own]"),
+        ("--samples", int, 2048, "N", "answers to generate [2048]"),
+        ("--length", int, None, "N", "tokens of a prompt and its answer [512, or fewer positions]"),
     )
-    text.add_argument(
-        "--temperatures",
-        type=float,
-        nargs="+",
-        default=[0.0, 0.7, 1.0],
-        metavar="T",
-        help="temperatures of the answers, one for each [0 0.7 1]",
+    temperatures = "temperatures of the answers, one for each [0 0.7 1]"
+    text.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], metavar="T", help=temperatures)
+    add_flags(
+        parser.add_argument_group("draft model"),
+        ("--layers", int, None, "N", f"[the target's / {DEPTH}, at least 1]"),
+        ("--dim", int, None, "N", f"width [the target's / {WIDTH}]"),
+        ("--head-dim", int, None, "N", "of an attention head [the target's]"),
+        ("--heads", int, None, "N", "query heads [dim / head-dim]"),
+        ("--kv-heads", int, None, "N", "[the target's query heads per kv head]"),
+        ("--ff-dim", int, None, "N", "of the feed-forward [8/3 of dim, to a multiple of 32]"),
     )
-    draft = parser.add_argument_group("draft model")
-    draft.add_argument("--layers", type=int, metavar="N", help=f"[the target's / {DEPTH}, at least 1]")
-    draft.add_argument("--dim", type=int, metavar="N", help=f"width [the target's / {WIDTH}]")
-    draft.add_argument("--head-dim", type=int, metavar="N", help="of an attention head [the target's]")
-    draft.add_argument("--heads", type=int, metavar="N", help="query heads [dim / head-dim]")
-    draft.add_argument("--kv-heads", type=int, metavar="N", help="[the target's query heads per kv head]")
-    draft.add_argument("--ff-dim", type=int, metavar="N", help="of the feed-forward [8/3 of dim, to a multiple of 32]")
-    _training(parser.add_argument_group("training"))
-    report = parser.add_argument_group("report")
-    report.add_argument("--drafted", type=int, default=8, metavar="K", help="tokens per rollout [8]")
-    report.add_argument("--report-every", type=int, default=50, metavar="N", help="steps between lines [50]")
-    report.add_argument("--save-every", type=float, default=2.0, metavar="MIN", help="minutes between checkpoints [2]")
+    add_flags(
+        parser.add_argument_group("training"),
+        ("--steps", int, 1000, "N", "[1000]"),
+        ("--rows", int, 8, "N", "rows of --length tokens in a step [8]"),
+        ("--long-length", int, None, "N", "tokens of a row in long steps [the target's, at most 2048]"),
+        ("--long-share", float, 0.1, "X", "share of long steps [0.1]"),
+        ("--rate", float, 3e-3, "X", "peak learning rate [0.003]"),
+        ("--warm-up", float, 0.02, "X", "share of steps with a rising learning rate [0.02]"),
+        ("--weight-decay", float, 0.1, "X", "on matrices [0.1]"),
+        ("--tv-share", float, 0.3, "X", "share of steps, at the end, that minimize rejections instead of the KL "
+         "divergence [0.3]"),
+        ("--seed", seed_of, 0, "N", "seed of text, weights and order [0]"),
+    )  # fmt: skip
+    add_flags(
+        parser.add_argument_group("report"),
+        ("--drafted", int, 8, "K", "tokens per rollout [8]"),
+        ("--report-every", int, 50, "N", "steps between lines [50]"),
+        ("--save-every", float, 2.0, "MIN", "minutes between checkpoints [2]"),
+    )
     engine = parser.add_argument_group("target engine (as for `jaxserve serve`)")
     for name in ("revision", "mesh", "dtype", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory"):
         add_setting(engine, name)
-
-
-def _training(group: Any) -> None:
-    group.add_argument("--steps", type=int, default=1000, metavar="N", help="[1000]")
-    group.add_argument("--rows", type=int, default=8, metavar="N", help="rows of --length tokens in a step [8]")
-    group.add_argument(
-        "--long-length", type=int, metavar="N", help="tokens of a row in long steps [the target's, at most 2048]"
-    )
-    group.add_argument("--long-share", type=float, default=0.1, metavar="X", help="share of long steps [0.1]")
-    group.add_argument("--rate", type=float, default=3e-3, metavar="X", help="peak learning rate [0.003]")
-    group.add_argument(
-        "--warm-up", type=float, default=0.02, metavar="X", help="share of steps with a rising learning rate [0.02]"
-    )
-    group.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="on matrices [0.1]")
-    group.add_argument(
-        "--tv-share", type=float, default=0.3, metavar="X",
-        help="share of steps, at the end, that minimize rejections instead of the KL divergence [0.3]",
-    )  # fmt: skip
-    group.add_argument("--seed", type=seed_of, default=0, metavar="N", help="seed of text, weights and order [0]")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -136,6 +127,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def job_of(args: argparse.Namespace) -> Any:
     """Build the run, a `distillation.job.DistillationRun`, from the flags."""
+    import jax
+
     from jaxserve.config import ServeConfig, parse_mesh
     from jaxserve.demo import model_path
     from jaxserve.distillation.job import DataSettings, DistillationRun, TrainingSettings
@@ -158,6 +151,8 @@ def job_of(args: argparse.Namespace) -> Any:
     long_length = args.long_length or max(length, min(2048, spec.max_positions))
     prompts = None if args.prompts is None else str(args.prompts.resolve())
     dtype = engine.get("dtype", "auto")
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return DistillationRun(
         path=path,
         demo=path.resolve() == model_path().resolve(),
@@ -172,17 +167,11 @@ def job_of(args: argparse.Namespace) -> Any:
         ),
         engine=engine,
         devices=devices,
-        dtype=_dtype() if dtype == "auto" else dtype,
+        dtype=dtype,
         drafted=args.drafted,
         report_every=args.report_every,
         save_every=args.save_every,
     )  # fmt: skip
-
-
-def _dtype() -> str:
-    import jax
-
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def _check_out(out: Path, model: Path) -> None:

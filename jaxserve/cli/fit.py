@@ -53,7 +53,6 @@ class Profile(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `jaxserve fit`."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("profile", type=Path, metavar="PROFILE", help="journal, CSV or JSONL of steps")
     parser.add_argument("--p-moe", type=float, default=0.0, metavar="P", help="share of experts that a token uses [0]")
@@ -85,7 +84,24 @@ def main(args: argparse.Namespace) -> int:
     fitted = {name: value for name, value in asdict(result.coefficients).items() if value}
     print("general: " + ", ".join(f"{name} {value:.4g}" for name, value in fitted.items()))
     if args.out is not None:
-        args.out.write_text(_preset(args, profile, result), encoding="utf-8")
+        tokens = args.kv_tokens or profile.kv_tokens
+        if tokens is None:
+            raise InvalidValue(
+                "the profile has no kv-tokens: set --kv-tokens N, the tokens in the KV pool", "kv_tokens"
+            )
+        text = preset_text(
+            args.out.stem,
+            profile.steps,
+            result,
+            profile.recipe,
+            source=args.profile.name,
+            tensor_parallel=args.tensor_parallel,
+            kv_bytes_per_token=args.kv_bytes_per_token,
+            kv_tokens=tokens,
+            page_size=args.page_size or profile.page_size or PAGE_SIZE,
+            layers=args.layers,
+        )
+        args.out.write_text(text, encoding="utf-8")
         print(f"wrote {args.out}")
     return 0
 
@@ -180,25 +196,6 @@ def _number(name: str, value: Any, where: str) -> float:
     if not real and number != int(number):
         raise InvalidValue(f"{where}: column {name!r}={value!r} must be a whole number", name)
     return number
-
-
-def _preset(args: argparse.Namespace, profile: Profile, fitted: Fit) -> str:
-    """Return a latency preset as YAML."""
-    tokens = args.kv_tokens or profile.kv_tokens
-    if tokens is None:
-        raise InvalidValue("the profile has no kv-tokens: set --kv-tokens N, the tokens in the KV pool", "kv_tokens")
-    return preset_text(
-        args.out.stem,
-        profile.steps,
-        fitted,
-        profile.recipe,
-        source=args.profile.name,
-        tensor_parallel=args.tensor_parallel,
-        kv_bytes_per_token=args.kv_bytes_per_token,
-        kv_tokens=tokens,
-        page_size=args.page_size or profile.page_size or PAGE_SIZE,
-        layers=args.layers,
-    )
 
 
 def preset_text(name: str, steps: Sequence[Step], result: Fit, recipe: Recipe, *, source: str, **fields: int) -> str:

@@ -10,6 +10,7 @@ import re
 import sys
 import textwrap
 import typing
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -128,6 +129,25 @@ def _shortened(action: argparse.Action) -> argparse.Action:
     return short
 
 
+def add_flags(group: Any, *rows: tuple[str, Any, Any, str | None, str]) -> None:
+    """Add flags from rows of name, kind, default, metavar and help text.
+
+    kind: what parses a value (None: nothing), `bool` for a switch, `list` for a flag that may be repeated,
+    BooleanOptionalAction, or the allowed values.
+    """
+    for name, kind, default, metavar, text in rows:
+        more: dict[str, Any] = {"default": default, "help": text or None}
+        if kind is bool:
+            more |= {"action": "store_true", "default": False}
+        elif kind is argparse.BooleanOptionalAction:
+            more["action"] = kind
+        elif kind is list:
+            more |= {"action": "append", "default": [], "metavar": metavar}
+        else:
+            more |= {"type" if kind is None or callable(kind) else "choices": kind, "metavar": metavar}
+        group.add_argument(name, **more)
+
+
 def add_arguments(parser: TeachingParser) -> None:
     """Add `--config`, the positional model, and a flag for every field of ServeConfig."""
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="same as --model")
@@ -150,15 +170,20 @@ def add_setting(group: Any, name: str) -> None:
         more["choices"] = choices(hint)
     else:
         more["metavar"] = field.metadata.get("metavar") or _METAVARS.get(parser_of(hint) or kind, "TEXT")
-        more |= {"nargs": "+"} if typing.get_origin(kind) is tuple else {"type": partial(_converted, hint)}
+        more |= {"nargs": "+"} if typing.get_origin(kind) is tuple else {"type": checked(partial(convert, hint=hint))}
     group.add_argument("--" + name.replace("_", "-"), **more)
 
 
-def _converted(hint: Any, text: str) -> Any:
-    try:
-        return convert(text, hint)
-    except InvalidValue as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser of flags that says why a value is invalid."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except InvalidValue as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

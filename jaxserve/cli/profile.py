@@ -34,7 +34,6 @@ RUNS = 100
 
 
 def add_arguments(parser: flags.TeachingParser) -> None:
-    """Add the flags of `jaxserve profile`."""
     parser.description, parser.epilog, parser.usage = DESCRIPTION, EPILOG, "%(prog)s [MODEL] [--out FILE] [flags]"
     parser.first = ("out", "steps", "runs", "time", "model", "mesh", "quantization", "max_model_len", "config")
     group = parser.add_argument_group("measurement and output")

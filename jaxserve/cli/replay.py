@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxserve.report import timeline
+from jaxserve.cli import timeline
 from jaxserve.report.table import print_table
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.perf import PerfModel
@@ -31,7 +31,6 @@ POOR = 0.5  # mean error of the fitted step times above which the simulation say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `jaxserve replay`."""
     parser.description, parser.epilog = SUMMARY, EPILOG
     parser.add_argument("journal", type=Path, help="File that a server wrote with --journal.")
     parser.add_argument("--no-simulate", action="store_true", help="Only compare plans.")
@@ -87,7 +86,7 @@ def show(replayed: Replay, seed: int) -> dict[str, Any]:
     print_table(
         "served, and simulated again with the measured step times",
         ["", "served", "simulated", "simulated/served"],
-        [(name, _number(a), _number(b), f"{b / a:.2f}" if a else "") for name, a, b in table],
+        [(name, f"{a:.4g}", f"{b:.4g}", f"{b / a:.2f}" if a else "") for name, a, b in table],
     )
     fit = outcome.fit
     print(
@@ -102,10 +101,6 @@ def show(replayed: Replay, seed: int) -> dict[str, Any]:
         "fit": {"mape": fit.mape, "by_kind": dict(fit.by_kind), "steps": fit.steps, "noise": outcome.noise},
         "busy": {"served": outcome.busy, "simulated": outcome.simulated.busy},
     }
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"
 
 
 def _shares(busy: tuple[float, ...]) -> str:

@@ -15,13 +15,18 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Serve a model with OpenAI's API under per-request latency objectives."
 
-EXAMPLES = """
+BEGIN = """
 examples
   python -m jaxserve.run
       the demo model on this machine, at http://127.0.0.1:8000
   python -m jaxserve.run --model Qwen/Qwen3-8B --mesh 4x2 --ttft-slo 8s --tpot-slo 50ms
       8 accelerators: two instances of 2 devices prefill, two decode
-  python -m jaxserve.run --mesh 8x1 --prefill 3 --policy kairos
+"""
+THEN = """then
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{"prompt": "Hello", "max_tokens": 20, "ttft_slo_ms": 500, "tpot_slo_ms": 30}'
+"""
+EXAMPLES = f"""{BEGIN}  python -m jaxserve.run --mesh 8x1 --prefill 3 --policy kairos
       three prefill, five decode
   python -m jaxserve.run --mesh 2x1 --mode colocated --policy sarathi
       each instance prefills and decodes
@@ -32,34 +37,18 @@ examples
   python -m jaxserve.run --config configs/serve/example.yaml --port 9000
       settings from a file; flags override it
 
-then
-  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
-      -d '{"prompt": "Hello", "max_tokens": 20, "ttft_slo_ms": 500, "tpot_slo_ms": 30}'
-
+{THEN}
 Requests can set their own objectives, in the body fields ttft_slo_ms, tpot_slo_ms, stage_slo, service_tier, priority
 (lower is earlier), or in the headers x-llm-d-slo-ttft-ms and x-llm-d-slo-tpot-ms.
 """
-
-
 FIRST = (
     "model", "mesh", "ttft_slo", "tpot_slo", "policy", "max_model_len", "quantization", "gpu_memory_utilization",
     "replicas", "host", "port", "api_key_file", "config",
 )  # fmt: skip
-FIRST_EXAMPLES = """
-examples
-  python -m jaxserve.run
-      the demo model on this machine, at http://127.0.0.1:8000
-  python -m jaxserve.run --model Qwen/Qwen3-8B --mesh 4x2 --ttft-slo 8s --tpot-slo 50ms
-      8 accelerators: two instances of 2 devices prefill, two decode
-then
-  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
-      -d '{"prompt": "Hello", "max_tokens": 20, "ttft_slo_ms": 500, "tpot_slo_ms": 30}'
-"""
 
 
 def add_arguments(parser: flags.TeachingParser) -> None:
-    """Add the flags of the server."""
-    parser.first, parser.first_epilog = FIRST, FIRST_EXAMPLES
+    parser.first, parser.first_epilog = FIRST, BEGIN + THEN
     parser.description, parser.epilog, parser.usage = DESCRIPTION, EXAMPLES, "%(prog)s [MODEL] [--mesh RxT] [flags]"
     flags.add_arguments(parser)
 

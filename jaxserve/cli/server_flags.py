@@ -11,7 +11,6 @@ KEY = "JAXSERVE_API_KEY"
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add --url and --api-key."""
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="address of the server, with or without /v1 [%(default)s]"
     )

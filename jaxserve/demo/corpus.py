@@ -22,25 +22,9 @@ SKIPPED_FOLDERS = frozenset(
     | {"__phello__", "__pycache__", "ensurepip", "pgen2"}
 )
 # Tables, generated files (which contain paths of the build machine) and text in rot13.
-SKIPPED_FILES = (
-    "_sysconfigdata",
-    "entities.py",
-    "this.py",
-    "antigravity.py",
-    "stringprep.py",
-    "_sysconfig_vars",
-)
+SKIPPED_FILES = ("_sysconfigdata", "entities.py", "this.py", "antigravity.py", "stringprep.py", "_sysconfig_vars")
 HELD_OUT = frozenset(
-    {
-        "textwrap.py",
-        "heapq.py",
-        "bisect.py",
-        "shlex.py",
-        "fractions.py",
-        "graphlib.py",
-        "csv.py",
-        "fnmatch.py",
-    }
+    ("textwrap.py", "heapq.py", "bisect.py", "shlex.py", "fractions.py", "graphlib.py", "csv.py", "fnmatch.py")
 )
 LONGEST_SOURCE = 1400  # characters; an example should fit a training row together with its question
 

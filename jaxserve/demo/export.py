@@ -58,7 +58,6 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def tokenizer_config(config: NetConfig) -> dict[str, Any]:
-    """Return the content of `tokenizer_config.json`."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": False,

@@ -91,7 +91,6 @@ def train(options: argparse.Namespace, config: NetConfig) -> tuple[Tokenizer, St
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxserve.demo.train",
         description=__doc__,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from jaxserve.distillation.prompts import Asked, Prompts
 from jaxserve.errors import JaxserveError
 from jaxserve.report.progress import bar
 from jaxserve.sched.api.plan import GIVEN_UP
+from jaxserve.training.folder import write
 
 PART = 256  # samples per file
 HELD_OUT = 16  # one in so many prompts is held out
@@ -79,22 +80,19 @@ def _answers(
 
 
 def _write(file: Path, samples: Sequence[Sample]) -> None:
-    """Write a file atomically, so that an interrupted run leaves no incomplete file."""
-    partial = file.with_suffix(".partial")
-    with partial.open("wb") as out:
-        np.savez(
-            out,
-            tokens=np.concatenate([sample.tokens for sample in samples]),
-            lengths=np.asarray([len(sample.tokens) for sample in samples]),
-            asked=np.asarray([sample.asked for sample in samples]),
-            prompts=np.asarray([sample.prompt for sample in samples]),
-            temperatures=np.asarray([sample.temperature for sample in samples]),
-        )
-    os.replace(partial, file)
+    archive = io.BytesIO()
+    np.savez(
+        archive,
+        tokens=np.concatenate([sample.tokens for sample in samples]),
+        lengths=np.asarray([len(sample.tokens) for sample in samples]),
+        asked=np.asarray([sample.asked for sample in samples]),
+        prompts=np.asarray([sample.prompt for sample in samples]),
+        temperatures=np.asarray([sample.temperature for sample in samples]),
+    )
+    write(file, archive.getvalue())
 
 
 def read(file: Path) -> list[Sample]:
-    """Read the samples of a file."""
     with np.load(file) as archive:
         rows = np.split(archive["tokens"], np.cumsum(archive["lengths"])[:-1])
         columns = (archive["prompts"].tolist(), archive["temperatures"].tolist(), rows, archive["asked"].tolist())

@@ -7,28 +7,20 @@ complete a character that the prompt began.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from jaxserve.generation.stops import Automaton, StopStrings, Thinking, Thoughts
+from jaxserve.generation.stops import StopStrings, Thinking, Thoughts
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.tokenizer import common
+from jaxserve.tokenizer import Tokenizer, common
+from jaxserve.tools.scan import Automaton
 
 _WINDOW = 16  # most tokens decoded together: bounds the work per token
 _CONTEXT = 4  # tokens kept as context for the next ones; a character has at most 4 bytes
 _BROKEN = "\ufffd"
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that `Detokenizer` needs."""
-
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str: ...
-    def has_text(self, token: int, skip_special_tokens: bool = False) -> bool: ...
-    @property
-    def byte_fallback(self) -> Set[int]: ...
-
-
-def end_of(tokenizer: Decoder, before: Iterable[int], skip: bool) -> list[int]:
+def end_of(tokenizer: Tokenizer, before: Iterable[int], skip: bool) -> list[int]:
     """Return the last tokens that have text, with all of a byte-fallback run at their end. before: last one first."""
     end: list[int] = []
     for token in before:
@@ -49,7 +41,7 @@ class Detokenizer:
     invalid bytes.
     """
 
-    def __init__(self, tokenizer: Decoder, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
         """prompt: the tokens before the output; only its last ones are read."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
@@ -95,7 +87,7 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: Decoder,
+        tokenizer: Tokenizer,
         params: SamplingParams,
         stops: Automaton | None = None,
         prompt: Sequence[int] = (),

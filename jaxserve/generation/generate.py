@@ -16,12 +16,13 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxserve.errors import JaxserveError
 from jaxserve.generation.detokenize import TextStream, end_of
-from jaxserve.generation.stops import Automaton, Thinking
+from jaxserve.generation.stops import Thinking
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.tools.scan import Automaton
 
 TOGETHER = 16  # outputs of a job that are submitted before other work of the loop goes on
 

@@ -7,24 +7,16 @@ what begins with `##`, and `</w>` becomes a space only if another token follows.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Set
-from typing import Protocol
+from collections.abc import Iterable
 
-from jaxserve.generation.detokenize import Decoder, end_of
-
-
-class Piecewise(Decoder, Protocol):
-    """The part of a tokenizer that `Pieces` needs."""
-
-    def piece_bytes(self, token: int, after: int | None) -> bytes: ...
-    @property
-    def special(self) -> Set[int]: ...
+from jaxserve.generation.detokenize import end_of
+from jaxserve.tokenizer import Tokenizer
 
 
 class Pieces:
     """The bytes of the tokens of an output, and where they stand in its text. Writer: the answer that lists them."""
 
-    def __init__(self, tokenizer: Piecewise, skip: bool, before: Iterable[int] = (), offset: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip: bool, before: Iterable[int] = (), offset: int = 0) -> None:
         """skip: special tokens have no text. before: the tokens before the first, last one first.
 
         offset: the characters before the first token.

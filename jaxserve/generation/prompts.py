@@ -37,11 +37,12 @@ def parse_prompts(given: Any) -> list[Parsed]:
 
 def listed(given: Any) -> list[Any]:
     """Return a prompt or a sequence of prompts as a list. Raises InvalidValue for anything else."""
-    if isinstance(given, str | Mapping) or _is_token_ids(given):
+    if isinstance(given, str | Mapping):
         return [given]
-    if isinstance(given, bytes) or not _is_sequence(given):
+    if not _is_sequence(given):
         raise InvalidValue(f"prompts={_shown(given)} must be {FORMS}, or a list of these", "prompts")
-    return list(given)
+    one = len(given) > 0 and all(map(_is_token_id, given))  # a prompt of token ids
+    return [given] if one else list(given)
 
 
 def parse_prompt(given: Any) -> Parsed:
@@ -50,7 +51,7 @@ def parse_prompt(given: Any) -> Parsed:
         return Parsed(given, None)
     if isinstance(given, Mapping):
         return _parse_mapping(given)
-    if isinstance(given, bytes) or not _is_sequence(given):
+    if not _is_sequence(given):
         raise InvalidValue(f"prompt={_shown(given)} must be {FORMS}", "prompt")
     return Parsed(None, _token_ids(given))
 
@@ -77,11 +78,6 @@ def _token_ids(given: Any) -> list[int]:
     if wrong:
         raise InvalidValue(f"token id {_shown(wrong[0])} must be a whole number; a prompt is {FORMS}", "prompt")
     return [int(token) for token in given]
-
-
-def _is_token_ids(given: Any) -> bool:
-    """Return whether a sequence is one prompt of token ids rather than several prompts."""
-    return _is_sequence(given) and len(given) > 0 and all(map(_is_token_id, given))
 
 
 def _is_token_id(given: Any) -> bool:

@@ -72,6 +72,7 @@ class _Run:
         """Return the snapshot at a time, with what happened since `before`."""
         since, until = bisect_right(self._ends, before), bisect_right(self._ends, at)
         begun, upto = bisect_right(self._event_times, before), bisect_right(self._event_times, at)
+        kinds = Counter(event["kind"] for event in self._events[:upto])
         return {
             "object": "snapshot",
             "time": round(at - self.begin, 6),
@@ -81,7 +82,7 @@ class _Run:
             "rates": self._rates(before, at, until - since),
             "ttft": self._ttft(at),
             "events": self._events[begun:upto],
-            "counts": self._counts(until, upto),
+            "counts": {"requests": until, **{f"{kind}s": kinds[kind] for kind in COUNTED}},
             "requests": [self.request(request) for request in self.ended[since:until]],
         }
 
@@ -156,10 +157,6 @@ class _Run:
         return present_ttft(
             (self._recorder.predicted.get(request.id, inf), self._measured[request.id].ttft) for request in lately
         )
-
-    def _counts(self, requests: int, events: int) -> dict[str, int]:
-        kinds = Counter(event["kind"] for event in self._events[:events])
-        return {"requests": requests, **{f"{kind}s": kinds[kind] for kind in COUNTED}}
 
     def _all_events(self) -> Iterator[tuple[float, dict[str, Any]]]:
         recorder = self._recorder

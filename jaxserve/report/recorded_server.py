@@ -51,7 +51,6 @@ class RecordedServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def file(self, path: str) -> File | None:

@@ -39,8 +39,8 @@ class StartProgress(NamedTuple):
 
 def slowest(several: Iterable[StartProgress]) -> StartProgress:
     """Return the progress of the engine that is furthest from ready; with no engine, all have started."""
-    return min(several, key=_place, default=StartProgress(CONNECTING))
-
-
-def _place(progress: StartProgress) -> tuple[int, float]:
-    return STEPS.index(progress.step), progress.done / (progress.total or 1)
+    return min(
+        several,
+        key=lambda progress: (STEPS.index(progress.step), progress.done / (progress.total or 1)),
+        default=StartProgress(CONNECTING),
+    )

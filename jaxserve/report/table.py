@@ -49,7 +49,6 @@ def print_table(
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return the table in Markdown."""
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
     return "\n".join(lines)

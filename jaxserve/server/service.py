@@ -20,7 +20,7 @@ from jaxserve.fleet.rolling import Rolling
 from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, merged, pieces
 from jaxserve.generation.sharing import session_of
-from jaxserve.generation.stops import Automaton, thinking_of
+from jaxserve.generation.stops import thinking_of
 from jaxserve.models.source import sampling_defaults
 from jaxserve.sched.api.new_request import NewRequest, check_length
 from jaxserve.sched.api.plan import GIVEN_UP
@@ -46,6 +46,7 @@ from jaxserve.tokenizer import Tokenizer
 from jaxserve.tools.definitions import Tools, tools_of
 from jaxserve.tools.events import Parser
 from jaxserve.tools.families import Parsers
+from jaxserve.tools.scan import Automaton
 from jaxserve.tools.variables import cites
 
 T = TypeVar("T")

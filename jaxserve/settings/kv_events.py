@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
 from jaxserve.errors import InvalidValue
-from jaxserve.yamlio import Count, Range, check_fields, parse_yaml
+from jaxserve.yamlio import Count, Range, check_fields
 
 NAME = "kv_events_config"
 _ENDPOINT = re.compile(r"(tcp://[^/]+:(?P<port>\d{1,5})|ipc://.+|inproc://.+)")
@@ -62,11 +62,3 @@ def _shifted(endpoint: str, rank: int) -> str:
 def ranked(settings: KVEvents, first: int) -> str:
     """Return the JSON of the settings of an engine whose first instance has this rank."""
     return json.dumps(asdict(replace(settings, first_rank=first)))
-
-
-def parse_kv_events(text: str) -> KVEvents:
-    """Parse JSON, as on a command line. Raises InvalidValue."""
-    try:
-        return parse_yaml(text, KVEvents, NAME)
-    except InvalidValue as error:
-        raise InvalidValue(str(error), NAME) from error

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.settings.fields import HttpSettings, flag
-from jaxserve.settings.kv_events import KVEvents, parse_kv_events
+from jaxserve.settings.kv_events import NAME, KVEvents
+from jaxserve.yamlio import parse_setting
 
 PREFIX = "jaxserve:"
 _PREFIX = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
@@ -132,7 +133,8 @@ class OperationSettings(HttpSettings):
     @cached_property
     def kv_events(self) -> KVEvents | None:
         """The parsed `kv_events_config`; None: no events."""
-        return None if self.kv_events_config is None else parse_kv_events(self.kv_events_config)
+        given = self.kv_events_config
+        return None if given is None else parse_setting(given, KVEvents, NAME)
 
 
 def listed(given: tuple[str, ...], name: str) -> tuple[str, ...]:

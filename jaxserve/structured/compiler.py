@@ -89,22 +89,19 @@ class Compiler:
             self._begin(wanted, result, self._quick)
             return result
 
-    def check(self, wanted: StructuredOutputs) -> None:
+    def check(self, wanted: StructuredOutputs) -> LLMatcher:
         """Wait until a constraint is compiled. Raises as `compile` does, and Unavailable if it takes too long."""
-        self._waited(wanted)
+        try:
+            return self.compile(wanted).result(PATIENCE)
+        except TookTooLong as error:
+            raise late(wanted.kind) from error
 
     def matcher(self, wanted: StructuredOutputs) -> LLMatcher:
         """Return a matcher at the beginning of an output, of which the caller is the only writer.
 
         Waits and raises like `check`.
         """
-        return self._waited(wanted).deep_copy()
-
-    def _waited(self, wanted: StructuredOutputs) -> LLMatcher:
-        try:
-            return self.compile(wanted).result(PATIENCE)
-        except TookTooLong as error:
-            raise late(wanted.kind) from error
+        return self.check(wanted).deep_copy()
 
     def close(self) -> None:
         """End the threads and their trials. What waits fails."""

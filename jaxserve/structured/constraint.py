@@ -196,9 +196,12 @@ class Constraint:
         ahead = self._copied()
         for at, mask in enumerate(masks[: len(draft) + 1]):
             ahead.fill(mask)
-            if at == len(draft) or not _allows(mask, draft[at]):
+            if at == len(draft):
                 break
-            ahead.tell((draft[at],))
+            token = draft[at]
+            if not (0 <= token < 32 * len(mask) and mask[token // 32] & bit(token)):
+                break
+            ahead.tell((token,))
         self._average = ahead._average
         if ahead.error is not None and self.error is None and (not at or self._average > SLOW):
             self.error = ahead.error
@@ -211,7 +214,3 @@ class Constraint:
         if self._thinking is not None:
             copied._thinking = ThinkingEnd(self._thinking.markers, self._thinking.seen)
         return copied
-
-
-def _allows(mask: Words, token: int) -> bool:
-    return 0 <= token < 32 * len(mask) and bool(mask[token // 32] & bit(token))

@@ -7,33 +7,28 @@ from itertools import chain
 from typing import NamedTuple
 
 from jaxserve.errors import InvalidValue, short
-from jaxserve.tools.deepseek import MARKERS as DEEPSEEK
-from jaxserve.tools.deepseek import deepseek_v3
+from jaxserve.tools import json_calls
 from jaxserve.tools.definitions import Tools
 from jaxserve.tools.events import Event, Maker, Parser
 from jaxserve.tools.forced import Named, Required
-from jaxserve.tools.glm import KEY, glm4, glm45
-from jaxserve.tools.harmony import CHANNEL, gpt_oss
-from jaxserve.tools.hermes import hermes
-from jaxserve.tools.listed import FUNCTOOLS, PHI, granite, phi4_mini, phi4_mini_json
-from jaxserve.tools.llama import OLMO, TAG, llama3_json, olmo3, pythonic
-from jaxserve.tools.mistral import MARKER, mistral
+from jaxserve.tools.harmony import CHANNEL, Harmony
+from jaxserve.tools.llama import OLMO, TAG, glm4, llama3_json, olmo3, pythonic
 from jaxserve.tools.prompt import knows_tools
 from jaxserve.tools.reasoning import GRANITE, MISTRAL, RESPONSE, THINK, Chain, Plain, Tags, Thinking
-from jaxserve.tools.tagged import MINIMAX, minimax_m2, qwen3_coder
+from jaxserve.tools.tagged import KEY, MINIMAX, Coder, glm45, minimax_m2
 
 TOOL_PARSERS: dict[str, Maker] = {
-    "hermes": hermes,
-    "qwen3_coder": qwen3_coder,
+    "hermes": json_calls.hermes,
+    "qwen3_coder": Coder,
     "llama3_json": llama3_json,
     "pythonic": pythonic,
-    "mistral": mistral,
-    "deepseek_v3": deepseek_v3,
+    "mistral": json_calls.mistral,
+    "deepseek_v3": json_calls.deepseek_v3,
     "minimax_m2": minimax_m2,
-    "gpt_oss": gpt_oss,
-    "granite": granite,
-    "phi4_mini": phi4_mini,
-    "phi4_mini_json": phi4_mini_json,
+    "gpt_oss": lambda schemas: Harmony(),
+    "granite": json_calls.granite,
+    "phi4_mini": json_calls.phi4_mini,
+    "phi4_mini_json": json_calls.phi4_mini_json,
     "olmo3": olmo3,
     "glm4": glm4,
     "glm45": glm45,
@@ -67,7 +62,7 @@ class Parsers(NamedTuple):
         ):
             if name not in ("auto", "none", *known):
                 raise InvalidValue(f"{field}={short(name)} must be auto, none, or one of {', '.join(known)}", field)
-        chosen = _tool_family(template) if tools == "auto" else tools
+        chosen = next((name for name, fits in _TOOLS if fits(template)), "hermes") if tools == "auto" else tools
         thinking = _reasoning_family(template) if reasoning == "auto" else reasoning
         return cls(None if chosen == "none" else chosen, None if thinking == "none" else thinking)
 
@@ -105,7 +100,7 @@ class Parsers(NamedTuple):
                 second = FirstCall(second or Plain())
         first: Parser | None = None
         if harmony:
-            first = gpt_oss({})
+            first = Harmony()
             if tools is not None and not tools.parallel:
                 first = FirstCall(first)
         elif self.reasoning is not None:
@@ -143,12 +138,12 @@ ROLE = "<|start_of_role|>"  # of Granite; 4.0 writes calls as Hermes
 _TOOLS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("gpt_oss", lambda text: CHANNEL in text and "<|call|>" in text),
     ("minimax_m2", lambda text: MINIMAX.opening in text or "minimax:tool_call" in text),
-    ("deepseek_v3", lambda text: DEEPSEEK.opening in text),
-    ("mistral", lambda text: MARKER in text),
-    ("glm45", lambda text: KEY[0] in text),
-    ("granite", lambda text: ROLE in text and (PHI.opening in text or "</tool_call>" not in text)),
+    ("deepseek_v3", lambda text: json_calls.DEEPSEEK.opening in text),
+    ("mistral", lambda text: json_calls.MISTRAL.opening in text),
+    ("glm45", lambda text: KEY.opening in text),
+    ("granite", lambda text: ROLE in text and (json_calls.PHI.opening in text or "</tool_call>" not in text)),
     ("olmo3", lambda text: OLMO.opening in text),
-    ("phi4_mini_json", lambda text: FUNCTOOLS in text),
+    ("phi4_mini_json", lambda text: json_calls.FUNCTOOLS.opening in text),
     ("phi4_mini", lambda text: "<|tool|>" in text),
     ("glm4", lambda text: "observation" in text and "metadata" in text),
     ("qwen3_coder", lambda text: "<tool_call>" in text and "<function=" in text),
@@ -156,10 +151,6 @@ _TOOLS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("pythonic", lambda text: "<|header_start|>" in text),
     ("llama3_json", lambda text: TAG in text or "<|start_header_id|>" in text),
 )
-
-
-def _tool_family(template: str) -> str:
-    return next((name for name, fits in _TOOLS if fits(template)), "hermes")
 
 
 def _reasoning_family(template: str) -> str:

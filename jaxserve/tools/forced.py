@@ -52,14 +52,11 @@ def _moved(schema: Any, root: str) -> Any:
     }
 
 
-class Required:
+class Required(CallStream):
     """Reads a list of calls, and passes on arguments as they arrive."""
 
     def __init__(self) -> None:
-        self._stream = CallStream(CALLS)
-
-    def feed(self, text: str) -> list[Event]:
-        return self._stream.feed(text)
+        super().__init__(CALLS)
 
     def finish(self) -> list[Event]:
         return []  # what is left is a call that was cut before its name

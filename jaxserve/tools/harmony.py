@@ -5,9 +5,9 @@ openai-harmony reads token ids of one vocabulary, which it downloads; here text 
 
 from __future__ import annotations
 
-from jaxserve.tools.events import Call, Event, Parser, Schemas
+from jaxserve.tools.events import Call, Event
 from jaxserve.tools.pattern import SPACE, Match, Pattern, either, text
-from jaxserve.tools.scan import Cursor, Finder, Marks, Scan
+from jaxserve.tools.scan import Automaton, Cursor, Finder, Scan
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 TO = "to="
@@ -15,7 +15,7 @@ HEADER = Pattern(
     (SPACE, text(MESSAGE)),
     (SPACE, either(*map(text, (START, CHANNEL, "assistant", "analysis", "commentary", "final", TO)))),
 )
-HEADED, ENDED = Marks(MESSAGE), Marks("<|end|>", "<|call|>", "<|return|>", START)
+HEADED, ENDED = Automaton([MESSAGE]), Automaton(["<|end|>", "<|call|>", "<|return|>", START])
 
 
 class Harmony:
@@ -67,7 +67,6 @@ class Harmony:
         return self._add(text) + self._end()
 
     def _add(self, text: str) -> list[Event]:
-        """Read the text of a message."""
         if not text:
             return []
         if self._kind in ("call", "arguments"):
@@ -107,8 +106,3 @@ class Harmony:
     def _end(self) -> list[Event]:
         self._await_header()
         return Call(self._name, "{}").events() if self._kind == "call" else []
-
-
-def gpt_oss(schemas: Schemas) -> Parser:
-    """Return a parser of one output."""
-    return Harmony()

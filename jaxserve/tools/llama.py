@@ -1,6 +1,7 @@
-"""Llama 3 and 4: a call is the whole output, as JSON or as Python, so its beginning must name a tool.
+"""Llama 3 and 4, GLM-4: a call is the whole output, as JSON or as Python, so its beginning must name a tool.
 
-OLMo 3 writes calls as Python too, one in a line, between tags.
+OLMo 3 writes calls as Python too, one in a line, between tags. An output of GLM-4 is a name, a line
+break and JSON.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Callable
 
 from jaxserve.tools.events import Call, Event, Markers, Parser, Schemas, call_of, loaded, written
 from jaxserve.tools.marked import Marked
-from jaxserve.tools.pattern import SPACE, WORD, Match, Pattern, character, either, many, maybe, sequence, text
+from jaxserve.tools.pattern import NAME, SPACE, WORD, Match, Pattern, character, either, many, maybe, sequence, text
 from jaxserve.tools.scan import Cursor
-from jaxserve.tools.streamed import HEAD, NONE, OPTIONAL_TYPE, CallStream, Forms, json_form
+from jaxserve.tools.streamed import HEAD, NONE, OPTIONAL_TYPE, CallStream, Form, Forms, json_form
 
 TAG = "<|python_tag|>"
 OLMO = Markers("<function_calls>", "</function_calls>")
@@ -20,6 +21,8 @@ JSON_NAMES = {"true": True, "false": False, "null": None}
 _TAGGED = (SPACE, maybe(text(TAG)), SPACE)
 FORMS = Forms(json_form(sequence(many(character(lambda char: char.isspace() or char == ";")), *_TAGGED), OPTIONAL_TYPE))
 _JSON = Pattern((*_TAGGED, text("{"), SPACE, either(*(text(f'"{key}"') for key in ("name", "type", "function")))))
+_GLM = (SPACE, NAME, text("\n"), SPACE)
+_GLM_BEGINS = Pattern((*_GLM, text("{")))
 _LETTER = character(lambda char: (char.isascii() and char.isalpha()) or char == "_")
 _LIST = Pattern((*_TAGGED, text("["), SPACE, _LETTER, many(WORD), SPACE, text("(")))
 
@@ -70,6 +73,19 @@ def llama3_json(schemas: Schemas) -> Parser:
         return calls
 
     return WholeOutput(_JSON, read, CallStream(FORMS, schemas))
+
+
+def _glm_name(head: Cursor) -> str:
+    head.skip()
+    return head.word()
+
+
+GLM_FORMS = Forms(Form(_GLM, _glm_name, False))
+
+
+def glm4(schemas: Schemas) -> Parser:
+    """Return a parser of one output, which is a call if it begins with the name of a tool."""
+    return WholeOutput(_GLM_BEGINS, lambda rest: [], CallStream(GLM_FORMS, schemas, idle=Cursor.skip))
 
 
 def pythonic(schemas: Schemas) -> Parser:

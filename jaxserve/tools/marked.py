@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jaxserve.tools.events import Call, Event, Markers
-from jaxserve.tools.scan import Cursor, Finder, Marks, Trim
+from jaxserve.tools.scan import Automaton, Cursor, Finder, Trim
 from jaxserve.tools.streamed import NONE, CallStream
 
 Reader = Callable[[Cursor], list[Call] | None]
@@ -63,7 +63,7 @@ class Marked:
         also: other opening markers.
         """
         self._markers = markers
-        self._opening, self._closing = Marks(markers.opening, *also), Marks(markers.closing)
+        self._opening, self._closing = Automaton([markers.opening, *also]), Automaton([markers.closing])
         self._read = read
         self._json = json
         self._make = stream or (lambda: CallStream(NONE))

@@ -9,8 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.tools.hermes import MARKERS as HERMES
-from jaxserve.tools.listed import PHI
+from jaxserve.tools.json_calls import HERMES, PHI
 from jaxserve.tools.prompt import Message, object_of
 
 Functions = Sequence[Mapping[str, Any]]  # the name and the arguments of each call

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.tools.events import Event, Parser
 from jaxserve.tools.pattern import SPACE, Match, Pattern, text
-from jaxserve.tools.scan import Finder, Marks, Trim
+from jaxserve.tools.scan import Automaton, Finder, Trim
 
 
 class Tags(NamedTuple):
@@ -34,9 +35,9 @@ class Thinking:
     def __init__(self, tags: Tags, prompt: str, around: Tags | None = None) -> None:
         """around: tags of the answer after thinking, which are no part of it."""
         self._state = "thinking" if prompt.rstrip().endswith(tags.openings) else "begin"
-        self._begin = Match(_opened(tags))
+        self._begin = opened(tags.openings)
         self._held: list[str] = []  # while it may begin with the first tag
-        self._end = Finder(Marks(*tags.closings))
+        self._end = Finder(Automaton(tags.closings))
         self._part = Trim(True)  # the thinking
         self._trim = False  # drop whitespace at the beginning of the answer
         self._around = around
@@ -90,9 +91,9 @@ class Inside:
     """Reads an answer between tags, and drops them with the whitespace inside; without the first it is all content."""
 
     def __init__(self, tags: Tags) -> None:
-        self._begin = Match(_opened(tags))
+        self._begin = opened(tags.openings)
         self._held: list[str] = []  # while it may be the first tag
-        self._end = Finder(Marks(*tags.closings))
+        self._end = Finder(Automaton(tags.closings))
         self._part = Trim(True)
         self._plain = False
 
@@ -117,9 +118,9 @@ class Inside:
         return _content(self._part.add(self._end.rest()) if self._begin.decided else "".join(self._held))
 
 
-def _opened(tags: Tags) -> Pattern:
-    """Return the pattern of a text that begins with a tag, after whitespace."""
-    return Pattern(*((SPACE, text(opening)) for opening in tags.openings))
+def opened(openings: Sequence[str]) -> Match:
+    """Return what reads a text that begins with a tag, after whitespace."""
+    return Match(Pattern(*((SPACE, text(opening)) for opening in openings)))
 
 
 def _content(text: str) -> list[Event]:

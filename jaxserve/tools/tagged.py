@@ -1,4 +1,4 @@
-"""MiniMax-M2 and Qwen3-Coder: calls as tags with one tag per parameter, whose text has the type of the schema."""
+"""MiniMax-M2, Qwen3-Coder and GLM-4.5: calls as tags with a tag per parameter, whose text has the schema's type."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jaxserve.tools.events import Call, Event, Markers, Parser, Schemas, loaded, written
-from jaxserve.tools.hermes import MARKERS as QWEN
+from jaxserve.tools.json_calls import HERMES as QWEN
 from jaxserve.tools.marked import Content, Marked
-from jaxserve.tools.scan import Cursor, Finder, Marks
+from jaxserve.tools.scan import Automaton, Cursor, Finder
 from jaxserve.tools.streamed import HEAD
 
 MINIMAX = Markers("<minimax:tool_call>", "</minimax:tool_call>")
@@ -23,17 +23,17 @@ class Tag(NamedTuple):
 
 INVOKE, NAMED = Tag("<invoke name=", "</invoke>"), Tag("<parameter name=", "</parameter>")
 FUNCTION, EQUAL = Tag("<function=", "</function>"), Tag("<parameter=", "</parameter>")
-BARE, CLOSING = Marks(*QWEN, *FUNCTION, *EQUAL), Marks(QWEN.closing)
+KEY, VALUE = Tag("<arg_key>", "</arg_key>"), Tag("<arg_value>", "</arg_value>")
+BARE, CLOSING = Automaton([*QWEN, *FUNCTION, *EQUAL]), Automaton([QWEN.closing])
 
 
 def minimax_m2(schemas: Schemas) -> Parser:
-    """Return a parser of one output."""
     return Marked(MINIMAX, partial(_read, schemas, INVOKE, NAMED), json=False)
 
 
-def qwen3_coder(schemas: Schemas) -> Parser:
-    """Return a parser of one output."""
-    return Coder(schemas)
+def glm45(schemas: Schemas) -> Parser:
+    """Return a parser of one output, with tags around each key and each value."""
+    return Marked(QWEN, partial(_read_pairs, schemas), json=False)
 
 
 class Coder:
@@ -141,6 +141,24 @@ def _read(schemas: Schemas, function: Tag, parameter: Tag, body: Cursor) -> list
         calls.append(Call(name, written(arguments)))
         body.skip()
     return calls if calls and body.done else None
+
+
+def _read_pairs(schemas: Schemas, body: Cursor) -> list[Call] | None:
+    body.skip()
+    name, arguments = body.word(), dict[str, Any]()
+    known = schemas.get(name, {}).get("properties", {})
+    body.skip()
+    while body.take(KEY.opening):
+        key, closed = body.until(KEY.closing)
+        body.skip()
+        if not (closed and body.take(VALUE.opening)):
+            return None
+        value, closed = body.until(VALUE.closing)
+        if not closed:
+            return None
+        arguments[key.strip()] = value_of(value, known.get(key.strip()))
+        body.skip()
+    return [Call(name, written(arguments))] if name and body.done else None
 
 
 def _opened(body: Cursor, tag: Tag) -> str:

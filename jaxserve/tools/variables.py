@@ -29,7 +29,8 @@ def variables_of(
     variables = dict(given)
     for name in CONTENT:
         if variables.get(name) and not knows(template, name):
-            raise InvalidValue(f"the chat template of this model knows no {name}: leave them out", _field(name))
+            field = name if name == "documents" else FIELD
+            raise InvalidValue(f"the chat template of this model knows no {name}: leave them out", field)
     if variables.get("documents"):
         variables["documents"] = _documents(variables["documents"], "doc_id" in template)
     instructions = messages[0].get("content") if messages and messages[0].get("role") == "system" else None
@@ -70,7 +71,3 @@ def _documents(given: Any, numbered: bool) -> list[dict[str, Any]]:
     ):
         raise InvalidValue(f"documents={short(given)} must be a list of objects with a text, `text`", "documents")
     return [{**({"doc_id": str(number)} if numbered else {}), **document} for number, document in enumerate(given, 1)]
-
-
-def _field(name: str) -> str:
-    return name if name == "documents" else FIELD

@@ -48,5 +48,4 @@ class Checkpoints:
         return State(dict(read.arrays["params"]), optimizer, counters["step"], counters["seconds"], counters["history"])
 
     def close(self) -> None:
-        """Stop the threads that write."""
         self.manager.close()

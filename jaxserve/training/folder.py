@@ -61,12 +61,10 @@ def write(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, content: Any, indent: int = 2) -> None:
-    """Write a JSON document atomically."""
     write(path, (json.dumps(content, indent=indent) + "\n").encode())
 
 
 def write_weights(folder: Path, params: Mapping[str, jax.Array]) -> None:
-    """Write `model.safetensors`."""
     write(folder / "model.safetensors", safetensors.flax.save(hf_weights(params), metadata={"format": "pt"}))
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from jaxserve.capacity.answer import Answer, complete
-from jaxserve.capacity.candidates import candidates
-from jaxserve.capacity.search import Rung, Searcher, Step, promoted
+from jaxserve.capacity.search import Rung, Searcher, Step, candidates, promoted
 from jaxserve.capacity.trial import Candidate, Load, Outcome, Runner, Scale, Trial, loosest
 from jaxserve.sched.sim import Mix, Options, Workload, simulate
 from jaxserve.sched.sim.workload import Lengths, Rounds, Share

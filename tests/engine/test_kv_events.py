@@ -20,7 +20,7 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import NO_SLO
 from jaxserve.sched.instance.block_pool import BlockPool, next_digest
-from jaxserve.settings.kv_events import KVEvents, parse_kv_events
+from jaxserve.settings.kv_events import KVEvents
 
 zmq: Any = pytest.importorskip("zmq", reason="ZeroMQ is not installed: .[events]")
 SIZE = 4
@@ -235,4 +235,4 @@ def test_a_port_in_use_and_a_missing_package(pair, monkeypatch):
         KVEventFeed(KVEvents(True, endpoint=f"tcp://*:{port}"), given)
     monkeypatch.setattr(kv_events.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InvalidValue, match=r"pip install .*\[events\]'"):
-        KVEventFeed(parse_kv_events('{"enable_kv_cache_events": true}'), given)
+        KVEventFeed(KVEvents(True), given)

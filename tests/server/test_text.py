@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxserve.errors import InvalidValue
 from jaxserve.generation.detokenize import Detokenizer, TextStream
-from jaxserve.generation.stops import Automaton, StopStrings, Thinking, Thoughts
+from jaxserve.generation.stops import StopStrings, Thinking, Thoughts
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.tokenizer import Tokenizer, common, template_of
+from jaxserve.tools.scan import Automaton
 from tests.support.examples import examples
 from tests.support.tokenizers import KINDS, tokenizer_of
 

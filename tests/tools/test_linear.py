@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import jaxserve.tools
 from jaxserve.tools import events, llama, scan
-from jaxserve.tools.deepseek import BEGIN, END, SEPARATOR
 from jaxserve.tools.definitions import tools_of
 from jaxserve.tools.events import DECODER, Event
 from jaxserve.tools.families import REASONING_PARSERS, TOOL_PARSERS, Parsers
+from jaxserve.tools.json_calls import BEGIN, END, SEPARATOR
 from jaxserve.tools.pattern import Match
 from jaxserve.tools.scan import Cursor, Finder, Scan, Trim
 from jaxserve.tools.streamed import HEAD

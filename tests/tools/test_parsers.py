@@ -14,7 +14,7 @@ from jaxserve.server.message import Message
 from jaxserve.tools.definitions import tools_of
 from jaxserve.tools.events import Event, Parser
 from jaxserve.tools.families import REASONING_PARSERS, TOOL_PARSERS, Parsers
-from jaxserve.tools.scan import Finder, Marks, Scan
+from jaxserve.tools.scan import Automaton, Finder, Scan
 
 WEATHER = {
     "type": "object",
@@ -339,7 +339,7 @@ def test_calls_after_thinking():
 def test_the_first_mark_is_found_however_the_text_is_cut(text, marks, points):
     assume(not any(one != other and one in other for one in marks for other in marks))
     ends = [(text.find(mark) + len(mark), -len(mark), mark) for mark in marks if mark in text]
-    finder, found = Finder(Marks(*marks)), ""
+    finder, found = Finder(Automaton(marks)), ""
     for piece in cut(text, points):
         before, mark, _ = finder.read(piece, 0)
         found += before

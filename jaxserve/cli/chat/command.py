@@ -39,7 +39,6 @@ FIELDS = {"ttft": "ttft_slo_ms", "tpot": "tpot_slo_ms"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `jaxserve chat`."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     add_server(parser)
     parser.add_argument("--model", metavar="NAME", help="model to talk to [the first that the server lists]")

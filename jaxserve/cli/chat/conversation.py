@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -14,7 +13,7 @@ import msgspec
 
 from jaxserve.bench.backends import OWNERS
 from jaxserve.bench.client import BrokeOff, Target, beginning, events, refusal
-from jaxserve.bench.discover import models, unreachable
+from jaxserve.bench.discover import models, reaching
 from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.report.printable import printable
 
@@ -66,10 +65,8 @@ class Conversation:
     async def meet(self) -> None:
         """Ask the server for its model and what it is. Raises InvalidValue if it cannot be reached."""
         async with self._open() as http:
-            try:
+            with reaching(self.target):
                 listed = await models(http, self.target)
-            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-                raise unreachable(self.target, error) from error
         names = [str(entry["id"]) for entry in listed if entry.get("id")]
         if not self.target.model and not names:
             raise InvalidValue(f"{self.target.base_url}/v1/models lists no model: set --model", "model")
@@ -136,8 +133,5 @@ class Conversation:
             reply.promised = {name: float(value) for name, value in promised.items() if isinstance(value, int | float)}
             reply.tokens = max(0, int(float(usage.get("completion_tokens") or 0)))
 
-    @asynccontextmanager
-    async def _open(self) -> AsyncIterator[aiohttp.ClientSession]:
-        headers = {"Authorization": f"Bearer {self.target.api_key}"}
-        async with aiohttp.ClientSession(headers=headers, timeout=TIMEOUT) as http:
-            yield http
+    def _open(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.target.api_key}"}, timeout=TIMEOUT)

@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli.flags import add_setting, settings_of
+from jaxserve.cli.flags import add_flags, add_setting, settings_of
 from jaxserve.cli.plan import flags
 from jaxserve.config import ServeConfig, parse_mesh
 from jaxserve.errors import InvalidValue
@@ -50,7 +50,6 @@ SETTINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `jaxserve plan`."""
     parser.description = __doc__.split(": ", 1)[1] if __doc__ else None
     parser.epilog = EXAMPLES
     asked = parser.add_argument_group("model and devices")
@@ -59,17 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder with a config.json, a published model by its short name, or a Hugging Face name [the demo model]",
     )  # fmt: skip
     asked.add_argument("--devices", required=True, metavar="KIND[:N]", help="N devices of one kind, as in h200:8")
-    asked.add_argument(
-        "--tpot-ms", type=_positive(float), default=50.0, metavar="MS", help="time per output token [50]"
-    )
-    asked.add_argument("--context", type=_positive(int), metavar="N", help="context of a running decode [2048]")
-    asked.add_argument("--prompt", type=_positive(int), metavar="N", help="tokens of a prompt [8192]")
-    asked.add_argument(
-        "--compile",
-        action="store_true",
-        help="measure activations on compiled programs of the mesh instead of estimating them",
-    )
-    asked.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_flags(
+        asked,
+        ("--tpot-ms", _positive(float), 50.0, "MS", "time per output token [50]"),
+        ("--context", _positive(int), None, "N", "context of a running decode [2048]"),
+        ("--prompt", _positive(int), None, "N", "tokens of a prompt [8192]"),
+        ("--compile", bool, None, None, "measure activations on compiled programs of the mesh instead of estimating "
+         "them"),
+        ("--json", bool, None, None, "print JSON instead of tables"),
+    )  # fmt: skip
     engine = parser.add_argument_group("engine settings", "as for jaxserve serve")
     for name in SETTINGS:
         add_setting(engine, name)
@@ -101,7 +98,13 @@ def main(args: argparse.Namespace) -> int:
     config = ServeConfig(**given | {"model": args.model})
     args.model = config.model_source
     if args.qps is not None:
-        return _serve_load(args, config, name, count)
+        from jaxserve.cli.plan import load
+        from jaxserve.models.published import repository_of
+
+        spec, _, setting = _setting(args, config, name, count)
+        hub = repository_of(args.model)
+        only = None if config.mesh is None else parse_mesh(config.mesh)
+        return load.run(args, config, spec, (args.model, hub, hub.rpartition("/")[2]), setting, only)
     asked = _asked(config.mesh, count, args.devices)
     if args.compile:
         if config.mesh is None and count > 1:
@@ -173,17 +176,6 @@ def _setting(args: argparse.Namespace, config: ServeConfig, name: str, count: in
         tpot=args.tpot_ms / 1000,
     )
     return spec, source, setting
-
-
-def _serve_load(args: argparse.Namespace, config: ServeConfig, name: str, count: int) -> int:
-    """Answer the question of --qps."""
-    from jaxserve.cli.plan import load
-    from jaxserve.models.published import repository_of
-
-    spec, _, setting = _setting(args, config, name, count)
-    hub = repository_of(args.model)
-    only = None if config.mesh is None else parse_mesh(config.mesh)
-    return load.run(args, config, spec, (args.model, hub, hub.rpartition("/")[2]), setting, only)
 
 
 def _within(length: int, given: int | None, usual: int, name: str) -> int:

@@ -6,43 +6,34 @@ import argparse
 from math import inf
 from pathlib import Path
 
-from jaxserve.capacity.candidates import POLICIES
+from jaxserve.capacity.search import POLICIES
+from jaxserve.cli.flags import add_flags
 from jaxserve.errors import InvalidValue
 from jaxserve.whole_file import check_output
 from jaxserve.yamlio import seconds
 
 OBJECTIVES = {"ttft": 300.0, "tpot": 5.0, "tbt": 60.0}  # seconds above which one was meant in milliseconds
-FLAGS = (
-    "workload", "ttft_slo", "tpot_slo", "tbt_slo", "attainment", "policies", "latency", "num_requests", "price",
-    "plot", "manifest", "jobs",
-)  # fmt: skip
+ROWS = (
+    ("--qps", float, None, "N", "requests per second; of workloads in rounds, sessions"),
+    ("--workload", None, None, "NAME|FILE|trace:FILE", "as for jaxserve simulate, as in interactive-chat or K128"),
+    ("--ttft-slo", seconds, None, "TIME", "time to first token, as in 500ms; replaces the workload's"),
+    ("--tpot-slo", seconds, None, "TIME", "mean time per further token; replaces the workload's"),
+    ("--tbt-slo", seconds, None, "TIME", "largest gap between two tokens [none]"),
+    ("--attainment", float, None, "SHARE", "share of the requests that must keep their objectives [0.9]"),
+    ("--policies", None, None, "NAME[,NAME…]", f"policies to try [{','.join(POLICIES)}]"),
+    ("--latency", None, None, "NAME|FILE", "latency preset of this model and device, as jaxserve fit writes it"),
+    ("--num-requests", int, None, "N", "requests to simulate [30 s of load, 400 to 800]"),
+    ("--price", float, None, "X", "of a device for an hour: prints the cost of tokens"),
+    ("--plot", Path, None, "FILE", "draw attainment and goodput by devices (PNG, SVG)"),
+    ("--manifest", Path, None, "FILE", "write the answer as a Kubernetes manifest (YAML)"),
+    ("--jobs", int, None, "N", "processes [all cores]"),
+)
+FLAGS = tuple(name[2:].replace("-", "_") for name, *_ in ROWS[1:])  # all but --qps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a capacity question."""
     group = parser.add_argument_group("load", "with --qps: which set-up serves this load with the fewest devices")
-    group.add_argument("--qps", type=float, metavar="N", help="requests per second; of workloads in rounds, sessions")
-    group.add_argument(
-        "--workload", metavar="NAME|FILE|trace:FILE", help="as for jaxserve simulate, as in interactive-chat or K128"
-    )
-    for name, text in (
-        ("ttft", "time to first token, as in 500ms; replaces the workload's"),
-        ("tpot", "mean time per further token; replaces the workload's"),
-        ("tbt", "largest gap between two tokens [none]"),
-    ):
-        group.add_argument(f"--{name}-slo", type=seconds, metavar="TIME", help=text)
-    group.add_argument(
-        "--attainment", type=float, metavar="SHARE", help="share of the requests that must keep their objectives [0.9]"
-    )
-    group.add_argument("--policies", metavar="NAME[,NAME…]", help=f"policies to try [{','.join(POLICIES)}]")
-    group.add_argument(
-        "--latency", metavar="NAME|FILE", help="latency preset of this model and device, as jaxserve fit writes it"
-    )
-    group.add_argument("--num-requests", type=int, metavar="N", help="requests to simulate [30 s of load, 400 to 800]")
-    group.add_argument("--price", type=float, metavar="X", help="of a device for an hour: prints the cost of tokens")
-    group.add_argument("--plot", type=Path, metavar="FILE", help="draw attainment and goodput by devices (PNG, SVG)")
-    group.add_argument("--manifest", type=Path, metavar="FILE", help="write the answer as a Kubernetes manifest (YAML)")
-    group.add_argument("--jobs", type=int, metavar="N", help="processes [all cores]")
+    add_flags(group, *ROWS)
 
 
 def check_arguments(args: argparse.Namespace) -> None:

@@ -17,10 +17,9 @@ import yaml
 
 from jaxserve.capacity import fit as fitting
 from jaxserve.capacity.answer import Answer, complete
-from jaxserve.capacity.candidates import CHUNKS, POLICIES, candidates
 from jaxserve.capacity.fit import Fit, Setting
 from jaxserve.capacity.manifest import manifest
-from jaxserve.capacity.search import Searcher
+from jaxserve.capacity.search import CHUNKS, POLICIES, Searcher, candidates
 from jaxserve.capacity.show_answer import Rows, as_json, lines, plot
 from jaxserve.capacity.step_times import StepTimes, load_preset, step_times
 from jaxserve.capacity.trial import AS_IT_IS, Candidate, Load, Outcome, Runner, Trial
@@ -45,7 +44,6 @@ SERVED = (  # settings of the plan that the server needs too
 
 
 def read_load(args: argparse.Namespace, positions: int) -> Load:
-    """Read the load of a question. Raises InvalidValue."""
     slo = {name: getattr(args, f"{name}_slo") for name in OBJECTIVES if getattr(args, f"{name}_slo") is not None}
     kind, _, path = args.workload.partition(":")
     source: Workload | Mix | tuple[Arrival, ...]
@@ -202,7 +200,6 @@ def _where(trial: Trial, load: Load, most: int) -> str:
 
 
 def _write(args: argparse.Namespace, answer: Answer, load: Load, command: Sequence[str], setting: Setting) -> None:
-    """Write the files that are asked for."""
     if args.plot is not None:
         drawn = plot(args.plot, answer, _question(args, load, setting), load.rate * load.rounds)
         print(f"wrote {drawn}", file=sys.stderr)
@@ -232,7 +229,6 @@ def _question(args: argparse.Namespace, load: Load, setting: Setting) -> str:
 
 
 def _serve(args: argparse.Namespace, config: ServeConfig, setting: Setting, answer: Answer) -> list[str]:
-    """Return the command that serves the best set-up."""
     if answer.best is None:
         return []
     candidate = answer.best.candidate

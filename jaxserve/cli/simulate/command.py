@@ -7,10 +7,11 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxserve.cli import timeline
 from jaxserve.cli.simulate.flags import add_arguments
 from jaxserve.cli.simulate.pool import count, processes
 from jaxserve.cli.simulate.report import goodput, print_report, write_report
@@ -18,23 +19,12 @@ from jaxserve.cli.simulate.results import VALUES, Results
 from jaxserve.cli.simulate.workloads import common_slo, describe, find_workload
 from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
-from jaxserve.report import progress, timeline
+from jaxserve.report import progress
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.recorded.record import Recorder
-from jaxserve.sched.sim import (
-    Arrival,
-    Latency,
-    Mesh,
-    Mix,
-    Options,
-    Report,
-    Workload,
-    load_trace,
-    simulate,
-    sweep,
-)
+from jaxserve.sched.sim import Arrival, Latency, Mesh, Mix, Options, Report, Workload, load_trace, simulate, sweep
 from jaxserve.sched.sim.bounds import STAYING, bounds, goodput_bounds
 from jaxserve.sched.sim.simulate import check_mesh
 from jaxserve.sched.sim.sweep import Case, Cell, Run, goodput_search
@@ -79,16 +69,9 @@ class _Tick:
         self._began = time.monotonic()
         self._total = total
 
-    def whole(self, done: int, total: int) -> None:
-        """Take the number of simulations that ended, and of those known to be needed."""
+    def __call__(self, done: float, total: int = 0) -> None:
+        """Take the number of simulations done, with parts of running ones, and of those known to be needed."""
         self._total = max(total, self._total)
-        self._draw(done)
-
-    def part(self, done: float) -> None:
-        """Take the number of simulations including parts of running ones."""
-        self._draw(done)
-
-    def _draw(self, done: float) -> None:
         if self._announcement and time.monotonic() - self._began > PATIENCE:
             print(self._announcement, file=sys.stderr, flush=True)
             self._announcement = ""
@@ -96,7 +79,6 @@ class _Tick:
 
 
 def _announcement(args: argparse.Namespace, study: Study) -> str:
-    """Return the line that is printed before the first simulation."""
     what = f"{', '.join(study.policies)} on {args.workload}, {study.mesh} of {study.latency.name}"
     if args.goodput:
         return f"searching for the goodput of {what}; each step simulates {len(study.seeds)} seeds of each policy"
@@ -111,9 +93,21 @@ def _run(args: argparse.Namespace, study: Study, recorder: Recorder | None, tick
     Each is shown as it ends. Raises KeyboardInterrupt if none had.
     """
     if not args.goodput and study.cases == 1:
-        return [_one(study, recorder, lambda done, total: tick.part(done / total))], False
+        report = simulate(
+            study.workload,
+            study.policies[0],
+            study.mesh,
+            study.latency,
+            study.seeds[0],
+            qps=study.rates[0],
+            num_requests=study.num_requests,
+            options=study.options,
+            progress=lambda done, total: tick(done / total),
+            recorder=recorder,
+        )
+        return [report], False
     ended: list[Report] = []
-    with processes(args.jobs, tick.part) as run:
+    with processes(args.jobs, tick) as run:
 
         def shown(cell: Cell, cases: Sequence[Case]) -> Iterator[Report]:
             for report in run(cell, cases):
@@ -123,8 +117,7 @@ def _run(args: argparse.Namespace, study: Study, recorder: Recorder | None, tick
                 yield report
 
         try:
-            search = _search(args, study, tick.whole, shown) if args.goodput else _sweep(study, tick.whole, shown)
-            return search, False
+            return _all(args, study, tick, shown), False
         except KeyboardInterrupt:
             if not ended:
                 raise
@@ -177,35 +170,23 @@ def _study(args: argparse.Namespace) -> Study:
         raise InvalidValue(f"seeds={args.seeds} must be at least 1", "seeds")
     latency = _latency(args)
     mesh = Mesh.parse(args.mesh or f"2x{latency.tensor_parallel}", args.prefill, colocated=args.mode == "colocated")
+    same = {field.name: getattr(args, field.name) for field in fields(Options) if hasattr(args, field.name)}
     options = Options(
-        perf=args.perf,
-        prediction_error=args.prediction_error,
-        noise=args.noise,
-        routing=args.routing,
-        admission=args.admission,
-        queue_timeout=args.queue_timeout,
+        **same,
         tokens=args.max_num_batched_tokens,
         rows=args.max_num_seqs,
         prompts=args.max_prompts,
-        first_token=args.first_token,
         boundary=args.preempt_boundary,
         lead=args.preempt_lead,
         stop_within=args.preempt_within,
         behind=args.kv_behind_steps,
         suspended=args.max_suspended,
-        draft=args.draft,
         cascade=args.cascade_attention == "on",
-        acceptance=args.acceptance,
-        routing_delay=args.routing_delay,
         stale=args.stale_state,
-        fronts=args.fronts,
         prefix_caching=args.enable_prefix_caching,
         pages=args.num_pages,
         page_size=args.block_size,
-        kv_scale=args.kv_scale,
         tiers=Tiers(args.kv_host_memory, args.kv_disk_size, args.kv_host_bandwidth, args.kv_disk_bandwidth),
-        skip=args.skip,
-        horizon=args.horizon,
         timer=time.process_time,
     )
     options.device(latency)
@@ -227,51 +208,20 @@ def _recorder(args: argparse.Namespace, study: Study) -> Recorder | None:
     return timeline.recorder_of(args)
 
 
-def _one(study: Study, recorder: Recorder | None, tick: Callable[..., None]) -> Report:
-    return simulate(
-        study.workload,
-        study.policies[0],
-        study.mesh,
-        study.latency,
-        study.seeds[0],
-        qps=study.rates[0],
-        num_requests=study.num_requests,
-        options=study.options,
-        progress=tick,
-        recorder=recorder,
-    )
-
-
-def _sweep(study: Study, tick: Callable[..., None], run: Run) -> list[Report]:
-    return sweep(
-        study.workload,
-        study.policies,
-        study.mesh,
-        study.latency,
-        rates=study.rates,
-        seeds=study.seeds,
-        num_requests=study.num_requests,
-        options=study.options,
-        progress=tick,
-        run=run,
-    )
-
-
-def _search(args: argparse.Namespace, study: Study, tick: Callable[..., None], run: Run) -> list[Report]:
+def _all(args: argparse.Namespace, study: Study, tick: Callable[..., None], run: Run) -> list[Report]:
+    """Run the sweep, or the search for the goodput."""
+    given = study.workload, study.policies, study.mesh, study.latency
+    more: dict[str, Any] = {"seeds": study.seeds, "num_requests": study.num_requests, "options": study.options}
+    more |= {"progress": tick, "run": run}
+    if not args.goodput:
+        return sweep(*given, rates=study.rates, **more)
     searches = goodput_search(
-        study.workload,
-        study.policies,
-        study.mesh,
-        study.latency,
-        seeds=study.seeds,
-        num_requests=study.num_requests,
-        options=study.options,
+        *given,
         goal=args.goal,
         value=VALUES[args.attain],
         tolerance=args.tolerance,
         start=study.rates[0] or 1.0,
-        progress=tick,
-        run=run,
+        **more,
     )
     return [report for search in searches.values() for report in search.reports]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -33,15 +34,7 @@ def _curves(out: Path, results: Results) -> list[Path]:
     if results.bounds:
         bound = results.bound_at()
         line = plot.Series([*bound], [100 * share for share in bound.values()], dashed=True)
-        paper[0] = plot.Panel(
-            name,
-            "QPS",
-            "% of requests",
-            {**paper[0].series, "bound": line},
-            paper[0].ylim,
-            paper[0].level,
-            ticks=paper[0].ticks,
-        )
+        paper[0] = replace(paper[0], series={**paper[0].series, "bound": line})
     hidden = [_panel(results, f"Prompts {length}", "% attained", SHARES[length]) for length, _ in CLASSES]
     hidden += [
         _panel(results, "Weighted by prompt tokens", "% attained", VALUES["tokens"]),

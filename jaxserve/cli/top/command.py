@@ -38,7 +38,6 @@ KEYS = "q leave   space pause   s since start   + - interval"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `jaxserve top`."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     add_server(parser)
     parser.add_argument("--interval", type=seconds, default=2.0, metavar="TIME", help="time between two looks [2s]")
@@ -132,7 +131,6 @@ class Screen:
         self._away = ""  # why there is none now
 
     def press(self, key: str) -> None:
-        """Act on a key."""
         if key in ("q", "Q", "\x03", "\x04"):
             self._left = True
         elif key == " ":
@@ -155,7 +153,6 @@ class Screen:
         self._found = Interval(now, None if self._found is None else self._found.now)
 
     def draw(self) -> RenderableType:
-        """Return what is shown now."""
         parts: list[RenderableType] = []
         if self._away:
             text = f"{self._reader.url} is away: {self._away}; next try in {self._interval:g} s"

@@ -29,7 +29,6 @@ class Column(NamedTuple):
 
 
 def view(interval: Interval, console: Console) -> RenderableType:
-    """Return the tables of one interval."""
     tables = [_load(interval), _latency(interval)]
     instances = _instances(interval)
     tables += [table for table in (instances, _attainment(interval)) if table is not None]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from jaxserve.server.message import Message
-from jaxserve.tools.deepseek import BEGIN, END, SEPARATOR
 from jaxserve.tools.definitions import tools_of
 from jaxserve.tools.families import TOOL_PARSERS, Parsers
+from jaxserve.tools.json_calls import BEGIN, END, SEPARATOR
 from tests.support.server.peers import Differs
 
 Call = tuple[str, dict[str, Any]]

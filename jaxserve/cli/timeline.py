@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from jaxserve.cli.flags import add_flags
 from jaxserve.errors import InvalidValue
 from jaxserve.report.recorded_server import show_run
 from jaxserve.sched.metrics import Measured
@@ -22,25 +23,15 @@ DASHBOARD = 8100  # port
 
 def add_arguments(group: Any, of: str = "") -> None:
     """Add the flags. `of` begins their help texts."""
-    group.add_argument(
-        "--timeline",
-        type=Path,
-        metavar="FILE",
-        help=f"{of}write its steps as a trace for ui.perfetto.dev (JSON, gzipped if FILE ends in .gz)",
-    )
-    group.add_argument(
-        "--explain",
-        metavar="REQUEST",
-        help=f"{of}print the events of a request, by its number or its id; or `missed`: the first that missed its SLO",
-    )
-    group.add_argument(
-        "--dashboard",
-        nargs="?",
-        type=int,
-        const=DASHBOARD,
-        metavar="PORT",
-        help=f"{of}show the run on a page at this port of this machine until Ctrl-C [{DASHBOARD}; 0: a free one]",
-    )
+    add_flags(
+        group,
+        ("--timeline", Path, None, "FILE", f"{of}write its steps as a trace for ui.perfetto.dev (JSON, gzipped if "
+         "FILE ends in .gz)"),
+        ("--explain", None, None, "REQUEST", f"{of}print the events of a request, by its number or its id; or "
+         "`missed`: the first that missed its SLO"),
+    )  # fmt: skip
+    text = f"{of}show the run on a page at this port of this machine until Ctrl-C [{DASHBOARD}; 0: a free one]"
+    group.add_argument("--dashboard", nargs="?", type=int, const=DASHBOARD, metavar="PORT", help=text)
 
 
 def recorder_of(args: argparse.Namespace) -> Recorder | None:
