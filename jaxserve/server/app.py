@@ -44,7 +44,7 @@ from jaxserve.server.openai import (
     parse,
 )
 from jaxserve.server.operations import add_operations
-from jaxserve.server.replies import left, replied
+from jaxserve.server.replies import left, prepared, replied
 from jaxserve.server.responses.request import ResponsesBody
 from jaxserve.server.responses.routes import add_responses
 from jaxserve.server.service import Service
@@ -158,8 +158,7 @@ def _add_admin(app: FastAPI, service: Service) -> None:
 
 async def _answer(service: Service, request: Request, kind: type[Sampled]) -> Response:
     body = await service.read(request, kind)
-    preparing = service.prepare(body, request.headers, request.state.request_id, request.state.client)
-    answer = await while_connected(request.receive, preparing, service.ending)
+    answer = await prepared(service, request, body)
     if body.stream:
         return await EventStream.start(service.chunks(answer, body), request.receive, service.ending)
     return JSONResponse(await while_connected(request.receive, service.whole(answer), service.ending))
