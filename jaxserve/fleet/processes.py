@@ -20,8 +20,8 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.gc_control import uncollected
 from jaxserve.engine.startup.environment import gpus_here
 from jaxserve.errors import JaxserveError
-from jaxserve.fleet.devices import visible
 from jaxserve.fleet.messages import Failure
+from jaxserve.fleet.nodes import visible
 from jaxserve.fleet.supervisor import CLOSING, POLL, Closing, Engines, own_settings
 from jaxserve.kv.share import KVShare
 from jaxserve.report.logs import log_to_stderr
@@ -44,7 +44,7 @@ class EngineOrders(NamedTuple):
 
     config: ServeConfig
     place: Place
-    gpus: str | None = None  # see devices.py
+    gpus: str | None = None  # see nodes.py
     share: KVShare | None = None  # how it exchanges KV with others; None: it does not
 
 

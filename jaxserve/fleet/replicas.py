@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +13,10 @@ from pathlib import Path
 from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.fleet.board import Board
 from jaxserve.fleet.dispatcher import Dispatcher
-from jaxserve.fleet.handoff import check_replica_roles
 from jaxserve.fleet.members import Members
 from jaxserve.fleet.remote_engine import RemoteEngine
-from jaxserve.outputs import RequestMetrics
 from jaxserve.sched import routing
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
-from jaxserve.sched.api.new_request import NewRequest
-from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.routing.front import Front
 from jaxserve.wire.address import Place
@@ -30,7 +26,7 @@ log = logging.getLogger(__name__)
 ROUTER = "unified"
 
 
-class Replicas:
+class Replicas(Dispatcher):
     """Engines in other processes as one engine. All methods belong to one loop, as those of RemoteEngine."""
 
     def __init__(
@@ -50,8 +46,7 @@ class Replicas:
             page_size = like.info.instances[0].page_size
             return Front(routing.make(router), counts, page_size, fronts=fronts, seed=zlib.crc32(seed.encode()))
 
-        self.members = Members(engines, front)
-        self.dispatcher = Dispatcher(self.members, seed)
+        super().__init__(Members(engines, front), seed)
 
     @classmethod
     async def connect(
@@ -75,29 +70,9 @@ class Replicas:
             replicas.members.watch(at, place)
         return replicas
 
-    # requests
-
-    def submit(self, request: NewRequest, on_delta: Callable[[Delta], None]) -> int:
-        """Submit a request, as to a `RemoteEngine`, and return its id. Raises Unavailable if no engine can take it."""
-        return self.dispatcher.submit(request, on_delta)
-
     def check_outputs(self, prompts: int, n: int) -> None:
         """Raise InvalidValue if the queues can never hold `n` outputs of each of `prompts` prompts."""
         self.members.like.check_outputs(prompts, n, sum(engine.entries for engine in self.engines.values()))
-
-    def cancel(self, request: int, reason: str = "abort") -> None:
-        """End a request early; no effect if it has ended."""
-        self.dispatcher.cancel(request, reason)
-
-    def record(self, request: int) -> RequestMetrics | None:
-        """Return the times of a finished request, once."""
-        return self.dispatcher.record(request)
-
-    def refusal(self, request: int) -> JaxserveError | None:
-        """Return why a request was not accepted; None if it was."""
-        return self.dispatcher.refusal(request)
-
-    # the engines as a whole
 
     @property
     def engines(self) -> Mapping[int, RemoteEngine]:
@@ -206,3 +181,10 @@ async def _connected(place: Place) -> RemoteEngine | None:
     except InvalidValue as error:
         log.debug("%s is not there: %s", place.name, error)
         return None
+
+
+def check_replica_roles(roles: Iterable[Role]) -> None:
+    """Raise InvalidValue if no replica of these roles would prefill, or none decode."""
+    given = [role.value for role in roles]
+    if set(given) in ({Role.PREFILL.value}, {Role.DECODE.value}):
+        raise InvalidValue(f"roles={given} are incomplete: some replica must prefill and some must decode", "roles")

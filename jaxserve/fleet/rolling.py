@@ -6,7 +6,6 @@ import asyncio
 import fcntl
 from contextlib import AbstractContextManager, nullcontext
 
-from jaxserve.fleet.board import Board
 from jaxserve.fleet.members import RETRY
 from jaxserve.fleet.replicas import Replicas
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError
@@ -19,7 +18,7 @@ class Rolling:
     """Restarts replicas. At most one of them is out at a time. Writer: the loop of the replicas."""
 
     def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
+        self.replicas = replicas
         self._task: asyncio.Task[None] | None = None
         self.restarted = 0  # replicas that are back since the last `start`
 
@@ -28,28 +27,13 @@ class Rolling:
         """Whether a restart is in progress."""
         return self._task is not None and not self._task.done()
 
-    @property
-    def standing(self) -> list[tuple[str, str | None, int]]:
-        """See `Members.standing`."""
-        return self._replicas.members.standing()
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers of the replicas in `standing`."""
-        return tuple(self._replicas.engines)
-
-    @property
-    def board(self) -> Board | None:
-        """Where the process that starts engines says how many there are; None: nowhere."""
-        return self._replicas.board
-
     def start(self, patience: float) -> None:
         """Begin; each replica may take `patience` seconds to finish its requests, the rest continue elsewhere.
 
         Raises InvalidValue if there is one replica only, JaxserveError if a restart is in progress, also at
         another front of this machine.
         """
-        count = len(self.standing)
+        count = len(self.replicas.engines)
         if count < 2:
             raise InvalidValue(
                 f"replicas={count}: requests would be lost while the only engine starts; serve with --replicas 2 or "
@@ -64,9 +48,9 @@ class Rolling:
 
     def _claim(self) -> AbstractContextManager[object]:
         """Return a file that no other front can lock until it is closed, if fronts have a folder in common."""
-        if self._replicas.folder is None:
+        if self.replicas.folder is None:
             return nullcontext()
-        claim = (self._replicas.folder / CLAIM).open("wb")
+        claim = (self.replicas.folder / CLAIM).open("wb")
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -76,8 +60,8 @@ class Rolling:
 
     async def _run(self, count: int, patience: float, claim: AbstractContextManager[object]) -> None:
         with claim:
-            for replica in self.numbers:
-                await self._replicas.members.renew(replica, patience)
+            for replica in tuple(self.replicas.engines):
+                await self.replicas.members.renew(replica, patience)
                 self.restarted += 1
                 await asyncio.sleep(SETTLING)
 

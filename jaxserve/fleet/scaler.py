@@ -46,7 +46,7 @@ class ReplicaScaler:
         self.board = Board(folder)
         self._folder = folder
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="jaxserve-scaler", daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="jaxserve-scaler", daemon=True)
 
     def start(self) -> None:
         """Begin to decide. The first engines must be ready."""
@@ -58,9 +58,6 @@ class ReplicaScaler:
         self._ending.set()
         if self._thread.is_alive():
             self._thread.join()
-
-    def _main(self) -> None:
-        asyncio.run(self._run())
 
     async def _run(self) -> None:
         replicas: Replicas | None = None

@@ -139,7 +139,7 @@ class Front:
         partly = config.max_replicas is not None
         replicas = await Replicas.connect(places, f"{request_seed(config.seed)}.{own}", routing, fronts, partly=partly)
         self._service = Service(replicas, await tokenizer, config)
-        replicas.dispatcher.on_continued = self._service.metrics.continued
+        replicas.on_continued = self._service.metrics.continued
         self._learning = asyncio.ensure_future(self._learn())
 
     def __serve_build_asgi_app__(self) -> FastAPI:

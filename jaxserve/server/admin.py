@@ -42,20 +42,21 @@ async def change_roles(engine: Any, body: RolesBody) -> dict[str, Any]:
 
 def present_replicas(rolling: Rolling | None) -> dict[str, Any]:
     """Return the response to `GET /v1/admin/replicas`: of each, its requests and why it takes none, if so."""
-    standing = {} if rolling is None else dict(zip(rolling.numbers, rolling.standing, strict=True))
+    if rolling is None:
+        return {"object": "replicas", "replicas": [], "restart": None, "scaling": None}
+    engines = rolling.replicas
     replicas = [
         {"replica": at, "name": name, "ready": ailment is None, "ailment": ailment, "requests": load}
-        for at, (name, ailment, load) in standing.items()
+        for at, (name, ailment, load) in zip(engines.engines, engines.members.standing(), strict=True)
     ]
-    restart = None if rolling is None else {"running": rolling.running, "restarted": rolling.restarted}
-    state = None if rolling is None or rolling.board is None else rolling.board.state()
-    scaling = None if state is None else to_builtins(state)
+    restart = {"running": rolling.running, "restarted": rolling.restarted}
+    scaling = None if engines.board is None else to_builtins(engines.board.state())
     return {"object": "replicas", "replicas": replicas, "restart": restart, "scaling": scaling}
 
 
 def scale_replicas(rolling: Rolling | None, body: ScaleBody) -> dict[str, Any]:
     """Ask for a number of replicas, and return `present_replicas`. Raises InvalidValue for one that is not allowed."""
-    ask(None if rolling is None else rolling.board, body.replicas)
+    ask(None if rolling is None else rolling.replicas.board, body.replicas)
     return present_replicas(rolling)
 
 

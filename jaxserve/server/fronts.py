@@ -91,7 +91,7 @@ async def serve_remote(
         engines.append(engine)
         service = Service(engine, tokenizer, config)
         services.append(service)
-        engine.dispatcher.on_continued = service.metrics.continued
+        engine.on_continued = service.metrics.continued
         if index == 0 and door is not None:
             remember(config, StartTime(door.start.elapsed, engine.stats().compilations))
         collector.begin()

@@ -88,7 +88,7 @@ def test_no_request_is_lost_and_no_token_changes(pair: list[Restarting], patienc
 
     async def work(replicas: Replicas) -> None:
         calm, continued, rolling = Told(), list[None](), Rolling(replicas)
-        replicas.dispatcher.on_continued = lambda: continued.append(None)
+        replicas.on_continued = lambda: continued.append(None)
         replicas.submit(NewRequest(list(range(20, 50)), PARAMS, SLO()), calm)
         await calm.ended.wait()
         rolling.start(patience)

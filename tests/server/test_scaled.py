@@ -63,7 +63,7 @@ def test_no_request_is_lost_and_none_goes_where_none_is(
             while not over.is_set():
                 told.append(Told())
                 id = replicas.submit(NewRequest(list(range(20, 50)), PARAMS, SLO()), told[-1])
-                sent = replicas.dispatcher.requests[id].engine
+                sent = replicas.requests[id].engine
                 assert sent in replicas.engines.values() and not sent.leaving and not sent.lost
                 await asyncio.sleep(0.02)
 
