@@ -29,8 +29,7 @@ from jaxserve.sched.cluster.ttft_predictions import Accuracy
 from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.perf import KINDS
 from jaxserve.sched.registry import factory
-from jaxserve.server.client_metrics import StageCollector
-from jaxserve.server.fairness import Client
+from jaxserve.server.fairness import Client, StageCollector
 from jaxserve.server.limits import ClientLimits
 from jaxserve.server.metrics import PREFIX, Metrics
 

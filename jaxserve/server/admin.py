@@ -6,16 +6,47 @@ import asyncio
 from math import isfinite
 from typing import Any
 
+from fastapi import FastAPI, Request
 from msgspec import to_builtins
 
 from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.fleet.board import ask
 from jaxserve.fleet.rolling import Rolling
 from jaxserve.sched.api.policy import Role, roles_of
+from jaxserve.server.documented import body_schema
 from jaxserve.server.failures import Refused
-from jaxserve.server.openai import RestartBody, RolesBody, ScaleBody
+from jaxserve.server.openai import RestartBody, RolesBody, ScaleBody, parse
+from jaxserve.server.service import Service
 
 LONGEST = 86400.0  # seconds that a replica may be given to finish its requests
+
+
+def add_admin(app: FastAPI, service: Service) -> None:
+    """Add the routes below /v1/admin."""
+
+    @app.get("/v1/admin/roles")
+    async def roles() -> dict[str, Any]:
+        await service.engine.refresh()
+        return present_roles(service.engine)
+
+    @app.post("/v1/admin/roles", openapi_extra=body_schema(RolesBody))
+    async def turn(request: Request) -> dict[str, Any]:
+        wanted = _wanted(parse(await request.body(), RolesBody), len(service.engine.stats().instances))
+        await asyncio.to_thread(service.engine.set_roles, wanted)  # waits for the engine's thread
+        return present_roles(service.engine)
+
+    @app.get("/v1/admin/replicas")
+    async def replicas() -> dict[str, Any]:
+        return present_replicas(service.rolling)
+
+    @app.post("/v1/admin/replicas/restart", status_code=202, openapi_extra=body_schema(RestartBody))
+    async def restart(request: Request) -> dict[str, Any]:
+        body = parse(await request.body(), RestartBody)
+        return restart_replicas(service.rolling, body, service.config.drain_timeout)
+
+    @app.post("/v1/admin/replicas/scale", status_code=202, openapi_extra=body_schema(ScaleBody))
+    async def scale(request: Request) -> dict[str, Any]:
+        return scale_replicas(service.rolling, parse(await request.body(), ScaleBody))
 
 
 def present_roles(engine: Any) -> dict[str, Any]:
@@ -31,13 +62,6 @@ def present_roles(engine: Any) -> dict[str, Any]:
         for index, instance in enumerate(engine.stats().instances)
     ]
     return {"object": "roles", "roles": [instance["role"] for instance in instances], "instances": instances}
-
-
-async def change_roles(engine: Any, body: RolesBody) -> dict[str, Any]:
-    """Change roles and return `present_roles`. Raises InvalidValue without changing any role."""
-    roles = _wanted(body, len(engine.stats().instances))
-    await asyncio.to_thread(engine.set_roles, roles)  # waits for the engine's thread
-    return present_roles(engine)
 
 
 def present_replicas(rolling: Rolling | None) -> dict[str, Any]:

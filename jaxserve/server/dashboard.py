@@ -9,9 +9,9 @@ from jaxserve.errors import InvalidValue, short
 from jaxserve.report.dashboard_page import PREFIX
 from jaxserve.report.request_timeline import request_timeline
 from jaxserve.report.snapshot_form import number
+from jaxserve.server.door import page_response
 from jaxserve.server.failures import Refused
 from jaxserve.server.live import Encoded, life_of, present_requests
-from jaxserve.server.page import page_response
 from jaxserve.server.service import Service
 from jaxserve.server.sse import EventStream, while_connected
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import InvalidValue, short
@@ -29,12 +28,12 @@ from jaxserve.sched.api.pooling import LAST
 from jaxserve.server.answers import Answer, Gathered
 from jaxserve.server.documented import body_schema
 from jaxserve.server.embedding_bodies import EmbeddingBody, Pooling, PoolingBody, RerankBody, ScoreBody
-from jaxserve.server.failures import response_of
 from jaxserve.server.objectives import objectives_of
 from jaxserve.server.openai import check_names
 from jaxserve.server.prompts import Prompt
+from jaxserve.server.replies import replied
 from jaxserve.server.service import Service
-from jaxserve.server.sse import Disconnected, while_connected
+from jaxserve.server.sse import while_connected
 
 Data = list[dict[str, Any]]  # the entries of an answer
 Scores = Callable[[list[Vector]], list[float]]  # of the pairs of texts of a request
@@ -68,34 +67,28 @@ def add_pooling(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings", openapi_extra=body_schema(EmbeddingBody))
     async def embed(request: Request) -> Response:
-        return await _answer(service, request, EmbeddingBody)
+        return await replied(request, _answer(service, request, EmbeddingBody))
 
     @app.post("/pooling", openapi_extra=body_schema(PoolingBody))
     async def pool(request: Request) -> Response:
-        return await _answer(service, request, PoolingBody)
+        return await replied(request, _answer(service, request, PoolingBody))
 
     @app.post("/score", openapi_extra=body_schema(ScoreBody))
     @app.post("/v1/score", openapi_extra=body_schema(ScoreBody))
     async def score(request: Request) -> Response:
-        return await _answer(service, request, ScoreBody)
+        return await replied(request, _answer(service, request, ScoreBody))
 
     @app.post("/rerank", openapi_extra=body_schema(RerankBody))
     @app.post("/v1/rerank", openapi_extra=body_schema(RerankBody))
     @app.post("/v2/rerank", openapi_extra=body_schema(RerankBody))
     async def rerank(request: Request) -> Response:
-        return await _answer(service, request, RerankBody)
+        return await replied(request, _answer(service, request, RerankBody))
 
 
 async def _answer(service: Service, request: Request, kind: type[Pooling]) -> Response:
-    try:
-        body = await service.read(request, kind)
-        preparing = _prepare(service, body, request)
-        answer = await while_connected(request.receive, preparing, service.ending)
-        return JSONResponse(await while_connected(request.receive, service.whole(answer), service.ending))
-    except (Disconnected, ClientDisconnect):
-        return Response(status_code=499)
-    except Exception as error:
-        return response_of(error)
+    body = await service.read(request, kind)
+    answer = await while_connected(request.receive, _prepare(service, body, request), service.ending)
+    return JSONResponse(await while_connected(request.receive, service.whole(answer), service.ending))
 
 
 async def _prepare(service: Service, body: Pooling, request: Request) -> VectorAnswer:

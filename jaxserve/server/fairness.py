@@ -13,14 +13,24 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from jaxserve.errors import InvalidValue, QueueFull
 from jaxserve.server.failures import Refused
 from jaxserve.server.limits import ClientLimits, ClientLimitsFile
+from jaxserve.settings.operations import PREFIX
 
 BURST = 10.0  # seconds' worth of its token rate that a client may use at once
+REASONS = ("queue_full", "queue_share", "queue_timeout", "token_rate")  # of refusals
+
+# When a request arrived that has waited for the server's start, by time.monotonic(); None: the request has not
+# waited. Each request has a task, so a context, of its own.
+arrived_at_start: ContextVar[float | None] = ContextVar("arrived_at_start", default=None)
 
 
 class Client:
@@ -196,3 +206,35 @@ class Stage:
             if client in able and client.deficit >= client.queue[0][0]:
                 return client  # stays first in the ring until its credit is used up
             self._ring.rotate(-1)
+
+
+class StageCollector(Collector):
+    """A collector of each client's requests and tokens, read at each scrape.
+
+    The number of series depends on the API keys only, not on requests.
+    """
+
+    def __init__(self, stage: Stage, model_name: str, prefix: str = PREFIX) -> None:
+        self._stage = stage
+        self._model = model_name
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[Metric]:
+        prefix, labels, clients = self._prefix, ["model_name", "api_key"], self._stage.clients
+        running = GaugeMetricFamily(prefix + "client_requests_running", "Requests in the engine.", labels=labels)
+        waiting = GaugeMetricFamily(
+            prefix + "client_requests_waiting", "Requests waiting for admission.", labels=labels
+        )
+        admitted = CounterMetricFamily(prefix + "client_requests", "Requests admitted: prompts times n.", labels=labels)
+        tokens = CounterMetricFamily(prefix + "client_tokens", "Prompt and generated tokens.", labels=[*labels, "kind"])
+        refused = CounterMetricFamily(prefix + "client_refusals", "Requests refused.", labels=[*labels, "reason"])
+        for name, client in clients.items():
+            own = [self._model, name]
+            running.add_metric(own, client.inside)
+            waiting.add_metric(own, client.waiting)
+            admitted.add_metric(own, client.requests)
+            for kind in ("prompt", "generation"):
+                tokens.add_metric([*own, kind], client.tokens[kind])
+            for reason in REASONS:
+                refused.add_metric([*own, reason], client.refused[reason])
+        yield from (running, waiting, admitted, tokens, refused)

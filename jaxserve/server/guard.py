@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +17,7 @@ from jaxserve.server.failures import Refused, response_of
 from jaxserve.server.keys import LOOPBACK, Keys
 from jaxserve.server.messages.errors import PATH as ANTHROPIC
 from jaxserve.server.messages.errors import anthropic_response
+from jaxserve.settings.operations import OperationSettings, listed
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -120,6 +122,17 @@ class Guard:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if scope["method"] not in ("GET", "HEAD") and kind != "application/json":
             raise Refused(415, "admin routes take Content-Type: application/json only", code="wrong_content_type")
+
+
+def cors_of(settings: OperationSettings) -> dict[str, Any]:
+    """Return the arguments of CORSMiddleware, which answers preflight requests: web pages may call the server."""
+    return {
+        "allow_origins": settings.origins,
+        "allow_credentials": settings.allow_credentials,
+        "allow_methods": listed(settings.allowed_methods, "allowed_methods"),
+        "allow_headers": listed(settings.allowed_headers, "allowed_headers"),
+        "expose_headers": ("X-Request-Id", "Retry-After"),
+    }
 
 
 def _below(path: str, prefix: str) -> bool:
