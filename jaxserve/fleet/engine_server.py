@@ -137,9 +137,8 @@ class EngineServer:
         self.on_retired()
 
     def hello(self) -> messages.Hello:
-        """Return the first message to a front."""
         engine, exchange = self.engine, self.exchange
-        info = engine.info if exchange is None else exchange.presented(engine.info)
+        info = engine.info if exchange is None else exchange.with_role(engine.info)
         kv = "" if exchange is None else str(exchange.address)
         limits = tuple(scheduler.limits for scheduler in engine.schedulers)
         reports = self._whole_reports(cache=False)
@@ -176,7 +175,6 @@ class EngineServer:
             self._tell_all()
 
     def _tell_all(self) -> None:
-        """Send a State to all fronts."""
         if self._fronts:
             state = encode(self.state())
             for front in tuple(self._fronts):

@@ -312,7 +312,6 @@ class _Parent:
             self._control.send(failure)
 
     def beat(self) -> None:
-        """Give a sign of life."""
         with suppress(OSError):
             self._control.send(None)
 

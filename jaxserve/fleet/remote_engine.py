@@ -233,7 +233,6 @@ class RemoteEngine:
 
     @property
     def lost(self) -> bool:
-        """Whether the connection has ended."""
         return self._gone is not None
 
     def close(self) -> bool:
@@ -281,7 +280,10 @@ class RemoteEngine:
             return
         match message:
             case messages.Outputs():
-                self._outputs(message)
+                for id, times in message.ended.items():
+                    _remember(self._over, id, times)
+                for delta in message.deltas:
+                    self._deliver(delta)
             case messages.Report():
                 self.on_report(updates, message.mark)
             case messages.State():
@@ -336,12 +338,6 @@ class RemoteEngine:
             waiting.set_exception(error)
         else:
             waiting.set_result(value)
-
-    def _outputs(self, outputs: messages.Outputs) -> None:
-        for id, times in outputs.ended.items():
-            _remember(self._over, id, times)
-        for delta in outputs.deltas:
-            self._deliver(delta)
 
     def _deliver(self, delta: Delta) -> None:
         ended = delta.finish_reason is not None

@@ -15,10 +15,8 @@ from jaxserve.fleet.board import Board
 from jaxserve.fleet.dispatcher import Dispatcher
 from jaxserve.fleet.members import Members
 from jaxserve.fleet.remote_engine import RemoteEngine
-from jaxserve.sched import routing
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.routing.front import Front
 from jaxserve.wire.address import Place
 
 log = logging.getLogger(__name__)
@@ -41,12 +39,7 @@ class Replicas(Dispatcher):
         The seeds of requests without one come from `seed`. `router`: by name. Raises InvalidValue if the engines do
         not serve the same model in the same way, or there is none.
         """
-
-        def front(counts: Sequence[int], like: RemoteEngine) -> Front:
-            page_size = like.info.instances[0].page_size
-            return Front(routing.make(router), counts, page_size, fronts=fronts, seed=zlib.crc32(seed.encode()))
-
-        super().__init__(Members(engines, front), seed)
+        super().__init__(Members(engines, router, fronts, zlib.crc32(seed.encode())), seed)
 
     @classmethod
     async def connect(
@@ -85,17 +78,14 @@ class Replicas(Dispatcher):
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The roles of all instances."""
         return tuple(role for engine in self.engines.values() for role in engine.roles)
 
     @property
     def healthy(self) -> bool:
-        """Whether at least one engine takes requests."""
         return self.ailment is None
 
     @property
     def ailment(self) -> str | None:
-        """Why no engine takes requests; None if one does."""
         return self.members.ailment
 
     def stats(self) -> Stats:
@@ -119,7 +109,6 @@ class Replicas(Dispatcher):
         return self.members.folder
 
     async def refresh(self) -> None:
-        """Fetch snapshots of now."""
         await asyncio.gather(*(engine.refresh() for engine in self.engines.values()))
 
     def set_roles(self, roles: Mapping[int, Role]) -> tuple[Role, ...]:
@@ -128,21 +117,15 @@ class Replicas(Dispatcher):
         Instances are numbered over all replicas. Replicas before one that refuses keep their new roles.
         """
         engines = tuple(self.engines.values())
-        begin, unknown = 0, set(roles)
-        for engine in engines:
-            own = range(begin, begin + len(engine.roles))
-            unknown -= set(own)
-            begin = own.stop
-        if unknown:
-            raise InvalidValue(f"instance={min(unknown)!r} must be 0 to {begin - 1}", "instance")
+        places = [(engine, at) for engine in engines for at in range(len(engine.roles))]
+        if unknown := set(roles) - set(range(len(places))):
+            raise InvalidValue(f"instance={min(unknown)!r} must be 0 to {len(places) - 1}", "instance")
         if any(engine.kv for engine in engines):
             check_replica_roles(roles.get(at, role) for at, role in enumerate(self.roles))
-        begin = 0
         for engine in engines:
-            count = len(engine.roles)
-            if own_roles := {at - begin: role for at, role in roles.items() if begin <= at < begin + count}:
-                engine.set_roles(own_roles)
-            begin += count
+            own = {at: roles[number] for number, (one, at) in enumerate(places) if one is engine and number in roles}
+            if own:
+                engine.set_roles(own)
         return self.roles
 
     def reset_prefix_cache(self) -> bool:
@@ -171,7 +154,6 @@ class Replicas(Dispatcher):
         return True
 
     def close(self) -> bool:
-        """Disconnect from all engines."""
         return self.members.close()
 
 

@@ -24,7 +24,6 @@ class Rolling:
 
     @property
     def running(self) -> bool:
-        """Whether a restart is in progress."""
         return self._task is not None and not self._task.done()
 
     def start(self, patience: float) -> None:

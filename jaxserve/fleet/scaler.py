@@ -54,7 +54,6 @@ class ReplicaScaler:
         self._thread.start()
 
     def close(self) -> None:
-        """Decide no more."""
         self._ending.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -75,7 +74,6 @@ class ReplicaScaler:
             replicas.close()
 
     def _decide(self, replicas: Replicas, now: float) -> None:
-        """Change what runs, and say so."""
         keepers = self._engines.keepers
         standing = [keeper.standing for keeper in keepers]
         wanted = self._needed(replicas, now, standing)
@@ -99,7 +97,6 @@ class ReplicaScaler:
         self._publish(wanted)
 
     def _needed(self, replicas: Replicas, now: float, standing: list[Standing]) -> int:
-        """Return the number of replicas that should serve."""
         asked = self.board.asked()
         if asked is not None:
             self._fixed = asked.replicas

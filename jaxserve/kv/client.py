@@ -53,7 +53,6 @@ class Destination(NamedTuple):
         return fits[0]
 
     def shapes(self, size: int) -> list[Any]:
-        """Return the abstract arrays of a piece."""
         return [
             jax.ShapeDtypeStruct((*array.shape[:2], size, *array.shape[3:]), array.dtype, sharding=array.sharding)
             for array in self.arrays

@@ -44,7 +44,6 @@ def shards_of(machine: Machine) -> str:
 
 
 def layout_of(machine: Machine) -> Layout:
-    """Return the layout of a machine's pages."""
     config, state = machine.config, machine.executors[0].state
     spec = state.programs.spec
     arrays = state.kv_buffer(1)

@@ -22,8 +22,6 @@ LONGEST = 86400.0  # seconds that a replica may be given to finish its requests
 
 
 def add_admin(app: FastAPI, service: Service) -> None:
-    """Add the routes below /v1/admin."""
-
     @app.get("/v1/admin/roles")
     async def roles() -> dict[str, Any]:
         await service.engine.refresh()

@@ -20,7 +20,6 @@ FRESH = {"Cache-Control": "no-store"}  # what a key has shown stays neither in a
 
 
 def add_dashboard(app: FastAPI, service: Service) -> None:
-    """Add the routes."""
     feed = service.live
 
     @app.head("/", include_in_schema=False)

@@ -54,12 +54,10 @@ class ServerStart:
 
     @property
     def progress(self) -> StartProgress:
-        """What the start does now."""
         return self._progress()
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the start began."""
         return time.monotonic() - self.began
 
     @property
@@ -74,7 +72,6 @@ class ServerStart:
         return min(MOST, UNKNOWN if self.left is None else max(1.0, self.left))
 
     def presented(self) -> dict[str, Any]:
-        """Return the start as JSON."""
         step, done, total = self.progress
         return {
             "step": step,
@@ -125,7 +122,6 @@ class Door:
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait."""
         return self._waiting.total()
 
     def open(self, app: ASGIApp) -> None:

@@ -55,7 +55,6 @@ class VectorAnswer(Answer):
         return super().add(number, piece)
 
     def whole(self) -> dict[str, Any]:
-        """Return the response body."""
         body: dict[str, Any] = {"object": "list", "model": self.model, "usage": self.usage}
         if not self.bare:
             body |= {"id": self.id, "created": self.created}
@@ -63,8 +62,6 @@ class VectorAnswer(Answer):
 
 
 def add_pooling(app: FastAPI, service: Service) -> None:
-    """Add the routes for vectors."""
-
     @app.post("/v1/embeddings", openapi_extra=body_schema(EmbeddingBody))
     async def embed(request: Request) -> Response:
         return await replied(request, _answer(service, request, EmbeddingBody))

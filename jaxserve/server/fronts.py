@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from types import FrameType
@@ -80,7 +80,7 @@ async def serve_remote(
     """
     # Requests of two fronts must not share seeds: equal prompts would get equal samples.
     seed = request_seed(config.seed) + f".{index}" * (index > 0)
-    engines, services, tending = list[Replicas](), list[Service](), list[asyncio.Task[None]]()
+    closing = ExitStack()
     collector = GCControl(lambda: UNPROMISED)  # a large body is many objects: to look through them holds up streams
 
     async def make() -> Service:
@@ -88,31 +88,24 @@ async def serve_remote(
         engine = await Replicas.connect(
             engine_places, seed, config.replica_routing, config.api_server_count, partly=config.max_replicas is not None
         )
-        engines.append(engine)
+        closing.callback(engine.close)
         service = Service(engine, tokenizer, config)
-        services.append(service)
+        closing.callback(service.close)
         engine.on_continued = service.metrics.continued
         if index == 0 and door is not None:
             remember(config, StartTime(door.start.elapsed, engine.stats().compilations))
         collector.begin()
-        tending.append(asyncio.ensure_future(collector.tend()))
+        closing.callback(collector.end)
+        closing.callback(asyncio.ensure_future(collector.tend()).cancel)
         served()
         return service
 
-    try:
+    with closing:
         if door is None:
             await serve(await make(), sock, signals=signals)
         else:
             opened = (lambda: None) if index else partial(announce, config, door.start.last, sock)
             await serve_from_start(door, config, sock, make, signals=signals, opened=opened)
-    finally:
-        for task in tending:
-            task.cancel()
-        collector.end()
-        for service in services:
-            service.close()
-        for engine in engines:
-            engine.close()
 
 
 class Start(NamedTuple):
@@ -188,7 +181,6 @@ class Fronts:
         return not isinstance(self._told, StartProgress)
 
     def _tell(self, told: Told) -> None:
-        """Tell all fronts how far the start is."""
         if told != self._told:
             self._told = told
             for front in self._alive.values():

@@ -72,7 +72,6 @@ class LiveFeed:
 
     @property
     def viewers(self) -> int:
-        """The number of viewers."""
         return len(self._viewers)
 
     @property

@@ -22,8 +22,6 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "uvicorn", "fastap
 
 
 def add_operations(app: FastAPI, service: Service) -> None:
-    """Add the routes."""
-
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:

@@ -37,15 +37,6 @@ class Prompts:
         self._longest = tokenizer.longest_piece
         self.texts = TextThreads()
 
-    def close(self) -> None:
-        """Stop the tokenizer threads."""
-        self.texts.close()
-
-    @property
-    def waiting(self) -> int:
-        """The number of texts that no thread has begun to process."""
-        return self.texts.waiting
-
     async def of(self, body: Sampled, params: SamplingParams, check: Callable[[int, int], None]) -> list[Prompt]:
         """Return the prompts of a body, each of which gets `params.n` outputs, truncated if `params` says so.
 

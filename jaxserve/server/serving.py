@@ -84,7 +84,6 @@ class Acceptor:
             connection.close()
 
     def close(self) -> None:
-        """Accept no more."""
         self._loop.remove_reader(self._sock)  # before its owner closes it
         self._task.cancel()
 

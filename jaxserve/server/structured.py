@@ -37,10 +37,12 @@ class Wanted(NamedTuple):
 
 def structured_of(body: Sampled) -> Wanted | None:
     """Return the constraint of a request, if it has one. Raises InvalidValue that names the field."""
-    constraints = [
-        constraint for constraint in (_of_format(body.response_format), _of_fields(body)) if constraint is not None
-    ]
-    constraints += [_of_guided(name, value) for name in GUIDED if (value := getattr(body, name)) is not None]
+    form = _of_format(body.response_format)
+    constraints = [] if form is None else [form]
+    if body.structured_outputs is not None:
+        constraints.append(Wanted(StructuredOutputs.of(_written(body.structured_outputs)), "structured_outputs"))
+    given = {name: value for name in GUIDED if (value := getattr(body, name)) is not None}
+    constraints += [_made(name, **{GUIDED[name]: value}) for name, value in given.items()]
     if len(constraints) > 1:
         fields = " and ".join(constraint.field for constraint in constraints)
         raise InvalidValue(f"{fields} are given: a request can have one constraint", constraints[1].field)
@@ -101,16 +103,6 @@ def _of_schema(schema: Any, field: str, strict: bool) -> Wanted:
     if not isinstance(schema, dict):
         raise InvalidValue(f"{field}={short(schema)} must be an object", field)
     return _made(field, json=schema, lenient=not strict)
-
-
-def _of_fields(body: Sampled) -> Wanted | None:
-    if body.structured_outputs is None:
-        return None
-    return Wanted(StructuredOutputs.of(_written(body.structured_outputs)), "structured_outputs")
-
-
-def _of_guided(name: str, value: Any) -> Wanted:
-    return _made(name, **{GUIDED[name]: value})
 
 
 def _made(field: str, **given: Any) -> Wanted:

@@ -56,3 +56,9 @@ def object_of(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidValue(f"{where}={short(value)} must be an object", where)
     return value
+
+
+def objects_in(given: Sequence[Any], where: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the objects of a list, each with its place. Raises InvalidValue that names the place of another value."""
+    for at, value in enumerate(given):
+        yield object_of(value, f"{where}[{at}]"), f"{where}[{at}]"

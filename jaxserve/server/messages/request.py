@@ -10,7 +10,7 @@ from jaxserve.errors import InvalidValue, short
 from jaxserve.server.failures import Refused
 from jaxserve.server.messages.errors import NO_THREADS
 from jaxserve.server.openai import ChatBody, Drawn, thinking_arguments, validated, warn_once
-from jaxserve.server.translated import chunked, object_of, shared_fields, text_of
+from jaxserve.server.translated import chunked, object_of, objects_in, shared_fields, text_of
 
 NAMES = {  # of the fields of chat, in errors
     r"stop": "stop_sequences",
@@ -89,9 +89,7 @@ def _messages(body: CountBody) -> list[Message]:
     messages: list[Message] = []
     if body.system:
         messages.append({"role": "system", "content": _without_bill(_texts(body.system, "system"))})
-    for at, given in enumerate(body.messages):
-        where = f"messages[{at}]"
-        message = object_of(given, where)
+    for message, where in objects_in(body.messages, "messages"):
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             raise InvalidValue(f"{where}.role={short(role)} must be user, assistant or system", f"{where}.role")
@@ -100,8 +98,8 @@ def _messages(body: CountBody) -> list[Message]:
         elif isinstance(content, str):
             messages.append({"role": role, "content": content})
         elif isinstance(content, list):
-            blocks = [object_of(block, f"{where}.content[{i}]") for i, block in enumerate(content)]
-            messages += (_assistant if role == "assistant" else _user)(blocks, f"{where}.content")
+            blocks = list(objects_in(content, f"{where}.content"))
+            messages += (_assistant if role == "assistant" else _user)(blocks)
         else:
             what = f"{where}.content={short(content)} must be a text or a list of blocks"
             raise InvalidValue(what, f"{where}.content")
@@ -119,7 +117,7 @@ def _texts(given: str | list[Any], where: str) -> str | list[dict[str, Any]]:
     """Return a text, or the text parts of a list of blocks."""
     if isinstance(given, str):
         return given
-    return [_text_block(object_of(block, f"{where}[{at}]"), f"{where}[{at}]") for at, block in enumerate(given)]
+    return [_text_block(block, here) for block, here in objects_in(given, where)]
 
 
 def _text_block(block: dict[str, Any], where: str) -> dict[str, Any]:
@@ -128,8 +126,8 @@ def _text_block(block: dict[str, Any], where: str) -> dict[str, Any]:
     if kind == "tool_reference":  # a result of Claude Code's search for tools; all tools are given
         return _part(f"The tool {text_of(block, 'tool_name', where)} can be called.")
     if kind == "search_result" and isinstance(block.get("content"), list):
-        parts = [object_of(part, f"{where}.content[{at}]") for at, part in enumerate(block["content"])]
-        texts = [text_of(part, "text", f"{where}.content[{at}]") for at, part in enumerate(parts)]
+        parts = list(objects_in(block["content"], f"{where}.content"))
+        texts = [text_of(part, "text", here) for part, here in parts]
         return _part("\n".join([str(block.get("title") or ""), str(source or ""), *texts]))
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         return _part(f"{block.get('title') or ''}\n{text_of(source, 'data', f'{where}.source')}".lstrip("\n"))
@@ -143,11 +141,10 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _user(blocks: list[dict[str, Any]], where: str) -> list[Message]:
+def _user(blocks: list[tuple[dict[str, Any], str]]) -> list[Message]:
     """Return the messages of the user's blocks: one of each tool's result, then one of the text."""
     results, parts = [], []
-    for at, block in enumerate(blocks):
-        here = f"{where}[{at}]"
+    for block, here in blocks:
         if block.get("type") == "tool_result":
             content = block.get("content")
             if not isinstance(content, str | list | None):
@@ -160,11 +157,10 @@ def _user(blocks: list[dict[str, Any]], where: str) -> list[Message]:
     return [*results, *([{"role": "user", "content": parts}] if parts or not results else [])]
 
 
-def _assistant(blocks: list[dict[str, Any]], where: str) -> list[Message]:
-    """Return the message of the assistant's blocks."""
+def _assistant(blocks: list[tuple[dict[str, Any], str]]) -> list[Message]:
     parts, calls, thoughts = [], [], []
-    for at, block in enumerate(blocks):
-        here, kind = f"{where}[{at}]", block.get("type")
+    for block, here in blocks:
+        kind = block.get("type")
         if kind == "thinking":
             thoughts.append(text_of(block, "thinking", here))
         elif kind == "tool_use":
@@ -191,7 +187,6 @@ def _template_arguments(body: CountBody) -> dict[str, Any] | None:
 
 
 def _format(config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the `response_format` of an `output_config`."""
     given = (config or {}).get("format")
     if given is None:
         return None

@@ -22,8 +22,6 @@ OLDEST = "2023-06-01"  # version of Anthropic's API whose streams have named eve
 
 
 def add_messages(app: FastAPI, service: Service) -> None:
-    """Add the routes to an application."""
-
     @app.post("/v1/messages", openapi_extra=body_schema(MessagesBody))
     async def create(request: Request) -> Response:
         return await _replied(request, _create(service, request))

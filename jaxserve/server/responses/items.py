@@ -9,7 +9,7 @@ from typing import Any
 from jaxserve.errors import InvalidValue, short
 from jaxserve.server.openai import warn_once
 from jaxserve.server.responses.tools import HOSTED, SHELL, function_of
-from jaxserve.server.translated import object_of, text_of
+from jaxserve.server.translated import object_of, objects_in, text_of
 from jaxserve.tools.custom import arguments_of
 
 Message = dict[str, Any]
@@ -29,8 +29,8 @@ def messages_of_items(given: str | Sequence[Any], where: str = "input") -> list[
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     turns = _Turns()
-    for at, item in enumerate(given):
-        _add(turns, object_of(item, f"{where}[{at}]"), f"{where}[{at}]")
+    for item, here in objects_in(given, where):
+        _add(turns, item, here)
     return turns.done()
 
 
@@ -54,7 +54,6 @@ class _Turns:
         return self._open
 
     def say(self, content: Any) -> None:
-        """Add what the assistant says."""
         if self._open is not None and (self._open["content"] or "tool_calls" in self._open):
             self.done()
         self.assistant()["content"] = content
@@ -134,8 +133,7 @@ def _reasoning(item: dict[str, Any], where: str) -> str:
     parts = item.get("content") or []
     if not isinstance(parts, list):
         raise InvalidValue(f"{where}.content={short(parts)} must be a list of parts", f"{where}.content")
-    objects = (object_of(part, f"{where}.content[{at}]") for at, part in enumerate(parts))
-    return "".join(text_of(part, "text", f"{where}.content[{at}]") for at, part in enumerate(objects))
+    return "".join(text_of(part, "text", here) for part, here in objects_in(parts, f"{where}.content"))
 
 
 def _content(given: Any, where: str) -> str | list[dict[str, Any]]:
@@ -144,7 +142,7 @@ def _content(given: Any, where: str) -> str | list[dict[str, Any]]:
         return given
     if not isinstance(given, list):
         raise InvalidValue(f"{where}={short(given)} must be a text or a list of text parts", where)
-    return [_part(object_of(part, f"{where}[{at}]"), f"{where}[{at}]") for at, part in enumerate(given)]
+    return [_part(part, here) for part, here in objects_in(given, where)]
 
 
 def _part(part: dict[str, Any], where: str) -> dict[str, Any]:

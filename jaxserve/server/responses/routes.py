@@ -21,11 +21,9 @@ from jaxserve.server.translated import renamed_fields
 
 
 def add_responses(app: FastAPI, service: Service) -> None:
-    """Add the routes to an application."""
     config = service.config
     # Several fronts have a store each, and would find a response only by chance.
     store = Store(config.response_store_size if config.api_server_count <= 1 else 0)
-    app.state.responses = store
 
     @app.post("/v1/responses", openapi_extra=body_schema(ResponsesBody))
     async def create(request: Request) -> Response:

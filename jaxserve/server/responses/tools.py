@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.server.openai import warn_once
-from jaxserve.server.translated import object_of, text_of
+from jaxserve.server.translated import object_of, objects_in, text_of
 from jaxserve.tools.custom import as_function, input_of
 from jaxserve.tools.definitions import MAX_TOOLS
 from jaxserve.tools.events import loaded
@@ -57,17 +57,15 @@ def tools_in(given: Sequence[Any] | None) -> dict[str, Tool]:
 
 
 def _each(given: Sequence[Any]) -> Iterator[Tool]:
-    for at, given_tool in enumerate(given):
-        place = f"tools[{at}]"
-        tool = object_of(given_tool, place)
+    for tool, place in objects_in(given, "tools"):
         if tool.get("type") != "namespace":
             yield from _tool(tool, place, None)
             continue
         namespace, inner = text_of(tool, "name", place), tool.get("tools")
         if not isinstance(inner, list):
             raise InvalidValue(f"{place}.tools={short(inner)} must be a list of tools", f"{place}.tools")
-        for number, part in enumerate(inner):
-            yield from _tool(object_of(part, f"{place}.tools[{number}]"), f"{place}.tools[{number}]", namespace)
+        for part, here in objects_in(inner, f"{place}.tools"):
+            yield from _tool(part, here, namespace)
 
 
 def _tool(tool: dict[str, Any], place: str, namespace: str | None) -> Iterator[Tool]:
