@@ -58,8 +58,8 @@ class Answer:
     chat: bool
     jobs: Sequence[Submission]
     tokenizer: Tokenizer
-    top: int | None  # alternatives per token; None: no log-probabilities
-    prompt_top: bool  # the request has `prompt_logprobs`
+    top: int | None = None  # alternatives per token; None: no log-probabilities
+    prompt_top: bool = False  # the request has `prompt_logprobs`
     echo: bool = False
     score_only: bool = False  # max_tokens is 0: generated tokens are hidden
     service_tier: str | None = None

@@ -10,7 +10,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import InvalidValue, short
 from jaxserve.generation.generate import Piece, Submission
 from jaxserve.generation.vectors import (
     Vector,
@@ -28,6 +27,7 @@ from jaxserve.sched.api.pooling import LAST
 from jaxserve.server.answers import Answer, Gathered
 from jaxserve.server.documented import body_schema
 from jaxserve.server.embedding_bodies import EmbeddingBody, Pooling, PoolingBody, RerankBody, ScoreBody
+from jaxserve.server.failures import wrong
 from jaxserve.server.objectives import objectives_of
 from jaxserve.server.openai import check_names
 from jaxserve.server.prompts import Prompt
@@ -49,7 +49,6 @@ class VectorAnswer(Answer):
     vectors: dict[int, Vector] = field(default_factory=dict)  # by submission
 
     def add(self, number: int, piece: Piece) -> Gathered:
-        """Keep the vector of a submission."""
         if piece.pooled:
             self.vectors[number] = vector_of(piece.pooled)
         return super().add(number, piece)
@@ -98,7 +97,7 @@ async def _prepare(service: Service, body: Pooling, request: Request) -> VectorA
     head = engine.info.score_head if isinstance(body, ScoreBody | RerankBody) else b""
     pooling = body.pooling_type or (LAST if head else config.pooling_type)
     if head and pooling != LAST:
-        raise InvalidValue(f"pooling_type={short(pooling)} must be {LAST}: this model scores pairs", "pooling_type")
+        raise wrong("pooling_type", pooling, f"must be {LAST}: this model scores pairs")
     params = replace(pooling_params(pooling), truncate_prompt_tokens=body.truncate_prompt_tokens)
     goals = objectives_of(body, request.headers, config, limits.tiers)
     name = f"{body.prefix}-{body.request_id or request.state.request_id}"
@@ -119,8 +118,6 @@ async def _prepare(service: Service, body: Pooling, request: Request) -> VectorA
         chat=False,
         jobs=every,
         tokenizer=service.tokenizer,
-        top=None,
-        prompt_top=False,
         client=client,
         trace=service.trace_of(request.headers, name),
         data=_data(body, _scores(body, head, [len(some) for some in jobs])),
@@ -133,11 +130,10 @@ def _check(body: Pooling, size: int) -> None:
     if isinstance(body, EmbeddingBody):
         check_dimensions(body.dimensions, size)
     if isinstance(body, RerankBody) and body.top_n is not None and body.top_n < 0:
-        raise InvalidValue(f"top_n={short(body.top_n)} must be at least 1, or 0 for all documents", "top_n")
+        raise wrong("top_n", body.top_n, "must be at least 1, or 0 for all documents")
 
 
 async def _texts(service: Service, body: Pooling, params: SamplingParams) -> list[tuple[str, list[Prompt]]]:
-    """Return the prompts of each field with texts."""
     special, check = body.add_special_tokens is not False, service.engine.check_outputs
     return [
         (name, await service.prompts.texts_of(body.given(name), name, special, params, check)) for name in body.inputs

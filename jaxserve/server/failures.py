@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import ECHO, ContextOverflow, InvalidValue, JaxserveError, QueueFull
+from jaxserve.errors import ECHO, ContextOverflow, InvalidValue, JaxserveError, QueueFull, short
 from jaxserve.generation.generate import GenerationFailed
 from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.plan import UNAVAILABLE
@@ -52,6 +52,11 @@ class Refused(JaxserveError):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+
+
+def wrong(name: str, value: object, rule: str) -> InvalidValue:
+    """Return the error of the field `name`, whose value breaks a rule."""
+    return InvalidValue(f"{name}={short(value)} {rule}", name)
 
 
 def refusal(error: Exception) -> Refused:

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from jaxserve.errors import InvalidValue, short
-from jaxserve.server.failures import Refused
+from jaxserve.server.failures import Refused, wrong
 from jaxserve.server.messages.errors import NO_THREADS
 from jaxserve.server.openai import ChatBody, Drawn, thinking_arguments, validated, warn_once
 from jaxserve.server.translated import chunked, object_of, objects_in, shared_fields, text_of
@@ -92,7 +92,7 @@ def _messages(body: CountBody) -> list[Message]:
     for message, where in objects_in(body.messages, "messages"):
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
-            raise InvalidValue(f"{where}.role={short(role)} must be user, assistant or system", f"{where}.role")
+            raise wrong(f"{where}.role", role, "must be user, assistant or system")
         if role == "system" and isinstance(content, list):
             messages.append({"role": role, "content": _texts(content, f"{where}.content")})
         elif isinstance(content, str):
@@ -101,8 +101,7 @@ def _messages(body: CountBody) -> list[Message]:
             blocks = list(objects_in(content, f"{where}.content"))
             messages += (_assistant if role == "assistant" else _user)(blocks)
         else:
-            what = f"{where}.content={short(content)} must be a text or a list of blocks"
-            raise InvalidValue(what, f"{where}.content")
+            raise wrong(f"{where}.content", content, "must be a text or a list of blocks")
     return messages
 
 
@@ -148,8 +147,7 @@ def _user(blocks: list[tuple[dict[str, Any], str]]) -> list[Message]:
         if block.get("type") == "tool_result":
             content = block.get("content")
             if not isinstance(content, str | list | None):
-                what = f"{here}.content={short(content)} must be a text or a list of text blocks"
-                raise InvalidValue(what, f"{here}.content")
+                raise wrong(f"{here}.content", content, "must be a text or a list of text blocks")
             told = _texts(content or "", f"{here}.content")
             results.append({"role": "tool", "tool_call_id": text_of(block, "tool_use_id", here), "content": told})
         else:
@@ -192,7 +190,7 @@ def _format(config: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     where = "output_config.format"
     if object_of(given, where).get("type") != "json_schema":
-        raise InvalidValue(f"{where}.type={short(given.get('type'))} must be json_schema", f"{where}.type")
+        raise wrong(f"{where}.type", given.get("type"), "must be json_schema")
     return {"type": "json_schema", "json_schema": {"name": FORMAT_NAME, "schema": given.get("schema"), "strict": True}}
 
 
@@ -211,8 +209,7 @@ def own_tools(body: CountBody) -> dict[str, Any]:
 def _tool(given: Any, where: str) -> dict[str, Any]:
     tool = object_of(given, where)
     if tool.get("type") not in (None, "custom"):
-        what = f"{where}.type={short(tool['type'])} is not supported: only custom tools are"
-        raise InvalidValue(what, f"{where}.type")
+        raise wrong(f"{where}.type", tool["type"], "is not supported: only custom tools are")
     function: dict[str, Any] = {"name": text_of(tool, "name", where)}
     function |= {"parameters": object_of(tool.get("input_schema"), f"{where}.input_schema")}
     function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
@@ -227,5 +224,5 @@ def _choice(given: dict[str, Any] | None) -> str | dict[str, Any] | None:
         return {"type": "function", "function": {"name": text_of(given, "name", "tool_choice")}}
     choice = {"auto": "auto", "any": "required", "none": "none"}.get(kind) if isinstance(kind, str) else None
     if choice is None:
-        raise InvalidValue(f"tool_choice.type={short(kind)} must be auto, any, tool or none", "tool_choice.type")
+        raise wrong("tool_choice.type", kind, "must be auto, any, tool or none")
     return choice

@@ -9,8 +9,8 @@ from functools import partial
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import InvalidValue, short
 from jaxserve.server.documented import body_schema
+from jaxserve.server.failures import wrong
 from jaxserve.server.messages.errors import anthropic_response
 from jaxserve.server.messages.request import NAMES, CountBody, MessagesBody, chat_of, own_tools
 from jaxserve.server.messages.writer import MessageWriter, new_message
@@ -39,8 +39,7 @@ def _check_version(request: Request) -> None:
     """Raise InvalidValue for a version of the API whose streams differ. Clients may leave it out."""
     given = request.headers.get("anthropic-version", OLDEST)
     if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", given) or given < OLDEST:
-        what = f"anthropic-version={short(given)} must be {OLDEST} or a later date"
-        raise InvalidValue(what, "anthropic-version")
+        raise wrong("anthropic-version", given, f"must be {OLDEST} or a later date")
 
 
 async def _create(service: Service, request: Request) -> Response:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidValue, short
+from jaxserve.server.failures import wrong
 from jaxserve.server.openai import warn_once
 from jaxserve.server.responses.tools import HOSTED, SHELL, function_of
 from jaxserve.server.translated import object_of, objects_in, text_of
@@ -43,7 +44,6 @@ class _Turns:
         self._thoughts: list[str] = []  # of that turn
 
     def add(self, message: Message) -> None:
-        """Add a message that is not the assistant's."""
         self.done()
         self.made.append(message)
 
@@ -81,7 +81,7 @@ def _add(turns: _Turns, item: dict[str, Any], where: str) -> None:
     if kind == "message":
         role = item.get("role")
         if role not in ROLES:
-            raise InvalidValue(f"{where}.role={short(role)} must be one of {', '.join(ROLES)}", f"{where}.role")
+            raise wrong(f"{where}.role", role, f"must be one of {', '.join(ROLES)}")
         content = _content(item.get("content"), f"{where}.content")
         if role == "assistant":
             turns.say(content)
@@ -132,7 +132,7 @@ def _reasoning(item: dict[str, Any], where: str) -> str:
     """Return the text of a reasoning item; "" if the client has none, as after another server."""
     parts = item.get("content") or []
     if not isinstance(parts, list):
-        raise InvalidValue(f"{where}.content={short(parts)} must be a list of parts", f"{where}.content")
+        raise wrong(f"{where}.content", parts, "must be a list of parts")
     return "".join(text_of(part, "text", here) for part, here in objects_in(parts, f"{where}.content"))
 
 
@@ -141,7 +141,7 @@ def _content(given: Any, where: str) -> str | list[dict[str, Any]]:
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
-        raise InvalidValue(f"{where}={short(given)} must be a text or a list of text parts", where)
+        raise wrong(where, given, "must be a text or a list of text parts")
     return [_part(part, here) for part, here in objects_in(given, where)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidValue, short
+from jaxserve.server.failures import wrong
 from jaxserve.server.openai import warn_once
 from jaxserve.server.translated import object_of, objects_in, text_of
 from jaxserve.tools.custom import as_function, input_of
@@ -63,7 +64,7 @@ def _each(given: Sequence[Any]) -> Iterator[Tool]:
             continue
         namespace, inner = text_of(tool, "name", place), tool.get("tools")
         if not isinstance(inner, list):
-            raise InvalidValue(f"{place}.tools={short(inner)} must be a list of tools", f"{place}.tools")
+            raise wrong(f"{place}.tools", inner, "must be a list of tools")
         for part, here in objects_in(inner, f"{place}.tools"):
             yield from _tool(part, here, namespace)
 
@@ -85,8 +86,7 @@ def _tool(tool: dict[str, Any], place: str, namespace: str | None) -> Iterator[T
     elif isinstance(kind, str) and kind.startswith(HOSTED):
         warn_once(f"ignoring tools of type {kind[:100]!r}: only OpenAI runs them")
     else:
-        what = f"{place}.type={short(kind)} is not supported: only tools of type {SUPPORTED} are"
-        raise InvalidValue(what, f"{place}.type")
+        raise wrong(f"{place}.type", kind, f"is not supported: only tools of type {SUPPORTED} are")
 
 
 def flat_name(namespace: str | None, name: str) -> str:
