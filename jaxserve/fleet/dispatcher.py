@@ -132,14 +132,12 @@ class Dispatcher:
         return id
 
     def cancel(self, id: int, reason: str = "abort") -> None:
-        """End a request early; no effect if it has ended."""
         request = self.requests.get(id)
         if request is not None and request.engine is not None:
             request.cancelled = reason
             request.engine.cancel(request.remote, reason)
 
     def record(self, id: int) -> RequestMetrics | None:
-        """Return the times of a finished request, once."""
         request = self._over.pop(id, None)
         return None if request is None else request.metrics
 

@@ -29,8 +29,7 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.scaling.base import Arrivals
 from jaxserve.version import __version__
 from jaxserve.wire.address import Address
-from jaxserve.wire.connection import Connection
-from jaxserve.wire.message import encode
+from jaxserve.wire.connection import Connection, encode
 
 log = logging.getLogger(__name__)
 
@@ -274,7 +273,6 @@ class _Front:
                 self._server.stay()
 
     def _find(self, message: messages.GetRecent | messages.GetLife) -> None:
-        """Answer from the flight recorder."""
         recorder = self._engine.recorder
         if isinstance(message, messages.GetRecent):
             recent = Recent(0) if recorder is None else recorder.recent(message.since)

@@ -162,13 +162,9 @@ class Members:
     def takes(self, replica: int, but: Collection[RemoteEngine]) -> bool:
         """Return whether a replica takes requests, and its engine is none of `but`."""
         engine = self.engines.get(replica)
-        return (
-            engine is not None
-            and engine.healthy
-            and not engine.crowded
-            and replica not in self.draining
-            and engine not in but
-        )
+        if engine is None or replica in self.draining or engine in but:
+            return False
+        return engine.healthy and not engine.crowded
 
     def drain(self, replica: int) -> None:
         """Send no more requests to a replica; running ones finish there."""

@@ -20,7 +20,7 @@ from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.instance.stats import Sizes
 from jaxserve.sched.scaling.base import Arriving
-from jaxserve.wire.message import Message
+from jaxserve.wire.connection import Message
 
 # from the front
 

@@ -25,8 +25,7 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.scaling.base import Arriving
 from jaxserve.version import __version__
 from jaxserve.wire.address import Address
-from jaxserve.wire.connection import Connection
-from jaxserve.wire.message import encode
+from jaxserve.wire.connection import Connection, encode
 
 T = TypeVar("T")
 

@@ -23,8 +23,7 @@ from jaxserve.kv.layout import Layout
 from jaxserve.kv.share import Transport
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
 from jaxserve.wire.address import Address
-from jaxserve.wire.connection import Connection
-from jaxserve.wire.message import encode
+from jaxserve.wire.connection import Connection, encode
 
 log = logging.getLogger(__name__)
 

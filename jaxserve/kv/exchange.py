@@ -53,12 +53,7 @@ class KVExchange:
         self._server: KVServer
         self._ahead: _Ahead
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name="jaxserve-kv", daemon=True)
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.close()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="jaxserve-kv", daemon=True)
 
     def start(self, engine: Address) -> None:
         """Listen beside the address of the engine, and let it fetch pages. Raises InvalidValue."""
@@ -103,6 +98,7 @@ class KVExchange:
             self._call(closed())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            self._loop.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

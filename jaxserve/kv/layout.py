@@ -8,7 +8,7 @@ import msgspec
 
 from jaxserve.engine.startup.assemble import Machine
 from jaxserve.version import __version__
-from jaxserve.wire.message import encode
+from jaxserve.wire.connection import encode
 
 
 class Layout(msgspec.Struct, frozen=True):

@@ -16,8 +16,7 @@ from jaxserve.kv import messages
 from jaxserve.kv.direct import Direct
 from jaxserve.kv.layout import Layout
 from jaxserve.wire.address import Address
-from jaxserve.wire.connection import Connection
-from jaxserve.wire.message import encode
+from jaxserve.wire.connection import Connection, encode
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,6 @@ class KVServer:
         self._listening: asyncio.Server | None = None
 
     async def start(self, address: Address) -> Address:
-        """Listen, and return the bound address. Raises InvalidValue."""
         self._listening, bound = await address.listen(self._accept)
         return bound
 

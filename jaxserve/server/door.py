@@ -27,10 +27,9 @@ from jaxserve.report.dashboard_page import ABOUT, HEADERS, about, files
 from jaxserve.report.start import StartProgress
 from jaxserve.server.engine_metrics import READY
 from jaxserve.server.failures import Refused, body_of, response_of
-from jaxserve.server.fairness import arrived_at_start
+from jaxserve.server.fairness import arrived_at_start, load_limits
 from jaxserve.server.guard import Guard, cors_of
 from jaxserve.server.keys import Keys
-from jaxserve.server.limits import load_limits
 from jaxserve.server.metrics import CONTENT_TYPE
 from jaxserve.server.model_list import check_model, expected_length, present_model, present_models
 from jaxserve.server.start_times import StartTime
@@ -68,7 +67,6 @@ class ServerStart:
 
     @property
     def retry_after(self) -> float:
-        """The seconds after which a client should ask again."""
         return min(MOST, UNKNOWN if self.left is None else max(1.0, self.left))
 
     def presented(self) -> dict[str, Any]:
@@ -135,7 +133,6 @@ class Door:
         self._over.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or let the service's application do so."""
         if self._app is None and scope["type"] == "http":
             arrived, waiting = time.monotonic(), _Waiting(receive)
             await self._before({**scope, WAITING: waiting}, receive, send)

@@ -157,7 +157,6 @@ def _unauthorized(what: str, said: str) -> Refused:
 
 
 def too_large(limit: int) -> Refused:
-    """Return the error for a body above the limit."""
     return Refused(413, f"the body is larger than {limit} bytes (--max-body-size)", code="body_too_large")
 
 

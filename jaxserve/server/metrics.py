@@ -45,16 +45,6 @@ _TIMES: tuple[tuple[str, str, Sequence[float]], ...] = (
 )
 
 
-def _steps_1_2_5(limit: int) -> list[int]:
-    steps, power = list[int](), 1
-    while True:
-        for factor in (1, 2, 5):
-            if factor * power > limit:
-                return steps
-            steps.append(factor * power)
-        power *= 10
-
-
 class Metrics:
     """The metrics of one server. Writer: its event loop."""
 
@@ -68,7 +58,8 @@ class Metrics:
         else:
             ProcessCollector(registry=self.registry)
         self.registry.register(EngineCollector(engine, model_name, prefix))
-        lengths = _steps_1_2_5(engine.info.max_model_len)
+        steps = (factor * 10**power for power in range(19) for factor in (1, 2, 5))
+        lengths = [step for step in steps if step <= engine.info.max_model_len]
         self._histograms = {
             name: self._make(Histogram, name, text, buckets=buckets).labels(model_name)
             for name, text, buckets in (

@@ -15,8 +15,7 @@ from fastapi import Request
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.queue import ROWS
 from jaxserve.errors import InvalidValue
-from jaxserve.fleet.replicas import Replicas
-from jaxserve.fleet.rolling import Rolling
+from jaxserve.fleet.replicas import Replicas, Rolling
 from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, merged, pieces
 from jaxserve.generation.sharing import session_of
@@ -25,9 +24,8 @@ from jaxserve.models.source import sampling_defaults
 from jaxserve.sched.api.new_request import NewRequest, check_length
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
-from jaxserve.server.fairness import Client, Stage, StageCollector, arrived_at_start
+from jaxserve.server.fairness import Client, Stage, StageCollector, arrived_at_start, load_limits
 from jaxserve.server.keys import Keys
-from jaxserve.server.limits import load_limits
 from jaxserve.server.live import LiveFeed
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.model_list import check_model
@@ -71,7 +69,7 @@ class Service:
         if isinstance(engine, Replicas):
             engine.members.on_changed = lambda: self.stage.resize(*self._sizes())
         self.tracing = Tracing.of(config)
-        self.live = LiveFeed(self)
+        self.live = LiveFeed(engine, self.keys, self.model, lambda: self.draining)
         self.draining = False
         self.ending = asyncio.Event()  # set when a shutdown aborts the running requests
         self.active = 0  # HTTP requests that generate tokens
