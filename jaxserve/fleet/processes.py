@@ -213,15 +213,13 @@ class EngineProcesses(Engines):
         self._folder = tempfile.mkdtemp(prefix="jaxserve-")  # only this user may enter it
         replicas = []
         for at, (own, share) in enumerate(zip(gpus, KVShare.each(config), strict=True)):
-            orders = EngineOrders(own_settings(config, at), self._place(at, len(gpus) > 1), own, share)
+            name = f"replica {at}" if len(gpus) > 1 else "the engine process"
+            place = Place(Address(path=os.path.join(self._folder, str(at))), secrets.token_bytes(32), name)
+            orders = EngineOrders(own_settings(config, at), place, own, share)
             replicas.append(LocalReplica(orders, None if at else ahead))
         self._keep(replicas)
         for replica in replicas[: self.begin]:
             replica.launch()
-
-    def _place(self, at: int, several: bool) -> Place:
-        address = Address(path=os.path.join(self._folder, str(at)))
-        return Place(address, secrets.token_bytes(32), f"replica {at}" if several else "the engine process")
 
     def close(self) -> bool:
         closed = super().close()

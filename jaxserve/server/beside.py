@@ -50,23 +50,18 @@ class Beside:
         """The progress of the engine that is furthest from ready."""
         return StartProgress() if self._engines is None else self._engines.progress
 
-    @property
-    def places(self) -> Sequence[Place]:
-        """Where fronts find the engines, after `run`."""
-        assert self._engines is not None
-        return self._engines.places
-
-    def run(self) -> None:
-        """Start the engines, and wait until they are ready. Raises what keeps one from starting."""
+    def run(self) -> Sequence[Place]:
+        """Start the engines, and return their places once they are ready. Raises what keeps one from starting."""
         with self._lock:
             if self._closed:
                 raise JaxserveError("the server closes")
-            self._engines = self._start(self._config)
+            self._engines = engines = self._start(self._config)
             if self._config.max_replicas is not None:
-                self._scaler = ReplicaScaler(self._engines, self._config)
-        self._engines.wait()
+                self._scaler = ReplicaScaler(engines, self._config)
+        engines.wait()
         if self._scaler is not None:
             self._scaler.start()
+        return engines.places
 
     def close(self) -> bool:
         """Close all engines; return False if one had to be killed."""

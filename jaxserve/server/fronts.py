@@ -167,8 +167,7 @@ class Fronts:
         """Start the engines, and tell the main thread where they are, or that they are not."""
         told: Told
         try:
-            self._beside.run()
-            told = tuple(self._beside.places)
+            told = tuple(self._beside.run())
         except BaseException as error:
             self._error = error if self._signal is None and self._error is None else self._error
             told = Failure.of(error if isinstance(error, JaxserveError) else JaxserveError(repr(error)))
@@ -306,14 +305,12 @@ def _front(index: int, config: ServeConfig, start: Start, pipe: Connection[Any, 
     begun = ServerStart(start.last, lambda: parent.progress, start.began)
     door = None if start.over else Door(config, Keys.of(config), begun)
 
-    async def places() -> Sequence[Place]:
-        return await in_thread(parent.places)
-
     with signals.handled():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                runner.run(serve_remote(config, door, places, sock, signals, index, lambda: parent.tell(None)))
+                places, served = partial(in_thread, parent.places), partial(parent.tell, None)
+                runner.run(serve_remote(config, door, places, sock, signals, index, served))
         except Interrupted:
             pass
         except JaxserveError as error:
