@@ -29,9 +29,7 @@ from jaxserve.sched.cluster.ttft_predictions import Accuracy
 from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.perf import KINDS
 from jaxserve.sched.registry import factory
-from jaxserve.server.client_metrics import StageCollector
-from jaxserve.server.fairness import Client
-from jaxserve.server.limits import ClientLimits
+from jaxserve.server.fairness import Client, ClientLimits, StageCollector
 from jaxserve.server.metrics import PREFIX, Metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,7 +119,7 @@ def families() -> list[Metric]:
     )
     metrics = Metrics(SimpleNamespace(info=info, stats=sample_stats, ailment=None), "model")
     stage: Any = SimpleNamespace(clients={"key-1": Client(ClientLimits(), 0.0)})
-    metrics.register(StageCollector(stage, "model"))
+    metrics.registry.register(StageCollector(stage, "model"))
     return [family for family in metrics.registry.collect() if family.name.startswith(PREFIX)]
 
 

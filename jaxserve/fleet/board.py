@@ -38,7 +38,6 @@ class Board:
         self._folder = folder
 
     def publish(self, state: ScaleState) -> None:
-        """Write how many replicas run."""
         write_whole(self._folder / STATE, msgspec.json.encode(state))
 
     def state(self) -> ScaleState | None:
@@ -48,7 +47,6 @@ class Board:
         return None
 
     def ask(self, scale: Scale) -> None:
-        """Ask for a number of replicas."""
         write_whole(self._folder / ASKED, msgspec.json.encode(scale))
 
     def asked(self) -> Scale | None:

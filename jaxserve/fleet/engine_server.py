@@ -17,34 +17,7 @@ import msgspec
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runtime.flight_recorder import Recent
-from jaxserve.fleet.messages import (
-    Answer,
-    Cancel,
-    EndSession,
-    Failure,
-    Follow,
-    FromEngine,
-    FromFront,
-    GetLife,
-    GetRecent,
-    GetStats,
-    Hello,
-    LifeAnswer,
-    Outputs,
-    Prefetch,
-    Profile,
-    RecentAnswer,
-    Refused,
-    Repeat,
-    Report,
-    ResetPrefixCache,
-    Restart,
-    SetRoles,
-    State,
-    Stay,
-    Submit,
-    decode_from_front,
-)
+from jaxserve.fleet import messages
 from jaxserve.fleet.reports import Feed, InstanceReport
 from jaxserve.kv.exchange import KVExchange
 from jaxserve.kv.share import KVShare
@@ -56,8 +29,7 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.scaling.base import Arrivals
 from jaxserve.version import __version__
 from jaxserve.wire.address import Address
-from jaxserve.wire.connection import Connection
-from jaxserve.wire.message import encode
+from jaxserve.wire.connection import Connection, encode
 
 log = logging.getLogger(__name__)
 
@@ -121,14 +93,14 @@ class EngineServer:
         )
         return front.connection
 
-    def state(self, call: int | None = None) -> State:
+    def state(self, call: int | None = None) -> messages.State:
         """Return the State of now. Called on the engine's thread."""
         self.engine.measure()
         stats = self.engine.stats()
         if self.exchange is not None:
             stats = self.exchange.described(stats)
         ailment = LEAVING if self.retiring else self.engine.ailment
-        return State(stats, ailment, call, self.retiring, self._arrivals.at(self.engine.now))
+        return messages.State(stats, ailment, call, self.retiring, self._arrivals.at(self.engine.now))
 
     @property
     def retiring(self) -> bool:
@@ -163,14 +135,13 @@ class EngineServer:
             await asyncio.sleep(POLL)
         self.on_retired()
 
-    def hello(self) -> Hello:
-        """Return the first message to a front."""
+    def hello(self) -> messages.Hello:
         engine, exchange = self.engine, self.exchange
-        info = engine.info if exchange is None else exchange.presented(engine.info)
+        info = engine.info if exchange is None else exchange.with_role(engine.info)
         kv = "" if exchange is None else str(exchange.address)
         limits = tuple(scheduler.limits for scheduler in engine.schedulers)
         reports = self._whole_reports(cache=False)
-        return Hello(__version__, info, engine.queue_bound, self.state(), limits, reports, kv)
+        return messages.Hello(__version__, info, engine.queue_bound, self.state(), limits, reports, kv)
 
     def set_roles(self, roles: Mapping[int, Role]) -> bool:
         """Set the roles of instances, or of this replica if it shares KV. Called from another thread."""
@@ -179,11 +150,11 @@ class EngineServer:
         self.exchange.set_roles(roles)
         return True
 
-    def report(self, mark: int) -> Report:
+    def report(self, mark: int) -> messages.Report:
         """Return the first Report to a front that follows, and begin to collect events for it."""
         for feed in self._feeds:
             feed.follow(True)
-        return Report(mark, self._whole_reports(cache=True))
+        return messages.Report(mark, self._whole_reports(cache=True))
 
     def _whole_reports(self, *, cache: bool) -> tuple[InstanceReport, ...]:
         return tuple(feed.whole(self.engine.now, cache=cache) for feed in self._feeds)
@@ -203,7 +174,6 @@ class EngineServer:
             self._tell_all()
 
     def _tell_all(self) -> None:
-        """Send a State to all fronts."""
         if self._fronts:
             state = encode(self.state())
             for front in tuple(self._fronts):
@@ -260,7 +230,7 @@ class _Front:
 
     def received(self, frame: bytes) -> None:
         try:
-            message = self._whole(decode_from_front(frame))
+            message = self._whole(messages.decode_from_front(frame))
         except ValueError as error:
             self.connection.close(f"a message that cannot be decoded: {error}")
             return
@@ -268,61 +238,60 @@ class _Front:
             self._handle(message)
         except Exception as error:  # MemoryError, for example: other requests of the front go on
             log.exception("a message of a front could not be handled")
-            if isinstance(message, Submit):
-                self._send(Refused(message.id, Failure.of(Unavailable(f"the engine cannot take it: {error!r:.200}"))))
+            if isinstance(message, messages.Submit):
+                self._refuse(message.id, Unavailable(f"the engine cannot take it: {error!r:.200}"))
 
-    def _handle(self, message: FromFront) -> None:
+    def _handle(self, message: messages.FromFront) -> None:
         match message:
-            case Submit() if message.request.params.structured_outputs is not None:
+            case messages.Submit() if message.request.params.structured_outputs is not None:
                 self._compile(message)
-            case Submit():
+            case messages.Submit():
                 self._submit(message)
-            case Cancel():
+            case messages.Cancel():
                 self._cancel(message)
-            case GetStats():
+            case messages.GetStats():
                 self._send(self._server.state(message.call))
-            case GetRecent() | GetLife():
+            case messages.GetRecent() | messages.GetLife():
                 self._find(message)
-            case Prefetch():
+            case messages.Prefetch():
                 if self._server.exchange is not None:
                     self._server.exchange.prefetch(message.prompt, message.salt, message.kv_from)
-            case SetRoles():
+            case messages.SetRoles():
                 self._call(message.call, lambda: self._server.set_roles(message.roles))
-            case ResetPrefixCache():
+            case messages.ResetPrefixCache():
                 self._call(message.call, self._engine.reset_prefix_cache)
-            case EndSession():
+            case messages.EndSession():
                 self._call(message.call, lambda: self._engine.end_session(message.session))
-            case Profile():
+            case messages.Profile():
                 self._call(message.call, lambda: self._engine.profile(message.on))
-            case Follow():
+            case messages.Follow():
                 self.follows = True
                 self._send(self._server.report(self._mark))
-            case Restart():
+            case messages.Restart():
                 self._server.retire(message.patience)
-            case Stay():
+            case messages.Stay():
                 self._server.stay()
 
-    def _find(self, message: GetRecent | GetLife) -> None:
-        """Answer from the flight recorder."""
+    def _find(self, message: messages.GetRecent | messages.GetLife) -> None:
         recorder = self._engine.recorder
-        if isinstance(message, GetRecent):
+        if isinstance(message, messages.GetRecent):
             recent = Recent(0) if recorder is None else recorder.recent(message.since)
-            self._send(RecentAnswer(message.call, recent))
+            self._send(messages.RecentAnswer(message.call, recent))
         else:
             life = None if recorder is None else recorder.life(message.request, message.client)
-            self._send(LifeAnswer(message.call, life))
+            self._send(messages.LifeAnswer(message.call, life))
 
-    def _whole(self, message: FromFront) -> FromFront:
+    def _whole(self, message: messages.FromFront) -> messages.FromFront:
         """Complete a Repeat. Raises ValueError if there is nothing that it could repeat."""
-        if isinstance(message, Repeat):
+        if isinstance(message, messages.Repeat):
             if self._last is None:
                 raise ValueError("a Repeat before a Submit")
-            return Submit(message.id, message.request(self._last))
-        if isinstance(message, Submit):
+            return messages.Submit(message.id, message.request(self._last))
+        if isinstance(message, messages.Submit):
             self._last = message.request
         return message
 
-    def _cancel(self, message: Cancel) -> None:
+    def _cancel(self, message: messages.Cancel) -> None:
         id = self._running.get(message.id)
         if id is not None:
             self._engine.cancel(id, message.reason)
@@ -334,15 +303,18 @@ class _Front:
         """Send encoded reports of the instances, if there are any or a request has entered since the last ones."""
         if instances or self._mark != self._reported:
             self._reported = self._mark
-            self._send(Report(self._mark, cast(Any, instances)))
+            self._send(messages.Report(self._mark, cast(Any, instances)))
 
     def _entered(self, id: int) -> None:
         self._mark = id
 
-    def _send(self, message: FromEngine) -> None:
+    def _send(self, message: messages.FromEngine) -> None:
         self.connection.send(encode(message))
 
-    def _compile(self, message: Submit) -> None:
+    def _refuse(self, id: int, error: JaxserveError) -> None:
+        self._send(messages.Refused(id, messages.Failure.of(error)))
+
+    def _compile(self, message: messages.Submit) -> None:
         """Submit a request once its structured outputs are compiled, without keeping the engine's thread waiting."""
         wanted = message.request.params.structured_outputs
         assert wanted is not None
@@ -364,14 +336,14 @@ class _Front:
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(call)
 
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, message: messages.Submit) -> None:
         self._server.arrived(message.request)
         try:
             if self._server.retiring:
                 raise Unavailable(LEAVING)
             id = self._engine.submit(message.request, partial(self._deliver, message.id))
         except JaxserveError as error:
-            self._send(Refused(message.id, Failure.of(error)))
+            self._refuse(message.id, error)
         else:
             self._running[message.id] = id
         self._loop.call_soon(self._entered, message.id)  # after the request has entered the engine
@@ -396,7 +368,7 @@ class _Front:
         self._flushing = False
         deltas, self._deltas = self._deltas, []
         ended, self._ended = self._ended, {}
-        self._send(Outputs(tuple(deltas), ended))
+        self._send(messages.Outputs(tuple(deltas), ended))
 
     def _call(self, number: int, work: Callable[[], bool]) -> None:
         """Run `work`, which waits for the engine's thread, in another one."""
@@ -406,6 +378,6 @@ class _Front:
 
     async def _answer(self, number: int, work: Callable[[], bool]) -> None:
         try:
-            self._send(Answer(number, await asyncio.to_thread(work)))
+            self._send(messages.Answer(number, await asyncio.to_thread(work)))
         except JaxserveError as error:
-            self._send(Answer(number, failure=Failure.of(error)))
+            self._send(messages.Answer(number, failure=messages.Failure.of(error)))

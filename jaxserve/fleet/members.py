@@ -12,6 +12,7 @@ from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.engine.runtime.merged import merged_info, merged_stats, totals
 from jaxserve.fleet.remote_engine import RemoteEngine
 from jaxserve.fleet.reports import Update
+from jaxserve.sched import routing
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.routing.base import Fleet
 from jaxserve.sched.routing.front import Front
@@ -25,12 +26,9 @@ RETRY = 0.25  # seconds between attempts to connect to an engine that was lost
 class Members:
     """The engines by the numbers of their replicas. Writer: the loop of its Replicas."""
 
-    def __init__(
-        self, engines: Sequence[RemoteEngine | None], front: Callable[[Sequence[int], RemoteEngine], Front]
-    ) -> None:
-        """Use connected engines; None: one that may `join` later.
+    def __init__(self, engines: Sequence[RemoteEngine | None], router: str, fronts: int, seed: int) -> None:
+        """Use connected engines; None: one that may `join` later. router, fronts, seed: see `Front`.
 
-        front: makes the router, from the number of instances of each replica and an engine that is like the others.
         Raises InvalidValue if the engines do not serve the same model in the same way, or there is none.
         """
         self.engines = {at: engine for at, engine in enumerate(engines) if engine is not None}  # some may be lost
@@ -42,7 +40,8 @@ class Members:
         self.on_changed: Callable[[], None] = lambda: None  # told when an engine has joined or left
         self._changed()
         counts = [len((self.engines.get(at) or self.like).info.instances) for at in range(self.slots)]
-        self.front = front(counts, self.like)
+        page_size = self.like.info.instances[0].page_size
+        self.front = Front(routing.make(router), counts, page_size, fronts=fronts, seed=seed)
         for at, engine in self.engines.items():
             self._follow(at, engine)
         self.draining = set[int]()  # replicas that get no more requests
@@ -122,7 +121,6 @@ class Members:
         self.on_changed()
 
     def close(self) -> bool:
-        """Disconnect from all engines."""
         self._closed = True
         for task in self._watching:
             task.cancel()
@@ -159,19 +157,14 @@ class Members:
     # which take requests
 
     def engine(self, instance: int) -> RemoteEngine:
-        """Return the engine of an instance."""
         return self.engines[self.front.group(instance)]
 
     def takes(self, replica: int, but: Collection[RemoteEngine]) -> bool:
         """Return whether a replica takes requests, and its engine is none of `but`."""
         engine = self.engines.get(replica)
-        return (
-            engine is not None
-            and engine.healthy
-            and not engine.crowded
-            and replica not in self.draining
-            and engine not in but
-        )
+        if engine is None or replica in self.draining or engine in but:
+            return False
+        return engine.healthy and not engine.crowded
 
     def drain(self, replica: int) -> None:
         """Send no more requests to a replica; running ones finish there."""

@@ -20,7 +20,7 @@ from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.instance.stats import Sizes
 from jaxserve.sched.scaling.base import Arriving
-from jaxserve.wire.message import Message
+from jaxserve.wire.connection import Message
 
 # from the front
 
@@ -55,7 +55,6 @@ class Repeat(Message, frozen=True):
         return repeat if repeat.request(last) == request else None
 
     def request(self, last: NewRequest) -> NewRequest:
-        """Return the whole request."""
         params = last.params.of_output(self.seed, self.prompt_logprobs)
         return replace(last, params=params, key=self.key, **{name: getattr(self, name) for name in _OWN})
 
@@ -160,7 +159,6 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return cls(kind.__name__, str(error), getattr(error, "param", None), getattr(error, "retry_after", None))
 
     def error(self) -> JaxserveError:
-        """Return an equal exception."""
         kind: Any = KINDS[self.kind]
         if kind is InvalidValue:
             return InvalidValue(self.message, self.param)

@@ -1,4 +1,4 @@
-"""Which nodes of a cluster the replicas fit on: pure arithmetic, without Ray."""
+"""Which nodes of a cluster, or GPUs of this machine, each replica gets: pure arithmetic, without Ray."""
 
 from __future__ import annotations
 
@@ -16,6 +16,27 @@ def devices_of(config: ServeConfig) -> int:
         return 1
     instances, degree = parse_mesh(config.mesh)
     return degree if config.share_devices else instances * degree
+
+
+def visible(config: ServeConfig, gpus: int, given: str | None) -> list[str | None]:
+    """Return CUDA_VISIBLE_DEVICES for each replica; None leaves it as it is.
+
+    gpus: those of this machine. given: the variable's value here. Replicas share no GPU. Raises
+    InvalidValue if there are too few.
+    """
+    count = config.most_replicas
+    names = [str(at) for at in range(gpus)] if given is None else [name for name in given.split(",") if name]
+    if count == 1 or not gpus or not names:
+        return [None] * count
+    each = len(names) // count if config.mesh is None else devices_of(config)
+    if each < 1 or each * count > len(names):
+        need = "a GPU each" if config.mesh is None else f"{each} GPUs each (mesh={config.mesh})"
+        raise InvalidValue(
+            f"{config.replicas_said} need {need}, and this process may use {len(names)}: ask for fewer replicas or "
+            "a smaller --mesh",
+            "replicas",
+        )
+    return [",".join(names[at * each : (at + 1) * each]) for at in range(count)]
 
 
 def lay_out(config: ServeConfig, kind: str, nodes: Mapping[str, int]) -> list[Shares]:

@@ -20,8 +20,8 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.gc_control import uncollected
 from jaxserve.engine.startup.environment import gpus_here
 from jaxserve.errors import JaxserveError
-from jaxserve.fleet.devices import visible
 from jaxserve.fleet.messages import Failure
+from jaxserve.fleet.nodes import visible
 from jaxserve.fleet.supervisor import CLOSING, POLL, Closing, Engines, own_settings
 from jaxserve.kv.share import KVShare
 from jaxserve.report.logs import log_to_stderr
@@ -44,7 +44,7 @@ class EngineOrders(NamedTuple):
 
     config: ServeConfig
     place: Place
-    gpus: str | None = None  # see devices.py
+    gpus: str | None = None  # see nodes.py
     share: KVShare | None = None  # how it exchanges KV with others; None: it does not
 
 
@@ -213,15 +213,13 @@ class EngineProcesses(Engines):
         self._folder = tempfile.mkdtemp(prefix="jaxserve-")  # only this user may enter it
         replicas = []
         for at, (own, share) in enumerate(zip(gpus, KVShare.each(config), strict=True)):
-            orders = EngineOrders(own_settings(config, at), self._place(at, len(gpus) > 1), own, share)
+            name = f"replica {at}" if len(gpus) > 1 else "the engine process"
+            place = Place(Address(path=os.path.join(self._folder, str(at))), secrets.token_bytes(32), name)
+            orders = EngineOrders(own_settings(config, at), place, own, share)
             replicas.append(LocalReplica(orders, None if at else ahead))
         self._keep(replicas)
         for replica in replicas[: self.begin]:
             replica.launch()
-
-    def _place(self, at: int, several: bool) -> Place:
-        address = Address(path=os.path.join(self._folder, str(at)))
-        return Place(address, secrets.token_bytes(32), f"replica {at}" if several else "the engine process")
 
     def close(self) -> bool:
         closed = super().close()
@@ -312,7 +310,6 @@ class _Parent:
             self._control.send(failure)
 
     def beat(self) -> None:
-        """Give a sign of life."""
         with suppress(OSError):
             self._control.send(None)
 

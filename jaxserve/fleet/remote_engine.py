@@ -15,33 +15,7 @@ from typing import Any, TypeVar
 from jaxserve.engine.runtime.flight_recorder import Recent, RequestLife
 from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.engine.runtime.queue import Queue
-from jaxserve.fleet.messages import (
-    Answer,
-    Cancel,
-    EndSession,
-    Follow,
-    FromEngine,
-    FromFront,
-    GetLife,
-    GetRecent,
-    GetStats,
-    Hello,
-    LifeAnswer,
-    Outputs,
-    Prefetch,
-    Profile,
-    RecentAnswer,
-    Refused,
-    Repeat,
-    Report,
-    ResetPrefixCache,
-    Restart,
-    SetRoles,
-    State,
-    Stay,
-    Submit,
-    decode_from_engine,
-)
+from jaxserve.fleet import messages
 from jaxserve.fleet.reports import Receiver, Update
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
@@ -51,8 +25,7 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.scaling.base import Arriving
 from jaxserve.version import __version__
 from jaxserve.wire.address import Address
-from jaxserve.wire.connection import Connection
-from jaxserve.wire.message import encode
+from jaxserve.wire.connection import Connection, encode
 
 T = TypeVar("T")
 
@@ -95,7 +68,7 @@ class RemoteEngine:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._listeners: dict[int, Callable[[Delta], None]] = {}
         self._last: NewRequest | None = None  # the last one that was sent whole
-        self._gone: str | None = None  # why the connection is lost
+        self._gone: str | None = None  # that the connection is lost, and why
         self.on_lost: Callable[[str], None] = lambda why: None
         self.updates: dict[int, Update]  # of all instances, when the engine was connected
         self.on_report: Callable[[dict[int, Update], int], None] = lambda updates, mark: None
@@ -135,14 +108,14 @@ class RemoteEngine:
         Raises Unavailable if the connection is lost, or `crowded`.
         """
         if self._gone is not None:
-            raise Unavailable(f"{self.name} has ended: {self._gone}")
+            raise Unavailable(self._gone)
         if self.crowded:
             raise Unavailable(f"{self.name} has not yet read the requests before this one: try again later")
         id, seed = next(self._ids), request.params.seed
         if seed is not None and not 0 <= seed <= SEEDS:  # what the engine uses, and what a message can hold
             request = replace(request, params=replace(request.params, seed=seed & SEEDS))
-        repeat = Repeat.of(self._last, id, request)
-        self._send(Submit(id, request) if repeat is None else repeat)
+        repeat = messages.Repeat.of(self._last, id, request)
+        self._send(messages.Submit(id, request) if repeat is None else repeat)
         if repeat is None:
             self._last = request
         self._listeners[id] = on_delta
@@ -156,7 +129,7 @@ class RemoteEngine:
     def prefetch(self, prompt: Sequence[int], salt: bytes, kv_from: str) -> None:
         """Let the engine fetch the KV of a prompt while the engine at `kv_from` computes it."""
         if self._gone is None and not self.crowded:
-            self._send(Prefetch(tuple(prompt), salt, kv_from))
+            self._send(messages.Prefetch(tuple(prompt), salt, kv_from))
 
     def check_outputs(self, prompts: int, n: int, instances: int | None = None) -> None:
         """Raise InvalidValue if the queue can never hold `n` outputs of each of `prompts` prompts.
@@ -173,7 +146,7 @@ class RemoteEngine:
     def cancel(self, request: int, reason: str = "abort") -> None:
         """End a request early; no effect if it has ended."""
         if request in self._listeners:
-            self._send(Cancel(request, reason))
+            self._send(messages.Cancel(request, reason))
 
     def record(self, request: int) -> RequestMetrics | None:
         """Return the times of a finished request, once."""
@@ -193,7 +166,7 @@ class RemoteEngine:
     def follow(self, on_report: Callable[[dict[int, Update], int], None]) -> None:
         """Ask for reports of the instances; `on_report` gets what has changed, and the last request that it shows."""
         self.on_report = on_report
-        self._send(Follow())
+        self._send(messages.Follow())
 
     @property
     def healthy(self) -> bool:
@@ -203,9 +176,7 @@ class RemoteEngine:
     @property
     def ailment(self) -> str | None:
         """Why requests should be sent elsewhere, or None."""
-        if self._gone is not None:
-            return f"{self.name} has ended: {self._gone}"
-        return self._ailment
+        return self._ailment if self._gone is None else self._gone
 
     def stats(self) -> Stats:
         """Return the engine's last snapshot, see `refresh`."""
@@ -216,7 +187,7 @@ class RemoteEngine:
         if self._gone is None:
             try:
                 async with asyncio.timeout(REFRESHING):
-                    await self._call(GetStats)
+                    await self._call(messages.GetStats)
             except (TimeoutError, JaxserveError):
                 return
 
@@ -224,51 +195,43 @@ class RemoteEngine:
         """Return what has happened since, as `Engine.recent`; nothing if the engine does not respond."""
         with suppress(TimeoutError, JaxserveError):
             async with asyncio.timeout(REFRESHING):
-                events: Recent = await self._call(GetRecent, since)
+                events: Recent = await self._call(messages.GetRecent, since)
                 return events
         return Recent(since)
 
     async def life(self, id: int, client: str | None) -> RequestLife | None:
         """Return what is known of a request, as `Engine.life`. Raises Unavailable if the engine has ended."""
-        life: RequestLife | None = await self._call(GetLife, id, client)
+        life: RequestLife | None = await self._call(messages.GetLife, id, client)
         return life
 
     def set_roles(self, roles: Mapping[int, Role]) -> tuple[Role, ...]:
         """Set the roles of instances, as `Engine.set_roles`; called from another thread."""
-
-        async def turned() -> None:
-            await self._call(SetRoles, dict(roles))
-            await self._call(GetStats)
-
-        asyncio.run_coroutine_threadsafe(turned(), self._loop).result()
+        self._ask(messages.SetRoles, dict(roles))
+        self._ask(messages.GetStats)
         return self.roles
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache, as `Engine.reset_prefix_cache`; called from another thread."""
-        asked = asyncio.run_coroutine_threadsafe(self._call(ResetPrefixCache), self._loop)
-        return bool(asked.result())
+        return bool(self._ask(messages.ResetPrefixCache))
 
     def end_session(self, session: str) -> bool:
         """Release the pages of a session, as `Engine.end_session`; called from another thread."""
-        asked = asyncio.run_coroutine_threadsafe(self._call(EndSession, session), self._loop)
-        return bool(asked.result())
+        return bool(self._ask(messages.EndSession, session))
 
     def profile(self, on: bool) -> bool:
         """Start or end a trace of the engine's process, as `Engine.profile`; called from another thread."""
-        asked = asyncio.run_coroutine_threadsafe(self._call(Profile, on), self._loop)
-        return bool(asked.result())
+        return bool(self._ask(messages.Profile, on))
 
     def restart(self, patience: float) -> None:
         """Ask the engine to finish its requests, up to `patience` seconds, and to start again. It is lost soon."""
-        self._send(Restart(patience))
+        self._send(messages.Restart(patience))
 
     def stay(self) -> None:
         """Ask an engine that is `leaving` to take requests again."""
-        self._send(Stay())
+        self._send(messages.Stay())
 
     @property
     def lost(self) -> bool:
-        """Whether the connection has ended."""
         return self._gone is not None
 
     def close(self) -> bool:
@@ -278,12 +241,12 @@ class RemoteEngine:
 
     # messages
 
-    def _send(self, message: FromFront) -> None:
+    def _send(self, message: messages.FromFront) -> None:
         self._connection.send(encode(message))
 
     async def _call(self, kind: Any, *args: Any) -> Any:
         if self._gone is not None:
-            raise Unavailable(f"{self.name} has ended: {self._gone}")
+            raise Unavailable(self._gone)
         number = next(self._ids)
         answer = self._calls[number] = self._loop.create_future()
         try:
@@ -291,6 +254,10 @@ class RemoteEngine:
             return await answer
         finally:
             self._calls.pop(number, None)
+
+    def _ask(self, kind: Any, *args: Any) -> Any:
+        """Call from another thread, and wait for the answer."""
+        return asyncio.run_coroutine_threadsafe(self._call(kind, *args), self._loop).result()
 
     def _listen(self) -> None:
         """Give the engine up if it has been silent for long: what it computes continues elsewhere, or ends."""
@@ -303,32 +270,35 @@ class RemoteEngine:
     def _received(self, frame: bytes) -> None:
         self._silent = 0
         try:
-            message = decode_from_engine(frame)
-            if isinstance(message, Hello):
+            message = messages.decode_from_engine(frame)
+            if isinstance(message, messages.Hello):
                 self._instances = Receiver(message.limits)
             updates = self._read(message)
         except ValueError as error:
             self._connection.close(f"a message that cannot be decoded: {error}; is it another version?")
             return
         match message:
-            case Outputs():
-                self._outputs(message)
-            case Report():
+            case messages.Outputs():
+                for id, times in message.ended.items():
+                    _remember(self._over, id, times)
+                for delta in message.deltas:
+                    self._deliver(delta)
+            case messages.Report():
                 self.on_report(updates, message.mark)
-            case State():
+            case messages.State():
                 self._see(message)
-            case Refused():
+            case messages.Refused():
                 _remember(self._refusals, message.id, message.failure.error())
                 self._deliver(Delta(message.id, finish_reason="rejected", error=message.failure.message))
-            case Answer():
-                self._answered(message)
-            case RecentAnswer() | LifeAnswer():
-                self._found(message)
-            case Hello():
+            case messages.Answer() if message.failure is not None:
+                self._answered(message.call, error=message.failure.error())
+            case messages.Answer() | messages.RecentAnswer() | messages.LifeAnswer():
+                self._answered(message.call, message.value)
+            case messages.Hello():
                 self.updates = updates
                 self._greet(message)
 
-    def _greet(self, message: Hello) -> None:
+    def _greet(self, message: messages.Hello) -> None:
         if message.version != __version__:
             self._connection.close(f"it is jaxserve {message.version}, this is {__version__}: install one version")
             return
@@ -339,18 +309,17 @@ class RemoteEngine:
         if not self._greeted.done():
             self._greeted.set_result(None)
 
-    def _see(self, state: State) -> None:
+    def _see(self, state: messages.State) -> None:
         self._stats, self._ailment = state.stats, state.ailment
         self.leaving, self.arriving = state.leaving, state.arriving
-        waiting = self._calls.get(-1 if state.call is None else state.call)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(True)
+        if state.call is not None:
+            self._answered(state.call)
 
-    def _read(self, message: FromEngine) -> dict[int, Update]:
+    def _read(self, message: messages.FromEngine) -> dict[int, Update]:
         """Return what the reports in a message say, with times on the clock of this process. Raises ValueError."""
-        if isinstance(message, Report):
+        if isinstance(message, messages.Report):
             updates = self._instances.read(message.instances)
-        elif isinstance(message, Hello):
+        elif isinstance(message, messages.Hello):
             updates = self._instances.read(message.reports)
         else:
             return {}
@@ -360,25 +329,14 @@ class RemoteEngine:
             self._ahead = min(self._ahead + DRIFT, now - max(taken))
         return {at: replace(update, snapshot=update.snapshot.later(self._ahead)) for at, update in updates.items()}
 
-    def _answered(self, message: Answer) -> None:
-        waiting = self._calls.get(message.call)
+    def _answered(self, call: int, value: Any = True, error: JaxserveError | None = None) -> None:
+        waiting = self._calls.get(call)
         if waiting is None or waiting.done():
             return
-        if message.failure is not None:
-            waiting.set_exception(message.failure.error())
+        if error is not None:
+            waiting.set_exception(error)
         else:
-            waiting.set_result(message.value)
-
-    def _found(self, message: RecentAnswer | LifeAnswer) -> None:
-        waiting = self._calls.get(message.call)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(message.value)
-
-    def _outputs(self, outputs: Outputs) -> None:
-        for id, times in outputs.ended.items():
-            _remember(self._over, id, times)
-        for delta in outputs.deltas:
-            self._deliver(delta)
+            waiting.set_result(value)
 
     def _deliver(self, delta: Delta) -> None:
         ended = delta.finish_reason is not None
@@ -387,10 +345,10 @@ class RemoteEngine:
             listener(delta)
 
     def _lost(self, why: str) -> None:
-        self._gone = why
+        self._gone = f"{self.name} has ended: {why}"
         if self._look is not None:
             self._look.cancel()
-        gone = Unavailable(f"{self.name} has ended: {why}")
+        gone = Unavailable(self._gone)
         if not self._greeted.done():
             self._greeted.set_exception(gone)
         for answer in self._calls.values():

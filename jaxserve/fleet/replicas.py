@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from pathlib import Path
 
 from jaxserve.engine.runtime.info import EngineInfo, Stats
 from jaxserve.fleet.board import Board
 from jaxserve.fleet.dispatcher import Dispatcher
-from jaxserve.fleet.handoff import check_replica_roles
-from jaxserve.fleet.members import Members
+from jaxserve.fleet.members import RETRY, Members
 from jaxserve.fleet.remote_engine import RemoteEngine
-from jaxserve.outputs import RequestMetrics
-from jaxserve.sched import routing
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
-from jaxserve.sched.api.new_request import NewRequest
-from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.policy import Role
-from jaxserve.sched.routing.front import Front
 from jaxserve.wire.address import Place
 
 log = logging.getLogger(__name__)
 
 ROUTER = "unified"
+CLAIM = "restart"  # a file that is locked while a front restarts replicas; the lock ends with its process
+SETTLING = 4 * RETRY  # seconds in which other fronts find the replica that is back
 
 
-class Replicas:
+class Replicas(Dispatcher):
     """Engines in other processes as one engine. All methods belong to one loop, as those of RemoteEngine."""
 
     def __init__(
@@ -45,13 +41,7 @@ class Replicas:
         The seeds of requests without one come from `seed`. `router`: by name. Raises InvalidValue if the engines do
         not serve the same model in the same way, or there is none.
         """
-
-        def front(counts: Sequence[int], like: RemoteEngine) -> Front:
-            page_size = like.info.instances[0].page_size
-            return Front(routing.make(router), counts, page_size, fronts=fronts, seed=zlib.crc32(seed.encode()))
-
-        self.members = Members(engines, front)
-        self.dispatcher = Dispatcher(self.members, seed)
+        super().__init__(Members(engines, router, fronts, zlib.crc32(seed.encode())), seed)
 
     @classmethod
     async def connect(
@@ -75,29 +65,9 @@ class Replicas:
             replicas.members.watch(at, place)
         return replicas
 
-    # requests
-
-    def submit(self, request: NewRequest, on_delta: Callable[[Delta], None]) -> int:
-        """Submit a request, as to a `RemoteEngine`, and return its id. Raises Unavailable if no engine can take it."""
-        return self.dispatcher.submit(request, on_delta)
-
     def check_outputs(self, prompts: int, n: int) -> None:
         """Raise InvalidValue if the queues can never hold `n` outputs of each of `prompts` prompts."""
         self.members.like.check_outputs(prompts, n, sum(engine.entries for engine in self.engines.values()))
-
-    def cancel(self, request: int, reason: str = "abort") -> None:
-        """End a request early; no effect if it has ended."""
-        self.dispatcher.cancel(request, reason)
-
-    def record(self, request: int) -> RequestMetrics | None:
-        """Return the times of a finished request, once."""
-        return self.dispatcher.record(request)
-
-    def refusal(self, request: int) -> JaxserveError | None:
-        """Return why a request was not accepted; None if it was."""
-        return self.dispatcher.refusal(request)
-
-    # the engines as a whole
 
     @property
     def engines(self) -> Mapping[int, RemoteEngine]:
@@ -110,17 +80,14 @@ class Replicas:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The roles of all instances."""
         return tuple(role for engine in self.engines.values() for role in engine.roles)
 
     @property
     def healthy(self) -> bool:
-        """Whether at least one engine takes requests."""
         return self.ailment is None
 
     @property
     def ailment(self) -> str | None:
-        """Why no engine takes requests; None if one does."""
         return self.members.ailment
 
     def stats(self) -> Stats:
@@ -136,15 +103,10 @@ class Replicas:
     @property
     def board(self) -> Board | None:
         """Where the process that starts engines says how many there are; None: nowhere."""
-        return None if self.folder is None else Board(self.folder)
-
-    @property
-    def folder(self) -> Path | None:
-        """What all fronts of this machine have in common."""
-        return self.members.folder
+        folder = self.members.folder
+        return None if folder is None else Board(folder)
 
     async def refresh(self) -> None:
-        """Fetch snapshots of now."""
         await asyncio.gather(*(engine.refresh() for engine in self.engines.values()))
 
     def set_roles(self, roles: Mapping[int, Role]) -> tuple[Role, ...]:
@@ -153,21 +115,15 @@ class Replicas:
         Instances are numbered over all replicas. Replicas before one that refuses keep their new roles.
         """
         engines = tuple(self.engines.values())
-        begin, unknown = 0, set(roles)
-        for engine in engines:
-            own = range(begin, begin + len(engine.roles))
-            unknown -= set(own)
-            begin = own.stop
-        if unknown:
-            raise InvalidValue(f"instance={min(unknown)!r} must be 0 to {begin - 1}", "instance")
+        places = [(engine, at) for engine in engines for at in range(len(engine.roles))]
+        if unknown := set(roles) - set(range(len(places))):
+            raise InvalidValue(f"instance={min(unknown)!r} must be 0 to {len(places) - 1}", "instance")
         if any(engine.kv for engine in engines):
             check_replica_roles(roles.get(at, role) for at, role in enumerate(self.roles))
-        begin = 0
         for engine in engines:
-            count = len(engine.roles)
-            if own_roles := {at - begin: role for at, role in roles.items() if begin <= at < begin + count}:
-                engine.set_roles(own_roles)
-            begin += count
+            own = {at: roles[number] for number, (one, at) in enumerate(places) if one is engine and number in roles}
+            if own:
+                engine.set_roles(own)
         return self.roles
 
     def reset_prefix_cache(self) -> bool:
@@ -196,8 +152,64 @@ class Replicas:
         return True
 
     def close(self) -> bool:
-        """Disconnect from all engines."""
         return self.members.close()
+
+
+class Rolling:
+    """Restarts all replicas, one after the other, without a lost request. Writer: the loop of the replicas."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.replicas = replicas
+        self._task: asyncio.Task[None] | None = None
+        self.restarted = 0  # replicas that are back since the last `start`
+
+    @property
+    def running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def start(self, patience: float) -> None:
+        """Begin; each replica may take `patience` seconds to finish its requests, the rest continue elsewhere.
+
+        Raises InvalidValue if there is one replica only, JaxserveError if a restart is in progress, also at
+        another front of this machine.
+        """
+        count = len(self.replicas.engines)
+        if count < 2:
+            raise InvalidValue(
+                f"replicas={count}: requests would be lost while the only engine starts; serve with --replicas 2 or "
+                "more",
+                "replicas",
+            )
+        if self.running:
+            raise JaxserveError(f"a restart is in progress: {self.restarted} of {count} replicas are done")
+        claim = self._claim()
+        self.restarted = 0
+        self._task = asyncio.ensure_future(self._run(patience, claim))
+
+    def _claim(self) -> AbstractContextManager[object]:
+        """Return a file that no other front can lock until it is closed, if fronts have a folder in common."""
+        folder = self.replicas.members.folder
+        if folder is None:
+            return nullcontext()
+        claim = (folder / CLAIM).open("wb")
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            claim.close()
+            raise JaxserveError("a restart is in progress at another front") from None
+        return claim
+
+    async def _run(self, patience: float, claim: AbstractContextManager[object]) -> None:
+        with claim:
+            for replica in tuple(self.replicas.engines):
+                await self.replicas.members.renew(replica, patience)
+                self.restarted += 1
+                await asyncio.sleep(SETTLING)
+
+    def close(self) -> None:
+        """Stop after what has been asked for already."""
+        if self._task is not None:
+            self._task.cancel()
 
 
 async def _connected(place: Place) -> RemoteEngine | None:
@@ -206,3 +218,10 @@ async def _connected(place: Place) -> RemoteEngine | None:
     except InvalidValue as error:
         log.debug("%s is not there: %s", place.name, error)
         return None
+
+
+def check_replica_roles(roles: Iterable[Role]) -> None:
+    """Raise InvalidValue if no replica of these roles would prefill, or none decode."""
+    given = [role.value for role in roles]
+    if set(given) in ({Role.PREFILL.value}, {Role.DECODE.value}):
+        raise InvalidValue(f"roles={given} are incomplete: some replica must prefill and some must decode", "roles")

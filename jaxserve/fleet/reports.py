@@ -156,7 +156,7 @@ class Feed:
         scheduler = self._scheduler
         gained = _joined(scheduler.blocks.digests) if cache else b""
         perf = describe(scheduler.perf)
-        return report_of(self._index, self._snapshot(now), perf=perf, gained=gained, anew=cache)
+        return report_of(self._index, Snapshot.of(scheduler, now, identify=False), perf=perf, gained=gained, anew=cache)
 
     def news(self, now: float) -> InstanceReport | None:
         """Return a report for all fronts that got the one before, if something has changed since."""
@@ -175,12 +175,8 @@ class Feed:
         perf = None
         if scheduler.perf.version != self._perf:
             self._perf, perf = scheduler.perf.version, describe(scheduler.perf)
-        return report_of(
-            self._index, self._snapshot(now), perf=perf, gained=_joined(gained), lost=_joined(lost), anew=anew
-        )
-
-    def _snapshot(self, now: float) -> Snapshot:
-        return Snapshot.of(self._scheduler, now, identify=False)
+        snapshot = Snapshot.of(scheduler, now, identify=False)
+        return report_of(self._index, snapshot, perf=perf, gained=_joined(gained), lost=_joined(lost), anew=anew)
 
 
 class Receiver:
@@ -189,9 +185,6 @@ class Receiver:
     def __init__(self, limits: Sequence[Limits]) -> None:
         self._limits = limits
         self._perf: dict[int, PerfModel] = {}
-
-    def __len__(self) -> int:
-        return len(self._limits)
 
     def read(self, reports: Iterable[InstanceReport]) -> dict[int, Update]:
         """Return what the reports tell, by instance. Raises ValueError for an unknown instance or step-time model."""

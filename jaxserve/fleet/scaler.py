@@ -15,8 +15,7 @@ from contextlib import suppress
 
 from jaxserve.config import ServeConfig, parse_mesh
 from jaxserve.fleet.board import Board, ScaleState
-from jaxserve.fleet.replicas import Replicas
-from jaxserve.fleet.rolling import CLAIM
+from jaxserve.fleet.replicas import CLAIM, Replicas
 from jaxserve.fleet.supervisor import Engines
 from jaxserve.sched import scaling
 from jaxserve.sched.api.errors import InvalidValue
@@ -46,7 +45,7 @@ class ReplicaScaler:
         self.board = Board(folder)
         self._folder = folder
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="jaxserve-scaler", daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="jaxserve-scaler", daemon=True)
 
     def start(self) -> None:
         """Begin to decide. The first engines must be ready."""
@@ -54,13 +53,9 @@ class ReplicaScaler:
         self._thread.start()
 
     def close(self) -> None:
-        """Decide no more."""
         self._ending.set()
         if self._thread.is_alive():
             self._thread.join()
-
-    def _main(self) -> None:
-        asyncio.run(self._run())
 
     async def _run(self) -> None:
         replicas: Replicas | None = None
@@ -78,7 +73,6 @@ class ReplicaScaler:
             replicas.close()
 
     def _decide(self, replicas: Replicas, now: float) -> None:
-        """Change what runs, and say so."""
         keepers = self._engines.keepers
         standing = [keeper.standing for keeper in keepers]
         wanted = self._needed(replicas, now, standing)
@@ -102,7 +96,6 @@ class ReplicaScaler:
         self._publish(wanted)
 
     def _needed(self, replicas: Replicas, now: float, standing: list[Standing]) -> int:
-        """Return the number of replicas that should serve."""
         asked = self.board.asked()
         if asked is not None:
             self._fixed = asked.replicas

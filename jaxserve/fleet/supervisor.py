@@ -74,7 +74,6 @@ class Keeper:
             self._change.notify_all()
 
     def start(self) -> None:
-        """Start the engine. Raises what kept it from starting."""
         begun, self._running = time.monotonic(), True
         try:
             self.replica.start(self._closing.is_set)

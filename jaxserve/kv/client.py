@@ -17,26 +17,13 @@ import numpy.typing as npt
 
 from jaxserve.engine.memory.transfer import KVBuffer, Piece
 from jaxserve.engine.programs.checksum import checksums
+from jaxserve.kv import messages
 from jaxserve.kv.direct import Direct
 from jaxserve.kv.layout import Layout
-from jaxserve.kv.messages import (
-    AwaitPage,
-    CompareLayouts,
-    Done,
-    FromClient,
-    GetPages,
-    LayoutReply,
-    Offer,
-    PagesHeader,
-    PagesPart,
-    PageStatus,
-    decode_from_server,
-)
 from jaxserve.kv.share import Transport
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
 from jaxserve.wire.address import Address
-from jaxserve.wire.connection import Connection
-from jaxserve.wire.message import encode
+from jaxserve.wire.connection import Connection, encode
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +52,6 @@ class Destination(NamedTuple):
         return fits[0]
 
     def shapes(self, size: int) -> list[Any]:
-        """Return the abstract arrays of a piece."""
         return [
             jax.ShapeDtypeStruct((*array.shape[:2], size, *array.shape[3:]), array.dtype, sharding=array.sharding)
             for array in self.arrays
@@ -78,7 +64,7 @@ class _Answer:
     def __init__(self) -> None:
         self.heard = asyncio.Event()  # set with every message
         self.complete = False
-        self.what: PageStatus | PagesHeader | Offer | None = None
+        self.what: messages.PageStatus | messages.PagesHeader | messages.Offer | None = None
         self.content: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.filled = 0  # bytes
 
@@ -108,7 +94,7 @@ class KVClient:
             client._connection = Connection(
                 key,
                 "front",
-                opened=lambda _: client._send(CompareLayouts(destination.layout.digest)),
+                opened=lambda _: client._send(messages.CompareLayouts(destination.layout.digest)),
                 received=client._received,
                 lost=client._lost,
             )
@@ -135,9 +121,9 @@ class KVClient:
     async def there(self, digest: bytes, seconds: float) -> bool:
         """Wait until a page is there, and return whether it is within `seconds`. Raises Unavailable as `pages`."""
         with self._asking() as (call, answer):
-            self._send(AwaitPage(call, digest, seconds))
+            self._send(messages.AwaitPage(call, digest, seconds))
             await self._arrival(answer, seconds)
-            return isinstance(answer.what, PageStatus) and answer.what.there
+            return isinstance(answer.what, messages.PageStatus) and answer.what.there
 
     async def pages(self, digests: Sequence[bytes]) -> KVBuffer | None:
         """Return the first of these pages, as many as come in one answer; None if the first is not there.
@@ -145,12 +131,12 @@ class KVClient:
         Raises WrongKV if the content is not what was given, and Unavailable if the other process is lost or silent.
         """
         with self._asking() as (call, answer):
-            self._send(GetPages(call, tuple(digests), self.direct))
+            self._send(messages.GetPages(call, tuple(digests), self.direct))
             await self._arrival(answer)
             match answer.what:
-                case Offer() as offer:
+                case messages.Offer() as offer:
                     return await self._pulled(offer)
-                case PagesHeader() as header if header.pages:
+                case messages.PagesHeader() as header if header.pages:
                     return await asyncio.to_thread(_unpacked, header, answer.content, self._destination)
             return None
 
@@ -163,7 +149,7 @@ class KVClient:
             yield call, answer
         finally:
             del self._answers[call]
-            self._send(Done(call))
+            self._send(messages.Done(call))
 
     async def _arrival(self, answer: _Answer, seconds: float = 0.0) -> None:
         while not answer.complete:
@@ -176,7 +162,7 @@ class KVClient:
             except TimeoutError:
                 raise Unavailable(f"no KV came for {SILENT:g} s") from None
 
-    async def _pulled(self, offer: Offer) -> KVBuffer:
+    async def _pulled(self, offer: messages.Offer) -> KVBuffer:
         assert self._puller is not None
         shapes = self._destination.shapes(self._destination.size(offer.size))
         try:
@@ -190,28 +176,28 @@ class KVClient:
 
     # messages
 
-    def _send(self, message: FromClient) -> None:
+    def _send(self, message: messages.FromClient) -> None:
         self._connection.send(encode(message))
 
     def _received(self, frame: bytes) -> None:
         try:
-            message = decode_from_server(frame)
+            message = messages.decode_from_server(frame)
         except ValueError as error:
             self._connection.close(f"a message that cannot be decoded: {error}")
             return
-        if isinstance(message, LayoutReply):
+        if isinstance(message, messages.LayoutReply):
             self._greet(message)
             return
         answer = self._answers.get(message.call)
         if answer is None:
             return  # no longer wanted
         match message:
-            case PagesHeader():
+            case messages.PagesHeader():
                 answer.what, answer.content = message, np.empty(min(sum(message.sizes), self._most()), np.uint8)
                 answer.complete = not len(answer.content)
-            case PageStatus() | Offer():
+            case messages.PageStatus() | messages.Offer():
                 answer.what, answer.complete = message, True
-            case PagesPart():
+            case messages.PagesPart():
                 part = np.frombuffer(message.content, np.uint8)[: len(answer.content) - answer.filled]
                 answer.content[answer.filled : answer.filled + len(part)] = part
                 answer.filled += len(part)
@@ -224,7 +210,7 @@ class KVClient:
             prod(shape.shape) * shape.dtype.itemsize for shape in self._destination.shapes(self._destination.sizes[-1])
         )
 
-    def _greet(self, message: LayoutReply) -> None:
+    def _greet(self, message: messages.LayoutReply) -> None:
         if self._greeted.done():
             return
         why = self._destination.layout.difference(message.layout)
@@ -238,7 +224,7 @@ class KVClient:
         self._from = message.direct or ""
         self._greeted.set_result(None)
 
-    def _apart(self, message: LayoutReply) -> str | None:
+    def _apart(self, message: messages.LayoutReply) -> str | None:
         """Return why pages cannot come from device to device; None if they can."""
         if message.direct is None or self._puller is None:
             return f"jax's transfer server does not run {'there' if message.direct is None else 'here'}"
@@ -254,7 +240,7 @@ class KVClient:
             answer.heard.set()
 
 
-def _unpacked(header: PagesHeader, content: npt.NDArray[np.uint8], destination: Destination) -> KVBuffer:
+def _unpacked(header: messages.PagesHeader, content: npt.NDArray[np.uint8], destination: Destination) -> KVBuffer:
     """Return the piece of an answer on the devices. Raises WrongKV if a length or a checksum is wrong."""
     size, at, piece = destination.size(header.pages), 0, []
     shapes = destination.shapes(size)

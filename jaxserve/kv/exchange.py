@@ -33,6 +33,7 @@ from jaxserve.wire.address import Address
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Told = TypeVar("Told", EngineInfo, Stats)
 
 PATIENCE = 60.0  # seconds for which a prefetch lasts: prompts that are late may wait long until they are computed
 
@@ -52,12 +53,7 @@ class KVExchange:
         self._server: KVServer
         self._ahead: _Ahead
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name="jaxserve-kv", daemon=True)
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.close()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="jaxserve-kv", daemon=True)
 
     def start(self, engine: Address) -> None:
         """Listen beside the address of the engine, and let it fetch pages. Raises InvalidValue."""
@@ -90,8 +86,6 @@ class KVExchange:
         self.address = self._call(listening())
 
     def close(self) -> None:
-        """Stop to give and to take."""
-
         async def closed() -> None:
             self._server.close()
             await self._remote.close()
@@ -104,6 +98,7 @@ class KVExchange:
             self._call(closed())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            self._loop.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -155,20 +150,18 @@ class KVExchange:
             )
         self.role = wanted[0]
 
-    def presented(self, info: EngineInfo) -> EngineInfo:
-        """Return the facts about the engine with the role of the replica."""
-        role = self.role
-        if role is None:
-            return info
-        return replace(info, instances=tuple(replace(instance, role=role.value) for instance in info.instances))
+    def with_role(self, told: Told) -> Told:
+        """Return what is told of the engine with the role of the replica."""
+        if (role := self.role) is None:
+            return told
+        instances: Any = tuple(replace(instance, role=role.value) for instance in told.instances)
+        return replace(told, instances=instances)
 
     def described(self, stats: Stats) -> Stats:
         """Return a snapshot with the role of the replica, and what was fetched and given."""
-        remote, role = self._remote, self.role
-        if role is not None:
-            stats = replace(stats, instances=tuple(replace(instance, role=role.value) for instance in stats.instances))
+        remote = self._remote
         return replace(
-            stats,
+            self.with_role(stats),
             kv_fetched_pages=remote.pages,
             kv_fetched_bytes=remote.bytes,
             kv_fetch_seconds=remote.fetch_seconds,

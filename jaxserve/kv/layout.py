@@ -8,7 +8,7 @@ import msgspec
 
 from jaxserve.engine.startup.assemble import Machine
 from jaxserve.version import __version__
-from jaxserve.wire.message import encode
+from jaxserve.wire.connection import encode
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -44,7 +44,6 @@ def shards_of(machine: Machine) -> str:
 
 
 def layout_of(machine: Machine) -> Layout:
-    """Return the layout of a machine's pages."""
     config, state = machine.config, machine.executors[0].state
     spec = state.programs.spec
     arrays = state.kv_buffer(1)

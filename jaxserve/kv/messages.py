@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from jaxserve.kv.layout import Layout
-from jaxserve.wire.message import Message
+from jaxserve.wire.connection import Message
 
 # from the process that takes pages
 

@@ -12,24 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxserve.engine.runtime.kv_pages import Export
+from jaxserve.kv import messages
 from jaxserve.kv.direct import Direct
 from jaxserve.kv.layout import Layout
-from jaxserve.kv.messages import (
-    AwaitPage,
-    CompareLayouts,
-    Done,
-    FromServer,
-    GetPages,
-    LayoutReply,
-    Offer,
-    PagesHeader,
-    PagesPart,
-    PageStatus,
-    decode_from_client,
-)
 from jaxserve.wire.address import Address
-from jaxserve.wire.connection import Connection
-from jaxserve.wire.message import encode
+from jaxserve.wire.connection import Connection, encode
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +55,6 @@ class KVServer:
         self._listening: asyncio.Server | None = None
 
     async def start(self, address: Address) -> Address:
-        """Listen, and return the bound address. Raises InvalidValue."""
         self._listening, bound = await address.listen(self._accept)
         return bound
 
@@ -107,20 +93,20 @@ class _Client:
 
     def received(self, frame: bytes) -> None:
         try:
-            message = decode_from_client(frame)
+            message = messages.decode_from_client(frame)
         except ValueError as error:
             self.connection.close(f"a message that cannot be decoded: {error}")
             return
         match message:
-            case CompareLayouts():
+            case messages.CompareLayouts():
                 self._greet(message)
-            case AwaitPage() | GetPages() if self._equal:
+            case messages.AwaitPage() | messages.GetPages() if self._equal:
                 task = asyncio.ensure_future(self._answer(message))
                 self._calls[message.call] = task
                 task.add_done_callback(lambda done: self._calls.pop(message.call, None))
-            case AwaitPage() | GetPages():
+            case messages.AwaitPage() | messages.GetPages():
                 self.connection.close("pages are wanted, but the layouts differ")
-            case Done():
+            case messages.Done():
                 self._done(message.call)
 
     def lost(self, why: str) -> None:
@@ -128,14 +114,14 @@ class _Client:
         for task in tuple(self._calls.values()):
             task.cancel()
 
-    def _send(self, message: FromServer) -> None:
+    def _send(self, message: messages.FromServer) -> None:
         self.connection.send(encode(message))
 
-    def _greet(self, message: CompareLayouts) -> None:
+    def _greet(self, message: messages.CompareLayouts) -> None:
         server = self._server
         self._equal = message.digest == server.layout.digest
         direct = None if server.direct is None else server.direct.address
-        self._send(LayoutReply(server.layout, self._equal, server.shards, direct))
+        self._send(messages.LayoutReply(server.layout, self._equal, server.shards, direct))
 
     def _done(self, call: int) -> None:
         taken = self._taken.get(call)
@@ -144,26 +130,25 @@ class _Client:
         elif call in self._calls:
             self._calls[call].cancel()
 
-    async def _answer(self, message: AwaitPage | GetPages) -> None:
-        source = self._server.source
+    async def _answer(self, message: messages.AwaitPage | messages.GetPages) -> None:
+        giving = isinstance(message, messages.GetPages)
         try:
-            if isinstance(message, GetPages):
+            if isinstance(message, messages.GetPages):
                 await self._give(message)
             else:
-                self._send(PageStatus(message.call, await source.arrive(message.digest, min(message.seconds, WAIT))))
+                there = await self._server.source.arrive(message.digest, min(message.seconds, WAIT))
+                self._send(messages.PageStatus(message.call, there))
         except Exception:
             log.exception("giving KV pages failed")
-            self._send(
-                PagesHeader(message.call, 0) if isinstance(message, GetPages) else PageStatus(message.call, False)
-            )
+            self._send(messages.PagesHeader(message.call, 0) if giving else messages.PageStatus(message.call, False))
 
-    async def _give(self, want: GetPages) -> None:
+    async def _give(self, want: messages.GetPages) -> None:
         server = self._server
         async with server.copies:
             direct = server.direct if want.direct else None
             export = await server.source.export(want.digests, server.most, direct is not None)
             if export is None:
-                self._send(PagesHeader(want.call, 0))
+                self._send(messages.PagesHeader(want.call, 0))
                 return
             server.pages += export.pages
             if direct is None:
@@ -171,21 +156,21 @@ class _Client:
             else:
                 await self._offer(want, export, direct)
 
-    async def _send_pages(self, want: GetPages, export: Export) -> None:
+    async def _send_pages(self, want: messages.GetPages, export: Export) -> None:
         arrays, sums = await asyncio.to_thread(_packed, export)
-        self._send(PagesHeader(want.call, export.pages, tuple(map(len, arrays)), sums))
+        self._send(messages.PagesHeader(want.call, export.pages, tuple(map(len, arrays)), sums))
         for array in arrays:
             for at in range(0, len(array), PART_BYTES):
-                self._send(PagesPart(want.call, array[at : at + PART_BYTES].tobytes()))
+                self._send(messages.PagesPart(want.call, array[at : at + PART_BYTES].tobytes()))
                 await self.connection.drained()
 
-    async def _offer(self, want: GetPages, export: Export, direct: Direct) -> None:
+    async def _offer(self, want: messages.GetPages, export: Export, direct: Direct) -> None:
         """Offer a piece, and keep it until it has been pulled: jax does not keep deleted arrays."""
         sums = await asyncio.to_thread(lambda: [int(x) for checksum in export.sums for x in np.asarray(checksum)])
         taken = self._taken[want.call] = asyncio.Event()
         try:
             number = direct.offer(export.piece, OFFERED)
-            self._send(Offer(want.call, export.pages, export.piece[0].shape[2], number, tuple(sums)))
+            self._send(messages.Offer(want.call, export.pages, export.piece[0].shape[2], number, tuple(sums)))
             async with asyncio.timeout(OFFERED):
                 await taken.wait()
         except TimeoutError:

@@ -1,7 +1,7 @@
 """Engines in a Ray cluster: `jaxserve serve --ray ADDRESS`, and `build_app` for Ray Serve.
 
 Ray starts, places, watches and restarts the engines. Requests and tokens travel over the same
-connections as between processes of one machine (jaxserve/remote), not through Ray.
+connections as between processes of one machine (jaxserve/wire), not through Ray.
 """
 
 from __future__ import annotations

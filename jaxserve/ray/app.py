@@ -22,9 +22,9 @@ from jaxserve.fleet.scaler import ReplicaScaler
 from jaxserve.models.source import check_names, find_tokenizer
 from jaxserve.ray.engines import RayEngines
 from jaxserve.server.app import create_app
+from jaxserve.server.fairness import load_limits
 from jaxserve.server.fronts import begin_process
 from jaxserve.server.keys import Keys
-from jaxserve.server.limits import load_limits
 from jaxserve.server.main import check_processes
 from jaxserve.server.service import Service
 from jaxserve.settings.seeds import request_seed
@@ -139,7 +139,7 @@ class Front:
         partly = config.max_replicas is not None
         replicas = await Replicas.connect(places, f"{request_seed(config.seed)}.{own}", routing, fronts, partly=partly)
         self._service = Service(replicas, await tokenizer, config)
-        replicas.dispatcher.on_continued = self._service.metrics.continued
+        replicas.on_continued = self._service.metrics.continued
         self._learning = asyncio.ensure_future(self._learn())
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -7,7 +7,6 @@ import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jaxserve.errors import InvalidValue, short
+from jaxserve.server.start_times import version_of
 from jaxserve.version import __version__
 from jaxserve.wire.address import Address
 
@@ -121,14 +121,7 @@ def check_nodes(members: Sequence[Node], model: str | None) -> None:
 
 def here() -> Facts:
     """Return the versions of this process."""
-    return {"python": platform.python_version(), "jax": _version("jax"), "jaxserve": __version__}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return {"python": platform.python_version(), "jax": version_of("jax"), "jaxserve": __version__}
 
 
 def looker() -> Callable[[str | None], Facts]:

@@ -88,7 +88,6 @@ class RayReplica:
             )
 
     def start(self, closing: Callable[[], bool] = lambda: False) -> None:
-        """Start the engine, wait until it is ready, and publish its address. Raises what kept it from starting."""
         try:
             if self._group is None:
                 self.reserve(*self._more())
@@ -132,10 +131,6 @@ class RayReplica:
                 raise JaxserveError(f"{self.place.name}: {_line(error)}") from error
 
     def ended(self, closing: Callable[[], bool]) -> str | None:
-        """Wait for the end of the engine and return why.
-
-        "": a restart was asked for. None: the server closes.
-        """
         while not closing():
             ended, _ = ray.wait(self._running, timeout=POLL)
             if ended and not closing():

@@ -6,16 +6,45 @@ import asyncio
 from math import isfinite
 from typing import Any
 
+from fastapi import FastAPI, Request
 from msgspec import to_builtins
 
 from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.fleet.board import ask
-from jaxserve.fleet.rolling import Rolling
+from jaxserve.fleet.replicas import Rolling
 from jaxserve.sched.api.policy import Role, roles_of
+from jaxserve.server.documented import body_schema
 from jaxserve.server.failures import Refused
-from jaxserve.server.openai import RestartBody, RolesBody, ScaleBody
+from jaxserve.server.openai import RestartBody, RolesBody, ScaleBody, parse
+from jaxserve.server.service import Service
 
 LONGEST = 86400.0  # seconds that a replica may be given to finish its requests
+
+
+def add_admin(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/admin/roles")
+    async def roles() -> dict[str, Any]:
+        await service.engine.refresh()
+        return present_roles(service.engine)
+
+    @app.post("/v1/admin/roles", openapi_extra=body_schema(RolesBody))
+    async def turn(request: Request) -> dict[str, Any]:
+        wanted = _wanted(parse(await request.body(), RolesBody), len(service.engine.stats().instances))
+        await asyncio.to_thread(service.engine.set_roles, wanted)  # waits for the engine's thread
+        return present_roles(service.engine)
+
+    @app.get("/v1/admin/replicas")
+    async def replicas() -> dict[str, Any]:
+        return present_replicas(service.rolling)
+
+    @app.post("/v1/admin/replicas/restart", status_code=202, openapi_extra=body_schema(RestartBody))
+    async def restart(request: Request) -> dict[str, Any]:
+        body = parse(await request.body(), RestartBody)
+        return restart_replicas(service.rolling, body, service.config.drain_timeout)
+
+    @app.post("/v1/admin/replicas/scale", status_code=202, openapi_extra=body_schema(ScaleBody))
+    async def scale(request: Request) -> dict[str, Any]:
+        return scale_replicas(service.rolling, parse(await request.body(), ScaleBody))
 
 
 def present_roles(engine: Any) -> dict[str, Any]:
@@ -33,29 +62,23 @@ def present_roles(engine: Any) -> dict[str, Any]:
     return {"object": "roles", "roles": [instance["role"] for instance in instances], "instances": instances}
 
 
-async def change_roles(engine: Any, body: RolesBody) -> dict[str, Any]:
-    """Change roles and return `present_roles`. Raises InvalidValue without changing any role."""
-    roles = _wanted(body, len(engine.stats().instances))
-    await asyncio.to_thread(engine.set_roles, roles)  # waits for the engine's thread
-    return present_roles(engine)
-
-
 def present_replicas(rolling: Rolling | None) -> dict[str, Any]:
     """Return the response to `GET /v1/admin/replicas`: of each, its requests and why it takes none, if so."""
-    standing = {} if rolling is None else dict(zip(rolling.numbers, rolling.standing, strict=True))
+    if rolling is None:
+        return {"object": "replicas", "replicas": [], "restart": None, "scaling": None}
+    engines = rolling.replicas
     replicas = [
         {"replica": at, "name": name, "ready": ailment is None, "ailment": ailment, "requests": load}
-        for at, (name, ailment, load) in standing.items()
+        for at, (name, ailment, load) in zip(engines.engines, engines.members.standing(), strict=True)
     ]
-    restart = None if rolling is None else {"running": rolling.running, "restarted": rolling.restarted}
-    state = None if rolling is None or rolling.board is None else rolling.board.state()
-    scaling = None if state is None else to_builtins(state)
+    restart = {"running": rolling.running, "restarted": rolling.restarted}
+    scaling = None if engines.board is None else to_builtins(engines.board.state())
     return {"object": "replicas", "replicas": replicas, "restart": restart, "scaling": scaling}
 
 
 def scale_replicas(rolling: Rolling | None, body: ScaleBody) -> dict[str, Any]:
     """Ask for a number of replicas, and return `present_replicas`. Raises InvalidValue for one that is not allowed."""
-    ask(None if rolling is None else rolling.board, body.replicas)
+    ask(None if rolling is None else rolling.replicas.board, body.replicas)
     return present_replicas(rolling)
 
 

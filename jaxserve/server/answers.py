@@ -58,8 +58,8 @@ class Answer:
     chat: bool
     jobs: Sequence[Submission]
     tokenizer: Tokenizer
-    top: int | None  # alternatives per token; None: no log-probabilities
-    prompt_top: bool  # the request has `prompt_logprobs`
+    top: int | None = None  # alternatives per token; None: no log-probabilities
+    prompt_top: bool = False  # the request has `prompt_logprobs`
     echo: bool = False
     score_only: bool = False  # max_tokens is 0: generated tokens are hidden
     service_tier: str | None = None
@@ -125,7 +125,6 @@ class Answer:
 
     @property
     def _ended(self) -> list[tuple[Ended, RequestMetrics]]:
-        """The outputs that have ended."""
         return [
             (
                 Ended(
@@ -147,8 +146,7 @@ class Answer:
             for number, outputs in enumerate(self.outputs)
             for which, output in enumerate(outputs)
         ]
-        body = self._head("chat.completion" if self.chat else "text_completion")
-        body |= {"choices": choices, "usage": self.usage}
+        body = self._head() | {"choices": choices, "usage": self.usage}
         if self.chat and self.prompt_top:
             body["prompt_logprobs"] = self._prompt_logprobs(0)
         return body
@@ -162,7 +160,7 @@ class Answer:
         else:
             job = self.jobs[number]
             choice["text"] = self._prompt_text(job) + output.text if self.echo else output.text
-            choice["logprobs"] = self._text_logprobs(output, output.logprobs, job, self._scored(number))
+            choice["logprobs"] = self._text_logprobs(output, output.logprobs, number if self.echo else None)
             if self.prompt_top:
                 choice["prompt_logprobs"] = self._prompt_logprobs(number)
         return {**choice, "finish_reason": self._reason(output), "stop_reason": output.stop_reason}
@@ -207,7 +205,7 @@ class Answer:
             chunks += self._deltas(number, piece, output)
         if piece.finish_reason is not None:  # in a chunk of its own: there are clients that read no text from it
             end: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-            chunks.append(self._chunk(number, piece, end, None, self._reason(output), output.stop_reason))
+            chunks.append(self._chunk(number, piece, end, ended=output))
         return chunks
 
     def _opening(self, number: int, piece: Piece, output: Gathered) -> list[dict[str, Any]]:
@@ -217,9 +215,8 @@ class Answer:
         if self.chat:
             return [{**self._chunk(number, piece, {"delta": {"role": "assistant", "content": ""}}), **scores}]
         if self.echo:
-            job = self.jobs[number]
-            logprobs = self._text_logprobs(output, [], job, self._scored(number))
-            return [self._chunk(number, piece, {"text": self._prompt_text(job), **scores}, logprobs)]
+            logprobs = self._text_logprobs(output, [], number)
+            return [self._chunk(number, piece, {"text": self._prompt_text(self.jobs[number]), **scores}, logprobs)]
         return [self._chunk(number, piece, {"text": "", **scores})] if scores else []
 
     def _deltas(self, number: int, piece: Piece, output: Gathered) -> list[dict[str, Any]]:
@@ -239,27 +236,21 @@ class Answer:
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream with `include_usage`."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": [], "usage": self.usage}
+        return {**self._head(".chunk"), "choices": [], "usage": self.usage}
 
     def _chunk(
-        self,
-        number: int,
-        piece: Piece,
-        new: dict[str, Any],
-        logprobs: Any = None,
-        finish_reason: str | None = None,
-        stop_reason: int | str | None = None,
+        self, number: int, piece: Piece, new: dict[str, Any], logprobs: Any = None, ended: Gathered | None = None
     ) -> dict[str, Any]:
         choice = {"index": number * len(self.outputs[number]) + piece.choice, **new, "logprobs": logprobs}
-        choice["finish_reason"] = finish_reason
-        if finish_reason is not None:
-            choice["stop_reason"] = stop_reason
-        return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": [choice]}
+        choice["finish_reason"] = None if ended is None else self._reason(ended)
+        if ended is not None:
+            choice["stop_reason"] = ended.stop_reason
+        return {**self._head(".chunk"), "choices": [choice]}
 
     # parts
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, part: str = "") -> dict[str, Any]:
+        kind = "chat.completion" + part if self.chat else "text_completion"
         head: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         if self.service_tier is not None:
             head["service_tier"] = self.service_tier
@@ -267,10 +258,6 @@ class Answer:
 
     def _prompt_text(self, job: Submission) -> str:
         return self.tokenizer.decode(job.request.prompt) if job.text is None else job.text
-
-    def _scored(self, number: int) -> list[TokenLogprobs] | None:
-        """Return the prompt's log-probabilities, which only the first output computes; None without echo."""
-        return self.outputs[number][0].prompt_logprobs if self.echo else None
 
     def _prompt_logprobs(self, number: int) -> list[Any]:
         positions: list[Any] = [None]  # the first token has no context
@@ -300,13 +287,12 @@ class Answer:
         return {"content": content}
 
     def _text_logprobs(
-        self,
-        output: Gathered,
-        positions: Sequence[TokenLogprobs],
-        job: Submission | None = None,
-        scored: Sequence[TokenLogprobs] | None = None,
+        self, output: Gathered, positions: Sequence[TokenLogprobs], echoed: int | None = None
     ) -> dict[str, Any] | None:
-        """Return log-probabilities as the parallel lists of text completions, after those of the prompt in `scored`."""
+        """Return log-probabilities as the parallel lists of text completions.
+
+        echoed: the submission with whose prompt they begin; only its first output computes those.
+        """
         if output.pieces is None:
             return None
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -320,10 +306,10 @@ class Answer:
             for key, value in zip(lists, values, strict=True):
                 lists[key].append(value)
 
-        if job is not None and scored is not None:
-            pieces = self._pieces_of_prompt(job)
-            add(pieces, TokenLogprobs(job.request.prompt[0], 0.0, 1, ()), True)
-            for at in scored:
+        if echoed is not None:
+            pieces = self._pieces_of_prompt(self.jobs[echoed])
+            add(pieces, TokenLogprobs(self.jobs[echoed].request.prompt[0], 0.0, 1, ()), True)
+            for at in self.outputs[echoed][0].prompt_logprobs:
                 add(pieces, at)
         for at in positions:
             add(output.pieces, at)

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import InvalidValue, JaxserveError
+from jaxserve.errors import InvalidValue, JaxserveError, short
 from jaxserve.generation.pieces import Pieces
-from jaxserve.server.admin import (
-    change_roles,
-    present_load,
-    present_replicas,
-    present_roles,
-    restart_replicas,
-    scale_replicas,
-)
-from jaxserve.server.cors import allow_origins
+from jaxserve.generation.sharing import session_of
+from jaxserve.server.admin import add_admin, present_load
 from jaxserve.server.dashboard import add_dashboard
 from jaxserve.server.documented import body_schema, document
 from jaxserve.server.embeddings import add_pooling
-from jaxserve.server.failures import handler, routes_of, unrouted
-from jaxserve.server.guard import Guard
+from jaxserve.server.failures import Refused, handler, routes_of, unrouted
+from jaxserve.server.guard import Guard, cors_of
 from jaxserve.server.messages.request import CountBody, MessagesBody
 from jaxserve.server.messages.routes import add_messages
 from jaxserve.server.metrics import CONTENT_TYPE
@@ -35,20 +30,15 @@ from jaxserve.server.openai import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    RestartBody,
-    RolesBody,
     Sampled,
-    ScaleBody,
     TokenizeBody,
     check_token,
-    parse,
 )
 from jaxserve.server.operations import add_operations
-from jaxserve.server.replies import left, replied
+from jaxserve.server.replies import left, prepared, replied
 from jaxserve.server.responses.request import ResponsesBody
 from jaxserve.server.responses.routes import add_responses
 from jaxserve.server.service import Service
-from jaxserve.server.sessions import add_sessions
 from jaxserve.server.sse import Disconnected, EventStream, while_connected
 from jaxserve.version import __version__
 
@@ -70,7 +60,14 @@ def create_app(service: Service, created: int | None = None) -> FastAPI:
     add_messages(app, service)
 
     add_pooling(app, service)
-    add_sessions(app, service)
+
+    @app.delete("/v1/sessions/{session_id:path}")
+    async def end(session_id: str, request: Request) -> dict[str, Any]:
+        """Release the pages that a session of this client keeps between turns. 404 if it keeps none."""
+        session = session_of(request.state.client, session_id, {})
+        if not await asyncio.to_thread(service.engine.end_session, session):
+            raise Refused(404, f"session_id={short(session_id)} keeps no pages", "session_id", code="not_found")
+        return {"id": session_id, "object": "session", "deleted": True}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -93,8 +90,7 @@ def create_app(service: Service, created: int | None = None) -> FastAPI:
         body = await service.read(request, DetokenizeBody)
         return JSONResponse(await while_connected(request.receive, _detokenize(service, body)))
 
-    _add_admin(app, service)
-
+    add_admin(app, service)
     add_operations(app, service)
     if service.config.dashboard:
         add_dashboard(app, service)
@@ -126,40 +122,14 @@ def create_app(service: Service, created: int | None = None) -> FastAPI:
         draining=lambda: service.draining,
         protect=config.protect_metrics,
     )
-    allow_origins(app, config)  # outside of the guard, so that its refusals reach web pages too
+    if config.origins:  # outside of the guard, so that its refusals reach web pages too
+        app.add_middleware(CORSMiddleware, **cors_of(config))
     return app
-
-
-def _add_admin(app: FastAPI, service: Service) -> None:
-    """Add the routes below /v1/admin."""
-
-    @app.get("/v1/admin/roles")
-    async def roles() -> dict[str, Any]:
-        await service.engine.refresh()
-        return present_roles(service.engine)
-
-    @app.post("/v1/admin/roles", openapi_extra=body_schema(RolesBody))
-    async def turn(request: Request) -> dict[str, Any]:
-        return await change_roles(service.engine, parse(await request.body(), RolesBody))
-
-    @app.get("/v1/admin/replicas")
-    async def replicas() -> dict[str, Any]:
-        return present_replicas(service.rolling)
-
-    @app.post("/v1/admin/replicas/restart", status_code=202, openapi_extra=body_schema(RestartBody))
-    async def restart(request: Request) -> dict[str, Any]:
-        body = parse(await request.body(), RestartBody)
-        return restart_replicas(service.rolling, body, service.config.drain_timeout)
-
-    @app.post("/v1/admin/replicas/scale", status_code=202, openapi_extra=body_schema(ScaleBody))
-    async def scale(request: Request) -> dict[str, Any]:
-        return scale_replicas(service.rolling, parse(await request.body(), ScaleBody))
 
 
 async def _answer(service: Service, request: Request, kind: type[Sampled]) -> Response:
     body = await service.read(request, kind)
-    preparing = service.prepare(body, request.headers, request.state.request_id, request.state.client)
-    answer = await while_connected(request.receive, preparing, service.ending)
+    answer = await prepared(service, request, body)
     if body.stream:
         return await EventStream.start(service.chunks(answer, body), request.receive, service.ending)
     return JSONResponse(await while_connected(request.receive, service.whole(answer), service.ending))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import TypeVar
 
 from jaxserve.config import ServeConfig
@@ -20,28 +20,17 @@ T = TypeVar("T")
 
 async def in_thread(work: Callable[[], T]) -> T:
     """Return the result of `work`, which runs in a thread that does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def told(result: T | None, error: BaseException | None) -> None:
-        if future.done():  # cancelled
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # the thread sets the result even if the caller is cancelled
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = work()
-        except BaseException as raised:
-            error = raised
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(told, result, error)
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
 
     threading.Thread(target=run, name="jaxserve-start", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 class Beside:
@@ -61,23 +50,18 @@ class Beside:
         """The progress of the engine that is furthest from ready."""
         return StartProgress() if self._engines is None else self._engines.progress
 
-    @property
-    def places(self) -> Sequence[Place]:
-        """Where fronts find the engines, after `run`."""
-        assert self._engines is not None
-        return self._engines.places
-
-    def run(self) -> None:
-        """Start the engines, and wait until they are ready. Raises what keeps one from starting."""
+    def run(self) -> Sequence[Place]:
+        """Start the engines, and return their places once they are ready. Raises what keeps one from starting."""
         with self._lock:
             if self._closed:
                 raise JaxserveError("the server closes")
-            self._engines = self._start(self._config)
+            self._engines = engines = self._start(self._config)
             if self._config.max_replicas is not None:
-                self._scaler = ReplicaScaler(self._engines, self._config)
-        self._engines.wait()
+                self._scaler = ReplicaScaler(engines, self._config)
+        engines.wait()
         if self._scaler is not None:
             self._scaler.start()
+        return engines.places
 
     def close(self) -> bool:
         """Close all engines; return False if one had to be killed."""

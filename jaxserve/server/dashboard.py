@@ -5,13 +5,13 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import InvalidValue, short
+from jaxserve.errors import short
 from jaxserve.report.dashboard_page import PREFIX
 from jaxserve.report.request_timeline import request_timeline
 from jaxserve.report.snapshot_form import number
-from jaxserve.server.failures import Refused
+from jaxserve.server.door import page_response
+from jaxserve.server.failures import Refused, wrong
 from jaxserve.server.live import Encoded, life_of, present_requests
-from jaxserve.server.page import page_response
 from jaxserve.server.service import Service
 from jaxserve.server.sse import EventStream, while_connected
 
@@ -20,7 +20,6 @@ FRESH = {"Cache-Control": "no-store"}  # what a key has shown stays neither in a
 
 
 def add_dashboard(app: FastAPI, service: Service) -> None:
-    """Add the routes."""
     feed = service.live
 
     @app.head("/", include_in_schema=False)
@@ -43,7 +42,7 @@ def add_dashboard(app: FastAPI, service: Service) -> None:
     async def requests(request: Request, limit: str = "100") -> Response:
         """List the latest ended requests of this client, newest first."""
         if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= MOST):
-            raise InvalidValue(f"limit={short(limit)} must be 1 to {MOST}", "limit")
+            raise wrong("limit", limit, f"must be 1 to {MOST}")
         listed = await present_requests(service.engine, feed.client(request.state.client), int(limit))
         return JSONResponse(listed, headers=FRESH)
 

@@ -16,23 +16,22 @@ from typing import Any
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.queue import ROWS
 from jaxserve.errors import QueueFull
+from jaxserve.report.dashboard_page import ABOUT, HEADERS, about, files
 from jaxserve.report.start import StartProgress
-from jaxserve.server.arrival import arrived_at_start
-from jaxserve.server.cors import within_origins
 from jaxserve.server.engine_metrics import READY
 from jaxserve.server.failures import Refused, body_of, response_of
-from jaxserve.server.guard import Guard
+from jaxserve.server.fairness import arrived_at_start, load_limits
+from jaxserve.server.guard import Guard, cors_of
 from jaxserve.server.keys import Keys
-from jaxserve.server.limits import load_limits
 from jaxserve.server.metrics import CONTENT_TYPE
 from jaxserve.server.model_list import check_model, expected_length, present_model, present_models
-from jaxserve.server.page import page_response
 from jaxserve.server.start_times import StartTime
 
 PROBES = ("/health", "/readyz", "/ping")
@@ -54,12 +53,10 @@ class ServerStart:
 
     @property
     def progress(self) -> StartProgress:
-        """What the start does now."""
         return self._progress()
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the start began."""
         return time.monotonic() - self.began
 
     @property
@@ -70,11 +67,9 @@ class ServerStart:
 
     @property
     def retry_after(self) -> float:
-        """The seconds after which a client should ask again."""
         return min(MOST, UNKNOWN if self.left is None else max(1.0, self.left))
 
     def presented(self) -> dict[str, Any]:
-        """Return the start as JSON."""
         step, done, total = self.progress
         return {
             "step": step,
@@ -117,14 +112,14 @@ class Door:
         self._over = asyncio.Event()
         self._waiting: Counter[str] = Counter()  # requests, by client
         self._bytes = 0  # of their bodies
-        guard = Guard(
+        self._before: ASGIApp = Guard(
             self._meanwhile, keys, config.max_body_size, draining=lambda: False, protect=config.protect_metrics
         )
-        self._before = within_origins(guard, config)
+        if config.origins:
+            self._before = CORSMiddleware(self._before, **cors_of(config))
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait."""
         return self._waiting.total()
 
     def open(self, app: ASGIApp) -> None:
@@ -138,7 +133,6 @@ class Door:
         self._over.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or let the service's application do so."""
         if self._app is None and scope["type"] == "http":
             arrived, waiting = time.monotonic(), _Waiting(receive)
             await self._before({**scope, WAITING: waiting}, receive, send)
@@ -263,6 +257,12 @@ class Door:
         waiting.messages.append(message)
         waiting.size += size
         self._bytes += size
+
+
+def page_response(path: str, config: ServeConfig) -> Response | None:
+    """Return a file of the dashboard; None if there is none at this path. It needs no key: it has no data."""
+    file = about(config.tiers) if path == ABOUT else files().get(path)
+    return None if file is None else Response(file.body, headers=HEADERS, media_type=file.type)
 
 
 class _NotReady(Collector):

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import InvalidValue, short
 from jaxserve.generation.generate import Piece, Submission
 from jaxserve.generation.vectors import (
     Vector,
@@ -29,12 +27,13 @@ from jaxserve.sched.api.pooling import LAST
 from jaxserve.server.answers import Answer, Gathered
 from jaxserve.server.documented import body_schema
 from jaxserve.server.embedding_bodies import EmbeddingBody, Pooling, PoolingBody, RerankBody, ScoreBody
-from jaxserve.server.failures import response_of
+from jaxserve.server.failures import wrong
 from jaxserve.server.objectives import objectives_of
 from jaxserve.server.openai import check_names
 from jaxserve.server.prompts import Prompt
+from jaxserve.server.replies import replied
 from jaxserve.server.service import Service
-from jaxserve.server.sse import Disconnected, while_connected
+from jaxserve.server.sse import while_connected
 
 Data = list[dict[str, Any]]  # the entries of an answer
 Scores = Callable[[list[Vector]], list[float]]  # of the pairs of texts of a request
@@ -50,13 +49,11 @@ class VectorAnswer(Answer):
     vectors: dict[int, Vector] = field(default_factory=dict)  # by submission
 
     def add(self, number: int, piece: Piece) -> Gathered:
-        """Keep the vector of a submission."""
         if piece.pooled:
             self.vectors[number] = vector_of(piece.pooled)
         return super().add(number, piece)
 
     def whole(self) -> dict[str, Any]:
-        """Return the response body."""
         body: dict[str, Any] = {"object": "list", "model": self.model, "usage": self.usage}
         if not self.bare:
             body |= {"id": self.id, "created": self.created}
@@ -64,38 +61,30 @@ class VectorAnswer(Answer):
 
 
 def add_pooling(app: FastAPI, service: Service) -> None:
-    """Add the routes for vectors."""
-
     @app.post("/v1/embeddings", openapi_extra=body_schema(EmbeddingBody))
     async def embed(request: Request) -> Response:
-        return await _answer(service, request, EmbeddingBody)
+        return await replied(request, _answer(service, request, EmbeddingBody))
 
     @app.post("/pooling", openapi_extra=body_schema(PoolingBody))
     async def pool(request: Request) -> Response:
-        return await _answer(service, request, PoolingBody)
+        return await replied(request, _answer(service, request, PoolingBody))
 
     @app.post("/score", openapi_extra=body_schema(ScoreBody))
     @app.post("/v1/score", openapi_extra=body_schema(ScoreBody))
     async def score(request: Request) -> Response:
-        return await _answer(service, request, ScoreBody)
+        return await replied(request, _answer(service, request, ScoreBody))
 
     @app.post("/rerank", openapi_extra=body_schema(RerankBody))
     @app.post("/v1/rerank", openapi_extra=body_schema(RerankBody))
     @app.post("/v2/rerank", openapi_extra=body_schema(RerankBody))
     async def rerank(request: Request) -> Response:
-        return await _answer(service, request, RerankBody)
+        return await replied(request, _answer(service, request, RerankBody))
 
 
 async def _answer(service: Service, request: Request, kind: type[Pooling]) -> Response:
-    try:
-        body = await service.read(request, kind)
-        preparing = _prepare(service, body, request)
-        answer = await while_connected(request.receive, preparing, service.ending)
-        return JSONResponse(await while_connected(request.receive, service.whole(answer), service.ending))
-    except (Disconnected, ClientDisconnect):
-        return Response(status_code=499)
-    except Exception as error:
-        return response_of(error)
+    body = await service.read(request, kind)
+    answer = await while_connected(request.receive, _prepare(service, body, request), service.ending)
+    return JSONResponse(await while_connected(request.receive, service.whole(answer), service.ending))
 
 
 async def _prepare(service: Service, body: Pooling, request: Request) -> VectorAnswer:
@@ -108,7 +97,7 @@ async def _prepare(service: Service, body: Pooling, request: Request) -> VectorA
     head = engine.info.score_head if isinstance(body, ScoreBody | RerankBody) else b""
     pooling = body.pooling_type or (LAST if head else config.pooling_type)
     if head and pooling != LAST:
-        raise InvalidValue(f"pooling_type={short(pooling)} must be {LAST}: this model scores pairs", "pooling_type")
+        raise wrong("pooling_type", pooling, f"must be {LAST}: this model scores pairs")
     params = replace(pooling_params(pooling), truncate_prompt_tokens=body.truncate_prompt_tokens)
     goals = objectives_of(body, request.headers, config, limits.tiers)
     name = f"{body.prefix}-{body.request_id or request.state.request_id}"
@@ -129,8 +118,6 @@ async def _prepare(service: Service, body: Pooling, request: Request) -> VectorA
         chat=False,
         jobs=every,
         tokenizer=service.tokenizer,
-        top=None,
-        prompt_top=False,
         client=client,
         trace=service.trace_of(request.headers, name),
         data=_data(body, _scores(body, head, [len(some) for some in jobs])),
@@ -143,11 +130,10 @@ def _check(body: Pooling, size: int) -> None:
     if isinstance(body, EmbeddingBody):
         check_dimensions(body.dimensions, size)
     if isinstance(body, RerankBody) and body.top_n is not None and body.top_n < 0:
-        raise InvalidValue(f"top_n={short(body.top_n)} must be at least 1, or 0 for all documents", "top_n")
+        raise wrong("top_n", body.top_n, "must be at least 1, or 0 for all documents")
 
 
 async def _texts(service: Service, body: Pooling, params: SamplingParams) -> list[tuple[str, list[Prompt]]]:
-    """Return the prompts of each field with texts."""
     special, check = body.add_special_tokens is not False, service.engine.check_outputs
     return [
         (name, await service.prompts.texts_of(body.given(name), name, special, params, check)) for name in body.inputs

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import ECHO, ContextOverflow, InvalidValue, JaxserveError, QueueFull
+from jaxserve.errors import ECHO, ContextOverflow, InvalidValue, JaxserveError, QueueFull, short
 from jaxserve.generation.generate import GenerationFailed
 from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.plan import UNAVAILABLE
@@ -24,18 +24,17 @@ logger = logging.getLogger("jaxserve.server")
 MAX_MESSAGE = 1000  # characters; `short` already truncates the values in messages
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     403: "permission_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    409: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     503: "service_unavailable_error",
+}
+_GIVEN_UP = {  # by the reason of the engine: status, code, and seconds after which the request may succeed
+    "rejected": (400, "rejected", None),
+    UNAVAILABLE: (503, "unavailable", 5.0),
+    "expired": (503, "queue_timeout", 5.0),
+    "refused": (429, "slo_unattainable", 1.0),
 }
 
 
@@ -55,6 +54,11 @@ class Refused(JaxserveError):
         self.retry_after = retry_after
 
 
+def wrong(name: str, value: object, rule: str) -> InvalidValue:
+    """Return the error of the field `name`, whose value breaks a rule."""
+    return InvalidValue(f"{name}={short(value)} {rule}", name)
+
+
 def refusal(error: Exception) -> Refused:
     """Convert any exception to a Refused. An unexpected one becomes a 500 and is logged with its traceback."""
     if isinstance(error, Refused):
@@ -70,15 +74,8 @@ def refusal(error: Exception) -> Refused:
     if isinstance(error, HTTPException):
         return Refused(error.status_code, str(error.detail))
     if isinstance(error, GenerationFailed):
-        if error.reason == "rejected":
-            return Refused(400, str(error), code="rejected")
-        if error.reason == UNAVAILABLE:
-            return Refused(503, str(error), code="unavailable", retry_after=5.0)
-        if error.reason == "expired":
-            return Refused(503, str(error), code="queue_timeout", retry_after=5.0)
-        if error.reason == "refused":
-            return Refused(429, str(error), code="slo_unattainable", retry_after=1.0)
-        return Refused(500, str(error), code=error.reason)
+        status, code, retry_after = _GIVEN_UP.get(error.reason, (500, error.reason, None))
+        return Refused(status, str(error), code=code, retry_after=retry_after)
     if isinstance(error, Unavailable):
         return Refused(503, str(error), code="unavailable", retry_after=error.retry_after)
     if isinstance(error, JaxserveError):
@@ -92,7 +89,7 @@ def refusal(error: Exception) -> Refused:
 
 def body_of(refused: Refused) -> dict[str, Any]:
     """Return the response body: `{"error": {message, type, param, code}}`."""
-    kind = _TYPES.get(refused.status, "internal_server_error")
+    kind = _TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "internal_server_error")
     code = refused.status if refused.code is None else refused.code
     message, param = str(refused), refused.param
     if len(message) > MAX_MESSAGE:

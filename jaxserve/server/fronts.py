@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from types import FrameType
@@ -80,7 +80,7 @@ async def serve_remote(
     """
     # Requests of two fronts must not share seeds: equal prompts would get equal samples.
     seed = request_seed(config.seed) + f".{index}" * (index > 0)
-    engines, services, tending = list[Replicas](), list[Service](), list[asyncio.Task[None]]()
+    closing = ExitStack()
     collector = GCControl(lambda: UNPROMISED)  # a large body is many objects: to look through them holds up streams
 
     async def make() -> Service:
@@ -88,31 +88,24 @@ async def serve_remote(
         engine = await Replicas.connect(
             engine_places, seed, config.replica_routing, config.api_server_count, partly=config.max_replicas is not None
         )
-        engines.append(engine)
+        closing.callback(engine.close)
         service = Service(engine, tokenizer, config)
-        services.append(service)
-        engine.dispatcher.on_continued = service.metrics.continued
+        closing.callback(service.close)
+        engine.on_continued = service.metrics.continued
         if index == 0 and door is not None:
             remember(config, StartTime(door.start.elapsed, engine.stats().compilations))
         collector.begin()
-        tending.append(asyncio.ensure_future(collector.tend()))
+        closing.callback(collector.end)
+        closing.callback(asyncio.ensure_future(collector.tend()).cancel)
         served()
         return service
 
-    try:
+    with closing:
         if door is None:
             await serve(await make(), sock, signals=signals)
         else:
             opened = (lambda: None) if index else partial(announce, config, door.start.last, sock)
             await serve_from_start(door, config, sock, make, signals=signals, opened=opened)
-    finally:
-        for task in tending:
-            task.cancel()
-        collector.end()
-        for service in services:
-            service.close()
-        for engine in engines:
-            engine.close()
 
 
 class Start(NamedTuple):
@@ -174,8 +167,7 @@ class Fronts:
         """Start the engines, and tell the main thread where they are, or that they are not."""
         told: Told
         try:
-            self._beside.run()
-            told = tuple(self._beside.places)
+            told = tuple(self._beside.run())
         except BaseException as error:
             self._error = error if self._signal is None and self._error is None else self._error
             told = Failure.of(error if isinstance(error, JaxserveError) else JaxserveError(repr(error)))
@@ -188,7 +180,6 @@ class Fronts:
         return not isinstance(self._told, StartProgress)
 
     def _tell(self, told: Told) -> None:
-        """Tell all fronts how far the start is."""
         if told != self._told:
             self._told = told
             for front in self._alive.values():
@@ -314,14 +305,12 @@ def _front(index: int, config: ServeConfig, start: Start, pipe: Connection[Any, 
     begun = ServerStart(start.last, lambda: parent.progress, start.began)
     door = None if start.over else Door(config, Keys.of(config), begun)
 
-    async def places() -> Sequence[Place]:
-        return await in_thread(parent.places)
-
     with signals.handled():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                runner.run(serve_remote(config, door, places, sock, signals, index, lambda: parent.tell(None)))
+                places, served = partial(in_thread, parent.places), partial(parent.tell, None)
+                runner.run(serve_remote(config, door, places, sock, signals, index, served))
         except Interrupted:
             pass
         except JaxserveError as error:

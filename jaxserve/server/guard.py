@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +17,7 @@ from jaxserve.server.failures import Refused, response_of
 from jaxserve.server.keys import LOOPBACK, Keys
 from jaxserve.server.messages.errors import PATH as ANTHROPIC
 from jaxserve.server.messages.errors import anthropic_response
+from jaxserve.settings.operations import OperationSettings, listed
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -122,6 +124,17 @@ class Guard:
             raise Refused(415, "admin routes take Content-Type: application/json only", code="wrong_content_type")
 
 
+def cors_of(settings: OperationSettings) -> dict[str, Any]:
+    """Return the arguments of CORSMiddleware, which answers preflight requests: web pages may call the server."""
+    return {
+        "allow_origins": settings.origins,
+        "allow_credentials": settings.allow_credentials,
+        "allow_methods": listed(settings.allowed_methods, "allowed_methods"),
+        "allow_headers": listed(settings.allowed_headers, "allowed_headers"),
+        "expose_headers": ("X-Request-Id", "Retry-After"),
+    }
+
+
 def _below(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(prefix + "/")
 
@@ -144,7 +157,6 @@ def _unauthorized(what: str, said: str) -> Refused:
 
 
 def too_large(limit: int) -> Refused:
-    """Return the error for a body above the limit."""
     return Refused(413, f"the body is larger than {limit} bytes (--max-body-size)", code="body_too_large")
 
 

@@ -57,7 +57,6 @@ class Keys:
 
     @property
     def has_admin(self) -> bool:
-        """Whether there is an admin key."""
         return bool(self._admin)
 
     def client(self, key: str) -> str | None:
@@ -65,7 +64,6 @@ class Keys:
         return self._names.get(self._digest(key))
 
     def is_admin(self, key: str) -> bool:
-        """Return whether this is an admin key."""
         return self._digest(key) in self._admin
 
     def salt(self, client: str, cache_salt: str | None) -> bytes:

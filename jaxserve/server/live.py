@@ -6,12 +6,9 @@ import asyncio
 import re
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
 
-import msgspec
-
-from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.flight_recorder import EndedRequest, Event, Recent, RequestLife
 from jaxserve.engine.runtime.info import Stats
 from jaxserve.errors import short
@@ -20,7 +17,7 @@ from jaxserve.report.snapshot_form import LATELY
 from jaxserve.server.failures import Refused
 from jaxserve.server.keys import Keys
 from jaxserve.server.snapshot import Reading, present_request, public_id, snapshot
-from jaxserve.server.sse import Dialect
+from jaxserve.server.sse import Dialect, event
 
 PERIOD = 1.0  # seconds between two snapshots
 UNREAD = 8  # snapshots that may wait for a viewer; with one more, its stream ends
@@ -29,15 +26,6 @@ KEPT = 2000  # ended requests in `lately`, at most
 EVENTS = 100  # latest events in a snapshot, at most
 ALONE = -1  # number of the replica of a server with one engine
 _ID = re.compile(r"(?:([0-9]{1,18})-)?([0-9]{1,18})")  # of a request, after that of its replica: see `public_id`
-
-
-class Served(Protocol):
-    """What the feed needs of a service."""
-
-    engine: Any
-    keys: Keys
-    config: ServeConfig
-    draining: bool
 
 
 class Encoded(Dialect):
@@ -62,8 +50,8 @@ class Viewer:
 class LiveFeed:
     """Takes snapshots every PERIOD while there are viewers. Writer: the server's event loop."""
 
-    def __init__(self, service: Served) -> None:
-        self._service = service
+    def __init__(self, engine: Any, keys: Keys, model: str, draining: Callable[[], bool]) -> None:
+        self._engine, self._keys, self._model, self._draining = engine, keys, model, draining
         self._viewers = set[Viewer]()
         self._task: asyncio.Task[None] | None = None
         self._numbers: dict[int, int] = {}  # of the last Recent of each replica
@@ -72,7 +60,6 @@ class LiveFeed:
 
     @property
     def viewers(self) -> int:
-        """The number of viewers."""
         return len(self._viewers)
 
     @property
@@ -82,7 +69,7 @@ class LiveFeed:
 
     def client(self, name: str) -> str | None:
         """Return whose requests the client of an API key sees: its own if there are several, else None for all."""
-        return name if len(self._service.keys.names) > 1 else None
+        return name if len(self._keys.names) > 1 else None
 
     def join(self, client: str | None) -> Viewer:
         """Add a viewer, whose `stream` must be read. Raises Refused (429) for one too many."""
@@ -105,7 +92,7 @@ class LiveFeed:
 
     async def _run(self) -> None:
         try:
-            while self._viewers and not self._service.draining:
+            while self._viewers and not self._draining():
                 self._send_all(await self._read())
                 await asyncio.sleep(PERIOD)
         finally:
@@ -117,7 +104,7 @@ class LiveFeed:
         encoded: dict[str | None, bytes] = {}
         for viewer in list(self._viewers):
             if viewer.client not in encoded:
-                encoded[viewer.client] = self._encoded(reading, viewer.client)
+                encoded[viewer.client] = event(snapshot(reading, self._engine.info, self._model, viewer.client))
             self._send(viewer, encoded[viewer.client])
 
     def _send(self, viewer: Viewer, encoded: bytes | None) -> None:
@@ -127,22 +114,16 @@ class LiveFeed:
             viewer.ended.set()
             self._viewers.discard(viewer)
 
-    def _encoded(self, reading: Reading, client: str | None) -> bytes:
-        service = self._service
-        data = snapshot(reading, service.engine.info, service.config.names[0], client)
-        return b"data: " + msgspec.json.encode(data) + b"\n\n"
-
     async def _read(self) -> Reading:
-        engine = self._service.engine
-        await engine.refresh()
-        reports = await recent(engine, self._numbers)
-        now, clock, stats = time.time(), time.monotonic(), engine.stats()
+        await self._engine.refresh()
+        reports = await recent(self._engine, self._numbers)
+        now, clock, stats = time.time(), time.monotonic(), self._engine.stats()
         events, ended = list[tuple[int, Event]](), list[tuple[int, EndedRequest]]()
         for replica, report in reports.items():
             self._numbers[replica] = report.number
-            events += ((replica, event) for event in report.events)
+            events += ((replica, one) for one in report.events)
             ended += ((replica, request) for request in report.requests)
-        events.sort(key=lambda event: -event[1].ago)
+        events.sort(key=lambda one: -one[1].ago)
         ended.sort(key=lambda request: -request[1].ago)
         self._lately.extend((clock - request.ago, request) for _, request in ended)
         while self._lately and self._lately[0][0] < clock - LATELY:

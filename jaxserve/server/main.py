@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -18,16 +18,14 @@ from jaxserve.report.progress import Callback, bar
 from jaxserve.report.start import StartProgress
 from jaxserve.server.beside import Beside, in_thread
 from jaxserve.server.door import Door, ServerStart
+from jaxserve.server.fairness import load_limits
 from jaxserve.server.fronts import Fronts, begin_process, serve_remote
 from jaxserve.server.keys import Keys, warn_if_open
-from jaxserve.server.limits import load_limits
 from jaxserve.server.service import Service
-from jaxserve.server.serving import Interrupted, announce, listen_on, loop_factory, serve_from_start
+from jaxserve.server.serving import Interrupted, announce, check_tls, listen_on, loop_factory, serve_from_start
 from jaxserve.server.signals import Signals, end_process
 from jaxserve.server.start_times import StartTime, last_start, remember
-from jaxserve.server.tls import check_tls
 from jaxserve.server.tracing import check_tracing
-from jaxserve.wire.address import Place
 
 
 def run(config: ServeConfig, start: Callable[[ServeConfig], Engines] = EngineProcesses) -> int:
@@ -104,15 +102,10 @@ def _run_beside(config: ServeConfig, keys: Keys, sock: socket.socket, start: Cal
         if config.api_server_count > 1:
             return Fronts(config, beside, sock).run()
         door, signals = Door(config, keys, ServerStart(last_start(config), lambda: beside.progress)), Signals()
-
-        async def places() -> Sequence[Place]:
-            await in_thread(beside.run)
-            return beside.places
-
         with signals.handled():
             try:
                 with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                    runner.run(serve_remote(config, door, places, sock, signals))
+                    runner.run(serve_remote(config, door, lambda: in_thread(beside.run), sock, signals))
             except Interrupted as end:
                 return 128 + end.number
             finally:

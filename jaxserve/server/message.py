@@ -26,7 +26,6 @@ class Message:
 
     @property
     def called(self) -> bool:
-        """Whether the message has a call."""
         return bool(self._calls)
 
     def add(self, text: str) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
 
 from jaxserve.generation.generate import Piece, Submission
 from jaxserve.outputs import RequestMetrics
@@ -46,16 +45,6 @@ _TIMES: tuple[tuple[str, str, Sequence[float]], ...] = (
 )
 
 
-def _steps_1_2_5(limit: int) -> list[int]:
-    steps, power = list[int](), 1
-    while True:
-        for factor in (1, 2, 5):
-            if factor * power > limit:
-                return steps
-            steps.append(factor * power)
-        power *= 10
-
-
 class Metrics:
     """The metrics of one server. Writer: its event loop."""
 
@@ -69,7 +58,8 @@ class Metrics:
         else:
             ProcessCollector(registry=self.registry)
         self.registry.register(EngineCollector(engine, model_name, prefix))
-        lengths = _steps_1_2_5(engine.info.max_model_len)
+        steps = (factor * 10**power for power in range(19) for factor in (1, 2, 5))
+        lengths = [step for step in steps if step <= engine.info.max_model_len]
         self._histograms = {
             name: self._make(Histogram, name, text, buckets=buckets).labels(model_name)
             for name, text, buckets in (
@@ -83,19 +73,16 @@ class Metrics:
         }
         self._unended: OrderedDict[int, tuple[Submission, int, int]] = OrderedDict()  # longest output, outputs left
         text = "Time for which pacing held computed tokens back. All other metrics use the time of computation."
-        self._held = self._make(Histogram, "token_pacing_delay_seconds", text, buckets=_HELD).labels(model_name)
+        # Called with the seconds for which a piece was held back.
+        self.held = self._make(Histogram, "token_pacing_delay_seconds", text, buckets=_HELD).labels(model_name).observe
         self._prompt_tokens = self._make(Counter, "prompt_tokens", "Prompt tokens.").labels(model_name)
         text = "Requests that continued on another replica after theirs was lost."
-        self._continued = self._make(Counter, "continued_requests", text).labels(model_name)
+        self.continued = self._make(Counter, "continued_requests", text).labels(model_name).inc
         self._tokens = self._make(Counter, "generation_tokens", "Generated tokens.").labels(model_name)
 
     def _make(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
         registry = None if self._shared else self.registry  # the shared files have it
         return kind(self.prefix + name, text, ["model_name", *labels], registry=registry, **more)
-
-    def register(self, collector: Collector) -> None:
-        """Add the metrics of another part of the server."""
-        self.registry.register(collector)
 
     def begun(self, job: Submission) -> None:
         """Count a request when its first output arrives."""
@@ -105,19 +92,10 @@ class Metrics:
             self._see("request_params_max_tokens", job.request.params.max_tokens)
 
     def news(self, job: Submission, piece: Piece) -> None:
-        """Count a piece of an output."""
         if piece.tokens:
             self._tokens.inc(len(piece.tokens))
         if piece.metrics is not None and piece.finish_reason in ("stop", "length"):
             self._finished(job, piece.metrics)
-
-    def continued(self) -> None:
-        """Count a request that goes on after the loss of its engine."""
-        self._continued.inc()
-
-    def held(self, seconds: float) -> None:
-        """Record the seconds for which pacing held back a piece."""
-        self._held.observe(seconds)
 
     def _finished(self, job: Submission, times: RequestMetrics) -> None:
         see, tokens = self._see, times.token_times

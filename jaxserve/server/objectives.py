@@ -14,6 +14,7 @@ from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.new_request import STANDARD
 from jaxserve.sched.api.slo import LONGEST, SHORTEST, SLO
 from jaxserve.sched.metrics import measure
+from jaxserve.server.failures import wrong
 from jaxserve.server.openai import Timed
 from jaxserve.settings.tiers import PLAIN, stages_over
 
@@ -70,8 +71,7 @@ def objectives_of(
             raise InvalidValue(str(error), "stage_slo") from error
     priority = tier.priority if body.priority is None else body.priority
     if abs(priority) > MAX_PRIORITY:
-        message = f"priority={short(priority)} must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
-        raise InvalidValue(message, "priority")
+        raise wrong("priority", priority, f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
     pace = config.pace_tokens if body.pace_tokens is None else body.pace_tokens
     own = name not in PLAIN or bool(stages) or not (ttft is tpot is tbt is None)
     return Objectives(slo, priority, name, pace, own)

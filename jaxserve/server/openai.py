@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from jaxserve.errors import ECHO, InvalidValue, short
 from jaxserve.generation.sharing import check_salt
 from jaxserve.sched.api.params import MAX_LOGPROBS, SamplingParams
+from jaxserve.server.failures import wrong
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -161,7 +162,7 @@ class ChatBody(Sampled):
         if (effort := self.reasoning_effort) is not None:
             if effort not in EFFORTS:
                 allowed = ", ".join(EFFORTS)
-                raise InvalidValue(f"reasoning_effort={short(effort)} must be one of {allowed}", "reasoning_effort")
+                raise wrong("reasoning_effort", effort, f"must be one of {allowed}")
             arguments = {"reasoning_effort": effort, **(thinking_arguments(False) if effort == "none" else {})}
         for given in (self.enable_thinking, self.thinking):
             arguments |= {} if given is None else thinking_arguments(given)
@@ -308,7 +309,7 @@ def thinking_arguments(given: dict[str, Any] | bool) -> dict[str, Any]:
     """Return the variables of chat templates for `thinking`. Raises InvalidValue."""
     kind = given.get("type") if isinstance(given, dict) else "enabled" if given else "disabled"
     if kind not in ("enabled", "adaptive", "auto", "disabled"):
-        raise InvalidValue(f"thinking.type={short(kind)} must be enabled, adaptive or disabled", "thinking.type")
+        raise wrong("thinking.type", kind, "must be enabled, adaptive or disabled")
     return {"enable_thinking": kind != "disabled", "thinking": kind != "disabled"}
 
 
@@ -384,9 +385,7 @@ def params_of(body: Sampled, vocab_size: int, defaults: Mapping[str, Any] | None
     Raises InvalidValue that names the field.
     """
     if body.best_of is not None and body.best_of > (body.n or 1):
-        raise InvalidValue(
-            f"best_of={short(body.best_of)} above n={short(body.n or 1)} is not supported: use n", "best_of"
-        )
+        raise wrong("best_of", body.best_of, f"above n={short(body.n or 1)} is not supported: use n")
     check_names(body)
     given: dict[str, Any] = {name: getattr(body, name) for name in _ALIKE}
     given["logit_bias"] = _logit_bias(body.logit_bias or {}, vocab_size)
@@ -409,7 +408,7 @@ def check_names(body: Scheduled) -> None:
         what = f"request_id has {len(body.request_id)} characters: 1 to {MAX_REQUEST_ID} are allowed"
         raise InvalidValue(what, "request_id")
     if body.request_id is not None and not body.request_id.isprintable():  # it comes into logs
-        raise InvalidValue(f"request_id={short(body.request_id)} must have no control characters", "request_id")
+        raise wrong("request_id", body.request_id, "must have no control characters")
 
 
 def _of_chat(body: ChatBody) -> dict[str, Any]:
@@ -417,11 +416,11 @@ def _of_chat(body: ChatBody) -> dict[str, Any]:
     if value is None:
         name, value = "max_tokens", body.max_tokens
     if value is not None and value < 1:
-        raise InvalidValue(f"{name}={short(value)} must be at least 1", name)
+        raise wrong(name, value, "must be at least 1")
     if body.top_logprobs and not body.logprobs:
-        raise InvalidValue(f"top_logprobs={short(body.top_logprobs)} needs logprobs to be true", "top_logprobs")
+        raise wrong("top_logprobs", body.top_logprobs, "needs logprobs to be true")
     if not 0 <= (body.top_logprobs or 0) <= MAX_LOGPROBS:
-        raise InvalidValue(f"top_logprobs={short(body.top_logprobs)} must be 0 to {MAX_LOGPROBS}", "top_logprobs")
+        raise wrong("top_logprobs", body.top_logprobs, f"must be 0 to {MAX_LOGPROBS}")
     return {"max_tokens": value, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
 
 

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import platform
 import sys
-from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,14 +15,13 @@ from jaxserve.fleet.replicas import Replicas
 from jaxserve.server.failures import Refused
 from jaxserve.server.service import Service
 from jaxserve.server.sse import while_connected
+from jaxserve.server.start_times import version_of
 from jaxserve.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "uvicorn", "fastapi")
 
 
 def add_operations(app: FastAPI, service: Service) -> None:
-    """Add the routes."""
-
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
@@ -129,7 +127,7 @@ def present_server(service: Service) -> dict[str, Any]:
         "system": {
             "python": sys.version.split()[0],
             "platform": platform.platform(),
-            "packages": {name: _version(name) for name in PACKAGES},
+            "packages": {name: version_of(name) for name in PACKAGES},
         },
     }
 
@@ -141,10 +139,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
     return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

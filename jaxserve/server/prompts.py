@@ -9,6 +9,7 @@ from typing import Any
 from jaxserve.errors import ContextOverflow, InvalidValue, short
 from jaxserve.sched.api.new_request import check_length
 from jaxserve.sched.api.params import SamplingParams
+from jaxserve.server.failures import wrong
 from jaxserve.server.openai import (
     ChatBody,
     CompletionBody,
@@ -36,15 +37,6 @@ class Prompts:
         self._context = context
         self._longest = tokenizer.longest_piece
         self.texts = TextThreads()
-
-    def close(self) -> None:
-        """Stop the tokenizer threads."""
-        self.texts.close()
-
-    @property
-    def waiting(self) -> int:
-        """The number of texts that no thread has begun to process."""
-        return self.texts.waiting
 
     async def of(self, body: Sampled, params: SamplingParams, check: Callable[[int, int], None]) -> list[Prompt]:
         """Return the prompts of a body, each of which gets `params.n` outputs, truncated if `params` says so.
@@ -92,7 +84,7 @@ class Prompts:
         for name, texts in zip(names, zip(*pairs, strict=True), strict=True):
             for text in texts:
                 if not isinstance(text, str):
-                    raise InvalidValue(f"{name}={short(text)} must be texts, which this model reads in pairs", name)
+                    raise wrong(name, text, "must be texts, which this model reads in pairs")
         if (total := sum(len(text) for pair in pairs for text in pair)) > MAX_PAIRED:  # a body has the first text once
             what = f"the {len(pairs)} pairs have {total} characters: at most {MAX_PAIRED} are allowed"
             raise InvalidValue(f"{what}; shorten {names[0]}, or send fewer {names[1]} at a time", names[0])
@@ -170,10 +162,7 @@ def prompts_of(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
             return list(prompt)
         if all(isinstance(item, list) and item and all(map(_is_id, item)) for item in prompt):
             return list(prompt)
-    raise InvalidValue(
-        f"{name}={short(prompt)} must be a text, a list of texts, a list of token ids, or a list of such lists",
-        name,
-    )
+    raise wrong(name, prompt, "must be a text, a list of texts, a list of token ids, or a list of such lists")
 
 
 def _is_id(value: Any) -> bool:

@@ -15,8 +15,7 @@ from fastapi import Request
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.queue import ROWS
 from jaxserve.errors import InvalidValue
-from jaxserve.fleet.replicas import Replicas
-from jaxserve.fleet.rolling import Rolling
+from jaxserve.fleet.replicas import Replicas, Rolling
 from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, merged, pieces
 from jaxserve.generation.sharing import session_of
@@ -25,11 +24,8 @@ from jaxserve.models.source import sampling_defaults
 from jaxserve.sched.api.new_request import NewRequest, check_length
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
-from jaxserve.server.arrival import arrived_at_start
-from jaxserve.server.client_metrics import StageCollector
-from jaxserve.server.fairness import Client, Stage
+from jaxserve.server.fairness import Client, Stage, StageCollector, arrived_at_start, load_limits
 from jaxserve.server.keys import Keys
-from jaxserve.server.limits import load_limits
 from jaxserve.server.live import LiveFeed
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.model_list import check_model
@@ -40,7 +36,7 @@ from jaxserve.server.prompts import Prompts
 from jaxserve.server.sse import while_connected
 from jaxserve.server.structured import compiled, constraint_of
 from jaxserve.server.texts import SHORT
-from jaxserve.server.tracing import Trace, Tracing
+from jaxserve.server.tracing import Ended, Trace, Tracing
 from jaxserve.structured.compiler import Compiler
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.tools.definitions import Tools, tools_of
@@ -69,12 +65,12 @@ class Service:
         timeout = config.queue_timeout or None
         window, bound = self._sizes()
         self.stage = Stage(limits, self.keys.names, window=window, bound=bound, timeout=timeout)
-        self.metrics.register(StageCollector(self.stage, self.model, config.metrics_prefix))
+        self.metrics.registry.register(StageCollector(self.stage, self.model, config.metrics_prefix))
         self.rolling = Rolling(engine) if isinstance(engine, Replicas) else None
         if isinstance(engine, Replicas):
             engine.members.on_changed = lambda: self.stage.resize(*self._sizes())
         self.tracing = Tracing.of(config)
-        self.live = LiveFeed(self)
+        self.live = LiveFeed(engine, self.keys, self.model, lambda: self.draining)
         self.draining = False
         self.ending = asyncio.Event()  # set when a shutdown aborts the running requests
         self.active = 0  # HTTP requests that generate tokens
@@ -89,7 +85,7 @@ class Service:
 
     def close(self) -> None:
         """Send the traces that are left, stop the tokenizer threads, and a restart of replicas before its next one."""
-        self.prompts.close()
+        self.prompts.texts.close()
         if self._own is not None:
             self._own.close()
         if self.tracing is not None:
@@ -99,17 +95,12 @@ class Service:
 
     def _sizes(self) -> tuple[int, int]:
         """Return the outputs that may be in the engine at a time, and those that may wait."""
-        instances, rows = max(1, len(self.engine.info.instances)), self._rows()
-        return WINDOW * instances * rows, instances * (self.config.max_num_queued_reqs or ROWS * rows)
-
-    def _rows(self) -> int:
-        """Return the number of requests that one instance can run at a time."""
         instances = self.engine.info.instances
         platform = instances[0].devices[0].partition(":")[0] if instances and instances[0].devices else "cpu"
-        return self.config.rows(platform)
+        rows, count = self.config.rows(platform), max(1, len(instances))  # rows: of one instance
+        return WINDOW * count * rows, count * (self.config.max_num_queued_reqs or ROWS * rows)
 
     def check_model(self, name: str | None) -> None:
-        """Raise Refused (404) for a model that is not served."""
         check_model(self.config, name)
 
     async def read(self, request: Request, kind: type[M]) -> M:
@@ -246,8 +237,8 @@ class Service:
             error = str(failure)
             raise
         finally:
-            if answer.trace is not None:
-                answer.trace.close(begun, begun + time.monotonic_ns() - since, error)
+            if self.tracing is not None and answer.trace is not None:
+                self.tracing.export(answer.trace, begun, begun + time.monotonic_ns() - since, error)
 
     def _count(self, answer: Answer, number: int, piece: Piece, client: Client) -> None:
         """Count a piece. Raises GenerationFailed at a failed one."""
@@ -256,7 +247,7 @@ class Service:
         if answer.begin(number):
             self.metrics.begun(job)
         if answer.trace is not None and piece.metrics is not None:
-            answer.trace.add(number, piece.choice, job, piece.metrics, piece.finish_reason)
+            answer.trace.ended.append(Ended(number, piece.choice, job, piece.metrics, piece.finish_reason))
         if piece.finish_reason in GIVEN_UP:
             raise GenerationFailed(piece.error or "the engine gave the request up", piece.finish_reason)
         self.metrics.news(job, piece)

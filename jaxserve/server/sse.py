@@ -180,7 +180,6 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
     async def _end(self, send: Send, error: Exception) -> None:
-        """End the stream early with an error event."""
         if not self._begun:
             await self._begin(send)
         await self._part(send, self._dialect.failure(error))

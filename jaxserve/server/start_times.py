@@ -63,12 +63,13 @@ def _path(config: ServeConfig) -> Path:
         if field.metadata["group"] in GROUPS or field.name in MORE
     }
     around = {name: os.environ.get(name) for name in VARIABLES}
-    versions = {name: _version(name) for name in PACKAGES} | {"jaxserve": __version__}
+    versions = {name: version_of(name) for name in PACKAGES} | {"jaxserve": __version__}
     facts = json.dumps([named, around, versions, platform.node()], sort_keys=True)
     return cache_folder() / FOLDER / blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxserve.errors import InvalidValue, short
+from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.structured_outputs import StructuredOutputs
+from jaxserve.server.failures import wrong
 from jaxserve.server.openai import Sampled, warn_once
 from jaxserve.structured.bounds import check_schema
 from jaxserve.structured.compiler import PATIENCE, Compiler, late
@@ -37,10 +38,12 @@ class Wanted(NamedTuple):
 
 def structured_of(body: Sampled) -> Wanted | None:
     """Return the constraint of a request, if it has one. Raises InvalidValue that names the field."""
-    constraints = [
-        constraint for constraint in (_of_format(body.response_format), _of_fields(body)) if constraint is not None
-    ]
-    constraints += [_of_guided(name, value) for name in GUIDED if (value := getattr(body, name)) is not None]
+    form = _of_format(body.response_format)
+    constraints = [] if form is None else [form]
+    if body.structured_outputs is not None:
+        constraints.append(Wanted(StructuredOutputs.of(_written(body.structured_outputs)), "structured_outputs"))
+    given = {name: value for name in GUIDED if (value := getattr(body, name)) is not None}
+    constraints += [_made(name, **{GUIDED[name]: value}) for name, value in given.items()]
     if len(constraints) > 1:
         fields = " and ".join(constraint.field for constraint in constraints)
         raise InvalidValue(f"{fields} are given: a request can have one constraint", constraints[1].field)
@@ -76,7 +79,7 @@ def _of_format(given: dict[str, Any] | None) -> Wanted | None:
     kind = given.get("type")
     if kind not in FORMATS:
         allowed = ", ".join(FORMATS)
-        raise InvalidValue(f"response_format.type={short(kind)} must be one of {allowed}", "response_format.type")
+        raise wrong("response_format.type", kind, f"must be one of {allowed}")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -88,29 +91,19 @@ def _of_format(given: dict[str, Any] | None) -> Wanted | None:
     inner = given.get("json_schema")
     field = "response_format.json_schema"
     if not isinstance(inner, dict):
-        raise InvalidValue(f"{field}={short(inner)} must be an object with name and schema", field)
+        raise wrong(field, inner, "must be an object with name and schema")
     if not isinstance(inner.get("name"), str):
-        raise InvalidValue(f"{field}.name={short(inner.get('name'))} must be a text", f"{field}.name")
+        raise wrong(f"{field}.name", inner.get("name"), "must be a text")
     if not isinstance(inner.get("strict"), bool | None):
-        raise InvalidValue(f"{field}.strict={short(inner['strict'])} must be true or false", f"{field}.strict")
+        raise wrong(f"{field}.strict", inner["strict"], "must be true or false")
     return _of_schema(inner.get("schema", {}), f"{field}.schema", inner.get("strict") is True)
 
 
 def _of_schema(schema: Any, field: str, strict: bool) -> Wanted:
     """Return the constraint of a schema. strict: refuse keywords that cannot be enforced, which OpenAI ignores else."""
     if not isinstance(schema, dict):
-        raise InvalidValue(f"{field}={short(schema)} must be an object", field)
+        raise wrong(field, schema, "must be an object")
     return _made(field, json=schema, lenient=not strict)
-
-
-def _of_fields(body: Sampled) -> Wanted | None:
-    if body.structured_outputs is None:
-        return None
-    return Wanted(StructuredOutputs.of(_written(body.structured_outputs)), "structured_outputs")
-
-
-def _of_guided(name: str, value: Any) -> Wanted:
-    return _made(name, **{GUIDED[name]: value})
 
 
 def _made(field: str, **given: Any) -> Wanted:

@@ -77,19 +77,10 @@ class Ended(NamedTuple):
 class Trace:
     """The trace of one HTTP request. Writer: the coroutine that serves it."""
 
-    tracing: Tracing
     parent: Any  # the context of the client's span
     id: str
     model: str
     ended: list[Ended] = field(default_factory=list)
-
-    def add(self, number: int, choice: int, job: Submission, times: RequestMetrics, reason: str | None) -> None:
-        """Add an output that has ended."""
-        self.ended.append(Ended(number, choice, job, times, reason))
-
-    def close(self, begun: int, ended: int, error: str | None = None) -> None:
-        """Make the spans. begun, ended: nanoseconds since 1970. `error` says why the request failed."""
-        self.tracing.export(self, begun, ended, error)
 
 
 class Tracing:
@@ -121,10 +112,10 @@ class Tracing:
     def begin(self, headers: Mapping[str, str], id: str, model: str) -> Trace:
         """Return the trace of a request, below the span that its `traceparent` names, if any."""
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-        return Trace(self, self._propagator.extract(carrier), id, model)
+        return Trace(self._propagator.extract(carrier), id, model)
 
     def export(self, trace: Trace, begun: int, ended: int, error: str | None) -> None:
-        """Make the spans of a request."""
+        """Make the spans of a request. begun, ended: nanoseconds since 1970. `error` says why the request failed."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         attributes = _attributes(trace)

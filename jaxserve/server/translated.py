@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from jaxserve.errors import InvalidValue, short
+from jaxserve.errors import InvalidValue
+from jaxserve.server.failures import wrong
 from jaxserve.server.openai import Drawn
 
 
@@ -47,12 +48,18 @@ def text_of(part: Mapping[str, Any], name: str, where: str) -> str:
     """Return a text field of an object. Raises InvalidValue that names the field."""
     value = part.get(name)
     if not isinstance(value, str):
-        raise InvalidValue(f"{where}.{name}={short(value)} must be a text", f"{where}.{name}")
+        raise wrong(f"{where}.{name}", value, "must be a text")
     return value
 
 
 def object_of(value: Any, where: str) -> dict[str, Any]:
     """Return a value that must be an object. Raises InvalidValue that names the field."""
     if not isinstance(value, dict):
-        raise InvalidValue(f"{where}={short(value)} must be an object", where)
+        raise wrong(where, value, "must be an object")
     return value
+
+
+def objects_in(given: Sequence[Any], where: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the objects of a list, each with its place. Raises InvalidValue that names the place of another value."""
+    for at, value in enumerate(given):
+        yield object_of(value, f"{where}[{at}]"), f"{where}[{at}]"

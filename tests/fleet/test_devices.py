@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
-from jaxserve.fleet.devices import visible
+from jaxserve.fleet.nodes import visible
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ from jaxserve.sched.api.slo import NO_SLO, SLO, THINKING
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.recorded.record import Moved, Placed
-from jaxserve.wire.message import encode
+from jaxserve.wire.connection import encode
 
 
 def as_decoded(value: object) -> object:

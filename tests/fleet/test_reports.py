@@ -15,7 +15,7 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.routing.prefix_index import KEPT
 from jaxserve.sched.routing.snapshot import COLUMNS, Rows, Snapshot
-from jaxserve.wire.message import encode
+from jaxserve.wire.connection import encode
 from tests.support.examples import examples
 from tests.support.sched.fleet import instance, request
 from tests.support.sched.loaded import instances

@@ -67,7 +67,7 @@ def test_a_killed_engine_changes_no_token(engines: Any) -> None:
     async def work(replicas: Any) -> None:
         whole, before = await calm(replicas), str(engines.places[0].address)
         told, continued = [Told() for _ in range(8)], list[None]()
-        replicas.dispatcher.on_continued = lambda: continued.append(None)
+        replicas.on_continued = lambda: continued.append(None)
         for one in told:
             replicas.submit(NewRequest(tuple(range(20, 50)), PARAMS, SLO()), one)
         await asyncio.gather(*(one.begun.wait() for one in told))
@@ -82,7 +82,7 @@ def test_a_killed_engine_changes_no_token(engines: Any) -> None:
 
 
 def test_replicas_start_again_without_a_lost_request(engines: Any) -> None:
-    from jaxserve.fleet.rolling import Rolling
+    from jaxserve.fleet.replicas import Rolling
 
     async def work(replicas: Any) -> None:
         whole, before, told = await calm(replicas), [one._pids for one in engines.replicas], list[Told]()

@@ -64,7 +64,7 @@ def test_tokens_pages_and_a_killed_peer(engines: Any, whole: list[int]) -> None:
             assert stats.kv_given_pages >= stats.kv_fetched_pages
             for side in (1, 0):
                 told, continued = await asked(replicas, 4), list[None]()
-                replicas.dispatcher.on_continued = lambda continued=continued: continued.append(None)
+                replicas.on_continued = lambda continued=continued: continued.append(None)
                 os.kill(engines.replicas[side]._pids[0], signal.SIGKILL)
                 (late,) = await asked(replicas, 1)
                 await asyncio.gather(*(one.ended.wait() for one in [*told, late]))

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.server.accepting import Acceptor
-from jaxserve.server.serving import loop_factory
+from jaxserve.server.serving import Acceptor, loop_factory
 
 WAITING = 100
 

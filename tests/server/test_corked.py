@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from jaxserve.server.corked import Corked
+from jaxserve.server.protocol import Corked
 
 
 class Closed:

@@ -17,6 +17,7 @@ from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.report.start import StartProgress
 from jaxserve.server import fronts
 from jaxserve.server.fronts import UNSERVED, Fronts
+from jaxserve.wire.address import Place
 from tests.support.server import crashing
 
 Ends = Callable[..., list[int]]
@@ -26,10 +27,9 @@ class Ready:
     """Engines that are ready at once."""
 
     progress = StartProgress()
-    places = ()
 
-    def run(self) -> None:
-        """Do nothing."""
+    def run(self) -> tuple[Place, ...]:
+        return ()
 
 
 @pytest.fixture

@@ -266,7 +266,7 @@ def test_cancelled_requests_end_once(serve: Any) -> None:
         id = made.replicas.submit(NewRequest(*asked(2), SLO()), stopping)
         await told.ended.wait()
         assert told.deltas[-1].finish_reason == "stop" and len(told.tokens) == 1
-        assert not made.replicas.dispatcher.requests
+        assert not made.replicas.requests
 
     serve(work)
 

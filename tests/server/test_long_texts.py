@@ -61,9 +61,9 @@ def test_a_short_prompt_overtakes_long_ones(fake, monkeypatch):
         for _ in range(10):
             asking.submit(live.http.post, "/tokenize", json=long)
         try:
-            until(lambda: live.service.prompts.waiting >= 5)
+            until(lambda: live.service.prompts.texts.waiting >= 5)
             assert live.http.post("/v1/completions", json={"prompt": "def", "max_tokens": 1}).status_code == 200
-            assert live.service.prompts.waiting
+            assert live.service.prompts.texts.waiting
         finally:
             free.set()
 
@@ -82,7 +82,7 @@ def test_texts_of_disconnected_clients_are_dropped(fake, monkeypatch):
         for _ in range(6):
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(live.url + path, json={"prompt": "x" * 50_000}, timeout=httpx.Timeout(5, read=0.05))
-    until(lambda: not live.service.prompts.waiting, lambda: "texts of disconnected clients are still waiting")
+    until(lambda: not live.service.prompts.texts.waiting, lambda: "texts of disconnected clients are still waiting")
     running = len(begun)
     free.set()
     assert live.http.post("/v1/completions", json={"prompt": "y", "max_tokens": 1}).status_code == 200

@@ -65,7 +65,7 @@ def test_a_lost_engine_changes_no_token(several: Any) -> None:
         calm = await all_of(replicas, asked(8))
         await asyncio.gather(*(one.ended.wait() for one in calm))
         told, continued = await all_of(replicas, asked(8)), list[None]()
-        replicas.dispatcher.on_continued = lambda: continued.append(None)
+        replicas.on_continued = lambda: continued.append(None)
         for server in servers[:2]:
             await asyncio.to_thread(server.close)  # every front loses its connection
             await asyncio.sleep(0.02)
@@ -92,7 +92,7 @@ def test_a_lost_engine_changes_no_vector(several: Any) -> None:
         calm = submitted(replicas)
         await asyncio.gather(*(one.ended.wait() for one in calm))
         told, continued = submitted(replicas), list[None]()
-        replicas.dispatcher.on_continued = lambda: continued.append(None)
+        replicas.on_continued = lambda: continued.append(None)
         await asyncio.to_thread(servers[0].close)
         await asyncio.gather(*(one.ended.wait() for one in told))
         for one, whole in zip(told, calm, strict=True):
@@ -122,11 +122,11 @@ def test_without_any_engine_requests_end_with_an_error(several: Any) -> None:
 def test_a_request_that_was_cancelled_does_not_continue(several: Any) -> None:
     async def work(replicas: Replicas, servers: list[EngineServer]) -> None:
         one, continued = Told(), list[None]()
-        replicas.dispatcher.on_continued = lambda: continued.append(None)
+        replicas.on_continued = lambda: continued.append(None)
         id = replicas.submit(NewRequest(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), SLO()), one)
         await one.begun.wait()
         replicas.cancel(id, "stop")
-        replicas.dispatcher.requests[id].engine._connection.close("killed")
+        replicas.requests[id].engine._connection.close("killed")
         await one.ended.wait()
         assert one.deltas[-1].finish_reason == "stop" and not continued
 
@@ -138,7 +138,7 @@ def test_requests_are_spread_and_a_draining_replica_gets_none(several: Any) -> N
         params = [SamplingParams(max_tokens=4, ignore_eos=True)] * 6
         told = [Told() for _ in params]
         ids = [replicas.submit(NewRequest(PROMPT, how, SLO()), one) for one, how in zip(told, params, strict=True)]
-        sent = replicas.dispatcher.requests
+        sent = replicas.requests
         assert Counter(sent[id].engine for id in ids) == dict.fromkeys(replicas.engines.values(), 2)
         replicas.members.drain(1)
         more = [replicas.submit(NewRequest(PROMPT, params[0], SLO()), Told()) for _ in range(4)]

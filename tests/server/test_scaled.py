@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
 from jaxserve.fleet.board import Board, Scale, ScaleState
-from jaxserve.fleet.replicas import Replicas
-from jaxserve.fleet.rolling import Rolling
+from jaxserve.fleet.replicas import Replicas, Rolling
 from jaxserve.fleet.scaler import ReplicaScaler
 from jaxserve.fleet.supervisor import Engines
 from jaxserve.sched.api.new_request import NewRequest
@@ -63,7 +62,7 @@ def test_no_request_is_lost_and_none_goes_where_none_is(
             while not over.is_set():
                 told.append(Told())
                 id = replicas.submit(NewRequest(list(range(20, 50)), PARAMS, SLO()), told[-1])
-                sent = replicas.dispatcher.requests[id].engine
+                sent = replicas.requests[id].engine
                 assert sent in replicas.engines.values() and not sent.leaving and not sent.lost
                 await asyncio.sleep(0.02)
 

@@ -83,22 +83,22 @@ def no_ids(value: Any) -> Any:
 def test_the_events_of_a_response(reason: str, thoughts: list[str], texts: list[str], calls: list[Any]) -> None:
     done: list[dict[str, Any]] = []
 
-    def writer() -> _responses.Writer:
+    def writer() -> _responses.ResponseWriter:
         body = ResponsesBody(input="x")
-        return _responses.Writer(_responses.new_response(body, answer(), False), done.append)
+        return _responses.ResponseWriter(_responses.new_response(body, answer(), False), done.append)
 
     one, other = writer(), writer()
     events = run(one, chunks(thoughts, texts, calls, reason))
     run(other, [whole(thoughts, texts, calls, reason)])
-    vendors.response().validate_python(one.response)
-    assert no_ids(one.response) == no_ids(other.response)
-    assert done == [one.response, other.response]
+    vendors.response().validate_python(one.answer)
+    assert no_ids(one.answer) == no_ids(other.answer)
+    assert done == [one.answer, other.answer]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
         vendors.response_event().validate_python(event)
     # Each item is added, written and done before the next, and is what the response has in the end.
     items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    assert items == one.response["output"]
+    assert items == one.answer["output"]
     at = [event["output_index"] for event in events if "output_index" in event]
     assert at == sorted(at) and set(at) == set(range(len(items)))
     for index, item in enumerate(items):
@@ -108,10 +108,10 @@ def test_the_events_of_a_response(reason: str, thoughts: list[str], texts: list[
     assert kinds == ["reasoning"] * bool(thoughts) + ["message"] * bool(texts or not (thoughts or calls)) + [
         "function_call"
     ] * len(calls)
-    assert one.response["usage"]["input_tokens_details"]["cached_tokens"] == 5
-    assert one.response["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
+    assert one.answer["usage"]["input_tokens_details"]["cached_tokens"] == 5
+    assert one.answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
     # What is stored for the next turn is the message of chat.
-    (turn,) = messages_of_items(one.response["output"])
+    (turn,) = messages_of_items(one.answer["output"])
     assert turn["content"] in ("".join(texts), [{"type": "text", "text": "".join(texts)}])
     assert turn.get("reasoning_content", "") == "".join(thoughts)
     assert [call["function"]["name"] for call in turn.get("tool_calls", ())] == [name for name, _ in calls]
@@ -125,14 +125,14 @@ def test_logprobs_begin_no_items(thoughts: list[str], texts: list[str], calls: l
     for one in given[1:-2]:
         one["choices"][0]["logprobs"] = {"content": [entry]}
     plain, scored = (
-        _responses.Writer(_responses.new_response(ResponsesBody(input="x"), answer(), False), lambda _: None)
+        _responses.ResponseWriter(_responses.new_response(ResponsesBody(input="x"), answer(), False), lambda _: None)
         for _ in range(2)
     )
     events = run(scored, given)
     run(plain, chunks(thoughts, texts, calls, "stop"))
-    assert [one["type"] for one in scored.response["output"]] == [one["type"] for one in plain.response["output"]]
+    assert [one["type"] for one in scored.answer["output"]] == [one["type"] for one in plain.answer["output"]]
     told = [entry for event in events for entry in event.get("logprobs", ()) if event["type"].endswith(".delta")]
-    written = [one["content"][0] for one in scored.response["output"] if one["type"] == "message"]
+    written = [one["content"][0] for one in scored.answer["output"] if one["type"] == "message"]
     assert told == [entry for part in written for entry in part["logprobs"]]
     assert not texts or len(told) >= len(thoughts) + len(texts)
 
@@ -144,21 +144,21 @@ def test_logprobs_begin_no_items(thoughts: list[str], texts: list[str], calls: l
 def test_the_events_of_a_message(
     reason: str, told: str, thoughts: list[str], texts: list[str], calls: list[Any]
 ) -> None:
-    one, other = (_messages.Writer(_messages.new_message(answer())) for _ in range(2))
+    one, other = (_messages.MessageWriter(_messages.new_message(answer())) for _ in range(2))
     events = run(one, chunks(thoughts, texts, calls, reason))
     run(other, [whole(thoughts, texts, calls, reason)])
-    vendors.message().validate_python(one.message)
-    assert no_ids(one.message) == no_ids(other.message)
+    vendors.message().validate_python(one.answer)
+    assert no_ids(one.answer) == no_ids(other.answer)
     for event in events:
         if event["type"] != "ping":
             vendors.message_event().validate_python(event)
-    assert one.message["stop_reason"] == told
-    assert one.message["usage"] == {
+    assert one.answer["stop_reason"] == told
+    assert one.answer["usage"] == {
         "input_tokens": 4, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 5, "output_tokens": 4,
     }  # fmt: skip
     at = [event["index"] for event in events if "index" in event]
     assert at == sorted(at)
-    for index, block in enumerate(one.message["content"]):
+    for index, block in enumerate(one.answer["content"]):
         mine = [event for event in events if event.get("index") == index]
         kinds = [event["type"] for event in mine]
         assert kinds == ["content_block_start", *["content_block_delta"] * (len(mine) - 2), "content_block_stop"]
@@ -171,7 +171,7 @@ def test_the_events_of_a_message(
 
 def test_arguments_that_are_cut_are_empty() -> None:
     """Anthropic's clients need an object; the partial text was streamed."""
-    one = _messages.Writer(_messages.new_message(answer()))
+    one = _messages.MessageWriter(_messages.new_message(answer()))
     call = {"index": 0, "id": "c", "function": {"name": "f", "arguments": '{"a'}}
     run(one, [chunk({"tool_calls": [call]}, "length")])
-    assert one.message["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]
+    assert one.answer["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]

@@ -12,7 +12,7 @@ from jaxserve.engine.programs.inputs import Batch, Int32
 from jaxserve.engine.runtime.device_state import DeviceState
 from jaxserve.sched.api.plan import Begin, Span
 from jaxserve.structured.token_filter import Words
-from jaxserve.wire.message import Message
+from jaxserve.wire.connection import Message
 
 # from a follower
 

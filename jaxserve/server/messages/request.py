@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 from jaxserve.errors import InvalidValue, short
-from jaxserve.server.failures import Refused
+from jaxserve.server.failures import Refused, wrong
 from jaxserve.server.messages.errors import NO_THREADS
 from jaxserve.server.openai import ChatBody, Drawn, thinking_arguments, validated, warn_once
-from jaxserve.server.translated import chunked, object_of, shared_fields, text_of
+from jaxserve.server.translated import chunked, object_of, objects_in, shared_fields, text_of
 
 NAMES = {  # of the fields of chat, in errors
     r"stop": "stop_sequences",
@@ -89,22 +89,19 @@ def _messages(body: CountBody) -> list[Message]:
     messages: list[Message] = []
     if body.system:
         messages.append({"role": "system", "content": _without_bill(_texts(body.system, "system"))})
-    for at, given in enumerate(body.messages):
-        where = f"messages[{at}]"
-        message = object_of(given, where)
+    for message, where in objects_in(body.messages, "messages"):
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
-            raise InvalidValue(f"{where}.role={short(role)} must be user, assistant or system", f"{where}.role")
+            raise wrong(f"{where}.role", role, "must be user, assistant or system")
         if role == "system" and isinstance(content, list):
             messages.append({"role": role, "content": _texts(content, f"{where}.content")})
         elif isinstance(content, str):
             messages.append({"role": role, "content": content})
         elif isinstance(content, list):
-            blocks = [object_of(block, f"{where}.content[{i}]") for i, block in enumerate(content)]
-            messages += (_assistant if role == "assistant" else _user)(blocks, f"{where}.content")
+            blocks = list(objects_in(content, f"{where}.content"))
+            messages += (_assistant if role == "assistant" else _user)(blocks)
         else:
-            what = f"{where}.content={short(content)} must be a text or a list of blocks"
-            raise InvalidValue(what, f"{where}.content")
+            raise wrong(f"{where}.content", content, "must be a text or a list of blocks")
     return messages
 
 
@@ -119,7 +116,7 @@ def _texts(given: str | list[Any], where: str) -> str | list[dict[str, Any]]:
     """Return a text, or the text parts of a list of blocks."""
     if isinstance(given, str):
         return given
-    return [_text_block(object_of(block, f"{where}[{at}]"), f"{where}[{at}]") for at, block in enumerate(given)]
+    return [_text_block(block, here) for block, here in objects_in(given, where)]
 
 
 def _text_block(block: dict[str, Any], where: str) -> dict[str, Any]:
@@ -128,8 +125,8 @@ def _text_block(block: dict[str, Any], where: str) -> dict[str, Any]:
     if kind == "tool_reference":  # a result of Claude Code's search for tools; all tools are given
         return _part(f"The tool {text_of(block, 'tool_name', where)} can be called.")
     if kind == "search_result" and isinstance(block.get("content"), list):
-        parts = [object_of(part, f"{where}.content[{at}]") for at, part in enumerate(block["content"])]
-        texts = [text_of(part, "text", f"{where}.content[{at}]") for at, part in enumerate(parts)]
+        parts = list(objects_in(block["content"], f"{where}.content"))
+        texts = [text_of(part, "text", here) for part, here in parts]
         return _part("\n".join([str(block.get("title") or ""), str(source or ""), *texts]))
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         return _part(f"{block.get('title') or ''}\n{text_of(source, 'data', f'{where}.source')}".lstrip("\n"))
@@ -143,16 +140,14 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _user(blocks: list[dict[str, Any]], where: str) -> list[Message]:
+def _user(blocks: list[tuple[dict[str, Any], str]]) -> list[Message]:
     """Return the messages of the user's blocks: one of each tool's result, then one of the text."""
     results, parts = [], []
-    for at, block in enumerate(blocks):
-        here = f"{where}[{at}]"
+    for block, here in blocks:
         if block.get("type") == "tool_result":
             content = block.get("content")
             if not isinstance(content, str | list | None):
-                what = f"{here}.content={short(content)} must be a text or a list of text blocks"
-                raise InvalidValue(what, f"{here}.content")
+                raise wrong(f"{here}.content", content, "must be a text or a list of text blocks")
             told = _texts(content or "", f"{here}.content")
             results.append({"role": "tool", "tool_call_id": text_of(block, "tool_use_id", here), "content": told})
         else:
@@ -160,11 +155,10 @@ def _user(blocks: list[dict[str, Any]], where: str) -> list[Message]:
     return [*results, *([{"role": "user", "content": parts}] if parts or not results else [])]
 
 
-def _assistant(blocks: list[dict[str, Any]], where: str) -> list[Message]:
-    """Return the message of the assistant's blocks."""
+def _assistant(blocks: list[tuple[dict[str, Any], str]]) -> list[Message]:
     parts, calls, thoughts = [], [], []
-    for at, block in enumerate(blocks):
-        here, kind = f"{where}[{at}]", block.get("type")
+    for block, here in blocks:
+        kind = block.get("type")
         if kind == "thinking":
             thoughts.append(text_of(block, "thinking", here))
         elif kind == "tool_use":
@@ -191,13 +185,12 @@ def _template_arguments(body: CountBody) -> dict[str, Any] | None:
 
 
 def _format(config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the `response_format` of an `output_config`."""
     given = (config or {}).get("format")
     if given is None:
         return None
     where = "output_config.format"
     if object_of(given, where).get("type") != "json_schema":
-        raise InvalidValue(f"{where}.type={short(given.get('type'))} must be json_schema", f"{where}.type")
+        raise wrong(f"{where}.type", given.get("type"), "must be json_schema")
     return {"type": "json_schema", "json_schema": {"name": FORMAT_NAME, "schema": given.get("schema"), "strict": True}}
 
 
@@ -216,8 +209,7 @@ def own_tools(body: CountBody) -> dict[str, Any]:
 def _tool(given: Any, where: str) -> dict[str, Any]:
     tool = object_of(given, where)
     if tool.get("type") not in (None, "custom"):
-        what = f"{where}.type={short(tool['type'])} is not supported: only custom tools are"
-        raise InvalidValue(what, f"{where}.type")
+        raise wrong(f"{where}.type", tool["type"], "is not supported: only custom tools are")
     function: dict[str, Any] = {"name": text_of(tool, "name", where)}
     function |= {"parameters": object_of(tool.get("input_schema"), f"{where}.input_schema")}
     function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
@@ -232,5 +224,5 @@ def _choice(given: dict[str, Any] | None) -> str | dict[str, Any] | None:
         return {"type": "function", "function": {"name": text_of(given, "name", "tool_choice")}}
     choice = {"auto": "auto", "any": "required", "none": "none"}.get(kind) if isinstance(kind, str) else None
     if choice is None:
-        raise InvalidValue(f"tool_choice.type={short(kind)} must be auto, any, tool or none", "tool_choice.type")
+        raise wrong("tool_choice.type", kind, "must be auto, any, tool or none")
     return choice

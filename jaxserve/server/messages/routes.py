@@ -5,28 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable
 from functools import partial
-from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import InvalidValue, short
-from jaxserve.sched.api.params import SamplingParams
 from jaxserve.server.documented import body_schema
+from jaxserve.server.failures import wrong
 from jaxserve.server.messages.errors import anthropic_response
 from jaxserve.server.messages.request import NAMES, CountBody, MessagesBody, chat_of, own_tools
-from jaxserve.server.messages.writer import Writer, new_message
-from jaxserve.server.replies import replied, streamed, written
+from jaxserve.server.messages.writer import MessageWriter, new_message
+from jaxserve.server.replies import counted, prepared, replied, reply
 from jaxserve.server.service import Service
-from jaxserve.server.sse import while_connected
 from jaxserve.server.translated import renamed_fields
 
 OLDEST = "2023-06-01"  # version of Anthropic's API whose streams have named events
 
 
 def add_messages(app: FastAPI, service: Service) -> None:
-    """Add the routes to an application."""
-
     @app.post("/v1/messages", openapi_extra=body_schema(MessagesBody))
     async def create(request: Request) -> Response:
         return await _replied(request, _create(service, request))
@@ -44,8 +39,7 @@ def _check_version(request: Request) -> None:
     """Raise InvalidValue for a version of the API whose streams differ. Clients may leave it out."""
     given = request.headers.get("anthropic-version", OLDEST)
     if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", given) or given < OLDEST:
-        what = f"anthropic-version={short(given)} must be {OLDEST} or a later date"
-        raise InvalidValue(what, "anthropic-version")
+        raise wrong("anthropic-version", given, f"must be {OLDEST} or a later date")
 
 
 async def _create(service: Service, request: Request) -> Response:
@@ -53,23 +47,14 @@ async def _create(service: Service, request: Request) -> Response:
     body = await service.read(request, MessagesBody)
     with renamed_fields(NAMES, list(own_tools(body))):
         chat = chat_of(body)
-        preparing = service.prepare(chat, request.headers, request.state.request_id, request.state.client)
-        answer = await while_connected(request.receive, preparing, service.ending)
-    writer = Writer(new_message(answer), request.state.request_id)
-    if body.stream:
-        return await streamed(service, answer, chat, writer, writer, request)
-    await written(service, answer, chat, writer, request)
-    return JSONResponse(writer.message)
+        answer = await prepared(service, request, chat)
+    writer = MessageWriter(new_message(answer), request.state.request_id)
+    return await reply(service, request, answer, chat, writer, body.stream)
 
 
 async def _count(service: Service, request: Request) -> Response:
     _check_version(request)
     body = await service.read(request, CountBody)
     service.check_model(body.model)
-
-    async def counted() -> dict[str, Any]:
-        prompts = await service.prompts.of(chat_of(body), SamplingParams(), lambda prompts, n: None)
-        return {"input_tokens": len(prompts[0][1])}
-
     with renamed_fields(NAMES, list(own_tools(body))):
-        return JSONResponse(await while_connected(request.receive, counted(), service.ending))
+        return JSONResponse({"input_tokens": await counted(service, request, chat_of(body))})

@@ -10,9 +10,9 @@ from typing import Any
 from jaxserve.server.answers import Answer
 from jaxserve.server.failures import refusal
 from jaxserve.server.messages.errors import anthropic_body
-from jaxserve.server.sse import Dialect, named_event
+from jaxserve.server.replies import Event, Writer
+from jaxserve.server.sse import named_event
 
-Event = dict[str, Any]
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 PING: Event = {"type": "ping"}
 KINDS = {  # of blocks: of their deltas, and the field that these have
@@ -38,23 +38,17 @@ def new_message(answer: Answer) -> dict[str, Any]:
     }
 
 
-class Writer(Dialect):
-    """A message as far as it is generated. Writer: the coroutine that serves the request."""
+class MessageWriter(Writer):
+    """A message as far as it is generated, in blocks."""
 
-    end = b""
+    field = "content"
 
     def __init__(self, message: dict[str, Any], request_id: str | None = None) -> None:
-        """message: without content; changed here."""
-        self.message = message
+        super().__init__(message)
         self._request_id = request_id
         self._begun = False
-        self._kind: object = None  # of the block that is being written
-        self._texts: list[str] = []  # of that block
 
     # as a dialect
-
-    def item(self, data: Mapping[str, Any]) -> bytes:
-        return named_event(data)
 
     def waits(self) -> bytes:
         return b"".join(map(named_event, self.begin() or [PING]))
@@ -65,20 +59,18 @@ class Writer(Dialect):
     # events
 
     def begin(self) -> list[Event]:
-        """Return the first events, when called first; none later."""
         if self._begun:
             return []
         self._begun = True
-        return [{"type": "message_start", "message": {**self.message, "content": []}}, PING]
+        return [{"type": "message_start", "message": {**self.answer, "content": []}}, PING]
 
     def add(self, chunk: Mapping[str, Any]) -> list[Event]:
-        """Add a chunk of a chat completion; return its events."""
         if (usage := chunk.get("usage")) is not None:
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
             told = {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
-            self.message["usage"] |= {**told, "output_tokens": usage["completion_tokens"]}
+            self.answer["usage"] |= {**told, "output_tokens": usage["completion_tokens"]}
             if "slo" in usage:
-                self.message["usage"]["slo"] = usage["slo"]
+                self.answer["usage"]["slo"] = usage["slo"]
         events = []
         for choice in chunk["choices"]:
             delta = choice.get("delta") or {}
@@ -92,20 +84,19 @@ class Writer(Dialect):
         return events
 
     def finish(self) -> list[Event]:
-        """Complete the message, and return the last events."""
-        events = [] if self.message["content"] else self._open("text", {"type": "text", "text": ""})
+        events = [] if self.answer["content"] else self._open("text", {"type": "text", "text": ""})
         events += self._close()
-        told = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
+        told = {name: self.answer[name] for name in ("stop_reason", "stop_sequence")}
         return [
             *events,
-            {"type": "message_delta", "delta": told, "usage": dict(self.message["usage"])},
+            {"type": "message_delta", "delta": told, "usage": dict(self.answer["usage"])},
             {"type": "message_stop"},
         ]
 
     def _stop(self, reason: str, sequence: object) -> None:
         stopped = reason == "stop" and isinstance(sequence, str)
-        self.message["stop_reason"] = "stop_sequence" if stopped else REASONS.get(reason, "end_turn")
-        self.message["stop_sequence"] = sequence if stopped else None
+        self.answer["stop_reason"] = "stop_sequence" if stopped else REASONS.get(reason, "end_turn")
+        self.answer["stop_sequence"] = sequence if stopped else None
 
     # blocks
 
@@ -127,16 +118,11 @@ class Writer(Dialect):
             events.append(self._delta(arguments))
         return events
 
-    @property
-    def _current(self) -> dict[str, Any]:
-        block: dict[str, Any] = self.message["content"][-1]
-        return block
-
     def _open(self, kind: object, block: dict[str, Any]) -> list[Event]:
         """Begin a block, after the one before."""
         events = self._close()
         self._kind = kind
-        self.message["content"].append(block)
+        self.answer["content"].append(block)
         return [*events, {"type": "content_block_start", "index": self._index, "content_block": dict(block)}]
 
     def _delta(self, text: str) -> Event:
@@ -154,10 +140,6 @@ class Writer(Dialect):
         else:
             self._current[KINDS[kind][1]] = text
         return [{"type": "content_block_stop", "index": self._index}]
-
-    @property
-    def _index(self) -> int:
-        return len(self.message["content"]) - 1
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidValue, short
+from jaxserve.server.failures import wrong
 from jaxserve.server.openai import warn_once
 from jaxserve.server.responses.tools import HOSTED, SHELL, function_of
-from jaxserve.server.translated import object_of, text_of
+from jaxserve.server.translated import object_of, objects_in, text_of
 from jaxserve.tools.custom import arguments_of
 
 Message = dict[str, Any]
@@ -29,8 +30,8 @@ def messages_of_items(given: str | Sequence[Any], where: str = "input") -> list[
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     turns = _Turns()
-    for at, item in enumerate(given):
-        _add(turns, object_of(item, f"{where}[{at}]"), f"{where}[{at}]")
+    for item, here in objects_in(given, where):
+        _add(turns, item, here)
     return turns.done()
 
 
@@ -43,7 +44,6 @@ class _Turns:
         self._thoughts: list[str] = []  # of that turn
 
     def add(self, message: Message) -> None:
-        """Add a message that is not the assistant's."""
         self.done()
         self.made.append(message)
 
@@ -54,7 +54,6 @@ class _Turns:
         return self._open
 
     def say(self, content: Any) -> None:
-        """Add what the assistant says."""
         if self._open is not None and (self._open["content"] or "tool_calls" in self._open):
             self.done()
         self.assistant()["content"] = content
@@ -82,7 +81,7 @@ def _add(turns: _Turns, item: dict[str, Any], where: str) -> None:
     if kind == "message":
         role = item.get("role")
         if role not in ROLES:
-            raise InvalidValue(f"{where}.role={short(role)} must be one of {', '.join(ROLES)}", f"{where}.role")
+            raise wrong(f"{where}.role", role, f"must be one of {', '.join(ROLES)}")
         content = _content(item.get("content"), f"{where}.content")
         if role == "assistant":
             turns.say(content)
@@ -133,9 +132,8 @@ def _reasoning(item: dict[str, Any], where: str) -> str:
     """Return the text of a reasoning item; "" if the client has none, as after another server."""
     parts = item.get("content") or []
     if not isinstance(parts, list):
-        raise InvalidValue(f"{where}.content={short(parts)} must be a list of parts", f"{where}.content")
-    objects = (object_of(part, f"{where}.content[{at}]") for at, part in enumerate(parts))
-    return "".join(text_of(part, "text", f"{where}.content[{at}]") for at, part in enumerate(objects))
+        raise wrong(f"{where}.content", parts, "must be a list of parts")
+    return "".join(text_of(part, "text", here) for part, here in objects_in(parts, f"{where}.content"))
 
 
 def _content(given: Any, where: str) -> str | list[dict[str, Any]]:
@@ -143,8 +141,8 @@ def _content(given: Any, where: str) -> str | list[dict[str, Any]]:
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
-        raise InvalidValue(f"{where}={short(given)} must be a text or a list of text parts", where)
-    return [_part(object_of(part, f"{where}[{at}]"), f"{where}[{at}]") for at, part in enumerate(given)]
+        raise wrong(where, given, "must be a text or a list of text parts")
+    return [_part(part, here) for part, here in objects_in(given, where)]
 
 
 def _part(part: dict[str, Any], where: str) -> dict[str, Any]:

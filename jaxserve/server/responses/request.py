@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.sched.api.params import MAX_LOGPROBS
+from jaxserve.server.failures import wrong
 from jaxserve.server.openai import ChatBody, Drawn, Part, validated
 from jaxserve.server.responses.items import Message
 from jaxserve.server.responses.tools import Tool, choice_of
@@ -92,12 +93,12 @@ def check_body(body: ResponsesBody) -> None:
         ("truncation", body.truncation, (None, "disabled"), "leave it out, or use truncate_prompt_tokens"),
     ):
         if value not in neutral:
-            raise InvalidValue(f"{name}={short(value)} is not supported by this server: {remedy}", name)
+            raise wrong(name, value, f"is not supported by this server: {remedy}")
     for at, name in enumerate(body.include or ()):
         if name not in INCLUDED:
             raise InvalidValue(f"include[{at}]={short(name)} is not supported: {', '.join(INCLUDED)} are", "include")
     if not 0 <= (body.top_logprobs or 0) <= MAX_LOGPROBS:
-        raise InvalidValue(f"top_logprobs={short(body.top_logprobs)} must be 0 to {MAX_LOGPROBS}", "top_logprobs")
+        raise wrong("top_logprobs", body.top_logprobs, f"must be 0 to {MAX_LOGPROBS}")
     _check_metadata(body.metadata or {})
 
 

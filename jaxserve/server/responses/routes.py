@@ -9,25 +9,21 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.api.params import SamplingParams
 from jaxserve.server.documented import body_schema
-from jaxserve.server.replies import replied, streamed, written
+from jaxserve.server.replies import counted, prepared, replied, reply
 from jaxserve.server.responses.items import Message, messages_of_items
 from jaxserve.server.responses.request import NAMES, ResponsesBody, chat_of, check_body
 from jaxserve.server.responses.store import Store
 from jaxserve.server.responses.tools import tools_in
-from jaxserve.server.responses.writer import Writer, new_response
+from jaxserve.server.responses.writer import ResponseWriter, new_response
 from jaxserve.server.service import Service
-from jaxserve.server.sse import while_connected
 from jaxserve.server.translated import renamed_fields
 
 
 def add_responses(app: FastAPI, service: Service) -> None:
-    """Add the routes to an application."""
     config = service.config
     # Several fronts have a store each, and would find a response only by chance.
     store = Store(config.response_store_size if config.api_server_count <= 1 else 0)
-    app.state.responses = store
 
     @app.post("/v1/responses", openapi_extra=body_schema(ResponsesBody))
     async def create(request: Request) -> Response:
@@ -83,8 +79,7 @@ async def _create(service: Service, store: Store, request: Request) -> Response:
     tools = tools_in(body.tools)
     with renamed_fields(NAMES, [tool.place for tool in tools.values()]):
         chat = chat_of(body, messages, tools)
-        preparing = service.prepare(chat, request.headers, request.state.request_id, client)
-        answer = await while_connected(request.receive, preparing, service.ending)
+        answer = await prepared(service, request, chat)
     stored = store.enabled and body.store is not False
 
     def done(response: dict[str, Any]) -> None:
@@ -92,11 +87,8 @@ async def _create(service: Service, store: Store, request: Request) -> Response:
             own = messages_of_items(response["output"], "output")
             store.put(client, response, body.input, [*messages, *own])
 
-    writer = Writer(new_response(body, answer, stored), done, tools)
-    if body.stream:
-        return await streamed(service, answer, chat, writer, writer, request)
-    await written(service, answer, chat, writer, request)
-    return JSONResponse(writer.response)
+    writer = ResponseWriter(new_response(body, answer, stored), done, tools)
+    return await reply(service, request, answer, chat, writer, body.stream)
 
 
 async def _count(service: Service, store: Store, request: Request) -> Response:
@@ -106,13 +98,8 @@ async def _count(service: Service, store: Store, request: Request) -> Response:
     service.check_model(body.model)
     messages = [*_before(store, request.state.client, body), *await _messages(service, body)]
     tools = tools_in(body.tools)
-
-    async def counted() -> int:
-        chat = chat_of(body, messages, tools)
-        return len((await service.prompts.of(chat, SamplingParams(), lambda prompts, n: None))[0][1])
-
     with renamed_fields(NAMES, [tool.place for tool in tools.values()]):
-        tokens = await while_connected(request.receive, counted(), service.ending)
+        tokens = await counted(service, request, chat_of(body, messages, tools))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidValue, short
+from jaxserve.server.failures import wrong
 from jaxserve.server.openai import warn_once
-from jaxserve.server.translated import object_of, text_of
+from jaxserve.server.translated import object_of, objects_in, text_of
 from jaxserve.tools.custom import as_function, input_of
 from jaxserve.tools.definitions import MAX_TOOLS
 from jaxserve.tools.events import loaded
@@ -57,17 +58,15 @@ def tools_in(given: Sequence[Any] | None) -> dict[str, Tool]:
 
 
 def _each(given: Sequence[Any]) -> Iterator[Tool]:
-    for at, given_tool in enumerate(given):
-        place = f"tools[{at}]"
-        tool = object_of(given_tool, place)
+    for tool, place in objects_in(given, "tools"):
         if tool.get("type") != "namespace":
             yield from _tool(tool, place, None)
             continue
         namespace, inner = text_of(tool, "name", place), tool.get("tools")
         if not isinstance(inner, list):
-            raise InvalidValue(f"{place}.tools={short(inner)} must be a list of tools", f"{place}.tools")
-        for number, part in enumerate(inner):
-            yield from _tool(object_of(part, f"{place}.tools[{number}]"), f"{place}.tools[{number}]", namespace)
+            raise wrong(f"{place}.tools", inner, "must be a list of tools")
+        for part, here in objects_in(inner, f"{place}.tools"):
+            yield from _tool(part, here, namespace)
 
 
 def _tool(tool: dict[str, Any], place: str, namespace: str | None) -> Iterator[Tool]:
@@ -87,8 +86,7 @@ def _tool(tool: dict[str, Any], place: str, namespace: str | None) -> Iterator[T
     elif isinstance(kind, str) and kind.startswith(HOSTED):
         warn_once(f"ignoring tools of type {kind[:100]!r}: only OpenAI runs them")
     else:
-        what = f"{place}.type={short(kind)} is not supported: only tools of type {SUPPORTED} are"
-        raise InvalidValue(what, f"{place}.type")
+        raise wrong(f"{place}.type", kind, f"is not supported: only tools of type {SUPPORTED} are")
 
 
 def flat_name(namespace: str | None, name: str) -> str:

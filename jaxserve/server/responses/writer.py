@@ -5,15 +5,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 from jaxserve.server.answers import Answer
-from jaxserve.server.failures import Refused, body_of, refusal
+from jaxserve.server.failures import body_of, refusal
+from jaxserve.server.replies import Event, Writer
 from jaxserve.server.responses.request import ResponsesBody
 from jaxserve.server.responses.tools import Tool, arguments_read, new_call
-from jaxserve.server.sse import WAITING, Dialect, named_event
-
-Event = dict[str, Any]
+from jaxserve.server.sse import WAITING, named_event
 
 
 def new_response(body: ResponsesBody, answer: Answer, store: bool) -> dict[str, Any]:
@@ -62,51 +62,49 @@ def _some(name: str, value: Any) -> dict[str, Any]:
     return {} if value is None else {name: value}
 
 
-class Writer(Dialect):
-    """A response as far as it is generated. Writer: the coroutine that serves the request.
+class ResponseWriter(Writer):
+    """A response as far as it is generated.
 
     Items: reasoning, a message, function calls, in the order in which the model writes them.
     """
 
-    end = b""
+    field = "output"
 
     def __init__(
         self, response: dict[str, Any], done: Callable[[dict[str, Any]], None], tools: Mapping[str, Tool] | None = None
     ) -> None:
-        """response: without output; changed here. done: called with the response before its last event.
+        """done: called with the response before its last event.
 
         tools: those of the request, by the names that the model knows.
         """
-        self.response = response
+        super().__init__(response)
         self._tools = tools or {}
         self._done = done
         self._sequence = 0
-        self._kind: object = None  # of the item that is being written
-        self._texts: list[str] = []  # of that item
         self._logprobs: list[Any] = []  # of tokens that are no text of a message; they come with its next text
         self._finish: str | None = None
 
     # as a dialect
 
-    def item(self, data: Mapping[str, Any]) -> bytes:
-        return named_event(data)
-
     def waits(self) -> bytes:
         return b"".join(map(named_event, self.begin())) + WAITING
 
     def failure(self, error: Exception) -> bytes:
-        return b"".join(map(named_event, self._failed(refusal(error))))
+        refused, events = refusal(error), self._close("incomplete")
+        final = "invalid_prompt" if refused.status < 500 else "server_error"  # clients send the latter again
+        code = "rate_limit_exceeded" if refused.status == 429 else final
+        message = body_of(refused)["error"]["message"]
+        self.answer |= {"status": "failed", "error": {"code": code, "message": message}}
+        return b"".join(map(named_event, [*events, self._whole("response.failed")]))
 
     # events
 
     def begin(self) -> list[Event]:
-        """Return the first events, when called first; none later."""
         return [] if self._sequence else [self._whole("response.created"), self._whole("response.in_progress")]
 
     def add(self, chunk: Mapping[str, Any]) -> list[Event]:
-        """Add a chunk of a chat completion; return its events."""
         if (usage := chunk.get("usage")) is not None:
-            self.response["usage"] = _usage(usage)
+            self.answer["usage"] = _usage(usage)
         events = []
         for choice in chunk["choices"]:
             delta = choice.get("delta") or {}
@@ -121,50 +119,40 @@ class Writer(Dialect):
         return events
 
     def finish(self) -> list[Event]:
-        """Complete the response, and return the last events."""
         cut = self._finish == "length"
-        events = [] if self.response["output"] else self._say("")
+        events = [] if self.answer["output"] else self._say("")
         events += self._close("incomplete" if cut else "completed")
         if cut:
-            self.response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+            self.answer |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         else:
-            self.response |= {"status": "completed", "completed_at": int(time.time())}
-        self._done(self.response)
-        return [*events, self._whole(f"response.{self.response['status']}")]
-
-    def _failed(self, refused: Refused) -> list[Event]:
-        """Return the last events of a response that cannot be completed."""
-        events = self._close("incomplete")
-        final = "invalid_prompt" if refused.status < 500 else "server_error"  # clients send the latter again
-        code = "rate_limit_exceeded" if refused.status == 429 else final
-        message = body_of(refused)["error"]["message"]
-        self.response |= {"status": "failed", "error": {"code": code, "message": message}}
-        return [*events, self._whole("response.failed")]
+            self.answer |= {"status": "completed", "completed_at": int(time.time())}
+        self._done(self.answer)
+        return [*events, self._whole(f"response.{self.answer['status']}")]
 
     # items
 
     def _reason(self, text: str) -> list[Event]:
-        events = []
-        if self._kind != "reasoning":
-            events = self._open("reasoning", {"type": "reasoning", "id": _id("rs"), "summary": [], "content": []})
-            events.append(self._part("added", {"type": "reasoning_text", "text": ""}))
-            self._current["content"].append({"type": "reasoning_text", "text": ""})
+        events = self._write("reasoning", "rs", {"summary": []}, {"type": "reasoning_text", "text": ""})
         self._texts.append(text)
         return [*events, self._at("response.reasoning_text.delta", content_index=0, delta=text)]
 
     def _say(self, text: str) -> list[Event]:
-        events = []
         logprobs, self._logprobs = self._logprobs, []
-        if self._kind != "message":
-            item = {"type": "message", "id": _id("msg"), "role": "assistant", "content": []}
-            events = self._open("message", item)
-            events.append(self._part("added", {"type": "output_text", "text": "", "annotations": [], "logprobs": []}))
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            self._current["content"].append(part)
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        events = self._write("message", "msg", {"role": "assistant"}, part)
         self._texts.append(text)
         self._current["content"][0]["logprobs"] += logprobs
         if text or logprobs:
             events.append(self._at("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs))
+        return events
+
+    def _write(self, kind: str, prefix: str, fields: dict[str, Any], part: dict[str, Any]) -> list[Event]:
+        """Begin an item with one part of content, unless an item of this type is being written."""
+        if self._kind == kind:
+            return []
+        events = self._open(kind, {"type": kind, "id": _id(prefix), **fields, "content": []})
+        events.append(self._part("added", deepcopy(part)))
+        self._current["content"].append(part)
         return events
 
     def _call(self, index: int, call: Mapping[str, Any]) -> list[Event]:
@@ -179,16 +167,11 @@ class Writer(Dialect):
                 events.append(self._at("response.function_call_arguments.delta", delta=arguments))
         return events
 
-    @property
-    def _current(self) -> dict[str, Any]:
-        item: dict[str, Any] = self.response["output"][-1]
-        return item
-
     def _open(self, kind: object, item: dict[str, Any]) -> list[Event]:
         """Begin an item, after the one before."""
         events = self._close("completed")
         self._kind = kind
-        self.response["output"].append({**item, "status": "in_progress"})
+        self.answer["output"].append({**item, "status": "in_progress"})
         added = {**self._current, "content": []} if "content" in item else dict(self._current)
         return [*events, self._event("response.output_item.added", output_index=self._index, item=added)]
 
@@ -199,15 +182,11 @@ class Writer(Dialect):
         item, kind, text, events = self._current, self._kind, "".join(self._texts), []
         self._kind, self._texts = None, []
         item["status"] = status
-        if kind == "message":
+        if kind in ("message", "reasoning"):
             part = item["content"][0]
             part["text"] = text
-            told = {"text": text, "logprobs": part["logprobs"]}
-            events = [self._at("response.output_text.done", content_index=0, **told), self._part("done", dict(part))]
-        elif kind == "reasoning":
-            part = item["content"][0]
-            part["text"] = text
-            events = [self._at("response.reasoning_text.done", content_index=0, text=text)]
+            told = {name: part[name] for name in ("text", "logprobs") if name in part}
+            events = [self._at(f"response.{part['type']}.done", content_index=0, **told)]
             events.append(self._part("done", dict(part)))
         else:
             item |= (told := arguments_read(item["type"], text))
@@ -218,10 +197,6 @@ class Writer(Dialect):
                 events.append(self._at("response.custom_tool_call_input.done", **told))
         return [*events, self._event("response.output_item.done", output_index=self._index, item=dict(item))]
 
-    @property
-    def _index(self) -> int:
-        return len(self.response["output"]) - 1
-
     def _part(self, what: str, part: dict[str, Any]) -> Event:
         return self._at(f"response.content_part.{what}", content_index=0, part=part)
 
@@ -230,7 +205,7 @@ class Writer(Dialect):
         return self._event(kind, item_id=self._current["id"], output_index=self._index, **fields)
 
     def _whole(self, kind: str) -> Event:
-        return self._event(kind, response={**self.response, "output": list(self.response["output"])})
+        return self._event(kind, response={**self.answer, "output": list(self.answer["output"])})
 
     def _event(self, kind: str, **fields: Any) -> Event:
         event = {"type": kind, "sequence_number": self._sequence, **fields}

@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.errors import QueueFull
 from jaxserve.generation.generate import GenerationFailed
-from jaxserve.server.messages.writer import Writer
+from jaxserve.server.messages.writer import MessageWriter
 from tests.support.server.live import MODEL, Live
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -146,6 +146,6 @@ def test_unknown_routes_of_anthropic_have_its_shape(fake: Fake) -> None:
 
 def test_a_load_within_a_stream_is_an_event_of_its_kind() -> None:
     """With the headers sent, Claude Code knows the load by the type."""
-    writer = Writer({}, "req")
+    writer = MessageWriter({}, "req")
     event = writer.failure(GenerationFailed("it waited 600 s", "expired")).decode()
     assert event.startswith("event: error\n") and '"type":"overloaded_error"' in event.replace(" ", "")
