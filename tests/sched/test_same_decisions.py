@@ -84,7 +84,7 @@ EIGHTHS = st.integers(0, 96).map(lambda count: count / 8)  # sums are exact in a
 
 
 @given(st.lists(st.tuples(EIGHTHS, st.one_of(EIGHTHS, st.just(inf))), min_size=1, max_size=40), EIGHTHS)
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_the_on_time_set_of_many_jobs_equals_that_of_a_loop(jobs: list[tuple[float, float]], start: float) -> None:
     work, due = (np.array(column) for column in zip(*jobs, strict=True))
     with pytest.MonkeyPatch.context() as patch:
