@@ -134,8 +134,8 @@ def test_a_signal_ends_streams_and_process(number, repo):
             process.send_signal(number)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and "shutting_down" in rest[-2]
-        _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0 and "Traceback" not in errors, errors
+        said, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and "Traceback" not in errors and "curl http://127.0.0.1" in said, errors
 
 
 def test_an_engine_that_does_not_close_does_not_block_the_exit(repo):

@@ -24,15 +24,6 @@ from tests.support.sched.presets import CHAT, ROOT, TINY
 H200 = load_yaml(ROOT / "configs" / "latency" / "minimax-m2.5-h200-tp4.yaml", Latency)
 
 
-def test_a_single_request_takes_the_time_that_the_model_predicts() -> None:
-    quiet = replace(TINY, noise=0.0)
-    truth = quiet.solve()
-    [one] = simulate([Arrival(0.5, 40, 3, SLO())], "distserve", "1x1", quiet).measured
-    assert one.ttft == pytest.approx(truth.fixed + 40 * truth.prefill + truth.quadratic * 800)
-    steps = [truth.fixed + truth.decode + truth.longest * context for context in (40, 41)]
-    assert one.tpot == pytest.approx(sum(steps) / 2)
-
-
 def test_requests_that_never_fit_are_rejected_and_miss_their_slo() -> None:
     arrivals = [Arrival(0.0, 500, 5), Arrival(0.0, 10, 5)]
     report = simulate(arrivals, "distserve", "2x1", TINY)
