@@ -174,6 +174,12 @@ def test_a_file_that_is_no_journal_is_named(
     assert why in capsys.readouterr().err
 
 
+def test_a_config_in_another_encoding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_bytes("model: x".encode("utf-16"))
+    assert cli.main(["serve", "--config", str(tmp_path / "config.yaml")]) == 2
+    assert "config.yaml: byte 0 is not UTF-8" in capsys.readouterr().err
+
+
 STREAMS = """
 import os, socket
 from jaxserve.cli.main import main
@@ -200,7 +206,6 @@ UTF16 = "skip: 1".encode("utf-16")
     [
         ["simulate", "--workload", "FILE.yaml", "--qps", "1"],
         ["fit", "FILE.jsonl"],
-        ["serve", "--config", "FILE.yaml"],
         ["distill", "--prompts", "FILE.txt", "--out", "OUT"],
     ],
 )
