@@ -116,10 +116,10 @@ def test_hopeless_requests_are_refused_if_the_flag_says(refusing):
 
 def test_best_effort_gives_its_pages_to_requests_with_objectives(refusing):
     """Best effort fills the pool, loses its KV but no token to later requests, and ends after them."""
-    live, long = refusing, {"max_tokens": 150, "ttft_slo_ms": 600_000, "tpot_slo_ms": 60_000}
+    live, long = refusing, {"max_tokens": 90, "ttft_slo_ms": 600_000, "tpot_slo_ms": 60_000}
     alone = [text(ask(live, prompt, **long)) for prompt in PROMPTS[:3]]
     live.quiet()
-    free = [{"prompt": prompt, "service_tier": "best_effort", "max_tokens": 150} for prompt in PROMPTS[:3]]
+    free = [{"prompt": prompt, "service_tier": "best_effort", "max_tokens": 90} for prompt in PROMPTS[:3]]
     kept = [{"prompt": prompt, **long} for prompt in PROMPTS[:3]]
     before = live.engine.stats().counters.generated_tokens
     with ThreadPoolExecutor(1) as thread:
