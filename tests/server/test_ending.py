@@ -128,14 +128,15 @@ def serving(repo: Path, drain: str, *how: str) -> Iterator[tuple[subprocess.Pope
 def test_a_signal_ends_streams_and_process(number, repo):
     body = {**LONG, "stream": True}
     with serving(repo, "300ms") as (process, url):
+        assert f"curl {url}/v1/completions" in next(process.stdout), "the line after that of the URL"
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE, verify=False) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(number)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and "shutting_down" in rest[-2]
-        said, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0 and "Traceback" not in errors and "curl http://127.0.0.1" in said, errors
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and "Traceback" not in errors, errors
 
 
 def test_an_engine_that_does_not_close_does_not_block_the_exit(repo):
