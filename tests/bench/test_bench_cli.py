@@ -109,6 +109,7 @@ def test_chat_and_custom_prompts(tmp_path: Path) -> None:
 STRICT = "--num-prompts 4 --random-input-len 40 --random-output-len 3 --ttft-slo 5s --slo-class a=1,tpot:5000"
 
 
+@pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_openai_servers_get_standard_fields_and_text(backend: str, tmp_path: Path) -> None:
     flags = [*STRICT.split(), "--backend", backend, "--save-result", "--result-dir", str(tmp_path)]
@@ -122,6 +123,7 @@ def test_openai_servers_get_standard_fields_and_text(backend: str, tmp_path: Pat
         assert len(text.split()) == 40
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_a_tokenizer_makes_text_of_exact_lengths(repo: Path, tmp_path: Path) -> None:
     folder = repo / "jaxserve" / "demo" / "model"
     flags = f"--num-prompts 4 --random-input-len 40 --random-output-len 2 --tokenizer {folder} --save-result"
@@ -273,9 +275,11 @@ def test_what_would_lose_the_results_is_refused_first(
 @pytest.mark.parametrize("more", ["", "--find-goodput --ttft-slo 5s --request-rate 1000", "--num-runs 3"])
 @pytest.mark.parametrize("how", ["ctrl-c", "time limit"])
 def test_a_run_that_is_cut_off_reports_what_there_is(
-    how: str, more: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    how: str, more: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     """Two requests end, the third never does."""
+    if "--find-goodput" not in more:
+        request.getfixturevalue("no_plots")
 
     def interrupt(number: int) -> None:
         if number == 3 and how == "ctrl-c":
@@ -283,7 +287,7 @@ def test_a_run_that_is_cut_off_reports_what_there_is(
 
     flags = f"--num-prompts 9 --random-output-len 1 --max-concurrency 1 --save-result --result-dir {tmp_path} {more}"
     if how == "time limit":
-        flags += " --time-limit 1s"
+        flags += " --time-limit 300ms"
     with Hanging(ttft=0.0, gap=0.0, on_request=interrupt).running() as endpoint:
         assert bench(endpoint, *flags.split()) in ((130,) if how == "ctrl-c" else (0, 1))
     found = saved(tmp_path)

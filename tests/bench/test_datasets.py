@@ -19,11 +19,12 @@ from jaxserve.bench.slo_file import load_slo_file
 from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.sim.scenarios import NAMED
+from tests.support.examples import examples
 
 WORDS = st.lists(st.sampled_from(["a", "bb", "ccc", "é", "\n"]), min_size=1, max_size=8).map(" ".join)
 TURNS = st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=5)
 SHAPES = (("conversations", "from", "value", "human", "gpt"), ("messages", "role", "content", "user", "assistant"))
-LENIENT = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+LENIENT = settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def count(text: str) -> int:

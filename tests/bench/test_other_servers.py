@@ -19,6 +19,7 @@ from jaxserve.tokenizer import Tokenizer
 from tests.support.bench.endpoint import Endpoint
 from tests.support.bench.strict_server import StrictServer
 
+pytestmark = pytest.mark.usefixtures("no_plots")
 SMALL = "--num-prompts 3 --random-input-len 12 --random-output-len 4"
 
 
@@ -158,7 +159,7 @@ def test_classes_have_rows_of_their_own(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_scenario_sends_its_rounds_in_order(tmp_path: Path) -> None:
     flags = "--workload slos-serve-toolllm --request-rate 40 --prompt-scale 40 --output-scale 40 --num-prompts 3"
     with Endpoint(ttft=0.0, gap=0.0).running() as server:
-        assert bench(server.url, *flags.split(), "--own-slowdown", "--seed", "4", out=tmp_path) == 0
+        assert bench(server.url, *flags.split(), "--own-slowdown", "--seed", "24", out=tmp_path) == 0
     found = read(tmp_path)
     assert found["workload"] == "slos-serve-toolllm" and found["num_prompts"] > 3
     assert found["by_class"]["toolllm"]["requests"] == found["num_prompts"]

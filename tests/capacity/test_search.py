@@ -31,7 +31,7 @@ _known: dict[str, Outcome] = {}
 
 
 def load(source: Workload | Mix = CHAT, rate: float = 50.0, **more: Any) -> Load:
-    return Load(source, rate, more.pop("requests", 128), **more)
+    return Load(source, rate, more.pop("requests", 64), **more)
 
 
 def runner(given: Load) -> Runner:

@@ -154,7 +154,7 @@ def test_a_trace_at_two_rates_writes_table_json_csv_and_curves(
 
 @pytest.mark.usefixtures("no_plots")
 def test_a_search_finds_goodput_below_the_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    what = "--workload K32 --goodput --bound --qps 4 --num-requests 60 --ttft-slo 1s --tolerance 0.3"
+    what = "--workload K32 --goodput --bound --qps 4 --num-requests 30 --ttft-slo 1s --tolerance 0.3"
     words = [*what.split(), "--out", str(tmp_path)]
     assert main(["simulate", "--policy", "distserve", "--jobs", "1", *words]) == 0
     printed = capsys.readouterr().out
@@ -213,7 +213,7 @@ def test_flags_reach_the_simulation(tmp_path: Path) -> None:
     """Each flag changes the results in the expected direction."""
 
     def ttft(*words: str) -> float:
-        flags = ["--policy", "distserve", "--qps", "4", "--num-requests", "25", "--jobs", "1", "--out", str(tmp_path)]
+        flags = ["--policy", "distserve", "--qps", "4", "--num-requests", "10", "--jobs", "1", "--out", str(tmp_path)]
         assert main(["simulate", *flags, *words]) == 0
         result = json.loads((tmp_path / "results.json").read_text())["results"][0]
         return float(result["ttft"]["mean"])
@@ -233,7 +233,7 @@ def test_flags_reach_the_simulation(tmp_path: Path) -> None:
     ("attain", "share"), [("ttft", "ttft_attained"), ("worst", "worst_attained"), ("tokens", "token_weighted")]
 )
 def test_goodput_accepts_other_goals(attain: str, share: str, tmp_path: Path) -> None:
-    words = ["--policy", "kairos", "--qps", "1,6", "--num-requests", "30", "--goal", "0.8", "--out", str(tmp_path)]
+    words = ["--policy", "kairos", "--qps", "1,6", "--num-requests", "15", "--goal", "0.8", "--out", str(tmp_path)]
     assert main(["simulate", "--jobs", "1", "--attain", attain, *words]) == 0
     document = json.loads((tmp_path / "results.json").read_text())
     rates = [one["qps"] for one in document["results"] if one[share] >= 0.8]

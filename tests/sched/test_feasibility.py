@@ -77,12 +77,6 @@ def test_heavy_jobs_stay_while_they_alone_are_on_time(jobs: list[tuple[int, int,
         assert not any(on_time(start, jobs, (*stay, *each)) for each in more)
 
 
-@given(jobs=JOBS, start=st.integers(0, 5), weight=st.sampled_from([0.25, 2.0, 1000.0]))
-@settings(max_examples=examples(100))
-def test_equal_weights_change_nothing(jobs: list[tuple[int, int, bool]], start: int, weight: float) -> None:
-    assert solve(start, jobs, weight, weight) == solve(start, jobs)
-
-
 def row(id: int, due: float, tpot: float, tier: str = "standard") -> Request:
     one = Request(id, NewRequest(range(1000), SamplingParams(max_tokens=1000), SLO(tpot=tpot), tier=tier), 0.0)
     one.state, one.computed, one.output = State.RUNNING, 1000, [1]

@@ -33,11 +33,7 @@ VARIANTS = [
 ]
 POLICIES = [*policies.names(), *VARIANTS]
 PRESETS = [CPU.name, *sorted(file.stem for file in preset("latency", "llama3-8b-a800").parent.glob("*.yaml"))]
-CELLS = [
-    (policy, PRESETS[at % len(PRESETS)], REGIMES[at % len(REGIMES)])
-    for number, policy in enumerate(POLICIES)
-    for at in (number, number + 13)
-]
+CELLS = [(policy, PRESETS[at % len(PRESETS)], REGIMES[at % len(REGIMES)]) for at, policy in enumerate(POLICIES)]
 MATRIX = [(policy, name, regime) for policy in POLICIES for name in PRESETS for regime in REGIMES]
 
 

@@ -41,7 +41,7 @@ from tests.support.sched.laws import REQUEST, Watch, check_laws, first_differenc
 CASES: list[Case] = list(product(MESHES, ROUTERS, ADMISSIONS))
 
 
-def sample(policy: str, count: int = 4) -> list[Case]:
+def sample(policy: str, count: int = 2) -> list[Case]:
     """Return a few cases for a policy; every pair of mesh, router and admission occurs with some policy."""
     meshes = list(MESHES)
     return [

@@ -324,7 +324,8 @@ def test_a_start_that_ends_answers_what_waits(
         one.http.get("/health")
 
 
-def test_signals_reach_the_service_afterwards(starts: Made) -> None:
+def test_signals_reach_the_service_afterwards(starts: Made, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     one = starts()
     starts.open(one, delay=0.01)
     with one.http.stream("POST", COMPLETIONS, json=body(max_tokens=40, stream=True)) as response:
@@ -334,6 +335,7 @@ def test_signals_reach_the_service_afterwards(starts: Made) -> None:
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in "".join(rest)
     assert one.raised is None
+    assert "draining: 1 requests" in caplog.text and "uvicorn.access" not in caplog.text
 
 
 # The laws of the door, without HTTP.

@@ -102,20 +102,20 @@ from jaxserve.tokenizer import Tokenizer
 
 def start(config, told):
     engine = Double(delay=0.1)
-    if sys.argv[2:] == ["hung"]:
+    if "hung" in sys.argv:
         threading.Thread(target=threading.Event().wait).start()  # alone it would keep the interpreter for ever
         engine.close = lambda: False
     return Service(engine, Tokenizer.load(jaxserve.demo.model_path()), config)
 
 server.start_service = start
-sys.exit(dispatch("serve", ["--port", "0", "--drain-timeout", "0.3", "--api-server-count", "0"]))
+sys.exit(dispatch("serve", ["--port", "0", "--drain-timeout", sys.argv[2], "--api-server-count", "0"]))
 """
 
 
 @contextmanager
-def serving(repo: Path, *how: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(repo: Path, drain: str, *how: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start a server in a process of its own; yields the process and the server's URL."""
-    command = [sys.executable, "-c", SERVE, str(repo / "tests" / "support" / "server"), *how]
+    command = [sys.executable, "-c", SERVE, str(repo / "tests" / "support" / "server"), drain, *how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             (url,) = next(filter(None, (re.findall(r"ready at (http://[\d.:]+)\.", line) for line in process.stdout)))
@@ -127,7 +127,8 @@ def serving(repo: Path, *how: str) -> Iterator[tuple[subprocess.Popen[str], str]
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_streams_and_process(number, repo):
     body = {**LONG, "stream": True}
-    with serving(repo) as (process, url):
+    with serving(repo, "300ms") as (process, url):
+        assert f"curl {url}/v1/completions" in next(process.stdout), "the line after that of the URL"
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE, verify=False) as response:
             lines = response.iter_lines()
             next(lines)
@@ -139,7 +140,8 @@ def test_a_signal_ends_streams_and_process(number, repo):
 
 
 def test_an_engine_that_does_not_close_does_not_block_the_exit(repo):
-    with serving(repo, "hung") as (process, _):
+    """Nor does an idle server wait for its drain timeout."""
+    with serving(repo, "600s", "hung") as (process, _):
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=PATIENCE)
     assert process.returncode == 1

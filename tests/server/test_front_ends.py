@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -36,6 +37,8 @@ class Ready:
 def ran(monkeypatch: pytest.MonkeyPatch, repo: Path) -> Ends:
     """Run two fronts, and return the failures in a row before each new start; `enough` of them end the server."""
     failures: list[int] = []
+    forked: Any = multiprocessing.get_context("forkserver")  # `spawn` would import everything for each front
+    forked.set_forkserver_preload([fronts.__name__, crashing.__name__])
 
     def run(front: Any, enough: int = 1000) -> list[int]:
         def pause(count: int) -> float:
@@ -46,6 +49,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, repo: Path) -> Ends:
 
         monkeypatch.setattr(fronts, "pause", pause)
         monkeypatch.setattr(fronts, "_front", front)
+        monkeypatch.setattr(multiprocessing, "get_context", lambda kind: forked)
         with socket.create_server(("127.0.0.1", 0)) as sock:
             beside: Any = Ready()
             made = Fronts(ServeConfig.load(api_server_count=2), beside, sock)

@@ -121,11 +121,8 @@ def same(told: list[Told], whole: list[Told]) -> None:
 
 @pytest.mark.parametrize(
     ("transport", "roles"),
-    [
-        ("direct", (PREFILL, DECODE)), ("host", (PREFILL, DECODE)), ("auto", (PREFILL, PREFILL, DECODE)),
-        ("host", (PREFILL, DECODE, DECODE)), ("auto", PLAIN),
-    ],
-)  # fmt: skip
+    [("direct", (PREFILL, PREFILL, DECODE)), ("host", (PREFILL, DECODE, DECODE)), ("auto", PLAIN)],
+)
 def test_tokens_are_those_of_one_engine(serve: Any, whole: list[Told], transport: Transport, roles: Any) -> None:
     async def work(made: Replicated) -> None:
         for _ in range(1 + (roles == PLAIN)):

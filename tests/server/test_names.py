@@ -68,17 +68,16 @@ MATRIX = [Case(*names) for names in itertools.product(*COLUMNS)]
 
 
 def sample() -> list[Case]:
-    """Return few cases that have every router with every admission, and every name in both modes."""
+    """Return few cases that have every policy, and every router and admission in both modes.
+
+    tests/sched/test_laws.py has every pair of router and admission.
+    """
     policies, routers, admissions, modes = COLUMNS
-    cells = list(itertools.product(enumerate(routers), enumerate(admissions)))
-    turns = {mode: itertools.cycle(policies) for mode in modes}
-    made = []
-    for number in range(max(len(cells), 2 * len(policies) + 2)):
-        lap, cell = divmod(number, len(cells))
-        (at, router), (place, admission) = cells[cell]
-        mode = modes[(at + place + lap) % 2]
-        made.append(Case(next(turns[mode]), router, admission, mode))
-    return made
+    longest = max(len(routers), len(admissions), -(-len(policies) // 2))
+    return [
+        Case(*(names[number % len(names)] for names in (policies, routers, admissions)), modes[number // longest])
+        for number in range(2 * longest)
+    ]
 
 
 def bodies() -> list[dict[str, Any]]:

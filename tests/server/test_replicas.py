@@ -169,7 +169,7 @@ def test_roles_totals_and_caches(several: Any) -> None:
     several(work)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_losses_change_no_token(several: Any, seed: int) -> None:
     """Connections break at random times, and the engines come back."""
 

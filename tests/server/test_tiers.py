@@ -64,9 +64,15 @@ def text(answer: httpx.Response) -> str:
     return answer.json()["choices"][0]["text"]
 
 
-def test_prompts_are_deflected_and_their_tokens_do_not_change(deflecting):
-    alone = [text(ask(deflecting, prompt, service_tier="best_effort")) for prompt in PROMPTS]
+@pytest.fixture(scope="module")
+def alone(deflecting) -> list[str]:
+    """The answer to each prompt without others."""
+    answers = [text(ask(deflecting, prompt, service_tier="best_effort")) for prompt in PROMPTS]
     deflecting.quiet()
+    return answers
+
+
+def test_prompts_are_deflected_and_their_tokens_do_not_change(deflecting, alone):
     before = deflecting.sums()["deflections_total"]
     for _ in range(3):
         bodies = [{"prompt": prompt, "ttft_slo_ms": 60_000, "tpot_slo_ms": 60_000} for prompt in PROMPTS]
@@ -86,10 +92,8 @@ def test_prompts_are_deflected_and_their_tokens_do_not_change(deflecting):
     deflecting.engine.check()
 
 
-def test_hopeless_requests_become_best_effort_and_finish(deflecting):
+def test_hopeless_requests_become_best_effort_and_finish(deflecting, alone):
     """Prompts with an impossible TTFT among others wait, finish, and keep their tokens."""
-    alone = [text(ask(deflecting, prompt, service_tier="flex")) for prompt in PROMPTS]
-    deflecting.quiet()
     before = deflecting.sums()["demotions_total"]
     bodies = [{"prompt": prompt, "ttft_slo_ms": 0.001 if n % 2 else 60_000} for n, prompt in enumerate(PROMPTS)]
     assert [text(answer) for answer in together(deflecting, *bodies)] == alone
@@ -112,10 +116,10 @@ def test_hopeless_requests_are_refused_if_the_flag_says(refusing):
 
 def test_best_effort_gives_its_pages_to_requests_with_objectives(refusing):
     """Best effort fills the pool, loses its KV but no token to later requests, and ends after them."""
-    live, long = refusing, {"max_tokens": 150, "ttft_slo_ms": 600_000, "tpot_slo_ms": 60_000}
+    live, long = refusing, {"max_tokens": 90, "ttft_slo_ms": 600_000, "tpot_slo_ms": 60_000}
     alone = [text(ask(live, prompt, **long)) for prompt in PROMPTS[:3]]
     live.quiet()
-    free = [{"prompt": prompt, "service_tier": "best_effort", "max_tokens": 150} for prompt in PROMPTS[:3]]
+    free = [{"prompt": prompt, "service_tier": "best_effort", "max_tokens": 90} for prompt in PROMPTS[:3]]
     kept = [{"prompt": prompt, **long} for prompt in PROMPTS[:3]]
     before = live.engine.stats().counters.generated_tokens
     with ThreadPoolExecutor(1) as thread:

@@ -66,30 +66,6 @@ def test_steps_that_raise_cost_no_token(jobs, roles, fail) -> None:  # type: ign
     check_told(simulate(jobs, roles, pages=14, rows=4, tokens=16, fails=every(fail)))
 
 
-@given(
-    jobs=st.lists(JOB, min_size=1, max_size=6),
-    roles=st.sampled_from([ROLES["2x1"], ROLES["4x1"]]),
-    every=st.integers(2, 5),
-    pages=st.integers(9, 14),
-)
-@settings(max_examples=examples(60))
-def test_transfers_that_raise_cost_no_token(jobs, roles, every, pages) -> None:  # type: ignore[no-untyped-def]
-    """Every second to fifth transfer raises and is retried up to three times from KV still held by the source."""
-    seen = [0]
-
-    def loses() -> bool:
-        seen[0] += 1
-        return seen[0] % every == 0
-
-    outcome = simulate(jobs, roles, pages=pages, rows=4, tokens=16, loses=loses)
-    check_told(outcome)
-    for request, job in zip(outcome.requests, jobs, strict=True):
-        if request.finish_reason == "error":
-            assert "failed 3 times" in (request.error or "") and seen[0] >= 3 * every - 2
-        elif request.finish_reason != "abort":
-            assert len(request.output) == min(job.output, request.limit)
-
-
 def test_lost_pools_do_not_count_as_failures_of_the_link() -> None:
     """Between the loss of a pool and its replacement every transfer fails at once, more often than a link may."""
     left = iter(range(7))

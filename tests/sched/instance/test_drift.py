@@ -34,7 +34,7 @@ def test_unified_keeps_its_objectives_with_an_optimistic_model() -> None:
     options = Options(routing="unified")
     right, hopeful = (
         simulate(
-            NAMED["K128"], "unified", "2x4", latency, qps=6.0, num_requests=250,
+            NAMED["K128"], "unified", "2x4", latency, qps=6.0, num_requests=100,
             options=replace(options, prediction_error=error),
         ).summary
         for error in (0.0, -0.2)

@@ -16,8 +16,8 @@ from jaxserve.sched.api.policy import Decision, Grant, View
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.journal import replay
 from tests.support.examples import examples
-from tests.support.sched.complete import JOB, ROLES, check_complete, check_told
-from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, every, simulate
+from tests.support.sched.complete import JOB, ROLES, check_complete
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, simulate
 from tests.support.sched.recorded import perf, recorded
 
 LONG, SHORT = 800, 10  # tokens
@@ -135,12 +135,6 @@ def test_tiny_pools_with_preemption_never_deadlock(  # type: ignore[no-untyped-d
         lead=lead,
     )
     check_complete(outcome, jobs, cancelled=True)
-
-
-@given(jobs=st.lists(URGENT, min_size=1, max_size=6), fail=st.integers(3, 7), seed=st.integers(0, 1000))
-@settings(max_examples=examples(60))
-def test_steps_that_raise_among_suspended_ones_cost_no_token(jobs, fail, seed) -> None:  # type: ignore[no-untyped-def]
-    check_told(preempting(jobs, pages=14, rows=4, tokens=16, fails=every(fail), policy=lambda: Chaos(seed)))
 
 
 @given(

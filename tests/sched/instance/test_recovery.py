@@ -155,13 +155,6 @@ def test_a_request_that_fails_in_its_first_step_costs_the_others_their_kv_once(p
     assert all(prefills(outcome, index) <= 2 for index in range(6)), [prefills(outcome, index) for index in range(6)]
 
 
-def test_several_failing_requests_all_fail_alone() -> None:
-    jobs = [Job(range(index * 50, index * 50 + 12), 20, 0.001 * index) for index in range(8)]
-    outcome = run(lambda name, plan: any(span.request in (1, 4, 5) for span in plan.spans), jobs)
-    reasons = [one.finish_reason for one in outcome.requests]
-    assert reasons == ["stop", "error", "stop", "stop", "error", "error", "stop", "stop"]
-
-
 @pytest.mark.parametrize("position", [12, 15, 30])
 @pytest.mark.parametrize("tokens", [5, 32])
 def test_a_request_that_fails_later_is_found_at_the_failing_position(position: int, tokens: int) -> None:
@@ -171,19 +164,3 @@ def test_a_request_that_fails_later_is_found_at_the_failing_position(position: i
     assert [one.finish_reason for one in outcome.requests] == ["stop", "stop", "error", "stop", "stop"]
     assert outcome.counters["mixed0"].rebuilds == 2
     assert all(len(one.output) == 40 for one in outcome.requests if one.finish_reason == "stop")
-
-
-@pytest.mark.parametrize("rows", [2, 3, 8])
-@pytest.mark.parametrize("lead", [0.0, 1e-3])
-def test_retries_wait_for_reserved_slots(rows: int, lead: float) -> None:
-    """On a decode instance, requests in transfer may take the slots before the retries; both still finish."""
-    jobs = [Job(range(index * 50, index * 50 + 12), 30, 0.001 * index) for index in range(14)]
-    raised: list[int] = []
-
-    def fails(name: str, plan: StepPlan) -> bool:
-        raised.append(name == "decode1")
-        return name == "decode1" and sum(raised) in (3, 9, 20)
-
-    outcome = simulate(jobs, (Role.PREFILL, Role.DECODE), fails=fails, rows=rows, pages=400, lead=lead)
-    assert {one.finish_reason for one in outcome.requests} <= {"stop", "error"}
-    assert sum(one.finish_reason == "stop" for one in outcome.requests) >= 12

@@ -89,15 +89,6 @@ def test_a_step_by_hand(name: str, at: View, granted: list[tuple[int, int]]) -> 
     assert step(name, at) == granted
 
 
-def test_a_budget_that_keeps_no_row_in_time_does_not_hold() -> None:
-    """Do not shorten a step for rows too late to catch up, too many for their TPOT, or with a late first token."""
-    late_first = decoding(1, 1.55, first=1.5)
-    for rows in ([decoding(1, -2.0)], [decoding(id, 0.02) for id in range(1, 61)], [late_first]):
-        at = view(LONG, rows, now=1.5 if rows == [late_first] else 0.0)
-        for name in ("fairbatching", "fairbatching:budget=fixed", "sarathi", "distserve"):
-            assert dict(step(name, at)) == {0: 5000} | {one.id: 1 for one in rows}, name
-
-
 @pytest.mark.parametrize("waited", [0.1, 1.0])
 @pytest.mark.parametrize("name", ["fairbatching", "slos_serve"])
 def test_rows_left_out_for_long_join_a_step(name: str, waited: float) -> None:

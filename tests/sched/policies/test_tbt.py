@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from math import inf
 
@@ -22,11 +23,12 @@ FEW = [("fairbatching", 0.1), ("sarathi", 0.1), ("slos_serve", 0.1), ("unified",
 LATENCY = load_yaml(preset("latency", "qwen3-14b-h20"), Latency)
 
 
+@cache
 def served(policy: str, tpot: float, tbt: float | None) -> list[Measured]:
     drawn = NAMED["fairbatching-qwen"]
     assert isinstance(drawn, Workload)
     workload, mesh = replace(drawn, ttft=0.5, tpot=tpot, tbt=tbt), Mesh(1, LATENCY.tensor_parallel, colocated=True)
-    return list(simulate(workload, policy, mesh, LATENCY, qps=1.55, num_requests=40).measured)
+    return list(simulate(workload, policy, mesh, LATENCY, qps=1.55, num_requests=20).measured)
 
 
 @pytest.mark.parametrize(("policy", "tpot"), cases(FEW, product(HONOUR, (0.1, inf)), apart=True))

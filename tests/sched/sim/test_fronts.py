@@ -35,9 +35,9 @@ def test_fronts_lose_no_request_and_repeat(
 ) -> None:
     options = Options(routing=router, fronts=fronts, stale=age, routing_delay=delay)
     first, again = (
-        simulate(CHAT, "kairos", mesh, TINY, seed, qps=150, num_requests=30, options=options) for _ in range(2)
+        simulate(CHAT, "kairos", mesh, TINY, seed, qps=150, num_requests=15, options=options) for _ in range(2)
     )
-    assert first.summary.reasons == {"stop": 30}
+    assert first.summary.reasons == {"stop": 15}
     assert first == again
 
 
@@ -47,7 +47,7 @@ def test_one_front_that_sees_everything_is_the_plain_router(router: str, mesh: M
     """On mixed instances, where a router moves nothing that it has sent, and so few that it sees them all."""
     front, plain = (
         simulate(
-            CHAT, "kairos", mesh, TINY, seed, qps=150, num_requests=30,
+            CHAT, "kairos", mesh, TINY, seed, qps=150, num_requests=15,
             options=Options(routing=router, fronts=fronts, routing_delay=delay),
         )
         for fronts in (1, 0)

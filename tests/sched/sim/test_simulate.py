@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -25,15 +22,6 @@ from tests.support.sched.cost import calls
 from tests.support.sched.presets import CHAT, ROOT, TINY
 
 H200 = load_yaml(ROOT / "configs" / "latency" / "minimax-m2.5-h200-tp4.yaml", Latency)
-
-
-def test_a_single_request_takes_the_time_that_the_model_predicts() -> None:
-    quiet = replace(TINY, noise=0.0)
-    truth = quiet.solve()
-    [one] = simulate([Arrival(0.5, 40, 3, SLO())], "distserve", "1x1", quiet).measured
-    assert one.ttft == pytest.approx(truth.fixed + 40 * truth.prefill + truth.quadratic * 800)
-    steps = [truth.fixed + truth.decode + truth.longest * context for context in (40, 41)]
-    assert one.tpot == pytest.approx(sum(steps) / 2)
 
 
 def test_requests_that_never_fit_are_rejected_and_miss_their_slo() -> None:
@@ -85,27 +73,8 @@ def test_a_mesh_needs_prefill_and_decode(make) -> None:  # type: ignore[no-untyp
 def test_a_step_of_a_simulation_costs_little() -> None:
     """Bound the calls of the scheduler and the simulator for a step of K128 at 3/s on eight devices."""
     reports: list[Report] = []
-    made = calls(lambda: reports.append(simulate(NAMED["K128"], "kairos", "2x4", H200, qps=3, num_requests=60)))
-    assert reports[0].summary.count == 60 and made <= 1000 * reports[0].counters.steps
-
-
-def test_the_command_never_imports_jax(tmp_path: Path) -> None:
-    code = (
-        "import sys; from jaxserve.cli.main import main; "
-        f"flags = ['--qps', '3', '--num-requests', '20', '--out', {str(tmp_path)!r}, '--jobs', '1']; "
-        "status = main(['simulate', *flags]); "
-        "assert 'jax' not in sys.modules, 'jax was imported'; raise SystemExit(status)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "SLO attainment" in done.stdout and "kairos" in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "results.json",
-        "results.csv",
-        "ttft.png",
-        "tpot.png",
-        "tbt.png",
-    }
+    made = calls(lambda: reports.append(simulate(NAMED["K128"], "kairos", "2x4", H200, qps=3, num_requests=15)))
+    assert reports[0].summary.count == 15 and made <= 1000 * reports[0].counters.steps
 
 
 # 30 ms a step, 0.2 ms a prompt token
@@ -114,10 +83,10 @@ SLOW, FAST = 0.5, 10.0  # requests per second
 
 
 def load() -> list[Arrival]:
-    """Return 20 quiet seconds, 20 busy ones, and 20 quiet ones."""
+    """Return 12 quiet seconds, 12 busy ones, and 12 quiet ones."""
     times: list[float] = []
-    for begin, rate in ((0, SLOW), (20, FAST), (40, SLOW)):
-        times += [begin + at / rate for at in range(int(20 * rate))]
+    for begin, rate in ((0, SLOW), (12, FAST), (24, SLOW)):
+        times += [begin + at / rate for at in range(int(12 * rate))]
     return [Arrival(time, 2000, 40, SLO(ttft=4.0, tpot=0.2)) for time in times]
 
 

@@ -90,8 +90,8 @@ def test_the_stopwatch_counts_every_decision() -> None:
 @pytest.mark.parametrize("mesh", [Mesh(4), Mesh(3, colocated=True)], ids=["2P2D", "3 mixed"])
 def test_every_router_loses_nothing_on_stale_views(routing: str, mesh: Mesh) -> None:
     options = Options(stale=0.05, routing=routing, routing_delay=0.002)
-    report = simulate(CHAT, "kairos", mesh, TINY, qps=150, num_requests=80, options=options)
-    assert report.summary.reasons == {"stop": 80}
+    report = simulate(CHAT, "kairos", mesh, TINY, qps=150, num_requests=40, options=options)
+    assert report.summary.reasons == {"stop": 40}
 
 
 @pytest.mark.parametrize("perf", ["general", "linear", "table"])

@@ -278,7 +278,7 @@ def test_skipped_rows_are_counted_by_reason_in_one_line(tmp_path: Path) -> None:
     assert "1 as" in said and said.endswith("; 2 for other reasons") and "\n" not in said
 
 
-@pytest.mark.parametrize("rows", cases([200_000], [1_000_000]))
+@pytest.mark.parametrize("rows", cases([100_000], [1_000_000]))
 def test_many_bad_rows_after_good_ones_are_one_line_in_little_memory(tmp_path: Path, rows: int) -> None:
     told: list[str] = []
     path = write(tmp_path, AZURE_2024)
@@ -343,10 +343,8 @@ def test_missing_and_malformed_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "rows", "rate", "prompt", "output"),
     [
-        ("azure/AzureLLMInferenceTrace_conv.head40min.csv.gz", 14_176, 5.906, 1195, 202),
         ("azure/AzureLLMInferenceTrace_code.head38min.csv", 7_015, 3.076, 2033, 27.6),
         ("azure/AzureLLMInferenceTrace_conv_1week.excerpt_0512T0100.csv", 1_576, 26.05, 1627, 116),
-        ("mooncake/conversation_trace.head40min.jsonl.gz", 7_851, 3.275, 12_428, 347),
         ("mooncake/synthetic_trace.head12min.jsonl.gz", 2_752, 3.821, 13_344, 181),
         ("mooncake/arxiv_mooncake_trace.head1000.jsonl", 1_000, 5.641, 9_792, 199),
         ("burstgpt/BurstGPT_1.days0-4.csv.gz", 11_810, 0.02734, 690, 268),

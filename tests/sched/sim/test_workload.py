@@ -55,7 +55,7 @@ def test_the_seed_decides_and_the_rate_only_rescales_time(workload) -> None:  # 
     ids=["K128", "K100", "K32"],
 )
 def test_long_tail_is_as_published(workload, share, low, high) -> None:  # type: ignore[no-untyped-def]
-    arrivals = workload.draw(40_000, 3.0, 0)
+    arrivals = workload.draw(20_000, 3.0, 0)
     prompts = np.array([a.prompt_tokens for a in arrivals])
     outputs = np.array([a.output_tokens for a in arrivals])
     body = Lengths("lognormal", median=2500, sigma=1.0, low=64, high=32768).draw(RANDOM(9), 40_000)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -104,9 +106,12 @@ def test_classes_of_errors(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_clients_retry_a_full_queue(fake: Fake, stream: bool) -> None:
+def test_the_clients_retry_a_full_queue(fake: Fake, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clients wait as long as the server says, and send the request again."""
-    live = fake()
+    live, waits = fake(), list[float]()
+    for client in (openai, anthropic):
+        clock = SimpleNamespace(time=time.time, time_ns=time.time_ns, sleep=waits.append)
+        monkeypatch.setattr(f"{client.__name__}._base_client.time", clock)
     submit, refused = live.engine.submit, list[int]()
 
     def later(*given: Any) -> int:
@@ -121,7 +126,7 @@ def test_the_clients_retry_a_full_queue(fake: Fake, stream: bool) -> None:
     of_openai.chat.completions.create(model=MODEL, messages=HI, max_tokens=2, stream=stream)
     of_openai.responses.create(model=MODEL, input="Hi", max_output_tokens=2, stream=stream)
     of_anthropic.messages.create(model=MODEL, messages=HI, max_tokens=2, stream=stream)
-    assert refused == [1, 0] * 3
+    assert refused == [1, 0] * 3 and waits == [1.0] * 3
 
 
 def test_a_model_that_is_not_served_is_known_by_its_words(fake: Fake) -> None:
