@@ -15,7 +15,8 @@ from contextlib import suppress
 
 from jaxserve.config import ServeConfig, parse_mesh
 from jaxserve.fleet.board import Board, ScaleState
-from jaxserve.fleet.replicas import CLAIM, Replicas
+from jaxserve.fleet.replicas import Replicas
+from jaxserve.fleet.rolling import CLAIM
 from jaxserve.fleet.supervisor import Engines
 from jaxserve.sched import scaling
 from jaxserve.sched.api.errors import InvalidValue

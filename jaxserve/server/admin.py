@@ -11,7 +11,7 @@ from msgspec import to_builtins
 
 from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.fleet.board import ask
-from jaxserve.fleet.replicas import Rolling
+from jaxserve.fleet.rolling import Rolling
 from jaxserve.sched.api.policy import Role, roles_of
 from jaxserve.server.documented import body_schema
 from jaxserve.server.failures import Refused

@@ -22,9 +22,10 @@ from jaxserve.server.fairness import load_limits
 from jaxserve.server.fronts import Fronts, begin_process, serve_remote
 from jaxserve.server.keys import Keys, warn_if_open
 from jaxserve.server.service import Service
-from jaxserve.server.serving import Interrupted, announce, check_tls, listen_on, loop_factory, serve_from_start
+from jaxserve.server.serving import Interrupted, announce, listen_on, loop_factory, serve_from_start
 from jaxserve.server.signals import Signals, end_process
 from jaxserve.server.start_times import StartTime, last_start, remember
+from jaxserve.server.tls import check_tls
 from jaxserve.server.tracing import check_tracing
 
 

@@ -15,7 +15,8 @@ from fastapi import Request
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.queue import ROWS
 from jaxserve.errors import InvalidValue
-from jaxserve.fleet.replicas import Replicas, Rolling
+from jaxserve.fleet.replicas import Replicas
+from jaxserve.fleet.rolling import Rolling
 from jaxserve.generation.bad_words import with_bad_words
 from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, merged, pieces
 from jaxserve.generation.sharing import session_of

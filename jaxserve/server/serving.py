@@ -11,11 +11,9 @@ import importlib.util
 import logging
 import signal
 import socket
-import ssl
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
@@ -24,6 +22,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.info import Promise
 from jaxserve.errors import InvalidValue
 from jaxserve.report.table import print_table
+from jaxserve.server.accepting import Acceptor
 from jaxserve.server.app import create_app
 from jaxserve.server.door import Door
 from jaxserve.server.protocol import most_connections, protocol_of
@@ -31,64 +30,14 @@ from jaxserve.server.service import Service
 from jaxserve.server.signals import Signals
 from jaxserve.server.start_times import StartTime, expectation
 from jaxserve.server.stats_line import StatsLine
-from jaxserve.settings.operations import OperationSettings
+from jaxserve.server.tls import tls_of
 
 logger = logging.getLogger("jaxserve.server")
 
 STATS_EVERY = 10.0  # seconds
-PAUSE = 1.0  # seconds until connections are accepted again after an error
-TLS_FILES = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 # A client that has gone without a word, while its request waits, is noticed after two minutes instead of two hours.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 PATIENCE = 0.6  # seconds in which requests that a shutdown aborts may still send their error
-
-
-class Acceptor:
-    """The part of an `asyncio.Server` that accepts: one connection at a time, so that thousands stop no stream.
-
-    That one takes all connections that wait in one go. Writer: its event loop.
-    """
-
-    def __init__(
-        self, sock: socket.socket, protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None, backlog: int
-    ) -> None:
-        sock.setblocking(False)
-        sock.listen(backlog)
-        self._sock = sock
-        self._protocol = protocol
-        self._tls = tls
-        self._loop = asyncio.get_running_loop()
-        self._opening = set[asyncio.Task[None]]()
-        self._task = asyncio.ensure_future(self._accept())
-
-    async def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = await self._loop.sock_accept(self._sock)
-            except ConnectionAbortedError:
-                continue
-            except OSError as error:  # no more files or memory, as a rule
-                logger.error("no connection can be accepted: %s", error.strerror)
-                await asyncio.sleep(PAUSE)
-                continue
-            opening = asyncio.ensure_future(self._open(connection))
-            self._opening.add(opening)
-            opening.add_done_callback(self._opening.discard)
-            await asyncio.sleep(0)  # streams go on
-
-    async def _open(self, connection: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
-        except OSError as error:  # of the client, or of its TLS
-            logger.debug("a connection was not opened: %s", error)
-            connection.close()
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._sock)  # before its owner closes it
-        self._task.cancel()
-
-    async def wait_closed(self) -> None:
-        """Return: connections are waited for by their server."""
 
 
 class Server(uvicorn.Server):
@@ -122,44 +71,6 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     if importlib.util.find_spec("uvloop") is None:
         return None
     return cast(Callable[[], asyncio.AbstractEventLoop], importlib.import_module("uvloop").new_event_loop)
-
-
-def tls_of(settings: OperationSettings) -> dict[str, Any]:
-    """Return uvicorn's arguments, {} for plain HTTP."""
-    if settings.ssl_certfile is None:
-        return {}
-    return {name: getattr(settings, name) for name in (*TLS_FILES, "ssl_cert_reqs")}
-
-
-def check_tls(settings: OperationSettings) -> None:
-    """Raise InvalidValue that names the setting and the file if the files cannot be used."""
-    if settings.ssl_certfile is None:
-        return
-    for name in TLS_FILES:
-        path = getattr(settings, name)
-        if path is not None:
-            try:
-                Path(path).read_bytes()
-            except OSError as error:
-                raise InvalidValue(f"{name}={path!r} cannot be read: {error.strerror}", name) from error
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    key = settings.ssl_keyfile
-    try:
-        # The empty password refuses an encrypted key, for which a server would ask on the terminal.
-        context.load_cert_chain(settings.ssl_certfile, key, password="")  # nosec B106
-    except ssl.SSLError as error:
-        what = "" if key is None else f" with ssl_keyfile={key!r}"
-        raise InvalidValue(
-            f"ssl_certfile={settings.ssl_certfile!r}{what} is not a PEM certificate and its private key without a "
-            f"passphrase: {error.reason or error}",
-            "ssl_certfile" if key is None else "ssl_keyfile",
-        ) from error
-    if settings.ssl_ca_certs is not None:
-        try:
-            context.load_verify_locations(settings.ssl_ca_certs)
-        except ssl.SSLError as error:
-            message = f"ssl_ca_certs={settings.ssl_ca_certs!r} has no PEM certificate: {error.reason or error}"
-            raise InvalidValue(message, "ssl_ca_certs") from error
 
 
 def listen_on(host: str, port: int) -> socket.socket:

@@ -82,7 +82,7 @@ def test_a_killed_engine_changes_no_token(engines: Any) -> None:
 
 
 def test_replicas_start_again_without_a_lost_request(engines: Any) -> None:
-    from jaxserve.fleet.replicas import Rolling
+    from jaxserve.fleet.rolling import Rolling
 
     async def work(replicas: Any) -> None:
         whole, before, told = await calm(replicas), [one._pids for one in engines.replicas], list[Told]()

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.server.serving import Acceptor, loop_factory
+from jaxserve.server.accepting import Acceptor
+from jaxserve.server.serving import loop_factory
 
 WAITING = 100
 

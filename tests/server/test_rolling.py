@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import InvalidValue, JaxserveError
-from jaxserve.fleet.replicas import Replicas, Rolling
+from jaxserve.fleet.replicas import Replicas
+from jaxserve.fleet.rolling import Rolling
 from jaxserve.sched.api.new_request import NewRequest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
@@ -47,7 +48,7 @@ class Restarting(Way):
 @pytest.fixture
 def pair(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Restarting]]:
     """Two replicas, which are two ways to the session's engine."""
-    monkeypatch.setattr("jaxserve.fleet.replicas.SETTLING", 0.1)  # there is one front
+    monkeypatch.setattr("jaxserve.fleet.rolling.SETTLING", 0.1)  # there is one front
     places = [Place(Address(path=str(tmp_path / f"socket{at}")), KEY, f"replica {at}") for at in range(2)]
     made = [Restarting(engine, place) for place in places]
     for one in made:

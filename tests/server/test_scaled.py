@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
 from jaxserve.fleet.board import Board, Scale, ScaleState
-from jaxserve.fleet.replicas import Replicas, Rolling
+from jaxserve.fleet.replicas import Replicas
+from jaxserve.fleet.rolling import Rolling
 from jaxserve.fleet.scaler import ReplicaScaler
 from jaxserve.fleet.supervisor import Engines
 from jaxserve.sched.api.new_request import NewRequest

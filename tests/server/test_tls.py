@@ -13,7 +13,7 @@ import pytest
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
 from jaxserve.server.service import Service
-from jaxserve.server.serving import check_tls
+from jaxserve.server.tls import check_tls
 from tests.support.server.double import Double
 from tests.support.server.starting import Starting
 
