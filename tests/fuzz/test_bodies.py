@@ -161,7 +161,7 @@ def check(service: Service, caplog: pytest.LogCaptureFixture, count: int, growth
     assert sum(seen.values()) == count
     assert seen[200] > count / 20 and seen[400] > count / 5 and seen[499], seen
     service.engine.check()
-    assert service.active == 0 and service.prompts.waiting == 0
+    assert service.active == 0 and service.prompts.texts.waiting == 0
     assert all(not client.inside and not client.queue for client in service.stage.clients.values())
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR or record.exc_info]
     assert not errors, errors[:5]
