@@ -24,13 +24,13 @@ PROMPT = (40, 41, 42, 43, 44, 45, 46)
 REPEATED = (5, 6, 7, 5, 6, 7, 5, 6, 7, 5)
 
 
-def start(tiny: Path, **speculative: object) -> Engine:
+def start(tiny: Path, rows: int = 2, **speculative: object) -> Engine:
     settings = {"num_speculative_tokens": 2, "adaptive": False, **speculative}
     return Engine.start(
         ServeConfig(
             model=str(tiny),
             mesh="1x1",
-            max_num_seqs=2,
+            max_num_seqs=rows,
             max_num_batched_tokens=16,
             max_model_len=64,
             block_size=4,
@@ -103,7 +103,7 @@ def test_sampled_tokens_follow_the_target_distribution(itself: Engine, tiny: Pat
 
 
 def test_repeated_text_is_drafted_by_prompt_lookup(tiny: Path) -> None:
-    engine = start(tiny, method="ngram", prompt_lookup_min=1, prompt_lookup_max=3)
+    engine = start(tiny, 1, method="ngram", prompt_lookup_min=1, prompt_lookup_max=3)
     try:
         params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 3
         served(engine, [REPEATED, (9, 8, 7), REPEATED], params)

@@ -343,9 +343,12 @@ def test_shipped_executables_of_another_engine_are_named(tmp_path: Path, caplog:
     assert not other.has(call) and "for another engine (limits, more)" in caplog.text
 
 
-def test_an_engine_starts_from_what_was_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_starts_from_what_was_compiled_ahead(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings: dict[str, Any] = {
-        "max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64, "kv_cache_memory": "4MiB"
+        "model": str(tiny), "max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64,
+        "kv_cache_memory": "4MiB",
     }  # fmt: skip
     flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path / "one"))

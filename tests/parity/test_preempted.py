@@ -193,5 +193,6 @@ def test_steps_that_raise_beside_suspended_ones_do_not_change_the_tokens() -> No
 def test_stopping_steps_does_not_change_the_tokens_of_a_family(name: str) -> None:
     of, requests = model(name), asks(1, 6)
     expected = unstopped(of).each(requests)
-    for served in stopped(built("1x2", "op", 32, ROOMY + PAGE, of), requests, "distserve", 6):
+    mesh, tokens, pages = ("1x2", 32, ROOMY + PAGE) if whole() else ("1x1", 64, ROOMY)  # those of `unstopped`
+    for served in stopped(built(mesh, "op", tokens, pages, of), requests, "distserve", 6):
         compare(requests, served, expected, of)
