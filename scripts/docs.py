@@ -29,7 +29,9 @@ from jaxserve.sched.cluster.ttft_predictions import Accuracy
 from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.perf import KINDS
 from jaxserve.sched.registry import factory
-from jaxserve.server.fairness import Client, ClientLimits, StageCollector
+from jaxserve.server.client_metrics import StageCollector
+from jaxserve.server.fairness import Client
+from jaxserve.server.limits import ClientLimits
 from jaxserve.server.metrics import PREFIX, Metrics
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,9 +22,9 @@ from jaxserve.fleet.scaler import ReplicaScaler
 from jaxserve.models.source import check_names, find_tokenizer
 from jaxserve.ray.engines import RayEngines
 from jaxserve.server.app import create_app
-from jaxserve.server.fairness import load_limits
 from jaxserve.server.fronts import begin_process
 from jaxserve.server.keys import Keys
+from jaxserve.server.limits import load_limits
 from jaxserve.server.main import check_processes
 from jaxserve.server.service import Service
 from jaxserve.settings.seeds import request_seed

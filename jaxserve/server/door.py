@@ -27,9 +27,10 @@ from jaxserve.report.dashboard_page import ABOUT, HEADERS, about, files
 from jaxserve.report.start import StartProgress
 from jaxserve.server.engine_metrics import READY
 from jaxserve.server.failures import Refused, body_of, response_of
-from jaxserve.server.fairness import arrived_at_start, load_limits
+from jaxserve.server.fairness import arrived_at_start
 from jaxserve.server.guard import Guard, cors_of
 from jaxserve.server.keys import Keys
+from jaxserve.server.limits import load_limits
 from jaxserve.server.metrics import CONTENT_TYPE
 from jaxserve.server.model_list import check_model, expected_length, present_model, present_models
 from jaxserve.server.start_times import StartTime

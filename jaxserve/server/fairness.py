@@ -13,82 +13,19 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from jaxserve.errors import InvalidValue, QueueFull, short
+from jaxserve.errors import InvalidValue, QueueFull
 from jaxserve.server.failures import Refused
-from jaxserve.server.openai import Scheduled
-from jaxserve.settings.fields import HttpSettings
-from jaxserve.settings.operations import PREFIX
-from jaxserve.yamlio import Count, Range, check_fields, load_yaml, nearest
+from jaxserve.server.limits import ClientLimits, ClientLimitsFile
 
 BURST = 10.0  # seconds' worth of its token rate that a client may use at once
-REASONS = ("queue_full", "queue_share", "queue_timeout", "token_rate")  # of refusals
 
 # When a request arrived that has waited for the server's start, by time.monotonic(); None: the request has not
 # waited. Each request has a task, so a context, of its own.
 arrived_at_start: ContextVar[float | None] = ContextVar("arrived_at_start", default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class ClientLimits:
-    """The limits of one client. A request counts once per output: prompts times n."""
-
-    max_concurrency: Count | None = None  # requests in the engine at a time; others wait. None: no limit
-    queue_share: Annotated[float, Range(0, 1)] = 1.0  # of the admission queue that its waiting requests may fill
-    tokens_per_second: Annotated[float, Range(0.001)] | None = None  # prompt plus output, on average; None: no limit
-    weight: Annotated[float, Range(0.001, 1000)] = 1.0  # share of the engine under overload, relative to other clients
-    priority: bool = True  # whether the client may set `priority`
-    tiers: tuple[str, ...] | None = None  # allowed values of `service_tier`; None: all
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def check(self, body: Scheduled) -> None:
-        """Raise Refused (403) if a body sets a field that this client may not set."""
-        if body.priority is not None and not self.priority:
-            raise Refused(403, "this API key may not set priority: leave it out", "priority", "not_allowed")
-        if body.service_tier is not None and self.tiers is not None and body.service_tier not in self.tiers:
-            there = ", ".join(self.tiers) or "none"
-            message = f"this API key may not set service_tier={short(body.service_tier)}; allowed: {there}"
-            raise Refused(403, message, "service_tier", "not_allowed")
-
-
-@dataclass(frozen=True, slots=True)
-class ClientLimitsFile:
-    """The contents of the limits file: limits by key name, and the default for all other keys."""
-
-    default: ClientLimits = ClientLimits()
-    keys: Mapping[str, ClientLimits] = field(default_factory=dict)
-
-    def of(self, client: str) -> ClientLimits:
-        return self.keys.get(client, self.default)
-
-
-def load_limits(settings: HttpSettings, names: tuple[str, ...]) -> ClientLimitsFile:
-    """Read the file that `--limits` names. Raises InvalidValue with file and line.
-
-    `names` are the clients of the configured API keys.
-    """
-    if settings.limits is None:
-        return ClientLimitsFile()
-    path = Path(settings.limits)
-    if not path.is_file():
-        raise InvalidValue(f"limits={str(path)!r} does not exist: docs/guide/security.md has an example", "limits")
-    limits = load_yaml(path, ClientLimitsFile)
-    for name in limits.keys:
-        if name not in names:
-            hint = nearest(name, names) if names else "there are no keys; name them in --api-key-file"
-            raise InvalidValue(f"{path}: no API key is called {name!r}: {hint}", "limits")
-    return limits
 
 
 class Client:
@@ -263,35 +200,3 @@ class Stage:
             if client in able and client.deficit >= client.queue[0][0]:
                 return client  # stays first in the ring until its credit is used up
             self._ring.rotate(-1)
-
-
-class StageCollector(Collector):
-    """A collector of each client's requests and tokens, read at each scrape.
-
-    The number of series depends on the API keys only, not on requests.
-    """
-
-    def __init__(self, stage: Stage, model_name: str, prefix: str = PREFIX) -> None:
-        self._stage = stage
-        self._model = model_name
-        self._prefix = prefix
-
-    def collect(self) -> Iterator[Metric]:
-        prefix, labels, clients = self._prefix, ["model_name", "api_key"], self._stage.clients
-        running = GaugeMetricFamily(prefix + "client_requests_running", "Requests in the engine.", labels=labels)
-        waiting = GaugeMetricFamily(
-            prefix + "client_requests_waiting", "Requests waiting for admission.", labels=labels
-        )
-        admitted = CounterMetricFamily(prefix + "client_requests", "Requests admitted: prompts times n.", labels=labels)
-        tokens = CounterMetricFamily(prefix + "client_tokens", "Prompt and generated tokens.", labels=[*labels, "kind"])
-        refused = CounterMetricFamily(prefix + "client_refusals", "Requests refused.", labels=[*labels, "reason"])
-        for name, client in clients.items():
-            own = [self._model, name]
-            running.add_metric(own, client.inside)
-            waiting.add_metric(own, client.waiting)
-            admitted.add_metric(own, client.requests)
-            for kind in ("prompt", "generation"):
-                tokens.add_metric([*own, kind], client.tokens[kind])
-            for reason in REASONS:
-                refused.add_metric([*own, reason], client.refused[reason])
-        yield from (running, waiting, admitted, tokens, refused)

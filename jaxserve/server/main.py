@@ -18,9 +18,9 @@ from jaxserve.report.progress import Callback, bar
 from jaxserve.report.start import StartProgress
 from jaxserve.server.beside import Beside, in_thread
 from jaxserve.server.door import Door, ServerStart
-from jaxserve.server.fairness import load_limits
 from jaxserve.server.fronts import Fronts, begin_process, serve_remote
 from jaxserve.server.keys import Keys, warn_if_open
+from jaxserve.server.limits import load_limits
 from jaxserve.server.service import Service
 from jaxserve.server.serving import Interrupted, announce, listen_on, loop_factory, serve_from_start
 from jaxserve.server.signals import Signals, end_process

@@ -25,8 +25,10 @@ from jaxserve.models.source import sampling_defaults
 from jaxserve.sched.api.new_request import NewRequest, check_length
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
-from jaxserve.server.fairness import Client, Stage, StageCollector, arrived_at_start, load_limits
+from jaxserve.server.client_metrics import StageCollector
+from jaxserve.server.fairness import Client, Stage, arrived_at_start
 from jaxserve.server.keys import Keys
+from jaxserve.server.limits import load_limits
 from jaxserve.server.live import LiveFeed
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.model_list import check_model

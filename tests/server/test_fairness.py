@@ -15,7 +15,8 @@ import pytest
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue, QueueFull
 from jaxserve.server.failures import Refused
-from jaxserve.server.fairness import BURST, ClientLimits, ClientLimitsFile, Stage, load_limits
+from jaxserve.server.fairness import BURST, Stage
+from jaxserve.server.limits import ClientLimits, ClientLimitsFile, load_limits
 from tests.support.timing import until
 
 NAMES = ("red", "blue", "green")
